@@ -1,0 +1,192 @@
+"""The values that describe a model: its sizes, the part of it one process holds, and how its tensors lie on disk.
+
+No module of torch's lives here, and nothing about training.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from math import isfinite
+
+
+class Family(Enum):
+    """A model architecture."""
+
+    gpt2 = "gpt2"
+    llama3 = "llama3"
+
+
+@dataclass
+class RopeScaling:
+    """Stretch rotary frequencies for contexts longer than those of pre-training.
+
+    Source: LLaMA 3.1, `apply_scaling` of the reference code; `rope_type: llama3` in transformers.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass
+class ModelConfig:
+    """Sizes of one model, the same for both families; also the schema of the configuration group `model`.
+
+    `intermediate_size` is the width inside the MLP, `norm_eps` is added to the variance. `rope_theta` and
+    `rope_scaling` belong to llama3, `dropout` to gpt2. `pad_vocab_multiple` rounds the rows of the vocabulary up in
+    memory, never on disk.
+    """
+
+    family: Family
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    n_embd: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    bos_token_id: int
+    eos_token_id: int
+    tie_word_embeddings: bool = True
+    dropout: float = 0.0
+    norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    pad_vocab_multiple: int = 1
+
+    @property
+    def head_dim(self) -> int:
+        """Return the width of one attention head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Return the rows of the vocabulary in memory: `vocab_size` rounded up to `pad_vocab_multiple`."""
+        return -(-self.vocab_size // self.pad_vocab_multiple) * self.pad_vocab_multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The part of a model that one process holds: a range of global layer numbers and, at the ends, more.
+
+    The first stage holds the embeddings, the last one the final norm and the output layer.
+    """
+
+    layers: range
+    first: bool
+    last: bool
+
+    @classmethod
+    def whole(cls, n_layer: int) -> "Stage":
+        """Return the stage that is the whole model."""
+        return cls(layers=range(n_layer), first=True, last=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """How one tensor lies on disk and how the live parameter relates to it.
+
+    `shape` is transformers' shape. `view` names the same bytes, in C order, with the dimensions of the live parameter,
+    of which it is the leading box: what a live parameter holds beyond `view` is padding and not stored.
+    """
+
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+
+
+class InitialKind(Enum):
+    """A distribution of initial values."""
+
+    normal = "normal"
+    zeros = "zeros"
+    ones = "ones"
+
+
+@dataclass(frozen=True, slots=True)
+class Initial:
+    """Initial values of one tensor: `std` is the standard deviation of the normal distribution, with mean 0."""
+
+    kind: InitialKind
+    std: float = 0.0
+
+
+def problems(config: ModelConfig) -> list[str]:
+    """Return every reason why no model of these sizes can be built; each names its key and value."""
+    found = _size_problems(config) + _head_problems(config) + _number_problems(config)
+    match config.family:
+        case Family.gpt2:
+            return found + _gpt2_problems(config)
+        case Family.llama3:
+            return found + _llama3_problems(config)
+
+
+def _size_problems(config: ModelConfig) -> list[str]:
+    names = ("n_layer", "n_head", "n_kv_head", "n_embd", "intermediate_size", "vocab_size", "max_position_embeddings")
+    sizes = {name: getattr(config, name) for name in (*names, "pad_vocab_multiple")}
+    found = [f"model.{name}={size}: must be at least 1" for name, size in sizes.items() if size < 1]
+    for name in ("bos_token_id", "eos_token_id"):
+        token = getattr(config, name)
+        if not 0 <= token < config.vocab_size:
+            found.append(
+                f"model.{name}={token}: must be a token of the vocabulary, model.vocab_size={config.vocab_size}"
+            )
+    return found
+
+
+def _head_problems(config: ModelConfig) -> list[str]:
+    found = []
+    if config.n_head >= 1 and config.n_embd % config.n_head:
+        found.append(f"model.n_head={config.n_head}: must divide model.n_embd={config.n_embd}")
+    if config.n_kv_head >= 1 and config.n_head % config.n_kv_head:
+        found.append(f"model.n_kv_head={config.n_kv_head}: must divide model.n_head={config.n_head}")
+    return found
+
+
+def _number_problems(config: ModelConfig) -> list[str]:
+    found = []
+    if not 0 <= config.dropout < 1:
+        found.append(f"model.dropout={config.dropout}: must be at least 0 and below 1")
+    for name in ("norm_eps", "initializer_range", "rope_theta"):
+        number = getattr(config, name)
+        if not (isfinite(number) and number > 0):
+            found.append(f"model.{name}={number}: must be a finite number above 0")
+    return found
+
+
+def _gpt2_problems(config: ModelConfig) -> list[str]:
+    found = []
+    if config.n_kv_head != config.n_head:
+        found.append(f"model.n_kv_head={config.n_kv_head}: gpt2 needs it equal to model.n_head={config.n_head}")
+    if config.rope_scaling is not None:
+        found.append(f"model.rope_scaling={config.rope_scaling}: gpt2 has learned positions, leave it null")
+    return found
+
+
+def _llama3_problems(config: ModelConfig) -> list[str]:
+    found = []
+    if config.dropout != 0:
+        found.append(f"model.dropout={config.dropout}: llama3 has none, leave it 0")
+    if config.n_head >= 1 and config.head_dim % 2:
+        found.append(
+            f"model.n_embd={config.n_embd}: rotary positions need an even width per head, "
+            f"model.n_head={config.n_head} makes it {config.head_dim}"
+        )
+    if config.rope_scaling is not None:
+        found += _rope_scaling_problems(config.rope_scaling)
+    return found
+
+
+def _rope_scaling_problems(scaling: RopeScaling) -> list[str]:
+    found = []
+    if not (isfinite(scaling.factor) and scaling.factor >= 1):
+        found.append(f"model.rope_scaling.factor={scaling.factor}: must be a finite number of at least 1")
+    if not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
+        found.append(
+            f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor}: must be above "
+            f"model.rope_scaling.low_freq_factor={scaling.low_freq_factor}, and both above 0"
+        )
+    if scaling.original_max_position_embeddings < 1:
+        size = scaling.original_max_position_embeddings
+        found.append(f"model.rope_scaling.original_max_position_embeddings={size}: must be at least 1")
+    return found

@@ -1,0 +1,248 @@
+"""LLaMA-3, under transformers' names and orientation.
+
+Sources: Dubey et al. 2024, "The Llama 3 Herd of Models"; `LlamaForCausalLM` of transformers. What both families share
+lives in `layers`.
+"""
+
+from dataclasses import asdict
+from math import pi
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.config import Initial, InitialKind, ModelConfig, RopeScaling, Stage, StoredTensor
+from models.layers import Embedding, Linear, OutputLayer, RMSNorm, causal_attention, run_block
+
+_OUTPUT = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+class Llama3(nn.Module):
+    """A LLaMA-3 language model, or the stage of one."""
+
+    def __init__(self, config: ModelConfig, stage: Stage, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.stage = stage
+        self.compute_dtype = compute_dtype
+        self.activation_checkpointing = False
+        self._rotation: tuple[Tensor, Tensor] | None = None
+        rows = config.padded_vocab_size
+        parts: dict[str, nn.Module] = {}
+        if stage.first:
+            parts["embed_tokens"] = Embedding(rows, config.n_embd)
+        parts["layers"] = nn.ModuleDict({str(layer): Block(config) for layer in stage.layers})
+        if stage.last:
+            parts["norm"] = RMSNorm(config.n_embd, config.norm_eps)
+        self.model = nn.ModuleDict(parts)
+        if stage.last:
+            self.lm_head = OutputLayer(config.n_embd, rows, config.vocab_size)
+        self.tie_weights()
+
+    @property
+    def blocks(self) -> nn.ModuleDict:
+        """Return the blocks of this stage by global layer number."""
+        return cast(nn.ModuleDict, self.model["layers"])
+
+    def tie_weights(self) -> None:
+        """Make the output weight the embedding Parameter itself, where both are here and tied.
+
+        Materialising or wrapping a model separates the two: call again after each.
+        """
+        if self.config.tie_word_embeddings and self.stage.first and self.stage.last:
+            self.lm_head.weight = cast(Embedding, self.model["embed_tokens"]).weight
+
+    def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None) -> Tensor:
+        """Run this stage.
+
+        `x` is int64 tokens [B, T] on the first stage, else hidden states [B, T, n_embd]. Returns logits
+        [B, T, padded_vocab_size] on the last stage, else hidden states, in the compute dtype. `dropout_key` is there
+        for both families to be called alike: this one has no dropout.
+        """
+        cos, sin = self._rotation_for(x)
+        if self.stage.first:
+            x = self.model["embed_tokens"](x).to(self.compute_dtype)
+        for block in self.blocks.values():
+            x = run_block(block, x, cos, sin, recompute=self.activation_checkpointing)
+        if self.stage.last:
+            x = self.lm_head(self.model["norm"](x))
+        return x
+
+    def _rotation_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        # Neither parameter nor buffer: a model materialised from meta has nothing here that would need filling in.
+        kept = self._rotation
+        if kept is None or kept[0].device != x.device or kept[0].shape[0] != x.shape[1]:
+            kept = self._rotation = rotation(self.config, x.shape[1], device=x.device, dtype=self.compute_dtype)
+        return kept
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each behind its norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map hidden states [B, T, n_embd] to the same shape; `cos` and `sin` as `rotation` returns them."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; the heads are counted in the weights, which tensor parallelism may have cut."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_width = config.n_kv_head * config.head_dim
+        self.q_proj = Linear(config.n_embd, config.n_embd)
+        self.k_proj = Linear(config.n_embd, kv_width)
+        self.v_proj = Linear(config.n_embd, kv_width)
+        self.o_proj = Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map [B, T, n_embd] to the same shape."""
+        heads = (-1, self.head_dim)
+        q = rotate(self.q_proj(x).unflatten(-1, heads), cos, sin)
+        k = rotate(self.k_proj(x).unflatten(-1, heads), cos, sin)
+        v = self.v_proj(x).unflatten(-1, heads)
+        return cast(Tensor, self.o_proj(causal_attention(q, k, v)))
+
+
+class MLP(nn.Module):
+    """A projection gated by the SiLU of another, and one back.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer" (SwiGLU).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.n_embd, config.intermediate_size)
+        self.up_proj = Linear(config.n_embd, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, T, n_embd] to the same shape."""
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + head_dim / 2) of `x` [B, T, heads, head_dim] by the angles of their positions.
+
+    Source: Su et al. 2021, "RoFormer", in the pairing of transformers' `rotate_half`, whose signs are in `sin` here.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def rotation(config: ModelConfig, length: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosine and signed sine of the angles at positions 0 to `length`, each [length, 1, head_dim].
+
+    The first half of the sines is negated, see `rotate`. Computed in float32 on the CPU, so that every device turns by
+    the same angles.
+    """
+    # A table first made during inference must still serve a later backward pass.
+    with torch.inference_mode(False), torch.no_grad():
+        positions = torch.arange(length, dtype=torch.float32, device="cpu")
+        angles = torch.outer(positions, inverse_frequencies(config)).unsqueeze(1)
+        cos, sin = angles.cos(), angles.sin()
+        tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return tables[0].to(device, dtype), tables[1].to(device, dtype)
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """Return the angle per position of every pair of a head, float32 [head_dim / 2] on the CPU, in radians."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    return frequencies if config.rope_scaling is None else scale_frequencies(frequencies, config.rope_scaling)
+
+
+def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, and blend between.
+
+    Source: `apply_scaling` of LLaMA 3.1's reference code, `_compute_llama3_parameters` of transformers.
+    """
+    turns = scaling.original_max_position_embeddings / (2 * pi / frequencies)
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = share.clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def stored_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    """Return the tensors of the whole model as they lie on disk, in model order."""
+    vocabulary = (config.vocab_size, config.n_embd)
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: vocabulary}
+    for layer in range(config.n_layer):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _block_shapes(config).items()}
+    shapes["model.norm.weight"] = (config.n_embd,)
+    if not config.tie_word_embeddings:
+        shapes[_OUTPUT] = vocabulary
+    return {name: StoredTensor(shape=shape, view=shape) for name, shape in shapes.items()}
+
+
+def _block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    width, inner, kv_width = config.n_embd, config.intermediate_size, config.n_kv_head * config.head_dim
+    return {
+        "self_attn.q_proj.weight": (width, width),
+        "self_attn.k_proj.weight": (kv_width, width),
+        "self_attn.v_proj.weight": (kv_width, width),
+        "self_attn.o_proj.weight": (width, width),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+        "input_layernorm.weight": (width,),
+        "post_attention_layernorm.weight": (width,),
+    }
+
+
+def aliases(config: ModelConfig) -> dict[str, str]:
+    """Return the names that mean another stored tensor, and that tensor's name."""
+    return {_OUTPUT: _EMBEDDING} if config.tie_word_embeddings else {}
+
+
+def initial_values(config: ModelConfig) -> dict[str, Initial]:
+    """Return the initial values of every stored tensor, those of transformers' `_init_weights`."""
+    normal = Initial(InitialKind.normal, config.initializer_range)
+    return {
+        name: Initial(InitialKind.ones) if name.endswith("norm.weight") else normal for name in stored_tensors(config)
+    }
+
+
+def looked_up_parameters(config: ModelConfig) -> int:
+    """Return how many parameters are only looked up: no token is multiplied with them."""
+    return 0 if config.tie_word_embeddings else config.vocab_size * config.n_embd
+
+
+def hf_config(config: ModelConfig) -> dict[str, object]:
+    """Return transformers' `config.json` of this model, readable by versions 4 and 5."""
+    scaling = None if config.rope_scaling is None else {"rope_type": "llama3", **asdict(config.rope_scaling)}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "hidden_act": "silu",
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "head_dim": config.head_dim,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.norm_eps,
+        "initializer_range": config.initializer_range,
+        "attention_bias": False,
+        "mlp_bias": False,
+        # Version 5 reads the first of these three, version 4 the other two.
+        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+    }

@@ -1,0 +1,235 @@
+"""Stand-ins that tests share: ranks as threads, a file system that fails on demand, a state cut over ranks."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.distributed import TCPStore
+
+from trainer.checkpoint.board import Board, lone_board
+from trainer.checkpoint.box import Split, box_of_splits
+from trainer.checkpoint.files import Files
+from trainer.checkpoint.json_file import Json
+from trainer.checkpoint.layout import Kind, TensorSpec
+from trainer.checkpoint.live import Contents, LiveTensor
+
+T = TypeVar("T")
+JOIN_S = 30.0
+
+
+def run_ranks(world_size: int, call: Callable[[Board], T], *, timeout_s: float = 10.0) -> list[T | BaseException]:
+    """Run `call` once per rank, each on a thread with its own board; return what each returned or raised."""
+    outcomes: list[T | BaseException] = [RuntimeError("the rank did not end")] * world_size
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if world_size > 1 else None
+
+    def run(rank: int) -> None:
+        try:
+            if store is None:
+                outcomes[rank] = call(lone_board())
+            else:
+                outcomes[rank] = call(Board(store, rank, world_size=world_size, timeout_s=timeout_s))
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+    return outcomes
+
+
+def all_ranks(world_size: int, call: Callable[[Board], T]) -> list[T]:
+    """Run `call` once per rank; raise the first error of any."""
+    results: list[T] = []
+    for outcome in run_ranks(world_size, call):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results
+
+
+class FailingFiles(Files):
+    """A file system whose call of one kind fails, from the `after`-th on, while `is_armed`."""
+
+    def __init__(self, kind: str, code: int = errno.EIO, *, after: int = 0) -> None:
+        self._kind, self._code, self._left = kind, code, after
+        self.is_armed = True
+        self.failures = 0
+
+    def _maybe_fail(self, kind: str, path: Path | None = None) -> None:
+        if kind != self._kind or not self.is_armed:
+            return
+        if self._left > 0:
+            self._left -= 1
+            return
+        self.failures += 1
+        raise OSError(self._code, os.strerror(self._code), None if path is None else str(path))
+
+    def make_folder(self, path: Path) -> None:
+        self._maybe_fail("make_folder", path)
+        super().make_folder(path)
+
+    def open_for_writing(self, path: Path) -> int:
+        self._maybe_fail("open_for_writing", path)
+        return super().open_for_writing(path)
+
+    def close(self, descriptor: int) -> None:
+        super().close(descriptor)
+        self._maybe_fail("close")
+
+    def reserve(self, descriptor: int, total_bytes: int) -> None:
+        self._maybe_fail("reserve")
+        super().reserve(descriptor, total_bytes)
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+        self._maybe_fail("write")
+        super().write(descriptor, buffers, offset=offset)
+
+    def sync(self, descriptor: int) -> None:
+        self._maybe_fail("sync")
+        super().sync(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        self._maybe_fail("sync_folder", path)
+        super().sync_folder(path)
+
+    def write_whole(self, path: Path, data: bytes) -> None:
+        self._maybe_fail("write_whole", path)
+        super().write_whole(path, data)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._maybe_fail("rename", target)
+        super().rename(source, target)
+
+    def remove_tree(self, path: Path) -> None:
+        self._maybe_fail("remove_tree", path)
+        super().remove_tree(path)
+
+    def free_bytes(self, path: Path) -> int:
+        self._maybe_fail("free_bytes", path)
+        return super().free_bytes(path)
+
+
+class StuckFiles(Files):
+    """A file system that hangs in its first write until `released` is set."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.reached = threading.Event()
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+        self.reached.set()
+        self.released.wait(JOIN_S)
+        super().write(descriptor, buffers, offset=offset)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A simulated mesh axis: `role` is replica, row (first dimension), column (last) or strided row."""
+
+    role: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A simulated mesh: how every tensor of a state is cut over ranks; the last axis is the fastest."""
+
+    name: str
+    axes: tuple[Axis, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(axis.size for axis in self.axes)
+
+    def splits(self, rank: int, dims: int) -> list[Split]:
+        """Return the cuts that lead to `rank`'s box of a tensor of `dims` dimensions."""
+        found: list[Split] = []
+        row_size = 1  # product of the plain row axes to the right
+        for axis in reversed(self.axes):
+            rank, index = divmod(rank, axis.size)
+            if axis.role == "replica" or dims == 0:
+                continue
+            strided = row_size if axis.role == "strided row" else 1
+            found.insert(0, Split(dims - 1 if axis.role == "column" else 0, index, axis.size, strided))
+            if found[0].dim == 0:
+                row_size *= axis.size
+        return found
+
+    def live(self, rank: int, specs: Sequence[TensorSpec], state: dict[str, torch.Tensor]) -> list[LiveTensor]:
+        """Return `rank`'s parts of `state`, in memory of their own, laid out as a shard in a model would be."""
+        parts = []
+        for spec in specs:
+            mine = self.splits(rank, len(spec.view))
+            box = box_of_splits(spec.view, mine)
+            replicas = tuple(r for r in range(self.world_size) if self.splits(r, len(spec.view)) == mine)
+            index = tuple(slice(lo, hi) for lo, hi in zip(box.offset, box.end, strict=True))
+            parts.append(LiveTensor(spec, box, state[spec.name].reshape(spec.view)[index].clone(), replicas))
+        return parts
+
+
+SHARDINGS = (
+    Sharding("one rank"),
+    Sharding("2 replicas", (Axis("replica", 2),)),
+    Sharding("3 replicas", (Axis("replica", 3),)),
+    Sharding("rows over 2", (Axis("row", 2),)),
+    Sharding("rows over 3", (Axis("row", 3),)),
+    Sharding("more ranks than rows", (Axis("row", 8),)),
+    Sharding("columns over 2", (Axis("column", 2),)),
+    Sharding("rows and columns", (Axis("row", 2), Axis("column", 2))),
+    Sharding("replicas of columns", (Axis("replica", 2), Axis("column", 2))),
+    Sharding("strided rows over rows", (Axis("strided row", 3), Axis("row", 2))),
+)
+
+
+def sample_specs() -> list[TensorSpec]:
+    """Return specs of every awkward kind: narrow, uneven, large, 0-d, empty, viewed otherwise, several item sizes."""
+
+    def spec(kind: Kind, name: str, shape: tuple[int, ...], dtype: torch.dtype, view: tuple[int, ...] = ()) -> TensorSpec:
+        return TensorSpec(kind, name, shape, dtype, view or shape)
+
+    return [
+        spec(Kind.MODEL, "embedding", (1201, 1000), torch.float32),  # more than a digest block
+        spec(Kind.MODEL, "attention", (6, 24), torch.float32, (6, 3, 8)),
+        spec(Kind.MODEL, "half", (7, 6), torch.bfloat16),
+        spec(Kind.MODEL, "bias", (5,), torch.float32),
+        spec(Kind.MODEL, "flags", (3,), torch.bool),
+        spec(Kind.MODEL, "count", (), torch.int64),
+        spec(Kind.MODEL, "nothing", (0, 4), torch.float32),
+        spec(Kind.OPTIMIZER, "exp_avg.embedding", (1201, 100), torch.float32),  # more than a small tensor
+        spec(Kind.OPTIMIZER, "exp_avg.bias", (5,), torch.float32),
+        spec(Kind.OPTIMIZER, "step.bias", (), torch.float32),
+    ]
+
+
+def sample_state(specs: Sequence[TensorSpec], seed: int) -> dict[str, torch.Tensor]:
+    """Return random bytes of every spec; equal for equal seeds."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for spec in specs:
+        high = 2 if spec.dtype is torch.bool else 128
+        raw = torch.randint(0, high, (spec.total_bytes,), generator=generator, dtype=torch.uint8)
+        state[spec.name] = raw.view(spec.dtype).reshape(spec.shape)
+    return state
+
+
+def lone_contents(
+    values: dict[str, torch.Tensor], documents: dict[str, Json], *, optimizer: dict[str, torch.Tensor] | None = None
+) -> Contents:
+    """Return the contents of a run of one rank."""
+    kinds = [(Kind.MODEL, values), (Kind.OPTIMIZER, optimizer or {})]
+    live = []
+    for kind, tensors in kinds:
+        for name, value in tensors.items():
+            spec = TensorSpec(kind, name, tuple(value.shape), value.dtype, tuple(value.shape))
+            live.append(LiveTensor(spec, box_of_splits(spec.view, []), value, (0,)))
+    return Contents(tuple(t.spec for t in live), tuple(live), {}, documents)

@@ -1,0 +1,131 @@
+"""Samples and batches: windows within files, and each position of a global batch read once by someone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.batches import Samples, global_batch_positions
+from trainer.data.order import sample_ids
+from trainer.data.token_file import TokenFile, open_token_file, write_token_file
+from trainer.errors import DataError
+
+
+def token_file(*tokens: int, dtype: type = np.uint16, name: str = "a.bin") -> TokenFile:
+    return TokenFile(path=Path(name), dtype=np.dtype(dtype), tokens=np.array(tokens, dtype=dtype))
+
+
+def test_windows_overlap_by_one_token_and_drop_the_last_partial_one() -> None:
+    samples = Samples([token_file(*range(10))], seq_length=4)
+    assert samples.count == 2
+    windows = samples.windows(np.array([1, 0, 1]))
+    assert windows.dtype == np.int64
+    assert windows.tolist() == [[4, 5, 6, 7, 8], [0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), seq_length=st.integers(1, 12))
+def test_windows_never_cross_files_and_use_each_target_once(sizes: list[int], seq_length: int) -> None:
+    files, expected = [], []
+    for number, size in enumerate(sizes):
+        tokens = [number * 1000 + position for position in range(size)]
+        files.append(token_file(*tokens, dtype=(np.uint16, np.uint32)[number % 2]))
+        starts = range(0, size - seq_length, seq_length)
+        expected += [tokens[start : start + seq_length + 1] for start in starts]
+    if not expected:
+        with pytest.raises(DataError, match=f"{seq_length + 1} tokens"):
+            Samples(files, seq_length=seq_length)
+        return
+    samples = Samples(files, seq_length=seq_length)
+    assert samples.count == len(expected)
+    assert samples.windows(np.arange(samples.count)).tolist() == expected
+
+
+@pytest.mark.parametrize("ids", [[-1], [2], [0, 1, 2], [2**40]])
+def test_a_sample_out_of_range_is_refused(ids: list[int]) -> None:
+    samples = Samples([token_file(*range(10))], seq_length=4)
+    with pytest.raises(IndexError, match=r"range\(2\)"):
+        samples.windows(np.array(ids))
+
+
+def test_no_samples_asked_for_gives_no_rows() -> None:
+    samples = Samples([token_file(*range(10))], seq_length=4)
+    assert samples.windows(np.empty(0, dtype=np.int64)).shape == (0, 5)
+
+
+def test_data_without_a_sample_is_refused_with_the_tokens_needed() -> None:
+    files = [token_file(1, 2, 3, name="x.bin"), token_file(*range(8), name="y.bin")]
+    with pytest.raises(DataError, match=r"x\.bin, y\.bin.*at least 9 tokens.*at most 8 tokens"):
+        Samples(files, seq_length=8)
+    with pytest.raises(DataError, match="no files"):
+        Samples([], seq_length=8)
+
+
+def test_windows_read_from_a_file_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    write_token_file(path, [np.arange(100_000)], dtype=np.uint32)
+    samples = Samples([open_token_file(path)], seq_length=1000)
+    assert samples.count == 99
+    assert samples.windows(np.array([98]))[0].tolist() == list(range(98_000, 99_001))
+
+
+factors = st.integers(1, 6)
+
+
+def positions_of_iteration(consumed: int, *, data_parallel: int, micro_batches: int, size: int) -> list[int]:
+    """Return what all coordinates read in one iteration, coordinate by coordinate."""
+    return [
+        position
+        for rank in range(data_parallel)
+        for micro_batch in range(micro_batches)
+        for position in global_batch_positions(
+            consumed,
+            micro_batch=micro_batch,
+            data_parallel_rank=rank,
+            data_parallel_size=data_parallel,
+            micro_batch_size=size,
+        )
+    ]
+
+
+@given(consumed=st.integers(0, 10**12), data_parallel=factors, micro_batches=factors, size=factors)
+def test_an_iteration_reads_each_position_once(
+    consumed: int, data_parallel: int, micro_batches: int, size: int
+) -> None:
+    positions = positions_of_iteration(consumed, data_parallel=data_parallel, micro_batches=micro_batches, size=size)
+    assert sorted(positions) == list(range(consumed, consumed + data_parallel * micro_batches * size))
+
+
+@settings(deadline=None)
+@given(global_batch=st.integers(1, 48), iteration=st.integers(0, 1000), seed=st.integers(0, 2**32))
+def test_an_iteration_has_the_same_samples_on_every_topology(global_batch: int, iteration: int, seed: int) -> None:
+    consumed = iteration * global_batch
+    ids = sample_ids(consumed, global_batch, epoch_size=37, seed=seed)
+    for data_parallel in (n for n in range(1, global_batch + 1) if global_batch % n == 0):
+        share = global_batch // data_parallel
+        for size in (n for n in range(1, share + 1) if share % n == 0):
+            positions = positions_of_iteration(
+                consumed, data_parallel=data_parallel, micro_batches=share // size, size=size
+            )
+            assert sorted(ids[position - consumed] for position in positions) == sorted(ids)
+
+
+@pytest.mark.parametrize(
+    ("consumed", "micro_batch", "rank", "size", "micro_batch_size"),
+    [(-1, 0, 0, 1, 1), (0, -1, 0, 1, 1), (0, 0, 1, 1, 1), (0, 0, -1, 1, 1), (0, 0, 0, 0, 1), (0, 0, 0, 1, 0)],
+)
+def test_impossible_coordinates_are_refused(
+    consumed: int, micro_batch: int, rank: int, size: int, micro_batch_size: int
+) -> None:
+    with pytest.raises(ValueError, match="impossible batch coordinates"):
+        global_batch_positions(
+            consumed,
+            micro_batch=micro_batch,
+            data_parallel_rank=rank,
+            data_parallel_size=size,
+            micro_batch_size=micro_batch_size,
+        )

@@ -1,0 +1,94 @@
+"""The command: `python -m trainer KEY=VALUE ...`, or `torchrun --nproc-per-node N -m trainer KEY=VALUE ...`.
+
+Hydra is used here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from trainer.config import Config, validate
+from trainer.errors import ConfigError, TrainerError
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
+def main(raw: DictConfig) -> None:
+    """Train as configured; exit with status 1 and one paragraph if that cannot be."""
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.ERROR,
+        format="%(message)s" if rank == 0 else f"rank {rank}: %(message)s",
+        stream=sys.stdout if rank == 0 else sys.stderr,
+        force=True,
+    )
+    try:
+        run(raw)
+    except TrainerError as error:
+        prefix = "" if rank == 0 else f"rank {rank}: "
+        print(f"{prefix}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        # Not sys.exit: a peer may wait in a collective that this rank will never join, and torch would wait for it.
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def run(raw: DictConfig) -> None:
+    """Resolve and check the configuration, then train. A call of all ranks.
+
+    Raises:
+        TrainerError: if the run cannot start.
+    """
+    _refuse_clocks(raw)
+    resolved = OmegaConf.to_yaml(raw, resolve=True)
+    config = OmegaConf.to_object(raw)
+    assert isinstance(config, Config)
+    validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+    from trainer import launch
+    from trainer.build import build
+    from trainer.loop import train
+
+    cluster = launch.start(config.train.device, deterministic=config.train.deterministic)
+    expected = cluster.board.from_rank0("config", resolved.encode()).decode()
+    is_same = expected == resolved
+    problem = None if is_same else ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
+    cluster.board.agree("config", problem)
+    if cluster.rank == 0:
+        folder = Path(config.run.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(resolved, encoding="utf-8")
+    built = build(config, cluster)
+    try:
+        train(built)
+    finally:
+        built.checkpointer.close()
+        if built.log is not None:
+            built.log.close()
+    launch.stop(cluster)
+
+
+def _refuse_clocks(raw: DictConfig) -> None:
+    """Refuse a run folder named by the clock: ranks would disagree on it, and a resume would never find it again."""
+    section = OmegaConf.to_container(raw.run, resolve=False)
+    assert isinstance(section, dict)
+    for key, value in section.items():
+        if "${now" in str(value):
+            raise ConfigError(
+                "A run's name or folder depends on the time",
+                where=f"run.{key}",
+                found=value,
+                fix="Give it a fixed name, so that the same command resumes it.",
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Builds all that a run needs from its configuration. Who calls it when is the loop's business."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import models
+from models import Model
+from trainer import record
+from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
+from trainer.checkpoint.json_file import Json
+from trainer.checkpoint.live import local_of
+from trainer.checkpoint.retention import Retention
+from trainer.config import Config, Dtype
+from trainer.data.batches import Samples
+from trainer.data.corpus import Corpus, default_cache, prepare
+from trainer.data.token_file import fingerprint, open_token_file
+from trainer.errors import DataError, TrainerError
+from trainer.feed import Feed
+from trainer.launch import Cluster
+from trainer.metrics import RunLog, peak_flops
+from trainer.optim import AdamSettings, build_adamw
+from trainer.parallel.data import shard
+from trainer.parallel.mesh import build_mesh
+from trainer.schedule import Schedule, resolve
+from trainer.state import TrainerState
+from trainer.step import StepSettings
+from trainer.topology import Topology
+
+
+@dataclass(slots=True)
+class Run:
+    """A run that is built: its state, and what it reads, writes and shows. `log` is None on ranks other than 0."""
+
+    config: Config
+    cluster: Cluster
+    state: TrainerState
+    schedule: Schedule
+    settings: StepSettings
+    train: Feed
+    valid: Feed | None
+    checkpointer: Checkpointer
+    log: RunLog | None
+    description: Json
+
+
+def build(config: Config, cluster: Cluster) -> Run:
+    """Build a run. A call of all ranks.
+
+    Raises:
+        TrainerError: if the data does not suit, or another job writes to the run's folder.
+    """
+    topology = Topology(pp=1, dp=cluster.world_size, tp=1)
+    mesh = build_mesh(topology, cluster.device.type)["dp"] if cluster.world_size > 1 else None
+    train, valid, digest = _build_feeds(config, cluster, topology)
+    schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
+    model = build_model(config, cluster.device, mesh)
+    state = TrainerState(model, build_adamw(model, _adam(config, schedule)), tuple(range(cluster.world_size)))
+    description = record.describe(
+        config, schedule=schedule, topology=topology, fingerprint=digest, environment=_environment(config, cluster)
+    )
+    return Run(
+        config=config,
+        cluster=cluster,
+        state=state,
+        schedule=schedule,
+        settings=StepSettings(config.train.clip_grad, config.parallel.zero_stage, mesh),
+        train=train,
+        valid=valid,
+        checkpointer=_build_checkpointer(config, cluster),
+        log=_build_log(config, cluster) if cluster.rank == 0 else None,
+        description=description,
+    )
+
+
+def build_model(config: Config, device: torch.device, mesh: DeviceMesh | None) -> Model:
+    """Build the model on `meta`, spread it over the mesh, and give it memory: zeros, to be filled by name.
+
+    Tied embeddings are bound again after each step that separates them.
+    """
+    dtype = torch.bfloat16 if config.train.dtype is Dtype.bfloat16 else torch.float32
+    with torch.device("meta"):
+        model = models.build_model(config.model, compute_dtype=dtype)
+    model.activation_checkpointing = config.train.activation_checkpointing
+    blocks = list(model.blocks.values())
+    if config.train.compile:
+        for block in blocks:
+            block.compile()
+    if mesh is not None:
+        shard(model, blocks, mesh, zero_stage=config.parallel.zero_stage, compute_dtype=dtype)
+    model.to_empty(device=device)
+    model.tie_weights()
+    for parameter in model.parameters():
+        local_of(parameter).zero_()
+    return model
+
+
+def _build_feeds(config: Config, cluster: Cluster, topology: Topology) -> tuple[Feed, Feed | None, str]:
+    section, train = config.data, config.train
+    cache = Path(section.cache) if section.cache else default_cache(os.environ, Path.home())
+    problem: TrainerError | None = None
+    digest = ""
+    if cluster.rank == 0:  # first alone, so that the others find the prepared files
+        try:
+            digest = _check_data(prepare(section, cache=cache), config)
+        except TrainerError as error:
+            problem = error
+    cluster.board.agree("data", problem)
+    digest = cluster.board.from_rank0("data/fingerprint", digest.encode()).decode()
+    corpus = prepare(section, cache=cache)
+
+    def feed(paths: tuple[Path, ...]) -> Feed:
+        samples = Samples([open_token_file(path) for path in paths], seq_length=train.seq_length)
+        rank = topology.coordinate(cluster.rank).dp
+        return Feed(samples, train.global_batch_size, train.micro_batch_size, rank, topology.dp, cluster.device)
+
+    valid = feed(corpus.valid) if train.eval_interval else None
+    return feed(corpus.train), valid, digest
+
+
+def _check_data(corpus: Corpus, config: Config) -> str:
+    """Return the fingerprint of the training data after checking that the model's vocabulary holds every token."""
+    vocab_size = config.model.vocab_size
+    if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
+        raise DataError(
+            "The data has more tokens than the model",
+            expected=f"model.vocab_size of at least {corpus.vocab_size}",
+            found=vocab_size,
+            fix=f"Set model.vocab_size={corpus.vocab_size}, or choose other data.",
+        )
+    valid = [open_token_file(path) for path in corpus.valid]
+    if config.train.eval_interval:
+        fingerprint(valid, vocab_size=vocab_size)
+    return fingerprint([open_token_file(path) for path in corpus.train], vocab_size=vocab_size)
+
+
+def _adam(config: Config, schedule: Schedule) -> AdamSettings:
+    section = config.optimizer
+    return AdamSettings(
+        lr=schedule.lr,
+        weight_decay=section.weight_decay,
+        beta1=section.adam_beta1,
+        beta2=section.adam_beta2,
+        eps=section.adam_eps,
+        no_decay=record.no_decay_names(config.model),
+    )
+
+
+def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:
+    section = config.checkpoint
+    policy = SavePolicy(
+        folder=None if section.save is None else Path(section.save),
+        save_interval=section.save_interval,
+        retention=Retention(section.max_checkpoint_keep, section.save_retain_interval),
+        file_bytes=section.file_bytes,
+        commit_timeout_s=section.commit_timeout_s,
+    )
+    return Checkpointer(policy, cluster.board, nonce=cluster.nonce)
+
+
+def _build_log(config: Config, cluster: Cluster) -> RunLog:
+    device = cluster.device
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    flops = models.flops_per_token(config.model, config.train.seq_length)
+    return RunLog(
+        Path(config.run.dir),
+        train_iters=config.train.train_iters,
+        log_interval=config.logging.log_interval,
+        tensorboard=config.logging.tensorboard,
+        mfu_scale=None if peak is None else flops / (peak * cluster.world_size),
+    )
+
+
+def _environment(config: Config, cluster: Cluster) -> Json:
+    """Return what bits depend on besides the configuration."""
+    device = cluster.device
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": cluster.threads,
+        "torch": str(torch.__version__),
+        "optimizer_implementation": "fused",
+        "compile": config.train.compile,
+        "deterministic": config.train.deterministic,
+        "activation_checkpointing": config.train.activation_checkpointing,
+    }

@@ -1,0 +1,167 @@
+"""Saving and loading any torch model and optimizer in two calls, outside our trainer."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from trainer.checkpoint import json_file
+from trainer.checkpoint.board import Board, lone_board
+from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
+from trainer.checkpoint.choose import Source
+from trainer.checkpoint.json_file import Json
+from trainer.checkpoint.layout import DEFAULT_FILE_BYTES, Kind
+from trainer.checkpoint.live import Contents, LiveTensor, aliases_of, live_tensors, local_of, parameter_names
+from trainer.checkpoint.loader import check_tensors
+from trainer.checkpoint.reader import FORMAT, STATE, Checkpoint, read_places
+from trainer.checkpoint.retention import Retention
+from trainer.errors import MismatchError
+
+_COMMIT_TIMEOUT_S = 1800.0
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    iteration: int,
+    state: Mapping[str, object] | None = None,
+    max_checkpoint_keep: int = 0,
+) -> Path:
+    """Save a model and its optimizer as `folder/iter_<iteration>`, and return that path.
+
+    To be called by all ranks of the default process group; tensors may be plain (replicated on all ranks) or DTensors
+    (FSDP2, tensor parallelism). The folder holds whole tensors under the parameters' names, whatever the topology.
+
+    Args:
+        state: JSON values of your own, given back by `load`.
+        max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
+
+    Raises:
+        TrainerError: if the checkpoint could not be written; nothing that was committed is touched.
+    """
+    board, nonce = _board()
+    policy = SavePolicy(Path(folder), retention=Retention(max_checkpoint_keep), file_bytes=DEFAULT_FILE_BYTES)
+    live = tuple(live_tensors(model, optimizer, ranks=range(board.world_size)))
+    document: Json = {"format": FORMAT, "iteration": iteration, "user": dict(state or {}), "groups": []}
+    if optimizer is not None:
+        document["groups"] = _groups(model, optimizer)
+    json_file.to_bytes(document)  # refuses values of `state` that JSON does not have, before anything is written
+    contents = Contents(tuple(t.spec for t in live), live, aliases_of(model), {STATE: document})
+    checkpointer = Checkpointer(policy, board, nonce=nonce)
+    try:
+        checkpointer.start()
+        report = checkpointer.save(iteration, contents)
+    finally:
+        checkpointer.close()
+    assert report is not None
+    if report.error is not None:
+        raise report.error
+    return report.path
+
+
+def load(
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, strict: bool = True
+) -> dict[str, object]:
+    """Fill a model and its optimizer in place from one iteration folder, or the newest valid one of a run's folder.
+
+    Optimizer state is found by parameter name, made where the optimizer has none yet, and the numbers of each parameter
+    group (learning rate, decay ...) are set from the group that held the same parameters.
+
+    Returns:
+        The `state` given to `save`, and `iteration`.
+
+    Raises:
+        TrainerError: if the checkpoint is damaged or lacks a tensor that is asked for; with `strict`, also if it has
+            others of the model, or of the optimizer where one is given.
+    """
+    board, nonce = _board()
+    checkpointer = Checkpointer(SavePolicy(None), board, nonce=nonce)
+
+    def live(checkpoint: Checkpoint) -> list[LiveTensor]:
+        places = read_places(checkpoint)
+        if optimizer is not None:
+            if not checkpoint.has_optimizer and not checkpoint.state.get("groups"):
+                raise MismatchError(
+                    "The checkpoint was saved without an optimizer", where=checkpoint.path, fix="Load the model alone."
+                )
+            _make_state(
+                model, optimizer, {name: p.spec.shape for name, p in places.items() if p.spec.kind is Kind.OPTIMIZER}
+            )
+        found = list(live_tensors(model, optimizer, ranks=range(board.world_size)))
+        names = {t.spec.name for t in found}
+        known = places if strict else {name: place for name, place in places.items() if name in names}
+        check_tensors([t.spec for t in found], known, where=checkpoint.path)
+        return found
+
+    try:
+        checkpoint, _ = checkpointer.restore(Source(Path(path)), check=lambda _: None, live=live)
+    finally:
+        checkpointer.close()
+    if optimizer is not None:
+        _set_groups(model, optimizer, checkpoint.state.get("groups", []))
+    return {**checkpoint.state.get("user", {}), "iteration": checkpoint.iteration}
+
+
+def _board() -> tuple[Board, str]:
+    """Return a board on the default process group's store, and a nonce that all ranks share."""
+    if not dist.is_available() or not dist.is_initialized():
+        return lone_board(), secrets.token_hex(4)
+    store: Store = distributed_c10d._get_default_store()  # torch has no public name for it
+    count = int(store.add(f"reprise/calls/{dist.get_rank()}", 1))
+    store = PrefixStore(f"reprise/{count}", store)
+    board = Board(store, dist.get_rank(), world_size=dist.get_world_size(), timeout_s=_COMMIT_TIMEOUT_S)
+    nonce = secrets.token_hex(4).encode() if board.rank == 0 else None
+    return board, board.from_rank0("nonce", nonce).decode()
+
+
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Json]:
+    names = parameter_names(model)
+    return [
+        {
+            "names": [names[parameter] for parameter in group["params"] if parameter in names],
+            "numbers": {k: v for k, v in group.items() if k != "params" and _is_plain(v)},
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(isinstance(item, (int, float)) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _set_groups(model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[Json]) -> None:
+    """Set each parameter group's numbers from the saved group that held its first parameter."""
+    names = parameter_names(model)
+    by_name = {name: group["numbers"] for group in saved for name in group["names"]}
+    for group in optimizer.param_groups:
+        numbers = by_name.get(names[group["params"][0]], {}) if group["params"] else {}
+        for key, value in numbers.items():
+            if key in group:
+                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def _make_state(model: nn.Module, optimizer: torch.optim.Optimizer, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Make the optimizer state that the checkpoint has and the optimizer lacks, as zeros, without a fake step."""
+    by_name = {name: parameter for parameter, name in parameter_names(model).items()}
+    for full_name, shape in shapes.items():
+        key, _, name = full_name.partition(".")
+        parameter = by_name.get(name)
+        if parameter is None or key in optimizer.state[parameter]:
+            continue
+        if shape == tuple(parameter.shape) and key != "step":
+            optimizer.state[parameter][key] = torch.zeros_like(parameter.detach())
+        else:
+            on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+            device = local_of(parameter).device if on_device else torch.device("cpu")
+            optimizer.state[parameter][key] = torch.zeros(shape, dtype=torch.float32, device=device)

@@ -1,0 +1,148 @@
+"""Messages between ranks over a key-value store, so that saving and loading need no collective and any thread may talk.
+
+What the messages mean is told elsewhere. A board has a connection of its own: a store's connection is served one call
+at a time, and a waiting call would hold up every other thread's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from trainer.errors import CheckpointError, LaunchError, LockError, MismatchError, TrainerError
+
+# A TCPStore resets the connection on values over 8 MiB.
+CHUNK_BYTES = 4 << 20
+
+
+class Board:
+    """A notice board that all ranks of a run share.
+
+    Args:
+        store: where the notices hang; the board clones it where the store can be cloned.
+        rank: this rank.
+        world_size: how many ranks share the board.
+        timeout_s: how long to wait for a peer before giving it up.
+
+    Every method may be called from any thread, but a board serves one thread at a time: `clone` for another.
+    """
+
+    def __init__(self, store: Store, rank: int, *, world_size: int, timeout_s: float) -> None:
+        self._source = store
+        self._store = store if world_size == 1 else store.clone()  # type: ignore[attr-defined]
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+
+    def clone(self, timeout_s: float | None = None) -> Board:
+        """Return a board on the same store with its own connection."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        return Board(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s)
+
+    def post(self, key: str, data: bytes) -> None:
+        """Hang up `data` under `key`, in chunks, and see it hang: setting a value on a dead host returns normally.
+
+        Raises:
+            LaunchError: if the store does not hold it.
+        """
+        chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+        try:
+            for index, chunk in enumerate(chunks):
+                self._store.set(f"{key}/{index}", chunk)  # type: ignore[arg-type]
+            self._store.set(key, str(len(chunks)))
+            echo = self._get(key)
+        except dist.DistError as error:
+            raise self._lost(key, error) from error
+        if echo != str(len(chunks)).encode():
+            raise self._lost(key, None)
+
+    def read(self, key: str, *, sender: str = "a peer") -> bytes:
+        """Wait for `key` and return its data.
+
+        Raises:
+            LaunchError: if it is not there within `timeout_s`, naming the `sender`.
+        """
+        try:
+            count = int(self._get(key))
+            return b"".join(self._get(f"{key}/{index}") for index in range(count))
+        except dist.DistError as error:
+            raise LaunchError(
+                f"No message from {sender}",
+                where=f"key {key}, rank {self.rank}",
+                expected=f"one within {self.timeout_s:.0f} s",
+                found=str(error).splitlines()[0],
+                fix="Look at that rank's log; it may have died or hang.",
+            ) from error
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Take notices down that everybody has read."""
+        for key in keys:
+            try:
+                count = int(self._get(key))
+                for name in [key, *(f"{key}/{index}" for index in range(count))]:
+                    self._store.delete_key(name)
+            except dist.DistError as error:
+                raise self._lost(key, error) from error
+
+    def collect(self, key: str, data: bytes) -> list[bytes]:
+        """Give `data` to rank 0, which gets everybody's in order of rank; other ranks get an empty list."""
+        if self.rank:
+            self.post(f"{key}/{self.rank}", data)
+            return []
+        others = [self.read(f"{key}/{rank}", sender=f"rank {rank}") for rank in range(1, self.world_size)]
+        self.forget([f"{key}/{rank}" for rank in range(1, self.world_size)])
+        return [data, *others]
+
+    def from_rank0(self, key: str, data: bytes | None) -> bytes:
+        """Return rank 0's `data` on every rank."""
+        if self.rank == 0:
+            assert data is not None
+            if self.world_size > 1:
+                self.post(key, data)
+            return data
+        return self.read(key, sender="rank 0")
+
+    def agree(self, key: str, problem: TrainerError | None) -> None:
+        """Let every rank go on only if none has a problem.
+
+        Raises:
+            TrainerError: this rank's `problem`, or the first one of another rank: a MismatchError, LockError or
+                LaunchError stays one, any other becomes a CheckpointError.
+        """
+        notices = self.collect(f"{key}/problem", b"" if problem is None else _pack(problem))
+        found = [(rank, *_unpack(data)) for rank, data in enumerate(notices) if data]
+        verdict = b"".join(_pack(kind(f"Rank {rank}: {text}")) for rank, kind, text in found[:1])
+        verdict = self.from_rank0(f"{key}/verdict", verdict)
+        if problem is not None:
+            raise problem
+        if verdict:
+            kind, text = _unpack(verdict)
+            raise kind(text)
+
+    def _lost(self, key: str, error: Exception | None) -> LaunchError:
+        found = None if error is None else str(error).splitlines()[0]
+        return LaunchError("The store lost a message", where=f"key {key}, rank {self.rank}", found=found)
+
+    def _get(self, key: str) -> bytes:
+        self._store.wait([key], timedelta(seconds=self.timeout_s))
+        return bytes(self._store.get(key))
+
+
+_KINDS: dict[str, type[TrainerError]] = {kind.__name__: kind for kind in (MismatchError, LockError, LaunchError)}
+
+
+def _pack(problem: TrainerError) -> bytes:
+    return f"{type(problem).__name__}\n{str(problem).rstrip('.')}".encode()
+
+
+def _unpack(data: bytes) -> tuple[type[TrainerError], str]:
+    kind, _, text = data.decode().partition("\n")
+    return _KINDS.get(kind, CheckpointError), text
+
+
+def lone_board() -> Board:
+    """Return the board of a run of one rank."""
+    return Board(HashStore(), 0, world_size=1, timeout_s=60.0)

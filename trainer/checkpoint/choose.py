@@ -1,0 +1,114 @@
+"""Which checkpoint to load: an iteration folder named exactly, or the newest valid one of a run. Rank 0 only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.checkpoint.commit import MANIFEST
+from trainer.checkpoint.files import Files
+from trainer.checkpoint.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
+from trainer.checkpoint.store import CheckpointFolder, iteration_name
+from trainer.errors import CheckpointError, MismatchError, TrainerError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where to load from: a run's checkpoint folder or one iteration folder; `iteration` picks one of a run."""
+
+    path: Path
+    iteration: int | None = None
+
+
+class Chooser:
+    """Offers the candidates of a source, newest first, each checked as far as that goes without reading its tensors.
+
+    Args:
+        check: raises MismatchError for a valid checkpoint of another run, before any tensor file is opened.
+    """
+
+    def __init__(self, source: Source, files: Files, check: Callable[[Checkpoint], None]) -> None:
+        self._source, self._files, self._check = source, files, check
+        self._candidates: list[Path] | None = None
+        self._is_exact = False
+        self._skipped: list[str] = []
+
+    def pick(self) -> Path:
+        """Return the newest candidate that is valid.
+
+        Raises:
+            MismatchError: if that one belongs to another run.
+            CheckpointError: if there is none, naming what was skipped and why.
+        """
+        if self._candidates is None:
+            self._candidates = self._find()
+        while self._candidates:
+            path = self._candidates[0]
+            try:
+                checkpoint = open_checkpoint(path, self._files)
+                self._check(checkpoint)
+                check_first_blocks(checkpoint, read_places(checkpoint))
+            except MismatchError:
+                raise
+            except TrainerError as error:
+                self.skip(error)
+                continue
+            return path
+        raise CheckpointError(
+            "No valid checkpoint is left",
+            where=self._source.path,
+            found="; ".join(self._skipped) or "none",
+            fix="Mend one, or start afresh with checkpoint.load=none.",
+        )
+
+    def skip(self, error: TrainerError) -> None:
+        """Strike the candidate picked last off the list, damaged as `error` says.
+
+        Raises:
+            TrainerError: `error` itself if it is a mismatch or the folder was named exactly: nothing else will do.
+        """
+        if self._is_exact or isinstance(error, MismatchError):
+            raise error
+        if self._candidates:
+            path = self._candidates.pop(0)
+            _log.error("%s is damaged and skipped: %s", path.name, error)
+            self._skipped.append(f"{path.name}: {error}")
+
+    def _find(self) -> list[Path]:
+        path = self._source.path
+        if not path.is_dir():
+            raise CheckpointError(
+                "There is no checkpoint folder", where=path, fix="Correct checkpoint.load; nothing was started."
+            )
+        if (path / MANIFEST).exists() or iteration_like(path):
+            self._is_exact = True
+            return [path]
+        folder = CheckpointFolder(path, self._files)
+        committed = folder.committed()
+        if self._source.iteration is not None:
+            return self._exactly(folder, committed, self._source.iteration)
+        if not committed:
+            raise CheckpointError(
+                "A folder holds no checkpoint", where=path, expected="an iter_ folder", fix="Correct checkpoint.load."
+            )
+        return [folder.iteration(iteration) for iteration in reversed(committed)]
+
+    def _exactly(self, folder: CheckpointFolder, committed: list[int], iteration: int) -> list[Path]:
+        if iteration not in committed:
+            raise CheckpointError(
+                "An iteration was never saved",
+                where=folder.root / iteration_name(iteration),
+                expected="one of " + (", ".join(map(str, committed)) or "none"),
+                fix="Correct checkpoint.ckpt_step.",
+            )
+        self._is_exact = True
+        return [folder.iteration(iteration)]
+
+
+def iteration_like(path: Path) -> bool:
+    """Return whether a folder's name says that it is one iteration, superseded ones included."""
+    return path.name.startswith("iter_")

@@ -1,0 +1,131 @@
+"""Every call that the engine makes to the file system. What is written where, and in which order, is told elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+# fallocate(2) through ctypes: glibc's posix_fallocate falls back to reading and rewriting a byte of every block, which
+# zeroes what another rank wrote meanwhile.
+_libc = ctypes.CDLL(None, use_errno=True)
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY}
+_MOST_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
+
+
+class Files:
+    """The file system. One method per kind of call, so that a test can count, fail or kill at each."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make `path` and its parents; being there already is fine."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def open_for_writing(self, path: Path) -> int:
+        """Open a shared file for writing, made if it is not there, never truncated; several ranks do this at once."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def open_for_reading(self, path: Path) -> int:
+        """Open a file for reading."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def reserve(self, descriptor: int, total_bytes: int) -> None:
+        """Give a file its final size and, where the file system can, its blocks, leaving what is written as it is.
+
+        Raises:
+            OSError: ENOSPC, EDQUOT or EFBIG where the blocks are not to be had.
+        """
+        result = _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes))
+        if result == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in _UNSUPPORTED:
+            raise OSError(code, os.strerror(code))
+        if os.fstat(descriptor).st_size < total_bytes:
+            os.ftruncate(descriptor, total_bytes)
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+        """Write `buffers`, one behind the other, at `offset`, all of them."""
+        queue = [buffer for buffer in buffers if buffer.nbytes]
+        first = 0
+        while first < len(queue):
+            written = os.pwritev(descriptor, queue[first : first + _MOST_BUFFERS], offset)
+            offset += written
+            while first < len(queue) and written >= queue[first].nbytes:
+                written -= queue[first].nbytes
+                first += 1
+            if written:
+                queue[first] = queue[first][written:]
+
+    def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+        """Fill `buffer` from `offset`; return how many bytes there were, fewer only at the end of the file."""
+        filled = 0
+        while filled < buffer.nbytes:
+            count = os.preadv(descriptor, [buffer[filled:]], offset + filled)
+            if count == 0:
+                break
+            filled += count
+        return filled
+
+    def sync(self, descriptor: int) -> None:
+        """Make a file's data and size durable."""
+        os.fsync(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def write_whole(self, path: Path, data: bytes) -> None:
+        """Write a new file and make its content durable; its name is durable after `sync_folder`."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            self.write(descriptor, [memoryview(data)], offset=0)
+            self.sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename, replacing a file of the target's name."""
+        os.rename(source, target)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder and all in it; being gone already is fine."""
+        shutil.rmtree(path, ignore_errors=False, onerror=_ignore_missing)
+
+    def size(self, path: Path) -> int:
+        """Return a regular file's size in bytes.
+
+        Raises:
+            OSError: if it is missing, or no regular file (a link, a folder, a device).
+        """
+        status = os.lstat(path)
+        if not os.path.isfile(path) or os.path.islink(path):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return status.st_size
+
+    def free_bytes(self, path: Path) -> int:
+        """Return how many bytes an ordinary user may still write to the file system of `path`."""
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
+
+
+def _ignore_missing(_function: object, _path: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
+
+
+def replace_file(files: Files, path: Path, data: bytes) -> None:
+    """Replace the content of `path` atomically and durably."""
+    temporary = path.with_name(f".{path.name}.new")
+    files.write_whole(temporary, data)
+    files.rename(temporary, path)
+    files.sync_folder(path.parent)

@@ -1,0 +1,72 @@
+"""Standard JSON in and out: no NaN, no doubled keys, bounded size and depth. Others know what the members mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import CheckpointError
+
+Json = dict[str, Any]
+
+# A manifest of a 405B model is about 12 MB; safetensors bounds its headers at 100 MB.
+MAX_BYTES = 256 << 20
+
+
+def to_bytes(value: Json) -> bytes:
+    """Return `value` as readable standard JSON that ends with a line break.
+
+    Raises:
+        CheckpointError: for NaN, Infinity or a value that JSON does not have.
+    """
+    try:
+        return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            "A value cannot be stored as JSON",
+            expected="finite numbers, strings, booleans, null, lists and dictionaries of them",
+            found=error,
+        ) from error
+
+
+def parse(data: bytes, *, where: object) -> Json:
+    """Parse one JSON object.
+
+    Raises:
+        CheckpointError: if `data` is no standard JSON object: bad UTF-8, NaN, a key twice, too large, too deep.
+    """
+    if len(data) > MAX_BYTES:
+        raise CheckpointError("A JSON file is too large", where=where, expected=f"<= {MAX_BYTES} B", found=len(data))
+    try:
+        value = json.loads(data.decode(), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            "A JSON file cannot be read", where=where, expected="one standard JSON object", found=error
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError("A JSON file holds no object", where=where, found=type(value).__name__)
+    return value
+
+
+def read(path: Path) -> Json:
+    """Read and parse the JSON object in `path`.
+
+    Raises:
+        CheckpointError: if the file is missing or is no standard JSON object.
+    """
+    try:
+        return parse(path.read_bytes(), where=path)
+    except OSError as error:
+        raise CheckpointError("A JSON file cannot be read", where=path, found=error.strerror) from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not standard JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return table

@@ -1,0 +1,251 @@
+"""The live tensors of a model and its optimizer, with the names and boxes they have on disk.
+
+The only module that reads the internals of torch's DTensor. What is done with the tensors is told elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from trainer.checkpoint.box import Box, Split, box_of_splits, intersect, relative, whole
+from trainer.checkpoint.json_file import Json
+from trainer.checkpoint.layout import Kind, TensorSpec
+from trainer.errors import CheckpointError
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a parameter lies on disk where that differs from how it lives.
+
+    Args:
+        shape: shape on disk.
+        view: a shape of the same C-ordered bytes with the live parameter's dimensions; the live parameter may be
+            larger (padding), and what is beyond `view` is not stored.
+    """
+
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """A rank's part of one logical tensor.
+
+    Args:
+        box: where it lies, in coordinates of `spec.view`.
+        local: the live memory, of shape `box.shape`; writing to it changes the model.
+        replicas: all global ranks that hold this same box, in rising order.
+    """
+
+    spec: TensorSpec
+    box: Box
+    local: torch.Tensor
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All that a checkpoint holds, seen from one rank.
+
+    Args:
+        specs: every tensor of the checkpoint in model order, equal on all ranks.
+        live: the parts that this rank holds.
+        aliases: second names of stored tensors (tied parameters), alias -> stored name.
+        documents: JSON files beside the tensors, by file name; only rank 0's are written.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    live: tuple[LiveTensor, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    documents: Mapping[str, Json] = field(default_factory=dict)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free every gathered FSDP2 parameter, so that `named_parameters()` are the optimizer's again.
+
+    After a forward without gradients FSDP2 may hold whole plain tensors: saving them would see wrong boxes, loading
+    into them would leave the shards stale.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
+def live_tensors(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    ranks: Sequence[int],
+    stored: Mapping[str, Stored] | None = None,
+) -> Iterator[LiveTensor]:
+    """Yield every tensor of the state: parameters, persistent buffers, then optimizer state by parameter name.
+
+    Args:
+        ranks: the global ranks on which plain tensors are replicated.
+        stored: how parameters lie on disk, by name, where that differs from how they live.
+
+    Raises:
+        CheckpointError: for an optimizer that holds other parameters than the model, or a tensor that is no box.
+    """
+    reshard(model)
+    stored = stored or {}
+    names = parameter_names(model)
+    for parameter, name in names.items():
+        yield from _locate(Kind.MODEL, name, parameter.detach(), ranks=ranks, stored=stored.get(name))
+    for name, buffer in _persistent_buffers(model):
+        yield from _locate(Kind.MODEL, name, buffer, ranks=ranks, stored=None)
+    if optimizer is not None:
+        _refuse_strangers(optimizer, names)
+        yield from _optimizer_tensors(optimizer, names, ranks=ranks, stored=stored)
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return every parameter with its canonical name, in model order; a tied one has the name registered first."""
+    return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Return the second names of tied parameters: alias -> the name that is stored."""
+    names = parameter_names(model)
+    return {
+        canonical_name(name): names[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if canonical_name(name) != names[parameter]
+    }
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name without the prefixes of torch's wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory this rank holds of a tensor that may be a DTensor, without a gradient."""
+    plain = tensor.detach()
+    return plain.to_local() if is_dtensor(plain) else plain  # type: ignore[attr-defined]
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor, without importing what is not imported yet."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _refuse_strangers(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+    strangers = sum(p not in names for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise CheckpointError(
+            "The optimizer holds parameters that are not the model's",
+            found=f"{strangers} of them",
+            fix="Build the optimizer after the model is wrapped (fully_shard, parallelize_module, to).",
+        )
+
+
+def _optimizer_tensors(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    *,
+    ranks: Sequence[int],
+    stored: Mapping[str, Stored],
+) -> Iterator[LiveTensor]:
+    """Yield all of one moment in model order, then all of the next; scalars last."""
+    keys = {
+        key: value.ndim for p in names for key, value in optimizer.state.get(p, {}).items() if _is_tensor(key, value)
+    }
+    for key in sorted(keys, key=lambda k: (keys[k] == 0, k)):
+        for parameter, name in names.items():
+            value = optimizer.state.get(parameter, {}).get(key)
+            if value is None:
+                continue
+            same = value.shape == parameter.shape
+            holders = ranks if same or not is_dtensor(parameter) else _mesh_ranks(parameter)
+            yield from _locate(
+                Kind.OPTIMIZER, f"{key}.{name}", value, ranks=holders, stored=stored.get(name) if same else None
+            )
+
+
+def _is_tensor(key: str, value: object) -> bool:
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError(
+            "The optimizer keeps a value that is no tensor",
+            where=f"state {key!r}",
+            found=type(value).__name__,
+            fix="Use an optimizer of torch.optim, or keep the value as a 0-d tensor.",
+        )
+    return True
+
+
+def _locate(
+    kind: Kind, name: str, tensor: torch.Tensor, *, ranks: Sequence[int], stored: Stored | None
+) -> Iterator[LiveTensor]:
+    """Yield the live tensor that `tensor` is, or nothing where this rank has no part of it."""
+    shape = tuple(tensor.shape)
+    layout = stored or Stored(shape, shape)
+    if is_dtensor(tensor):
+        found = _dtensor_box(name, tensor)
+        if found is None:
+            return
+        box, replicas = found
+    else:
+        box, replicas = whole(shape), tuple(ranks)
+    local = local_of(tensor)
+    if tuple(local.shape) != box.shape:
+        raise CheckpointError(
+            "A shard has another shape than its placement says", where=name, expected=box, found=local.shape
+        )
+    kept = intersect(box, whole(layout.view))
+    if kept != box:
+        inner = relative(kept, box)
+        for dim, (at, size) in enumerate(zip(inner.offset, inner.shape, strict=True)):
+            local = local.narrow(dim, min(at, local.shape[dim]), size)
+    yield LiveTensor(TensorSpec(kind, name, layout.shape, tensor.dtype, layout.view), kept, local, replicas)
+
+
+def _dtensor_box(name: str, tensor: torch.Tensor) -> tuple[Box, tuple[int, ...]] | None:
+    """Return the box of a DTensor in closed form, and the ranks that hold the same one."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    splits, index = [], []
+    for axis, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+        if isinstance(placement, _StridedShard):  # before Shard: in some releases it is a subclass
+            splits.append(Split(placement.dim, coordinate[axis], mesh.size(axis), int(placement.split_factor)))
+        elif isinstance(placement, Shard):
+            splits.append(Split(placement.dim, coordinate[axis], mesh.size(axis)))
+        elif not isinstance(placement, Replicate):
+            raise CheckpointError("A tensor's placement is no box", where=name, found=placement, fix="Redistribute it.")
+        index.append(slice(None) if isinstance(placement, Replicate) else coordinate[axis])
+    try:
+        box = box_of_splits(tuple(tensor.shape), splits)
+    except ValueError as error:
+        raise CheckpointError("A tensor's placement is no box", where=name, found=error) from error
+    return box, tuple(sorted(mesh.mesh[tuple(index)].flatten().tolist()))
+
+
+def _mesh_ranks(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))  # type: ignore[attr-defined]

@@ -1,0 +1,194 @@
+"""Opens a committed checkpoint: checks that it is whole, and says where every tensor lies. It copies none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint import json_file, manifest
+from trainer.checkpoint.box import image
+from trainer.checkpoint.commit import MANIFEST
+from trainer.checkpoint.files import Files
+from trainer.checkpoint.json_file import Json
+from trainer.checkpoint.layout import DTYPES, Kind, Place, TensorSpec
+from trainer.checkpoint.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest
+from trainer.errors import CheckpointError, MismatchError
+
+STATE = "trainer_state.json"
+FORMAT = "reprise/1"
+_MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint whose JSON files are checked; its tensors are not read yet."""
+
+    path: Path
+    files: Files
+    manifest: Manifest
+    state: Json
+
+    @property
+    def iteration(self) -> int:
+        return int(self.state["iteration"])
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(name.startswith("optimizer/") for name in self.manifest.files)
+
+
+def open_checkpoint(path: Path, files: Files) -> Checkpoint:
+    """Check the manifest, the sizes of all files and every JSON file, and return the checkpoint. Reads no tensor.
+
+    Raises:
+        MismatchError: if it has another format version.
+        CheckpointError: naming the first file that is missing or damaged.
+    """
+    try:
+        files.size(path / MANIFEST)  # refuses a link, as for every other file
+        found = manifest.from_bytes((path / MANIFEST).read_bytes(), where=path / MANIFEST)
+    except OSError as error:
+        raise CheckpointError(
+            "A folder is no checkpoint", where=path, expected=MANIFEST, found=error.strerror, fix="Name another one."
+        ) from error
+    documents: dict[str, bytes] = {}
+    for name, entry in found.files.items():
+        documents[name] = _checked_file(path / name, entry, files)
+    if STATE not in documents:
+        raise CheckpointError("A checkpoint has no state file", where=path / STATE)
+    state = json_file.parse(documents[STATE], where=path / STATE)
+    if state.get("format") != FORMAT:
+        raise MismatchError(
+            "A checkpoint has another format version",
+            where=path / STATE,
+            expected=FORMAT,
+            found=state.get("format"),
+            fix="Load it with the version of this program that wrote it, or a newer one.",
+        )
+    return Checkpoint(path, files, found, state)
+
+
+def _checked_file(path: Path, entry: manifest.FileEntry, files: Files) -> bytes:
+    """Check a file's size and, if it is no tensor file, its digest; return the content of the latter."""
+    try:
+        size = files.size(path)
+        data = b"" if entry.is_tensor_file or size != entry.total_bytes else path.read_bytes()
+    except OSError as error:
+        raise CheckpointError("A file of a checkpoint is missing", where=path, found=error.strerror) from error
+    if size != entry.total_bytes:
+        raise CheckpointError(
+            "A file has another size", where=path, expected=f"{entry.total_bytes} B", found=f"{size} B"
+        )
+    if not entry.is_tensor_file and manifest.digest_of(data) != entry.digest:
+        raise CheckpointError(
+            "A file is damaged", where=path, expected=f"digest {entry.digest}", found=manifest.digest_of(data)
+        )
+    return data
+
+
+def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
+    """Check every safetensors header against the manifest and return the place of every tensor by name.
+
+    Raises:
+        CheckpointError: if a header is damaged or names other tensors than the manifest.
+    """
+    places: dict[str, Place] = {}
+    for name, entry in checkpoint.manifest.files.items():
+        if entry.is_tensor_file:
+            for place in _read_header(checkpoint, name, entry.digest):
+                places[place.spec.name] = place
+    if places.keys() != checkpoint.manifest.tensors.keys():
+        odd = min(places.keys() ^ checkpoint.manifest.tensors.keys())
+        raise CheckpointError("The headers and the manifest name other tensors", where=checkpoint.path, found=odd)
+    return places
+
+
+def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> Iterator[Place]:
+    path = checkpoint.path / name
+    kind = Kind.OPTIMIZER if name.startswith("optimizer/") else Kind.MODEL
+    with opened(checkpoint, path) as descriptor:
+        prefix = bytearray(8)
+        checkpoint.files.read(descriptor, memoryview(prefix), offset=0)
+        length = int.from_bytes(prefix, "little")
+        if length > min(_MAX_HEADER_BYTES, checkpoint.manifest.files[name].total_bytes - 8):
+            raise CheckpointError("A safetensors header is damaged", where=path, found=f"a length of {length} B")
+        header = bytearray(8 + length)
+        checkpoint.files.read(descriptor, memoryview(header), offset=0)
+    if manifest.digest_of(bytes(header)) != digest:
+        raise CheckpointError("A safetensors header is damaged", where=path, expected=f"digest {digest}")
+    table = json_file.parse(bytes(header[8:]), where=path)
+    table.pop("__metadata__", None)
+    for tensor, entry in table.items():
+        yield _place(checkpoint.manifest, kind, name, tensor=tensor, entry=entry, start=8 + length)
+
+
+def _place(found: Manifest, kind: Kind, file: str, *, tensor: str, entry: Mapping[str, object], start: int) -> Place:
+    shape, offsets, dtype = entry["shape"], entry["data_offsets"], DTYPES[str(entry["dtype"])]
+    assert isinstance(shape, list)
+    assert isinstance(offsets, list)
+    view = found.tensors[tensor].view if tensor in found.tensors else tuple(shape)
+    spec = TensorSpec(kind, tensor, tuple(shape), dtype, view)
+    if torch.Size(view).numel() != torch.Size(shape).numel() or offsets[1] - offsets[0] != spec.total_bytes:
+        raise CheckpointError("A header and the manifest disagree", where=f"{file}, {tensor}", found=(shape, view))
+    return Place(spec, file, start + offsets[0])
+
+
+def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> None:
+    """Check the first block of every tensor file: a file of another iteration has the same size and header.
+
+    Raises:
+        CheckpointError: naming the file, the tensor and the byte range.
+    """
+    first: dict[str, Place] = {}
+    for place in places.values():
+        if place.spec.total_bytes and (place.file not in first or place.offset < first[place.file].offset):
+            first[place.file] = place
+    for place in first.values():
+        spec = place.spec
+        piece = next(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize))
+        hi = min(piece.hi, piece.lo + BLOCK_BYTES)
+        block = memoryview(bytearray(hi - piece.lo))
+        with opened(checkpoint, checkpoint.path / place.file) as descriptor:
+            spans = image(piece.box, spec.view, spec.dtype.itemsize).spans(piece.lo, hi)
+            for in_tensor, in_image, length in spans:
+                target = block[in_image - piece.lo : in_image - piece.lo + length]
+                checkpoint.files.read(descriptor, target, offset=place.offset + in_tensor)
+        check_block(checkpoint, place, block, digest=piece.digests[:DIGEST_BYTES], at=(piece.lo, hi))
+
+
+def check_block(checkpoint: Checkpoint, place: Place, block: memoryview, *, digest: bytes, at: tuple[int, int]) -> None:
+    """Compare a block with its digest; `at` is its byte range within the piece, for the message.
+
+    Raises:
+        CheckpointError: naming the file, the tensor and the byte range.
+    """
+    found = manifest.digest_of(block)
+    if found != digest.hex():
+        raise CheckpointError(
+            "A tensor is damaged",
+            where=f"{checkpoint.path / place.file}, tensor {place.spec.name}, bytes [{at[0]}, {at[1]}) of a piece",
+            expected=f"digest {digest.hex()}",
+            found=found,
+            fix="Load another iteration; this one cannot be trusted.",
+        )
+
+
+@contextlib.contextmanager
+def opened(checkpoint: Checkpoint, path: Path) -> Iterator[int]:
+    """Open a file of a checkpoint for reading and give its descriptor.
+
+    Raises:
+        CheckpointError: if it cannot be opened or read.
+    """
+    try:
+        descriptor = checkpoint.files.open_for_reading(path)
+        try:
+            yield descriptor
+        finally:
+            checkpoint.files.close(descriptor)
+    except OSError as error:
+        raise CheckpointError("A file cannot be read", where=path, found=error.strerror) from error

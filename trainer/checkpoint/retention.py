@@ -1,0 +1,31 @@
+"""Which committed checkpoints stay. Pure; deleting is the saver's business."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Keep the newest `max_checkpoint_keep` (0 = all) and every multiple of `save_retain_interval` (0 = none)."""
+
+    max_checkpoint_keep: int = 0
+    save_retain_interval: int = 0
+
+    def doomed(self, committed: Sequence[int], *, pinned: Collection[int] = ()) -> list[int]:
+        """Return the iterations to delete, oldest first; never the newest, never a `pinned` one.
+
+        Iterations that are kept for another reason do not use up the places of the newest ones.
+        """
+        if self.max_checkpoint_keep <= 0:
+            return []
+        newest = sorted(committed)[-self.max_checkpoint_keep :]
+        return [
+            iteration
+            for iteration in sorted(committed)
+            if iteration not in newest and iteration not in pinned and not self._is_retained(iteration)
+        ]
+
+    def _is_retained(self, iteration: int) -> bool:
+        return self.save_retain_interval > 0 and iteration % self.save_retain_interval == 0

@@ -1,0 +1,71 @@
+"""One background thread that runs one job at a time. What the jobs do is told elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from trainer.errors import CheckpointError
+
+
+class Job:
+    """A call that runs on the worker; its outcome is there once `wait` returns."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run the call and keep what it raises. Called by the worker only."""
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            self._error = error
+        finally:
+            self._done.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the call and raise what it raised.
+
+        Raises:
+            CheckpointError: if it did not end within `timeout_s`.
+        """
+        if not self._done.wait(timeout_s):
+            raise CheckpointError(
+                "A save did not end in time",
+                expected=f"an end within checkpoint.commit_timeout_s={timeout_s:.0f}",
+                fix="The disk or a peer hangs; nothing was committed.",
+            )
+        if self._error is not None:
+            raise self._error
+
+
+class Worker:
+    """Runs jobs one after the other on a daemon thread, which starts with the first job."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: Callable[[], None]) -> Job:
+        """Queue a call and return its job."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        job = Job(call)
+        self._queue.put(job)
+        return job
+
+    def close(self, timeout_s: float) -> None:
+        """Let the thread end after the jobs it has; a thread that hangs is left behind, as it is a daemon."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job.run()

@@ -1,0 +1,243 @@
+"""The schema of the configuration, and every reason why one cannot run. Hydra fills it; nothing here reads files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+from models.config import ModelConfig
+from models.config import problems as model_problems
+from trainer.data.corpus import DataKind, DataSection
+from trainer.data.corpus import problems as data_problems
+from trainer.errors import ConfigError
+from trainer.schedule import ScheduleSection
+from trainer.schedule import problems as schedule_problems
+
+
+class Dtype(Enum):
+    """The dtype of activations and matrix products; parameters and moments are float32 either way."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass
+class RunSection:
+    """Where a run lives: `dir` holds its config, metrics, TensorBoard files and, by default, its checkpoints."""
+
+    name: str = "default"
+    dir: str = "runs/${run.name}"
+
+
+@dataclass
+class TrainSection:
+    """How long and on what to train.
+
+    Args:
+        train_iters: iterations of the whole run, resumed parts counted in.
+        global_batch_size: samples of an iteration, over all ranks and micro batches.
+        micro_batch_size: samples of one forward pass on one rank.
+        seq_length: tokens of a sample.
+        clip_grad: bound of the gradient norm over all parameters; 0 does not clip.
+        deterministic: ask torch for deterministic kernels (a CPU's are).
+        activation_checkpointing: keep only the inputs of blocks and run them again in the backward pass.
+        eval_interval: evaluate at every multiple; 0 never.
+        eval_iters: global batches of an evaluation.
+        exit_interval: save and exit at the next multiple; 0 never.
+        device: `auto` takes a CUDA device where there is one; else `cpu` or `cuda`.
+    """
+
+    train_iters: int = 100
+    global_batch_size: int = 8
+    micro_batch_size: int = 8
+    seq_length: int = 128
+    clip_grad: float = 1.0
+    seed: int = 1234
+    dtype: Dtype = Dtype.float32
+    compile: bool = False
+    deterministic: bool = False
+    activation_checkpointing: bool = False
+    eval_interval: int = 0
+    eval_iters: int = 4
+    exit_interval: int = 0
+    device: str = "auto"
+
+
+@dataclass
+class OptimizerSection:
+    """AdamW. `weight_decay` acts on matrices, never on biases and norms."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+
+
+@dataclass
+class ParallelSection:
+    """How the state is spread over ranks.
+
+    Args:
+        zero_stage: 0 replicates everything; 1 shards parameters and moments between iterations and reduces gradients
+            once per iteration; 2 reduces them after every micro batch; 3 also frees gathered parameters after forward.
+    """
+
+    zero_stage: int = 1
+
+
+@dataclass
+class CheckpointSection:
+    """What is saved and loaded; names and meanings are Megatron-LM's where it has them.
+
+    Args:
+        save: folder of the run's checkpoints; null saves nothing.
+        save_interval: save at every multiple; 0 saves only at the end.
+        max_checkpoint_keep: how many of the newest stay; 0 keeps all.
+        save_retain_interval: multiples of it stay for ever; 0 has none.
+        no_save_optim: save the weights only.
+        load: `auto` continues this run from its newest valid checkpoint and starts fresh only where nothing was ever
+            saved or logged; `none` starts fresh; a path names a checkpoint folder or one iteration.
+        ckpt_step: load this iteration instead of the newest.
+        no_load_optim: load the weights only and go on at the saved iteration.
+        finetune: load the weights only and start at iteration 0.
+        reshard: allow another topology than the one that saved.
+        override_scheduler: allow another learning-rate schedule or optimizer setting than the saved one.
+        use_checkpoint_scheduler: take schedule and optimizer settings from the checkpoint.
+        override_batch_size: allow another global_batch_size or seq_length.
+        override_data: allow other data or another seed.
+        verify_load: check the digest of every block that is read.
+        file_bytes: size at which a safetensors file is full.
+        commit_timeout_s: how long a save may take before it is given up.
+    """
+
+    save: str | None = "${run.dir}/checkpoints"
+    save_interval: int = 0
+    max_checkpoint_keep: int = 0
+    save_retain_interval: int = 0
+    no_save_optim: bool = False
+    load: str = "auto"
+    ckpt_step: int | None = None
+    no_load_optim: bool = False
+    finetune: bool = False
+    reshard: bool = False
+    override_scheduler: bool = False
+    use_checkpoint_scheduler: bool = False
+    override_batch_size: bool = False
+    override_data: bool = False
+    verify_load: bool = True
+    file_bytes: int = 2 << 30
+    commit_timeout_s: float = 1800.0
+
+
+@dataclass
+class LoggingSection:
+    """What is shown: a line every `log_interval` iterations, and TensorBoard files in the run's folder."""
+
+    log_interval: int = 1
+    tensorboard: bool = True
+
+
+@dataclass
+class Config:
+    """Everything that defines a run."""
+
+    model: ModelConfig
+    data: DataSection = field(default_factory=DataSection)
+    run: RunSection = field(default_factory=RunSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    logging: LoggingSection = field(default_factory=LoggingSection)
+    experiment: str | None = None
+
+
+def validate(config: Config, world_size: int) -> None:
+    """Refuse a configuration that cannot run on `world_size` ranks, before anything is built.
+
+    Raises:
+        ConfigError: one message that lists every problem with its key.
+    """
+    found = [
+        *model_problems(config.model),
+        *data_problems(config.data),
+        *schedule_problems(config.schedule, config.train.train_iters, config.optimizer.lr),
+        *_train_problems(config),
+        *_batch_problems(config, world_size),
+        *_optimizer_problems(config.optimizer),
+        *_checkpoint_problems(config),
+    ]
+    if found:
+        lines = "\n".join(f"  {problem}" for problem in found)
+        raise ConfigError(f"The configuration cannot run:\n{lines}\nNothing was started")
+
+
+def _train_problems(config: Config) -> list[str]:
+    train, found = config.train, []
+    for name in ("train_iters", "global_batch_size", "micro_batch_size", "seq_length", "eval_iters"):
+        if getattr(train, name) < 1:
+            found.append(f"train.{name}={getattr(train, name)}: must be at least 1")
+    for name in ("eval_interval", "exit_interval"):
+        if getattr(train, name) < 0:
+            found.append(f"train.{name}={getattr(train, name)}: must be 0 (never) or more")
+    if not (math.isfinite(train.clip_grad) and train.clip_grad >= 0):
+        found.append(f"train.clip_grad={train.clip_grad}: must be 0 (no clipping) or more")
+    if train.seq_length > config.model.max_position_embeddings:
+        limit = config.model.max_position_embeddings
+        found.append(f"train.seq_length={train.seq_length}: above model.max_position_embeddings={limit}")
+    if train.device not in ("auto", "cpu", "cuda"):
+        found.append(f"train.device={train.device}: must be auto, cpu or cuda")
+    if config.logging.log_interval < 1:
+        found.append(f"logging.log_interval={config.logging.log_interval}: must be at least 1")
+    if train.eval_interval and config.data.kind is DataKind.token_file and config.data.valid is None:
+        found.append(f"train.eval_interval={train.eval_interval}: needs data.valid, or set it to 0")
+    return found
+
+
+def _batch_problems(config: Config, world_size: int) -> list[str]:
+    train, found = config.train, []
+    if config.parallel.zero_stage not in range(4):
+        found.append(f"parallel.zero_stage={config.parallel.zero_stage}: must be 0, 1, 2 or 3")
+    if min(train.micro_batch_size, train.global_batch_size) >= 1:
+        divisor = train.micro_batch_size * world_size
+        if train.global_batch_size % divisor:
+            found.append(
+                f"train.global_batch_size={train.global_batch_size}: must be a multiple of train.micro_batch_size="
+                f"{train.micro_batch_size} times the {world_size} data-parallel ranks, that is of {divisor}"
+            )
+    return found
+
+
+def _optimizer_problems(optimizer: OptimizerSection) -> list[str]:
+    found = []
+    for name in ("lr", "weight_decay", "adam_eps"):
+        value = getattr(optimizer, name)
+        if not (math.isfinite(value) and value >= 0):
+            found.append(f"optimizer.{name}={value}: must be a finite number of at least 0")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(optimizer, name) < 1:
+            found.append(f"optimizer.{name}={getattr(optimizer, name)}: must be at least 0 and below 1")
+    return found
+
+
+def _checkpoint_problems(config: Config) -> list[str]:
+    section, found = config.checkpoint, []
+    for name in ("save_interval", "max_checkpoint_keep", "save_retain_interval"):
+        if getattr(section, name) < 0:
+            found.append(f"checkpoint.{name}={getattr(section, name)}: must be 0 or more")
+    if section.save is None and section.save_interval:
+        found.append(f"checkpoint.save_interval={section.save_interval}: needs checkpoint.save, or set it to 0")
+    if section.file_bytes < 1:
+        found.append(f"checkpoint.file_bytes={section.file_bytes}: must be at least 1")
+    if section.commit_timeout_s <= 0:
+        found.append(f"checkpoint.commit_timeout_s={section.commit_timeout_s}: must be above 0")
+    if section.override_scheduler and section.use_checkpoint_scheduler:
+        found.append("checkpoint.override_scheduler and checkpoint.use_checkpoint_scheduler exclude each other")
+    if section.finetune and section.load in ("auto", "none"):
+        found.append(f"checkpoint.finetune: needs checkpoint.load=PATH, found {section.load}")
+    if section.ckpt_step is not None and section.load == "none":
+        found.append(f"checkpoint.ckpt_step={section.ckpt_step}: nothing is loaded with checkpoint.load=none")
+    return found

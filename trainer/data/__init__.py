@@ -1,0 +1,4 @@
+"""Tokens from files to batches, in an order that is a function of seed and position.
+
+Nothing here knows about torch, processes or devices.
+"""

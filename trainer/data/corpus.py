@@ -1,0 +1,192 @@
+"""From the data section of a configuration to token files on disk: what is asked for, and the cache it is kept in.
+
+How text becomes tokens is in `trainer.data.text`, the file format in `trainer.data.token_file`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from trainer.data.text import (
+    Encoder,
+    Source,
+    bytes_encoder,
+    find_files,
+    load_encoder,
+    split_documents,
+    stdlib_sources,
+    text_sources,
+    token_chunks,
+)
+from trainer.data.token_file import open_token_file, write_token_file
+from trainer.errors import DataError
+
+# Part of every cache name: raise it when the same texts give other token files.
+_CACHE_VERSION = 1
+
+
+class DataKind(Enum):
+    """Where tokens come from."""
+
+    stdlib = "stdlib"
+    text = "text"
+    token_file = "token_file"
+
+
+@dataclass
+class DataSection:
+    """The section ``data`` of a configuration; a key that its kind does not use must stay null.
+
+    Attributes:
+        path: ``text``: a file or a glob, ``**`` allowed.
+        tokenizer: ``text``: a tokenizer.json; null trains on bytes.
+        train: ``token_file``: a file or a glob.
+        valid: ``token_file``: a file or a glob; null means that there is nothing to evaluate on.
+        valid_fraction: share of files (of bytes, for a single file) that is held out.
+        cache: folder of prepared token files; null means `default_cache`.
+        vocab_size: what the token ids stay below; null means what the encoder says, and unknown for ``token_file``.
+    """
+
+    kind: DataKind = DataKind.stdlib
+    path: str | None = None
+    tokenizer: str | None = None
+    train: str | None = None
+    valid: str | None = None
+    valid_fraction: float = 0.05
+    cache: str | None = None
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Token files in the order they are read, and what is known of their vocabulary (None: not known)."""
+
+    train: tuple[Path, ...]
+    valid: tuple[Path, ...]
+    vocab_size: int | None
+    end_of_text: int | None
+
+
+_KEYS_OF_KIND = {
+    DataKind.stdlib: frozenset[str](),
+    DataKind.text: frozenset({"path", "tokenizer"}),
+    DataKind.token_file: frozenset({"train", "valid"}),
+}
+_NEEDED_KEY = {DataKind.text: "path", DataKind.token_file: "train"}
+
+
+def problems(section: DataSection) -> list[str]:
+    """Return what is wrong with the section on its own, one sentence a problem; reads no files."""
+    found = []
+    allowed = _KEYS_OF_KIND[section.kind]
+    for key in ("path", "tokenizer", "train", "valid"):
+        value = getattr(section, key)
+        if key == _NEEDED_KEY.get(section.kind) and not value:
+            found.append(f"data.{key} is not set; data.kind={section.kind.value} needs a file or a glob.")
+        elif key not in allowed and value is not None:
+            users = ", ".join(kind.value for kind, keys in _KEYS_OF_KIND.items() if key in keys)
+            found.append(f"data.{key} is set, but data.kind={section.kind.value} does not use it (only {users} does).")
+    if not 0 < section.valid_fraction < 1:
+        found.append(f"data.valid_fraction must be above 0 and below 1, found {section.valid_fraction}.")
+    if section.vocab_size is not None and section.vocab_size < 1:
+        found.append(f"data.vocab_size must be positive or null, found {section.vocab_size}.")
+    return found
+
+
+def default_cache(environment: Mapping[str, str], home: Path) -> Path:
+    """Return ``$XDG_CACHE_HOME/reprise``, or ``~/.cache/reprise`` where that is unset or, as its rules say, relative.
+
+    Source: XDG Base Directory Specification 0.8.
+    """
+    base = Path(environment.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else home / ".cache") / "reprise"
+
+
+def prepare(section: DataSection, *, cache: Path) -> Corpus:
+    """Return the token files of the section, writing them into the cache where they are not there yet.
+
+    The files are a pure function of the texts, their relative names, the encoder and ``valid_fraction``. They are found
+    again by names, sizes and times of change, without reading the texts. Any number of processes may call this at the
+    same time; each then does the work, and one result stays.
+
+    Args:
+        section: one in which `problems` finds none.
+        cache: an own folder; made if needed.
+
+    Raises:
+        DataError: files are missing, unreadable, of the wrong form, or need more than ``section.vocab_size``.
+    """
+    if section.kind is DataKind.token_file:
+        return Corpus(
+            train=tuple(find_files(section.train or "")),
+            valid=tuple(find_files(section.valid)) if section.valid else (),
+            vocab_size=section.vocab_size,
+            end_of_text=None,
+        )
+    if section.kind is DataKind.text:
+        encoder = load_encoder(Path(section.tokenizer).expanduser()) if section.tokenizer else bytes_encoder()
+        sources = text_sources(section.path or "")
+    else:
+        encoder = bytes_encoder()
+        sources = stdlib_sources(Path(sysconfig.get_paths()["stdlib"]))
+    _check_vocab_size(section, encoder)
+    folder = cache / f"{section.kind.value}-{_key(sources, encoder, valid_fraction=section.valid_fraction)}"
+    train, valid = folder / "train.bin", folder / "valid.bin"
+    if not (_is_whole(train) and _is_whole(valid)):
+        _write(sources, encoder, train=train, valid=valid, valid_fraction=section.valid_fraction)
+    return Corpus((train,), (valid,), section.vocab_size or encoder.vocab_size, encoder.end_of_text)
+
+
+def _check_vocab_size(section: DataSection, encoder: Encoder) -> None:
+    if section.vocab_size is not None and section.vocab_size < encoder.vocab_size:
+        raise DataError(
+            "data.vocab_size is too small for the tokens",
+            where=section.tokenizer or "bytes and end of text",
+            expected=f"at least {encoder.vocab_size}",
+            found=section.vocab_size,
+            fix="Leave data.vocab_size null.",
+        )
+
+
+def _key(sources: Sequence[Source], encoder: Encoder, *, valid_fraction: float) -> str:
+    files = [[source.name, source.size_bytes, source.mtime_ns] for source in sources]
+    # The folder counts too: two data sets may hold files of the same names, sizes and times.
+    root = os.path.abspath(sources[0].path)
+    parts = [_CACHE_VERSION, platform.python_version(), encoder.label, valid_fraction, root, files]
+    return xxhash.xxh3_64_hexdigest(json.dumps(parts, separators=(",", ":")).encode("ascii"))
+
+
+def _is_whole(path: Path) -> bool:
+    # The rename that made it was the last step, so the name and the size in the header are enough; what is damaged
+    # later is written again.
+    try:
+        open_token_file(path)
+    except DataError:
+        return False
+    return True
+
+
+def _write(sources: Sequence[Source], encoder: Encoder, *, train: Path, valid: Path, valid_fraction: float) -> None:
+    dtype = np.uint16 if encoder.vocab_size <= 2**16 else np.uint32
+    try:
+        train.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            "the cache of prepared data cannot be written",
+            where=train.parent,
+            found=error.strerror or str(error),
+            fix="Set data.cache to a folder that can.",
+        ) from error
+    train_documents, valid_documents = split_documents(sources, valid_fraction)
+    write_token_file(valid, token_chunks(valid_documents, encoder), dtype=dtype)
+    write_token_file(train, token_chunks(train_documents, encoder), dtype=dtype)

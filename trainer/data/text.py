@@ -1,0 +1,273 @@
+"""Text files to tokens: which files, split in train and valid, as bytes or through a tokenizer.
+
+Where the tokens are kept is decided in `trainer.data.corpus`.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from trainer.data.token_file import TokenArray
+from trainer.errors import DataError
+
+# Tests say little about the language and much about their fixtures; the others hold programs and their tests.
+_STDLIB_EXCLUDED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+)
+# Written by the build or the distribution: the text differs between two installations of one version.
+_STDLIB_EXCLUDED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
+
+END_OF_TEXT_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A text file as it was found; ``name`` is its posix path relative to the root of its data set."""
+
+    path: Path
+    name: str
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text that ends with an end-of-text token; ``path`` is the file it came from."""
+
+    path: Path
+    text: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """How documents become tokens; ``label`` differs where the tokens may."""
+
+    label: str
+    vocab_size: int
+    end_of_text: int
+    encode: Callable[[Document], TokenArray]
+
+
+def bytes_encoder() -> Encoder:
+    """Return the encoder whose tokens are the bytes 0 to 255 and whose end of text is 256."""
+    return Encoder(
+        label="bytes", vocab_size=257, end_of_text=256, encode=lambda document: np.frombuffer(document.text, np.uint8)
+    )
+
+
+def load_encoder(path: Path) -> Encoder:
+    """Read a ``tokenizer.json`` with the `tokenizers` package.
+
+    Raises:
+        DataError: the package is missing, the file is not a tokenizer, or it has no end-of-text token.
+    """
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError(
+            "data.tokenizer needs the tokenizers package", where=path, fix="Install it: pip install tokenizers."
+        ) from error
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(raw)
+    except ValueError as error:
+        raise DataError(
+            "a tokenizer cannot be loaded", where=path, expected="a tokenizer.json of tokenizers", found=str(error)
+        ) from error
+    # A text that only mentions "<|endoftext|>" is ordinary text.
+    tokenizer.encode_special_tokens = True
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    end_of_text = next((vocabulary[name] for name in END_OF_TEXT_NAMES if name in vocabulary), None)
+    if end_of_text is None:
+        raise DataError(
+            "a tokenizer has no end-of-text token",
+            where=path,
+            expected=f"one of {', '.join(END_OF_TEXT_NAMES)}",
+            found=f"none among {len(vocabulary)} tokens",
+            fix="Add one of them to the tokenizer.",
+        )
+
+    def encode(document: Document) -> TokenArray:
+        ids = tokenizer.encode(_decode(document), add_special_tokens=False).ids
+        return np.array(ids, dtype=np.uint32)
+
+    label = f"tokenizers {tokenizers.__version__} {xxhash.xxh3_64_hexdigest(raw)}"
+    # Ids may have holes, so the largest counts, not how many there are.
+    return Encoder(label=label, vocab_size=max(vocabulary.values()) + 1, end_of_text=end_of_text, encode=encode)
+
+
+def find_files(pattern: str) -> list[Path]:
+    """Return the regular files that a path or a glob (``**`` allowed) names, sorted, each once.
+
+    Raises:
+        DataError: there is none.
+    """
+    expanded = Path(pattern).expanduser()
+    # A name that happens to hold glob characters still names itself.
+    if expanded.is_file():
+        return [expanded]
+    paths = sorted({Path(hit) for hit in glob.glob(str(expanded), recursive=True)})
+    files = [path for path in paths if path.is_file()]
+    if not files:
+        raise DataError(
+            "no file matches",
+            where=pattern,
+            expected="a file, or a glob that matches files",
+            found=f"{len(paths)} folders" if paths else "nothing",
+            fix=f"Relative paths start at {Path.cwd()}; quote globs; '**/*.txt' looks into folders.",
+        )
+    return files
+
+
+def text_sources(pattern: str) -> list[Source]:
+    """Return the files that ``pattern`` names, sorted by name relative to the folders before its first wildcard.
+
+    Raises:
+        DataError: there is none, or one cannot be read.
+    """
+    paths = find_files(pattern)
+    fixed = Path(pattern).expanduser()
+    if paths == [fixed]:
+        return _sources(fixed.parent, paths)
+    # Not the deepest folder in common: that one moves, and with it every name, when a file is added.
+    while glob.has_magic(str(fixed)):
+        fixed = fixed.parent
+    return _sources(fixed, paths)
+
+
+def stdlib_sources(root: Path) -> list[Source]:
+    """Return the Python files of a standard library, without tests and installed packages, sorted by relative name.
+
+    Args:
+        root: the folder of the library, ``sysconfig.get_paths()["stdlib"]`` for the running interpreter.
+
+    Raises:
+        DataError: there is none.
+    """
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _STDLIB_EXCLUDED_FOLDERS]
+        for name in names:
+            path = Path(folder, name)
+            if name.endswith(".py") and not name.startswith(_STDLIB_EXCLUDED_PREFIXES) and path.is_file():
+                paths.append(path)
+    if not paths:
+        raise DataError(
+            "the standard library of this Python has no source files",
+            where=root,
+            expected="*.py files",
+            found="none",
+            fix="Use another interpreter, or data=text data.path=FILE_OR_GLOB.",
+        )
+    return _sources(root, paths)
+
+
+def split_documents(sources: Sequence[Source], valid_fraction: float) -> tuple[Iterable[Document], Iterable[Document]]:
+    """Split into train and valid documents, read from disk as they are asked for.
+
+    Several files are split by file: valid are those whose hashed name falls into the fraction, so that a file never
+    changes sides because others come or go; the file nearest to the limit moves where a side would be empty. A single
+    file gives its last ``valid_fraction`` to valid, cut between two UTF-8 characters.
+
+    Raises:
+        DataError: while reading, a file cannot be read or was changed after it was found.
+    """
+    if len(sources) == 1:
+        text = _read(sources[0])
+        cut = _cut(text, valid_fraction)
+        path = sources[0].path
+        return [Document(path, text[:cut])], [Document(path, text[cut:])]
+    ranks = {
+        source.name: xxhash.xxh3_64_intdigest(source.name.encode("utf-8", "surrogateescape")) for source in sources
+    }
+    limit = int(valid_fraction * 2**64)
+    # Between the lowest and the highest rank neither side is empty.
+    limit = min(max(limit, min(ranks.values()) + 1), max(ranks.values()))
+    train = [source for source in sources if ranks[source.name] >= limit]
+    valid = [source for source in sources if ranks[source.name] < limit]
+    return _documents(train), _documents(valid)
+
+
+def token_chunks(documents: Iterable[Document], encoder: Encoder) -> Iterator[TokenArray]:
+    """Encode documents one at a time, each followed by the end-of-text token.
+
+    Raises:
+        DataError: a document cannot be read or encoded.
+    """
+    end = np.array([encoder.end_of_text], dtype=np.uint32)
+    for document in documents:
+        yield encoder.encode(document)
+        yield end
+
+
+def _sources(root: Path, paths: Iterable[Path]) -> list[Source]:
+    found = []
+    for path in paths:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        name = path.relative_to(root).as_posix()
+        found.append(Source(path=path, name=name, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns))
+    return sorted(found, key=lambda source: source.name)
+
+
+def _documents(sources: Iterable[Source]) -> Iterator[Document]:
+    return (Document(source.path, _read(source)) for source in sources)
+
+
+def _read(source: Source) -> bytes:
+    try:
+        with source.path.open("rb") as file:
+            text = file.read()
+            status = os.fstat(file.fileno())
+    except OSError as error:
+        raise _unreadable(source.path, error) from error
+    # The cache is named after size and time as found; it must not keep another text under that name.
+    if (len(text), status.st_mtime_ns) != (source.size_bytes, source.mtime_ns):
+        raise DataError(
+            "a text file changed while it was being read",
+            where=source.path,
+            expected=f"{source.size_bytes} bytes",
+            found=f"{len(text)} bytes, or another time of change",
+            fix="Start again when nobody writes to it.",
+        )
+    return text
+
+
+def _cut(text: bytes, valid_fraction: float) -> int:
+    cut = len(text) - round(len(text) * valid_fraction)
+    # RFC 3629: bytes 10xxxxxx continue a character, at most three of them.
+    for _ in range(3):
+        if cut < len(text) and text[cut] & 0xC0 == 0x80:
+            cut += 1
+    return cut
+
+
+def _decode(document: Document) -> str:
+    try:
+        return document.text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            "a text is not UTF-8, as a tokenizer needs it",
+            where=f"{document.path}, byte {error.start}",
+            expected="UTF-8",
+            found=f"byte 0x{document.text[error.start]:02x} ({error.reason})",
+            fix="Convert the file, leave it out of data.path, or leave data.tokenizer out to train on bytes.",
+        ) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        "a file cannot be read", where=path, expected="a readable file", found=error.strerror or str(error)
+    )

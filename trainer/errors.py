@@ -1,0 +1,60 @@
+"""The errors of the project: what failed, where, expected, found, and what to do.
+
+Where an error is decided is the business of the module that knows the rule; this one only gives it a shape.
+"""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """A refusal or failure that a user, a file or a peer caused.
+
+    The message is one paragraph built from the parts that are given; `str(error)` is fit to be printed as it is.
+
+    Args:
+        what: what failed, as a sentence without its final stop.
+        where: path, tensor or rank.
+        expected: what would have been right.
+        found: what was there.
+        fix: what the reader can do about it.
+    """
+
+    def __init__(
+        self, what: str, *, where: object = None, expected: object = None, found: object = None, fix: str | None = None
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.expected = expected
+        self.found = found
+        self.fix = fix
+        parts = [what if where is None else f"{what} ({where})"]
+        if expected is not None:
+            parts.append(f"expected {expected}")
+        if found is not None:
+            parts.append(f"found {found}")
+        text = ", ".join(parts) + "."
+        super().__init__(text if fix is None else f"{text}{'' if fix.startswith(chr(10)) else ' '}{fix}")
+
+
+class ConfigError(TrainerError):
+    """A configuration that cannot run, refused before anything is built."""
+
+
+class DataError(TrainerError):
+    """A data file that is not what it says, or does not suit the model."""
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint that cannot be written, or is not whole."""
+
+
+class MismatchError(CheckpointError):
+    """A valid checkpoint of another run: model, data, schedule or topology differ."""
+
+
+class LockError(CheckpointError):
+    """Another job writes to the same folder."""
+
+
+class LaunchError(TrainerError):
+    """The process group could not be formed, or a peer failed."""

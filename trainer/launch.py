@@ -1,0 +1,178 @@
+"""Brings the ranks of a run together and lets them go: device, threads, store, process group. Nothing here trains."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from trainer.checkpoint.board import Board, lone_board
+from trainer.errors import LaunchError
+
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What torchrun tells a rank; a plain `python` is a world of one."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+    restart_count: int
+    has_agent_store: bool
+
+    @staticmethod
+    def read(variables: Mapping[str, str]) -> Environment:
+        """Read torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
+
+        Raises:
+            LaunchError: for a variable that is no number, or a world without an address.
+        """
+        try:
+            number = {name: int(variables.get(name, default)) for name, default in _NUMBERS.items()}
+        except ValueError as error:
+            raise LaunchError("torchrun's environment cannot be read", found=error) from error
+        if number["WORLD_SIZE"] > 1 and "MASTER_ADDR" not in variables:
+            raise LaunchError("WORLD_SIZE is set but MASTER_ADDR is not", fix="Launch with torchrun.")
+        return Environment(
+            number["RANK"],
+            number["WORLD_SIZE"],
+            number["LOCAL_RANK"],
+            number["LOCAL_WORLD_SIZE"],
+            variables.get("MASTER_ADDR", "localhost"),
+            number["MASTER_PORT"],
+            number["TORCHELASTIC_RESTART_COUNT"],
+            variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+
+_NUMBERS = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_PORT": "0",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The ranks of a run, seen from one of them.
+
+    Args:
+        threads: the thread count that this process was given; bits depend on it.
+        nonce: a random name of this launch, equal on all ranks.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    threads: int
+    board: Board
+    nonce: str
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """Return every rank's values in order of rank, the same bits everywhere. A collective call; float64."""
+        if self.world_size == 1:
+            return [values]
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine)
+        return [[float(value) for value in row] for row in torch.stack(everyone).tolist()]
+
+
+def start(device: str, *, deterministic: bool, variables: Mapping[str, str] = os.environ) -> Cluster:
+    """Fix threads and device, and join the other ranks. A call of all ranks.
+
+    Raises:
+        LaunchError: if the asked device is not there or the ranks do not meet.
+    """
+    environment = Environment.read(variables)
+    threads = max(1, len(os.sched_getaffinity(0)) // environment.local_world_size)
+    torch.set_num_threads(threads)
+    chosen = _device(device, environment.local_rank)
+    if deterministic:
+        _make_deterministic(chosen)
+    if environment.world_size == 1:
+        return Cluster(0, 1, chosen, threads, lone_board(), secrets.token_hex(4))
+    store = _join(environment, chosen)
+    board = Board(store, environment.rank, world_size=environment.world_size, timeout_s=TIMEOUT_S)
+    nonce = board.from_rank0("nonce", secrets.token_hex(4).encode() if environment.rank == 0 else None)
+    return Cluster(environment.rank, environment.world_size, chosen, threads, board, nonce.decode())
+
+
+def stop(cluster: Cluster) -> None:
+    """Leave together: a gloo process aborts at exit when a peer has left first. A call of all ranks."""
+    if cluster.world_size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            "There is no CUDA device for this rank",
+            where=f"local rank {local_rank}",
+            expected=f"at least {local_rank + 1} devices",
+            found=torch.cuda.device_count(),
+            fix="Set train.device=cpu or launch fewer ranks per node.",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _make_deterministic(device: torch.device) -> None:
+    if device.type == "cuda":
+        # https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def _join(environment: Environment, device: torch.device) -> PrefixStore:
+    """Form the process group on a store of our own making.
+
+    torchrun's agent keeps its store over restarts, and gloo fails or hangs on the keys of the dead attempt: so every
+    attempt, and every world size of an elastic run, has a prefix of its own.
+    """
+    is_host = environment.rank == 0 and not environment.has_agent_store
+    try:
+        server = TCPStore(
+            environment.address,
+            environment.port,
+            environment.world_size,
+            is_host,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+        store = PrefixStore(f"{environment.restart_count}-{environment.world_size}", server)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timedelta(seconds=TIMEOUT_S),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            "The ranks did not meet",
+            where=f"rank {environment.rank}, {environment.address}:{environment.port}",
+            found=str(error).splitlines()[0],
+            fix="Look at the other ranks' logs.",
+        ) from error
+    return store

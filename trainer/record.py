@@ -1,0 +1,108 @@
+"""What `trainer_state.json` says of a run, and what may differ when another run loads it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from models import ModelConfig, stored_tensors
+from trainer.checkpoint.compat import Rule, Verdict
+from trainer.checkpoint.json_file import Json
+from trainer.checkpoint.reader import FORMAT
+from trainer.config import CheckpointSection, Config
+from trainer.progress import Progress
+from trainer.schedule import Schedule
+from trainer.topology import Topology
+
+_ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
+
+RULES: tuple[Rule, ...] = (
+    Rule("model", Verdict.REFUSED),
+    Rule("model.dropout", Verdict.SAID, says="the loss curve will differ"),
+    Rule("model.initializer_range", Verdict.SAID, says="it acts at the start of a run only"),
+    Rule("model.pad_vocab_multiple", Verdict.SAID, says=_ROUNDING),
+    Rule("topology", Verdict.FLAG, "checkpoint.reshard"),
+    Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size"),
+    Rule("batch.micro_batch_size", Verdict.SAID, says=_ROUNDING),
+    Rule("data", Verdict.FLAG, "checkpoint.override_data"),
+    Rule("seed", Verdict.FLAG, "checkpoint.override_data", "it orders the samples and draws dropout masks"),
+    Rule("schedule", Verdict.FLAG, "checkpoint.override_scheduler"),
+    Rule(
+        "schedule.decay_iters",
+        Verdict.FLAG,
+        "checkpoint.override_scheduler",
+        "to extend the run on the saved schedule set schedule.lr_decay_iters to the saved value",
+    ),
+    Rule("adam", Verdict.FLAG, "checkpoint.override_scheduler"),
+    Rule("precision", Verdict.SAID, says=_ROUNDING),
+    Rule("environment", Verdict.SAID, says=_ROUNDING),
+)
+
+
+def flags_set(section: CheckpointSection) -> set[str]:
+    """Return the flags that allow differences and are set."""
+    names = ("reshard", "override_scheduler", "override_batch_size", "override_data")
+    return {f"checkpoint.{name}" for name in names if getattr(section, name)}
+
+
+def rules_for(section: CheckpointSection) -> Sequence[Rule]:
+    """Return the rules that apply: a fine-tuning run shares the model only."""
+    if section.finetune:
+        return [rule for rule in RULES if rule.field.startswith("model")]
+    if section.use_checkpoint_scheduler:
+        return [rule for rule in RULES if not rule.field.startswith(("schedule", "adam"))]
+    return RULES
+
+
+def no_decay_names(config: ModelConfig) -> frozenset[str]:
+    """Return the parameters without weight decay: biases and norms, all that is no matrix on disk."""
+    return frozenset(name for name, tensor in stored_tensors(config).items() if len(tensor.shape) < 2)
+
+
+def describe(config: Config, *, schedule: Schedule, topology: Topology, fingerprint: str, environment: Json) -> Json:
+    """Return the part of the record that stays the same all through a run."""
+    train, optimizer = config.train, config.optimizer
+    no_decay = no_decay_names(config.model)
+    names = list(stored_tensors(config.model))
+    model = asdict(config.model)
+    model["family"] = config.model.family.value
+    return {
+        "model": model,
+        "topology": {
+            "world_size": topology.world_size,
+            "tp": topology.tp,
+            "pp": topology.pp,
+            "vpp": 1,
+            "sp": False,
+            "dp": topology.dp,
+            "zero_stage": config.parallel.zero_stage,
+        },
+        "batch": {
+            "global_batch_size": train.global_batch_size,
+            "seq_length": train.seq_length,
+            "micro_batch_size": train.micro_batch_size,
+        },
+        "data": {"fingerprint": fingerprint},
+        "seed": train.seed,
+        "schedule": asdict(schedule),
+        "adam": {
+            "weight_decay": optimizer.weight_decay,
+            "beta1": optimizer.adam_beta1,
+            "beta2": optimizer.adam_beta2,
+            "eps": optimizer.adam_eps,
+        },
+        "optimizer": {
+            "name": "AdamW",
+            "groups": [
+                {"weight_decay": optimizer.weight_decay, "names": [name for name in names if name not in no_decay]},
+                {"weight_decay": 0.0, "names": [name for name in names if name in no_decay]},
+            ],
+        },
+        "precision": {"dtype": train.dtype.value},
+        "environment": environment,
+    }
+
+
+def state_record(progress: Progress, lr: float, description: Json) -> Json:
+    """Return the whole `trainer_state.json`."""
+    return {"format": FORMAT, **progress.record(), "lr": lr, **description}

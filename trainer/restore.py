@@ -1,0 +1,172 @@
+"""Brings a run to where it begins: a checkpoint's state, or fresh initial values."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import models
+from trainer import record
+from trainer.build import Run
+from trainer.checkpoint.choose import Source
+from trainer.checkpoint.compat import differences, settle
+from trainer.checkpoint.files import Files
+from trainer.checkpoint.json_file import Json
+from trainer.checkpoint.live import LiveTensor, local_of
+from trainer.checkpoint.loader import LoadReport, check_tensors
+from trainer.checkpoint.reader import Checkpoint, read_places
+from trainer.checkpoint.store import CheckpointFolder
+from trainer.errors import CheckpointError, MismatchError, TrainerError
+from trainer.metrics import last_recorded_iteration
+from trainer.progress import Progress
+from trainer.random import fill_initial_values
+from trainer.schedule import Schedule
+from trainer.state import checkpoint_specs
+
+_log = logging.getLogger(__name__)
+
+
+def restore(run: Run) -> None:
+    """Load what `checkpoint.load` names, or start fresh. A call of all ranks.
+
+    Afterwards the state, the schedule and the progress are those of the checkpoint, tied embeddings are one tensor
+    again, and checkpoints of this run that are newer are out of the way.
+
+    Raises:
+        TrainerError: on every rank, before a byte was copied, if the checkpoint is not one that this run may continue.
+    """
+    run.checkpointer.start()
+    source = _agree_on_source(run)
+    if source is None:
+        fill_initial_values(run.state.shards(with_optimizer=False), _initial_values(run), run.config.train.seed)
+        if run.cluster.rank == 0:
+            _log.info(f"starting fresh, seed {run.config.train.seed}")
+    else:
+        _load(run, source)
+    _rebind(run)
+    run.checkpointer.rewind(run.state.progress.iteration if source is not None else -1)
+
+
+def _agree_on_source(run: Run) -> Source | None:
+    """Let rank 0 decide where to load from, and tell all: file systems may show ranks different things."""
+    problem: TrainerError | None = None
+    choice = b""
+    if run.cluster.rank == 0:
+        try:
+            source = _find_source(run)
+            choice = b"" if source is None else str(source.path).encode()
+        except TrainerError as error:
+            problem = error
+    run.cluster.board.agree("restore", problem)
+    path = run.cluster.board.from_rank0("restore/source", choice).decode()
+    return Source(Path(path), run.config.checkpoint.ckpt_step) if path else None
+
+
+def _find_source(run: Run) -> Source | None:
+    section = run.config.checkpoint
+    if section.load == "none":
+        return None
+    if section.load != "auto":
+        return Source(Path(section.load))
+    if section.save is not None and CheckpointFolder(Path(section.save), Files()).committed():
+        return Source(Path(section.save))
+    if section.ckpt_step is not None:
+        raise CheckpointError(
+            "The asked iteration was never saved", where=section.save, found="no checkpoint", expected=section.ckpt_step
+        )
+    metrics = Path(run.config.run.dir) / "metrics.jsonl"
+    last = last_recorded_iteration(metrics)
+    if last is not None:
+        raise CheckpointError(
+            "This run has recorded iterations but has no checkpoint to continue from",
+            where=metrics,
+            expected=f"a checkpoint in {section.save}",
+            found=f"{last} as the last iteration and no iter_ folder",
+            fix="Mount or restore the checkpoints, or start over with checkpoint.load=none.",
+        )
+    return None
+
+
+def _load(run: Run, source: Source) -> None:
+    section = run.config.checkpoint
+    with_optimizer = not (section.no_load_optim or section.finetune)
+    specs = list(checkpoint_specs(run.config.model, with_optimizer=with_optimizer))
+
+    def check(checkpoint: Checkpoint) -> None:
+        _check_state(run, checkpoint)
+        check_tensors(specs, read_places(checkpoint), where=checkpoint.path)
+
+    def live(_: Checkpoint) -> list[LiveTensor]:
+        return list(run.state.shards(with_optimizer=with_optimizer))
+
+    checkpoint, report = run.checkpointer.restore(source, check=check, live=live, verify=section.verify_load)
+    _log_load(run, checkpoint, report)
+    if section.finetune:
+        return
+    run.state.progress = _progress_from(run, checkpoint.state)
+    if section.use_checkpoint_scheduler:
+        _take_schedule(run, checkpoint.state)
+
+
+def _check_state(run: Run, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint of another run; log the differences that are allowed. Opens no tensor file."""
+    section = run.config.checkpoint
+    found = differences(checkpoint.state, run.description, record.rules_for(section))
+    for line in settle(found, flags=record.flags_set(section), where=checkpoint.path):
+        _log.warning(line)
+    if not (checkpoint.has_optimizer or section.no_load_optim or section.finetune):
+        raise MismatchError(
+            "The checkpoint has no optimizer state: it was saved with checkpoint.no_save_optim=true",
+            where=checkpoint.path,
+            fix="To go on with zero moments set checkpoint.no_load_optim=true; to start at iteration 0 from its "
+            "weights set checkpoint.finetune=true.",
+        )
+
+
+def _progress_from(run: Run, state: Json) -> Progress:
+    """Return the saved progress; where the sample length changed, the position is that of the tokens consumed."""
+    try:
+        saved = Progress.from_record(state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError("A state file has no progress", found=repr(error)) from error
+    seq_length = run.config.train.seq_length
+    if state["batch"]["seq_length"] == seq_length:
+        return saved
+    return Progress(saved.iteration, saved.consumed_tokens // seq_length, saved.consumed_tokens, saved.best_loss)
+
+
+def _take_schedule(run: Run, state: Json) -> None:
+    run.schedule = Schedule(**state["schedule"])
+    adam = state["adam"]
+    for group in run.state.optimizer.param_groups:
+        group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
+        group["weight_decay"] = adam["weight_decay"] if group["weight_decay"] else 0.0
+    run.description = {**run.description, "schedule": state["schedule"], "adam": adam}
+
+
+def _rebind(run: Run) -> None:
+    """Bind tied embeddings again and check that they are one memory.
+
+    Raises:
+        CheckpointError: if they are not.
+    """
+    model = run.state.model
+    model.tie_weights()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for alias, name in models.aliases(model.config).items():
+        if local_of(named[alias]).data_ptr() != local_of(named[name]).data_ptr():
+            raise CheckpointError("Tied parameters are two tensors", where=f"{alias} and {name}")
+
+
+def _log_load(run: Run, checkpoint: Checkpoint, report: LoadReport) -> None:
+    read_bytes = sum(row[0] for row in run.cluster.gather([float(report.read_bytes)]))
+    if run.cluster.rank == 0:
+        rate = read_bytes / max(report.seconds, 1e-9) / 1e9
+        _log.info(
+            f"loaded {report.tensors} of {report.expected} tensors, {read_bytes:.0f} bytes, {report.seconds:.2f} s, "
+            f"{rate:.2f} GB/s: iteration {checkpoint.iteration} from {checkpoint.path}"
+        )
+
+
+def _initial_values(run: Run) -> dict[str, models.Initial]:
+    return models.initial_values(run.config.model)
