@@ -1,4 +1,4 @@
-"""Puts this folder on the path, so that tests share `fakes.py`, and keeps torch to one thread."""
+"""Keeps torch to one thread in every test that runs in this process."""
 
 import torch
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.checkpoint.board import Board, lone_board
 from trainer.checkpoint.box import Split, box_of_splits
@@ -25,17 +25,24 @@ T = TypeVar("T")
 JOIN_S = 30.0
 
 
-def run_ranks(world_size: int, call: Callable[[Board], T], *, timeout_s: float = 10.0) -> list[T | BaseException]:
+def tcp_store() -> Store:
+    """Return a real store on a free port of this host."""
+    return TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+def run_ranks(
+    world_size: int, call: Callable[[Board], T], *, store: Callable[[], Store] = HashStore, timeout_s: float = 10.0
+) -> list[T | BaseException]:
     """Run `call` once per rank, each on a thread with its own board; return what each returned or raised."""
     outcomes: list[T | BaseException] = [RuntimeError("the rank did not end")] * world_size
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if world_size > 1 else None
+    boards = [lone_board()]
+    if world_size > 1:
+        shared = store()
+        boards = [Board(shared, rank, world_size=world_size, timeout_s=timeout_s) for rank in range(world_size)]
 
     def run(rank: int) -> None:
         try:
-            if store is None:
-                outcomes[rank] = call(lone_board())
-            else:
-                outcomes[rank] = call(Board(store, rank, world_size=world_size, timeout_s=timeout_s))
+            outcomes[rank] = call(boards[rank])
         except BaseException as error:  # noqa: BLE001 - handed to the test
             outcomes[rank] = error
 
@@ -47,10 +54,10 @@ def run_ranks(world_size: int, call: Callable[[Board], T], *, timeout_s: float =
     return outcomes
 
 
-def all_ranks(world_size: int, call: Callable[[Board], T]) -> list[T]:
+def all_ranks(world_size: int, call: Callable[[Board], T], *, store: Callable[[], Store] = HashStore) -> list[T]:
     """Run `call` once per rank; raise the first error of any."""
     results: list[T] = []
-    for outcome in run_ranks(world_size, call):
+    for outcome in run_ranks(world_size, call, store=store):
         if isinstance(outcome, BaseException):
             raise outcome
         results.append(outcome)
@@ -194,7 +201,9 @@ SHARDINGS = (
 def sample_specs() -> list[TensorSpec]:
     """Return specs of every awkward kind: narrow, uneven, large, 0-d, empty, viewed otherwise, several item sizes."""
 
-    def spec(kind: Kind, name: str, shape: tuple[int, ...], dtype: torch.dtype, view: tuple[int, ...] = ()) -> TensorSpec:
+    def spec(
+        kind: Kind, name: str, shape: tuple[int, ...], dtype: torch.dtype, view: tuple[int, ...] = ()
+    ) -> TensorSpec:
         return TensorSpec(kind, name, shape, dtype, view or shape)
 
     return [

@@ -56,18 +56,18 @@ def run(raw: DictConfig) -> None:
     from trainer import launch
     from trainer.build import build
     from trainer.loop import train
+    from trainer.restore import restore
 
     cluster = launch.start(config.train.device, deterministic=config.train.deterministic)
     expected = cluster.board.from_rank0("config", resolved.encode()).decode()
     is_same = expected == resolved
     problem = None if is_same else ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
     cluster.board.agree("config", problem)
-    if cluster.rank == 0:
-        folder = Path(config.run.dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(resolved, encoding="utf-8")
     built = build(config, cluster)
     try:
+        restore(built)
+        if built.log is not None:
+            built.log.open(built.state.progress.iteration, resolved)
         train(built)
     finally:
         built.checkpointer.close()
@@ -85,7 +85,7 @@ def _refuse_clocks(raw: DictConfig) -> None:
             raise ConfigError(
                 "A run's name or folder depends on the time",
                 where=f"run.{key}",
-                found=value,
+                found=str(value),
                 fix="Give it a fixed name, so that the same command resumes it.",
             )
 

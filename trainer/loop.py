@@ -1,4 +1,4 @@
-"""The training loop: restore; while iterations remain: step, record, evaluate, save; stop; final save."""
+"""The training loop: while iterations remain, step, record, evaluate, save; then stop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from trainer.build import Run
 from trainer.evaluate import evaluate
 from trainer.metrics import IterationRecord
 from trainer.random import dropout_key
-from trainer.restore import restore
 from trainer.step import StepResult, train_step
 from trainer.stop import should_exit
 
@@ -19,15 +18,11 @@ _log = logging.getLogger(__name__)
 
 
 def train(run: Run) -> None:
-    """Bring a run from where it stands to its last iteration. A call of all ranks.
+    """Bring a restored run to its last iteration, and save there. A call of all ranks.
 
-    Raises:
-        TrainerError: if it cannot start; a failed save is logged and training goes on.
+    A failed save is logged and training goes on.
     """
-    restore(run)
     state, settings = run.state, run.config.train
-    if run.log is not None:
-        run.log.open(state.progress.iteration)
     if state.progress.iteration >= settings.train_iters and run.cluster.rank == 0:
         _log.info(
             f"iteration {state.progress.iteration} of {settings.train_iters} is reached, there is nothing to train"

@@ -68,9 +68,14 @@ class RunLog:
         self._file: TextIO | None = None
         self._writer: Any = None
 
-    def open(self, iteration: int) -> None:
-        """Begin after `iteration`: what other branches of the run recorded beyond it goes to a file beside."""
+    def open(self, iteration: int, config: str) -> None:
+        """Begin after `iteration`: what other branches of the run recorded beyond it goes to a file beside.
+
+        Args:
+            config: the resolved configuration in YAML, kept as `config.yaml`.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
+        replace_file(Files(), self._folder / "config.yaml", config.encode())
         path = self._folder / "metrics.jsonl"
         cut_after(path, iteration)
         self._file = path.open("a", encoding="utf-8")

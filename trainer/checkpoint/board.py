@@ -52,8 +52,8 @@ class Board:
         try:
             for index, chunk in enumerate(chunks):
                 self._store.set(f"{key}/{index}", chunk)  # type: ignore[arg-type]
-            self._store.set(key, str(len(chunks)))
-            echo = self._get(key)
+            # The reader may take a notice down at once, so the answer to this call is the proof, not a second look.
+            echo = self._store.compare_set(key, "", str(len(chunks)))
         except dist.DistError as error:
             raise self._lost(key, error) from error
         if echo != str(len(chunks)).encode():

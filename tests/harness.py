@@ -1,0 +1,158 @@
+"""Launches real ranks of the trainer as processes of their own, kills them, and reads what they left.
+
+Ranks are forked from a server that has torch imported; they are told of each other as torchrun tells them.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.preload"])
+
+# A model small enough for hundreds of runs, of odd sizes: 257 rows, widths that 3 does not divide.
+TINY = (
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.n_embd=20",
+    "model.intermediate_size=44",
+    "model.max_position_embeddings=32",
+    "train.seq_length=16",
+    "train.global_batch_size=12",
+    "train.micro_batch_size=2",
+    "schedule.lr_warmup_iters=3",
+    "logging.tensorboard=false",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a launch ended: exit status and output of each rank; a killed rank's status is -9."""
+
+    statuses: tuple[int, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(status == 0 for status in self.statuses)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.outputs)
+
+
+def launch(
+    folder: Path, overrides: Sequence[str], *, ranks: int = 1, kill_after: int | None = None, timeout_s: float = 60.0
+) -> Ended:
+    """Run the trainer's command on `ranks` ranks with `run.dir=folder`.
+
+    Args:
+        kill_after: kill all ranks with SIGKILL as soon as this iteration is recorded, in the middle of a later one.
+        timeout_s: after this the ranks are killed and the test fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    outputs = [folder.with_name(f"{folder.name}.rank{rank}.log") for rank in range(ranks)]
+    arguments = [f"run.dir={folder}", *overrides]
+    port = _free_port()
+    processes = [
+        _context.Process(target=_rank, args=(rank, ranks, port, arguments, str(outputs[rank]))) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        _await(processes, folder / "metrics.jsonl", kill_after, time.monotonic() + timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    statuses = tuple(process.exitcode if process.exitcode is not None else -1 for process in processes)
+    return Ended(statuses, tuple(path.read_text() for path in outputs))
+
+
+def run_ok(folder: Path, overrides: Sequence[str], *, ranks: int = 1) -> Ended:
+    """Run the trainer's command and fail the test, with its output, unless every rank exits 0."""
+    ended = launch(folder, overrides, ranks=ranks)
+    assert ended.ok, ended.text
+    return ended
+
+
+def tensor_files(iteration: Path) -> dict[str, bytes]:
+    """Return every safetensors file of a checkpoint by its name in the folder."""
+    return {str(p.relative_to(iteration)): p.read_bytes() for p in sorted(iteration.rglob("*.safetensors"))}
+
+
+def all_files(folder: Path) -> dict[str, bytes]:
+    """Return every file below a folder, to prove that nothing changed."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def curve(folder: Path) -> list[tuple[int, str, str, str, int]]:
+    """Return the recorded iterations with the bits of loss, gradient norm and learning rate, and the samples consumed."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        (row["iteration"], row["loss_hex"], row["grad_norm_hex"], row["lr_hex"], row["consumed_samples"])
+        for row in rows
+        if "loss" in row
+    ]
+
+
+def _await(processes: list[ForkServerProcess], metrics: Path, kill_after: int | None, deadline: float) -> None:
+    while running := [process.sentinel for process in processes if process.is_alive()]:
+        if time.monotonic() > deadline:
+            raise TimeoutError("a launch did not end in time")
+        if kill_after is not None and _last_iteration(metrics) >= kill_after:
+            for process in processes:
+                os.kill(process.pid or 0, signal.SIGKILL)
+            kill_after = None
+        # A rank that fails takes the others down with it, as torchrun does.
+        if any(process.exitcode not in (None, 0) for process in processes):
+            for process in processes:
+                process.join(10.0)
+                process.kill()
+        wait(running, timeout=0.005 if kill_after is not None else 1.0)
+
+
+def _last_iteration(metrics: Path) -> int:
+    if not metrics.exists():
+        return 0
+    lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return int(json.loads(lines[-1])["iteration"]) if lines else 0
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def _rank(rank: int, ranks: int, port: int, arguments: list[str], output: str) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    if ranks > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    sys.argv = ["trainer", *arguments]
+    trainer.__main__.main()
+
+
+import trainer.__main__  # noqa: E402 - last, for the fork server imports this module in every rank

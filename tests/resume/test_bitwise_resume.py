@@ -1,0 +1,47 @@
+"""A run that is killed and resumed is the unbroken run, bit for bit: curve and final files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import TINY, curve, launch, run_ok, tensor_files
+
+FAMILIES = {"gpt2": "model=gpt2_tiny", "llama3": "model=llama3_tiny"}
+LAUNCHES = [(1, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
+
+
+def _overrides(family: str, dtype: str, zero_stage: int) -> list[str]:
+    return [
+        FAMILIES[family],
+        *TINY,
+        "train.global_batch_size=8",
+        f"model.dropout={0.1 if family == 'gpt2' else 0.0}",
+        "train.train_iters=40",
+        "train.eval_interval=10",
+        "train.eval_iters=1",
+        f"train.dtype={dtype}",
+        f"parallel.zero_stage={zero_stage}",
+        "checkpoint.save_interval=20",
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "zero_stage"), LAUNCHES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_killed_and_resumed_equals_unbroken(
+    tmp_path: Path, family: str, dtype: str, ranks: int, zero_stage: int
+) -> None:
+    overrides = _overrides(family, dtype, zero_stage)
+    run_ok(tmp_path / "unbroken", overrides, ranks=ranks)
+    killed = launch(tmp_path / "killed", overrides, ranks=ranks, kill_after=23)
+    assert set(killed.statuses) == {-9}, killed.text
+    resumed = run_ok(tmp_path / "killed", overrides, ranks=ranks)
+    assert "iteration 20 from" in resumed.outputs[0]
+
+    unbroken = curve(tmp_path / "unbroken")
+    assert [row[0] for row in unbroken] == list(range(1, 41))
+    assert curve(tmp_path / "killed") == unbroken
+    last = "checkpoints/iter_0000040"
+    assert tensor_files(tmp_path / "killed" / last) == tensor_files(tmp_path / "unbroken" / last)

@@ -1,0 +1,225 @@
+"""`save` and `load` on somebody else's model and optimizer."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from trainer.checkpoint import load, save
+from trainer.errors import CheckpointError, MismatchError
+
+Maker = Callable[[list[dict[str, object]]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Maker] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "adamw fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
+    "adamw amsgrad": lambda groups: torch.optim.AdamW(groups, lr=0.01, amsgrad=True),
+    "sgd momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.01),
+}
+
+
+class Net(nn.Module):
+    """A user's module: buffers, a tied weight, a frozen parameter, one that is not contiguous."""
+
+    def __init__(self, order: tuple[str, ...] = ("embed", "norm", "frozen", "odd")) -> None:
+        super().__init__()
+        parts: dict[str, nn.Module | nn.Parameter] = {
+            "embed": nn.Embedding(11, 8),
+            "norm": nn.BatchNorm1d(8),
+            "frozen": nn.Parameter(torch.randn(8), requires_grad=False),
+            "odd": nn.Parameter(torch.randn(8, 5).T),
+        }
+        for name in order:
+            setattr(self, name, parts[name])
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embed(ids)) + self.frozen
+        return self.head(hidden).square().mean() + (hidden @ self.odd.T).square().mean()
+
+
+def groups(model: nn.Module, *, reverse: bool = False) -> list[dict[str, object]]:
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed = [p for name, p in named if name in ("odd", "embed.weight")]
+    others = [p for name, p in named if name not in ("odd", "embed.weight")]
+    found: list[dict[str, object]] = [
+        {"params": decayed, "weight_decay": 0.1, "lr": 0.02},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    if not reverse:
+        return found
+    return [{"params": list(reversed(g["params"]))} for g in reversed(found)]  # type: ignore[call-overload]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        ids = torch.randint(0, 11, (6,), generator=torch.Generator().manual_seed(step))
+        model(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{key}.{name}": value.clone()
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state.get(p, {}).items()
+    }
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert (value.dtype, value.shape) == (b[name].dtype, b[name].shape), name
+        assert torch.equal(value, b[name]), name
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_bitwise_in_another_order_of_parameters_and_groups(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = OPTIMIZERS[name](groups(model))
+    train(model, optimizer, 3)
+    path = save(tmp_path, model, optimizer, iteration=3, state={"note": "hi", "list": [1, None]})
+    assert path == tmp_path / "iter_0000003"
+    other = Net(("odd", "norm", "embed", "frozen"))
+    again = OPTIMIZERS[name](groups(other, reverse=True))
+    assert load(tmp_path, other, again) == {"note": "hi", "list": [1, None], "iteration": 3}
+    assert other.head.weight is other.embed.weight
+    assert_equal(dict(model.state_dict()), dict(other.state_dict()))
+    assert_equal(by_name(model, optimizer), by_name(other, again))
+    assert [(g["lr"], g["weight_decay"]) for g in again.param_groups] == [(0.01, 0.0), (0.02, 0.1)]
+    train(model, optimizer, 3)
+    train(other, again, 3)
+    assert_equal(dict(model.state_dict()), dict(other.state_dict()))
+
+
+def test_load_into_a_running_optimizer_replaces_its_state(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = OPTIMIZERS["adamw"](groups(model))
+    train(model, optimizer, 2)
+    expected = copy.deepcopy((dict(model.state_dict()), by_name(model, optimizer)))
+    save(tmp_path, model, optimizer, iteration=2)
+    train(model, optimizer, 3)
+    load(tmp_path, model, optimizer)
+    assert_equal(dict(model.state_dict()), expected[0])
+    assert_equal(by_name(model, optimizer), expected[1])
+
+
+def test_safetensors_opens_the_file_as_the_state_dict(tmp_path: Path) -> None:
+    model = Net()
+    path = save(tmp_path, model, iteration=1)
+    found = load_file(path / "model.safetensors")
+    expected = dict(model.state_dict())
+    del expected["head.weight"]  # tied: stored once
+    assert_equal({k: found[k] for k in sorted(found)}, {k: expected[k] for k in sorted(expected)})
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint16, torch.bool,
+        torch.float8_e4m3fn, torch.float8_e5m2,
+    ],
+)  # fmt: skip
+def test_every_dtype_passes_through_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    def module(seed: int) -> nn.Module:
+        high = 2 if dtype is torch.bool else 256
+        raw = torch.randint(0, high, (24,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        holder = nn.Module()
+        holder.register_buffer("x", raw.view(dtype).clone())
+        holder.register_buffer("scalar", raw[:8].view(dtype)[0].clone())
+        return holder
+
+    first, second = module(1), module(2)
+    save(tmp_path, first, iteration=1)
+    load(tmp_path, second)
+    for name in ("x", "scalar"):
+        a, b = getattr(first, name), getattr(second, name)
+        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def test_complex_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    holder = nn.Module()
+    holder.register_buffer("rotary", torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(CheckpointError, match=r"rotary.*complex64"):
+        save(tmp_path, holder, iteration=1)
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not the model's"):
+        save(tmp_path, Net(), torch.optim.SGD(Net().parameters(), lr=0.1), iteration=1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), torch.zeros(1), object()])
+def test_a_state_that_is_no_json_is_refused_before_anything_is_written(tmp_path: Path, value: object) -> None:
+    with pytest.raises(CheckpointError, match="JSON"):
+        save(tmp_path, Net(), iteration=1, state={"loss": value})
+    assert list(tmp_path.glob("iter_*")) == []
+
+
+def test_the_optimizer_may_be_left_behind_but_not_invented(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = OPTIMIZERS["adamw"](groups(model))
+    train(model, optimizer, 1)
+    save(tmp_path / "both", model, optimizer, iteration=1)
+    load(tmp_path / "both", Net())
+    save(tmp_path / "alone", model, iteration=1)
+    with pytest.raises(MismatchError, match="without an optimizer"):
+        load(tmp_path / "alone", model, optimizer)
+
+
+def test_tensors_that_differ_are_all_listed_and_nothing_is_filled(tmp_path: Path) -> None:
+    save(tmp_path, nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)), iteration=1)
+    target = nn.Sequential(nn.Linear(3, 5), nn.Linear(4, 4, bias=False), nn.Linear(2, 2, bias=False))
+    before = copy.deepcopy(dict(target.state_dict()))
+    with pytest.raises(MismatchError) as caught:
+        load(tmp_path, target)
+    for part in ("0.weight has shape [4, 3]", "0.bias has shape", "2.weight is missing", "1.bias is unexpected"):
+        assert part in str(caught.value)
+    assert_equal(dict(target.state_dict()), before)
+    with pytest.raises(MismatchError, match=r"0\.weight has shape"):
+        load(tmp_path, target, strict=False)
+
+
+def test_a_part_of_a_checkpoint_loads_when_not_strict(tmp_path: Path) -> None:
+    source = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    save(tmp_path, source, iteration=1)
+    target = nn.Sequential(nn.Linear(3, 4))
+    with pytest.raises(MismatchError, match=r"1\.weight is unexpected"):
+        load(tmp_path, target)
+    load(tmp_path, target, strict=False)
+    assert_equal(dict(target.state_dict()), {f"0.{k}": v for k, v in source[0].state_dict().items()})
+
+
+def test_old_checkpoints_go_when_only_some_are_kept(tmp_path: Path) -> None:
+    for iteration in range(1, 5):
+        save(tmp_path, nn.Linear(2, 2), iteration=iteration, max_checkpoint_keep=2)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000004"]
+
+
+def test_loading_never_unpickles(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = OPTIMIZERS["adamw"](groups(model))
+    train(model, optimizer, 1)
+    save(tmp_path, model, optimizer, iteration=1)
+    seen: list[str] = []
+    is_watching = True
+
+    def hook(event: str, _args: object) -> None:
+        if is_watching and (event in ("pickle.find_class", "marshal.loads", "exec")):
+            seen.append(event)
+
+    sys.addaudithook(hook)
+    load(tmp_path, model, optimizer)
+    is_watching = False
+    assert seen == []

@@ -1,0 +1,146 @@
+"""The manifest tells the truth about every byte, or is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.checkpoint import manifest
+from trainer.checkpoint.box import Box, whole
+from trainer.checkpoint.commit import decode, encode
+from trainer.checkpoint.layout import Kind, Layout, TensorSpec, build_layout
+from trainer.checkpoint.manifest import FileEntry, Manifest, WrittenPiece, digest_of
+from trainer.errors import CheckpointError, MismatchError
+
+A, B = b"12345678", b"abcdefgh"
+
+
+def layout_of(shape: tuple[int, ...] = (4, 6)) -> Layout:
+    specs = [("w", shape), ("step", ()), ("none", (0, 3))]
+    return build_layout([TensorSpec(Kind.MODEL, name, s, torch.float32, s) for name, s in specs])
+
+
+STEP = WrittenPiece("step", whole(()), 0, 4, A)
+LEFT = WrittenPiece("w", Box((0, 0), (4, 2)), 0, 32, A)
+RIGHT_1 = WrittenPiece("w", Box((0, 2), (4, 4)), 0, 16, A)
+RIGHT_2 = WrittenPiece("w", Box((0, 2), (4, 4)), 16, 64, B)
+GOOD = [RIGHT_2, STEP, LEFT, RIGHT_1]
+
+
+def example() -> Manifest:
+    files = {
+        "model.safetensors": FileEntry(5000, "0" * 16, is_tensor_file=True),
+        "optimizer/state.json": FileEntry(12, "f" * 16, is_tensor_file=False),
+    }
+    return Manifest("nonce-1", files, manifest.tile(layout_of(), GOOD), {"head": "w"})
+
+
+def resealed(**members: object) -> bytes:
+    """Return a manifest with other members and a digest that fits."""
+    table = json.loads(manifest.to_bytes(example()))
+    del table["xxh3_64"]
+    text = json.dumps({**table, **members}, separators=(",", ":"))[:-1].encode()
+    return text + f',"xxh3_64":"{digest_of(text)}"}}\n'.encode()
+
+
+def test_manifest_round_trips() -> None:
+    assert manifest.from_bytes(manifest.to_bytes(example()), where="x") == example()
+    assert manifest.from_bytes(resealed(), where="x") == example()
+
+
+def test_pieces_come_back_as_they_were_written() -> None:
+    entry = example().tensors["w"]
+    expected = [replace(piece, name="") for piece in (LEFT, RIGHT_1, RIGHT_2)]
+    assert list(entry.pieces(4)) == expected
+    assert list(example().tensors["none"].pieces(4)) == []
+
+
+def test_reports_round_trip() -> None:
+    layout = layout_of()
+    assert decode(encode(GOOD, layout), layout) == GOOD
+    assert decode(b"", layout) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("missing tensor", [STEP]),
+        ("missing box", [STEP, LEFT]),
+        ("missing share", [STEP, LEFT, RIGHT_1]),
+        ("missing first share", [STEP, LEFT, RIGHT_2]),
+        ("missing scalar", [LEFT, RIGHT_1, RIGHT_2]),
+        ("doubled", [*GOOD, LEFT]),
+        ("doubled share", [*GOOD, RIGHT_1]),
+        ("overlapping shares", [STEP, LEFT, replace(RIGHT_1, hi=20), RIGHT_2]),
+        ("gap between shares", [STEP, LEFT, replace(RIGHT_1, hi=12), RIGHT_2]),
+        ("beyond the end", [STEP, LEFT, RIGHT_1, replace(RIGHT_2, hi=68)]),
+        ("overlapping boxes", [*GOOD, replace(LEFT, box=Box((0, 1), (4, 2)))]),
+        ("box beyond the tensor", [*GOOD, replace(LEFT, box=Box((4, 0), (1, 6)), hi=24)]),
+    ],
+)
+def test_tile_refuses_pieces_that_do_not_cover_once(name: str, pieces: list[WrittenPiece]) -> None:
+    with pytest.raises(CheckpointError, match="step" if name == "missing scalar" else "w, box"):
+        manifest.tile(layout_of(), pieces)
+
+
+def test_tile_refuses_a_foreign_piece() -> None:
+    with pytest.raises(CheckpointError, match="ghost"):
+        manifest.tile(layout_of(), [*GOOD, replace(LEFT, name="ghost")])
+
+
+def test_any_flipped_byte_of_a_manifest_is_refused() -> None:
+    data = manifest.to_bytes(example())
+    for at in range(len(data)):
+        for flip in (1, 0x20, 0x80):
+            damaged = bytearray(data)
+            damaged[at] ^= flip
+            with pytest.raises(CheckpointError):
+                manifest.from_bytes(bytes(damaged), where="x")
+
+
+@given(st.integers(0, 600))
+def test_a_manifest_cut_short_is_refused(length: int) -> None:
+    data = manifest.to_bytes(example())
+    with pytest.raises(CheckpointError):
+        manifest.from_bytes(data[: min(length, len(data) - 1)], where="x")
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/abs", "a//b", "a/./b", "a\\b", "", ".", "..", "a/..", "a/../b", "a/", "./a", "a\0b"]
+)
+def test_paths_that_leave_the_folder_are_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match="leaves the folder"):
+        manifest.from_bytes(resealed(files={name: {"bytes": 1, "xxh3_64": "0"}}), where="x")
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"files": []},
+        {"files": {"a": 1}},
+        {"files": {"a": {"bytes": -1, "xxh3_64": "0"}}},
+        {"files": {"a": {"bytes": True, "xxh3_64": "0"}}},
+        {"files": {"a": {"bytes": 1.5, "xxh3_64": "0"}}},
+        {"block_bytes": 1},
+        {"tensors": {"w": {"view": [4], "cuts": [], "digests": ""}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[]], "digests": ""}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 3]], "digests": ""}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 3, 3, 4]], "digests": ""}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": "xyz"}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": "", "shares": []}}},
+        {"aliases": 3},
+    ],
+)
+def test_a_malformed_manifest_is_refused_though_its_digest_fits(members: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match="malformed"):
+        manifest.from_bytes(resealed(**members), where="x")
+
+
+def test_a_newer_manifest_is_refused_by_its_number() -> None:
+    with pytest.raises(MismatchError, match="reprise-manifest/2"):
+        manifest.from_bytes(resealed(format="reprise-manifest/2"), where="x")

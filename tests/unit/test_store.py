@@ -1,0 +1,115 @@
+"""The folder of a run's checkpoints: names, order, tracker, sweep, and what is never touched."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import FailingFiles
+from trainer.checkpoint.files import Files
+from trainer.checkpoint.store import TRACKER, CheckpointFolder, iteration_name
+
+
+def folder_with(root: Path, *names: str) -> CheckpointFolder:
+    for name in names:
+        (root / name).mkdir(parents=True)
+        (root / name / "content").write_text(name)
+    return CheckpointFolder(root, Files())
+
+
+def names_in(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+def test_iterations_are_ordered_by_number_beyond_seven_digits(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, *(iteration_name(i) for i in (10_000_000, 9_999_999, 5, 123_456_789, 40)))
+    assert folder.committed() == [5, 40, 9_999_999, 10_000_000, 123_456_789]
+
+
+def test_only_folders_of_the_exact_name_are_checkpoints(tmp_path: Path) -> None:
+    folder = folder_with(
+        tmp_path, "iter_0000001", "iter_2", "iter_00000003", "iter_0000004.superseded-1", ".iter_0000005.n-1.partial",
+        "xiter_0000006", "iter_0000007x", "iter_٠٠٠٠٠٠٨", "iter_-000009",
+    )  # fmt: skip
+    (tmp_path / "iter_0000010").write_text("a file")
+    (tmp_path / "iter_0000011").symlink_to(tmp_path / "iter_0000001")
+    assert folder.committed() == [1]
+
+
+def test_a_missing_folder_holds_nothing(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "none", Files())
+    assert folder.committed() == []
+    assert folder.sweep() == []
+    assert folder.tracker() is None
+
+
+def test_sweep_removes_leftovers_and_nothing_that_merely_looks_similar(tmp_path: Path) -> None:
+    leftovers = {".iter_0000001.n-1.partial", ".iter_0000002.a.b-3.deleting", ".iter_10000000.n-1.partial"}
+    similar = {
+        "iter_0000001.n-1.partial", ".iter_0000001.partial", ".iter_01.n-1.partial", ".iter_0000001.n-1.partial.bak",
+        ".iter_0000001.n-1.deleted", "iter_0000003", "iter_0000003.superseded-1", ".hidden", "partial",
+    }  # fmt: skip
+    folder = folder_with(tmp_path, *leftovers, *similar)
+    (tmp_path / ".iter_0000008.n-1.partial").write_text("a file")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".iter_0000009.n-1.partial").symlink_to(tmp_path / "elsewhere")
+    assert {path.name for path in folder.sweep()} == leftovers
+    others = {".iter_0000008.n-1.partial", ".iter_0000009.n-1.partial", "elsewhere"}
+    assert names_in(tmp_path) == similar | others
+    assert folder.sweep() == []
+
+
+def test_commit_names_the_folder_and_replaces_the_tracker(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, ".iter_0000007.n-1.partial")
+    assert folder.commit(7, "n-1") == tmp_path / "iter_0000007"
+    assert (tmp_path / TRACKER).read_text() == "7\n"
+    assert folder.tracker() == 7
+    assert names_in(tmp_path) == {"iter_0000007", TRACKER}
+
+
+def test_commit_of_an_iteration_that_is_there_keeps_the_old_one_under_another_name(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, "iter_0000007", "iter_0000007.superseded-1", ".iter_0000007.n-2.partial")
+    folder.commit(7, "n-2")
+    assert (tmp_path / "iter_0000007/content").read_text() == ".iter_0000007.n-2.partial"
+    assert (tmp_path / "iter_0000007.superseded-1/content").read_text() == "iter_0000007.superseded-1"
+    assert (tmp_path / "iter_0000007.superseded-2/content").read_text() == "iter_0000007"
+
+
+def test_commit_that_fails_gives_the_old_checkpoint_its_name_back(tmp_path: Path) -> None:
+    folder_with(tmp_path, "iter_0000007", ".iter_0000007.n-2.partial")
+
+    class OneRename(Files):
+        def rename(self, source: Path, target: Path) -> None:
+            if source.name.endswith(".partial"):
+                raise OSError(errno.EIO, "Input/output error")
+            super().rename(source, target)
+
+    with pytest.raises(OSError, match="Input/output"):
+        CheckpointFolder(tmp_path, OneRename()).commit(7, "n-2")
+    assert names_in(tmp_path) == {"iter_0000007", ".iter_0000007.n-2.partial"}
+    assert (tmp_path / "iter_0000007/content").read_text() == "iter_0000007"
+
+
+def test_a_tracker_that_cannot_be_written_does_not_undo_a_commit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder_with(tmp_path, ".iter_0000007.n-2.partial")
+    CheckpointFolder(tmp_path, FailingFiles("write_whole", errno.ENOSPC)).commit(7, "n-2")
+    assert names_in(tmp_path) == {"iter_0000007"}
+    assert TRACKER in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "release\n", "x7", "7.5"])
+def test_a_tracker_of_nonsense_is_ignored(tmp_path: Path, text: str) -> None:
+    (tmp_path / TRACKER).write_text(text)
+    assert CheckpointFolder(tmp_path, Files()).tracker() is None
+
+
+def test_discard_makes_a_checkpoint_go_before_its_files_do(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, "iter_0000007")
+    gone = folder.discard(7, "n-1")
+    assert folder.committed() == []
+    assert (gone / "content").exists()
+    assert folder.sweep() == [gone]
