@@ -88,15 +88,11 @@ def test_forget_takes_all_chunks_down() -> None:
     assert run_ranks(2, lambda board: call(board) if board.rank == 0 else 0, store=tcp_store)[0] == 4
 
 
-def test_post_to_a_store_that_forgets_is_an_error() -> None:
-    class Forgetful(Board):
-        def _get(self, key: str) -> bytes:
-            self._store.delete_key(key)
-            return super()._get(key)
-
+def test_post_under_a_key_that_is_taken_is_an_error() -> None:
     def call(board: Board) -> None:
         if board.rank == 0:
-            Forgetful(board._source, 0, world_size=2, timeout_s=0.2).post("k", b"x")
+            board.post("k", b"")
+            board.post("k", b"x")
 
     outcome = run_ranks(2, call, store=tcp_store)[0]
     assert isinstance(outcome, LaunchError)

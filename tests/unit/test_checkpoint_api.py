@@ -28,6 +28,12 @@ OPTIMIZERS: dict[str, Maker] = {
 class Net(nn.Module):
     """A user's module: buffers, a tied weight, a frozen parameter, one that is not contiguous."""
 
+    embed: nn.Embedding
+    norm: nn.BatchNorm1d
+    frozen: nn.Parameter
+    odd: nn.Parameter
+    head: nn.Linear
+
     def __init__(self, order: tuple[str, ...] = ("embed", "norm", "frozen", "odd")) -> None:
         super().__init__()
         parts: dict[str, nn.Module | nn.Parameter] = {
@@ -44,7 +50,8 @@ class Net(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.embed(ids)) + self.frozen
-        return self.head(hidden).square().mean() + (hidden @ self.odd.T).square().mean()
+        loss: torch.Tensor = self.head(hidden).square().mean() + (hidden @ self.odd.T).square().mean()
+        return loss
 
 
 def groups(model: nn.Module, *, reverse: bool = False) -> list[dict[str, object]]:
