@@ -24,9 +24,11 @@ from models.layers import token_loss
 from models.llama3 import Llama3
 
 __all__ = [
+    "GPT2",
     "Family",
     "Initial",
     "InitialKind",
+    "Llama3",
     "Model",
     "ModelConfig",
     "RopeScaling",

@@ -28,6 +28,8 @@ class Llama3(nn.Module):
         self.stage = stage
         self.compute_dtype = compute_dtype
         self.activation_checkpointing = False
+        # Into how many parts hidden states are cut along the sequence; sequence parallelism sets it from outside.
+        self.sequence_shards = 1
         self._rotation: tuple[Tensor, Tensor] | None = None
         rows = config.padded_vocab_size
         parts: dict[str, nn.Module] = {}
@@ -73,8 +75,9 @@ class Llama3(nn.Module):
     def _rotation_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # Neither parameter nor buffer: a model materialised from meta has nothing here that would need filling in.
         kept = self._rotation
-        if kept is None or kept[0].device != x.device or kept[0].shape[0] != x.shape[1]:
-            kept = self._rotation = rotation(self.config, x.shape[1], device=x.device, dtype=self.compute_dtype)
+        length = x.shape[1] * (1 if self.stage.first else self.sequence_shards)
+        if kept is None or kept[0].device != x.device or kept[0].shape[0] != length:
+            kept = self._rotation = rotation(self.config, length, device=x.device, dtype=self.compute_dtype)
         return kept
 
 

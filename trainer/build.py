@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 import models
-from models import Model
 from trainer import record
 from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
 from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.live import local_of
 from trainer.checkpoint.retention import Retention
-from trainer.config import Config, Dtype
+from trainer.config import Config, topology_of
 from trainer.data.batches import Samples
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.token_file import fingerprint, open_token_file
@@ -25,11 +22,11 @@ from trainer.feed import Feed
 from trainer.launch import Cluster
 from trainer.metrics import RunLog, peak_flops
 from trainer.optim import AdamSettings, build_adamw
-from trainer.parallel.data import shard
 from trainer.parallel.mesh import build_mesh
+from trainer.parts import build_axes, build_grid, build_models
 from trainer.schedule import Schedule, resolve
-from trainer.state import TrainerState
-from trainer.step import StepSettings
+from trainer.state import Part, TrainerState
+from trainer.step import Axes
 from trainer.topology import Topology
 
 
@@ -41,7 +38,7 @@ class Run:
     cluster: Cluster
     state: TrainerState
     schedule: Schedule
-    settings: StepSettings
+    axes: Axes
     train: Feed
     valid: Feed | None
     checkpointer: Checkpointer
@@ -55,12 +52,14 @@ def build(config: Config, cluster: Cluster) -> Run:
     Raises:
         TrainerError: if the data does not suit, or another job writes to the run's folder.
     """
-    topology = Topology(pp=1, dp=cluster.world_size, tp=1)
-    mesh = build_mesh(topology, cluster.device.type)["dp"] if cluster.world_size > 1 else None
+    topology = topology_of(config, cluster.world_size)
+    mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
     train, valid, digest = _build_feeds(config, cluster, topology)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
-    model = build_model(config, cluster.device, mesh)
-    state = TrainerState(model, build_adamw(model, _adam(config, schedule)), tuple(range(cluster.world_size)))
+    adam = _adam(config, schedule)
+    stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
+    parts = [Part(model, build_adamw(model, adam)) for model in stages]
+    state = TrainerState(config.model, parts, build_grid(topology, mesh))
     description = record.describe(
         config, schedule=schedule, topology=topology, fingerprint=digest, environment=_environment(config, cluster)
     )
@@ -69,35 +68,13 @@ def build(config: Config, cluster: Cluster) -> Run:
         cluster=cluster,
         state=state,
         schedule=schedule,
-        settings=StepSettings(config.train.clip_grad, config.parallel.zero_stage, mesh),
+        axes=build_axes(config, state, topology=topology, mesh=mesh, cluster=cluster),
         train=train,
         valid=valid,
         checkpointer=_build_checkpointer(config, cluster),
         log=_build_log(config, cluster) if cluster.rank == 0 else None,
         description=description,
     )
-
-
-def build_model(config: Config, device: torch.device, mesh: DeviceMesh | None) -> Model:
-    """Build the model on `meta`, spread it over the mesh, and give it memory: zeros, to be filled by name.
-
-    Tied embeddings are bound again after each step that separates them.
-    """
-    dtype = torch.bfloat16 if config.train.dtype is Dtype.bfloat16 else torch.float32
-    with torch.device("meta"):
-        model = models.build_model(config.model, compute_dtype=dtype)
-    model.activation_checkpointing = config.train.activation_checkpointing
-    blocks = list(model.blocks.values())
-    if config.train.compile:
-        for block in blocks:
-            block.compile()
-    if mesh is not None:
-        shard(model, blocks, mesh, zero_stage=config.parallel.zero_stage, compute_dtype=dtype)
-    model.to_empty(device=device)
-    model.tie_weights()
-    for parameter in model.parameters():
-        local_of(parameter).zero_()
-    return model
 
 
 def _build_feeds(config: Config, cluster: Cluster, topology: Topology) -> tuple[Feed, Feed | None, str]:

@@ -13,6 +13,7 @@ from trainer.data.corpus import problems as data_problems
 from trainer.errors import ConfigError
 from trainer.schedule import ScheduleSection
 from trainer.schedule import problems as schedule_problems
+from trainer.topology import Topology
 
 
 class Dtype(Enum):
@@ -77,13 +78,21 @@ class OptimizerSection:
 
 @dataclass
 class ParallelSection:
-    """How the state is spread over ranks.
+    """How the state is spread over ranks; what tensor and pipeline parallelism leave is data parallel.
 
     Args:
+        tensor_model_parallel_size: ranks over which each weight matrix is cut.
+        sequence_parallel: cut what lies between the cut products along the sequence, over the same ranks.
+        pipeline_model_parallel_size: ranks over which the layers are dealt out.
+        num_virtual_stages_per_pipeline_rank: stages that each pipeline rank holds; above 1 the schedule interleaves.
         zero_stage: 0 replicates everything; 1 shards parameters and moments between iterations and reduces gradients
             once per iteration; 2 reduces them after every micro batch; 3 also frees gathered parameters after forward.
     """
 
+    tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    pipeline_model_parallel_size: int = 1
+    num_virtual_stages_per_pipeline_rank: int = 1
     zero_stage: int = 1
 
 
@@ -166,6 +175,7 @@ def validate(config: Config, world_size: int) -> None:
         *data_problems(config.data),
         *schedule_problems(config.schedule, config.train.train_iters, config.optimizer.lr),
         *_train_problems(config),
+        *_parallel_problems(config, world_size),
         *_batch_problems(config, world_size),
         *_optimizer_problems(config.optimizer),
         *_checkpoint_problems(config),
@@ -197,17 +207,75 @@ def _train_problems(config: Config) -> list[str]:
     return found
 
 
+def topology_of(config: Config, world_size: int) -> Topology:
+    """Return how `world_size` ranks, a multiple of the model-parallel sizes, are arranged."""
+    parallel = config.parallel
+    pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    dp = world_size // (pp * tp)
+    return Topology(pp, dp, tp, vpp=parallel.num_virtual_stages_per_pipeline_rank, sp=parallel.sequence_parallel)
+
+
+def _parallel_problems(config: Config, world_size: int) -> list[str]:
+    parallel, model = config.parallel, config.model
+    found: list[str] = []
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    vpp = parallel.num_virtual_stages_per_pipeline_rank
+    if parallel.zero_stage not in range(4):
+        found.append(f"parallel.zero_stage={parallel.zero_stage}: must be 0, 1, 2 or 3")
+    for name in _PARALLEL_SIZES:
+        if getattr(parallel, name) < 1:
+            found.append(f"parallel.{name}={getattr(parallel, name)}: must be at least 1")
+    if found:
+        return found
+    if world_size % (tp * pp):
+        found.append(
+            f"{world_size} ranks: must be a multiple of parallel.tensor_model_parallel_size={tp} times "
+            f"parallel.pipeline_model_parallel_size={pp}, that is of {tp * pp}"
+        )
+    for name in ("n_head", "n_kv_head", "intermediate_size"):
+        if getattr(model, name) % tp:
+            size = getattr(model, name)
+            found.append(f"parallel.tensor_model_parallel_size={tp}: must divide model.{name}={size}")
+    if parallel.sequence_parallel and (tp == 1 or config.train.seq_length % tp):
+        found.append(
+            f"parallel.sequence_parallel: needs a parallel.tensor_model_parallel_size above 1 that divides "
+            f"train.seq_length={config.train.seq_length}, found {tp}"
+        )
+    if pp * vpp > model.n_layer:
+        found.append(f"{pp} pipeline ranks of {vpp} stages: more than model.n_layer={model.n_layer}")
+    if vpp > 1 and pp == 1:
+        found.append(f"parallel.num_virtual_stages_per_pipeline_rank={vpp}: needs more than one pipeline rank")
+    return found
+
+
+_PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+)
+
+
 def _batch_problems(config: Config, world_size: int) -> list[str]:
-    train, found = config.train, []
-    if config.parallel.zero_stage not in range(4):
-        found.append(f"parallel.zero_stage={config.parallel.zero_stage}: must be 0, 1, 2 or 3")
-    if min(train.micro_batch_size, train.global_batch_size) >= 1:
-        divisor = train.micro_batch_size * world_size
-        if train.global_batch_size % divisor:
-            found.append(
-                f"train.global_batch_size={train.global_batch_size}: must be a multiple of train.micro_batch_size="
-                f"{train.micro_batch_size} times the {world_size} data-parallel ranks, that is of {divisor}"
-            )
+    train, found = config.train, list[str]()
+    if min(train.micro_batch_size, train.global_batch_size) < 1 or _parallel_problems(config, world_size):
+        return found
+    topology = topology_of(config, world_size)
+    divisor = train.micro_batch_size * topology.dp
+    if train.global_batch_size % divisor:
+        found.append(
+            f"train.global_batch_size={train.global_batch_size}: must be a multiple of train.micro_batch_size="
+            f"{train.micro_batch_size} times the {topology.dp} data-parallel ranks, that is of {divisor}"
+        )
+        return found
+    count = train.global_batch_size // divisor
+    if topology.pp > 1 and count < topology.pp:
+        found.append(
+            f"{count} micro batches per iteration: fewer than the {topology.pp} pipeline ranks; raise "
+            "train.global_batch_size or lower train.micro_batch_size"
+        )
+    elif topology.vpp > 1 and count % (rounds := max(1, count // topology.pp)):
+        # torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B.
+        found.append(f"{count} micro batches per iteration: interleaved stages need a multiple of {rounds}")
     return found
 
 

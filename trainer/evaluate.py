@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from models import token_loss
 from trainer.checkpoint.live import reshard
 from trainer.launch import Cluster
 from trainer.state import TrainerState
+from trainer.step import Axes
 
 
 @torch.no_grad()
-def evaluate(state: TrainerState, micro_batches: Iterable[torch.Tensor], cluster: Cluster) -> float:
-    """Return the mean loss of all ranks' micro batches, the same bits on every rank. A collective call.
+def evaluate(state: TrainerState, batches: Iterable[Sequence[torch.Tensor]], *, axes: Axes, cluster: Cluster) -> float:
+    """Return the mean loss over global batches, the same bits on every rank. A collective call.
 
     Args:
-        micro_batches: this rank's int64 windows [batch, seq_length + 1] on the device; as many on every rank.
+        batches: per global batch this rank's micro batches, int64 windows [micro_batch_size, seq_length + 1] on the
+            device, shaped as in training.
     """
-    losses = [float(token_loss(state.model(windows[:, :-1]), windows[:, 1:])) for windows in micro_batches]
-    reshard(state.model)
-    rows = cluster.gather([sum(losses), float(len(losses))])
-    return sum(row[0] for row in rows) / sum(row[1] for row in rows)
+    losses: list[float] = []
+    with axes.loss_context():
+        for micro_batches in batches:
+            losses += [float(loss) for loss in _losses(state, micro_batches, axes)]
+    for part in state.parts:
+        reshard(part.model)
+    rows = cluster.gather([sum(losses), float(len(losses)), float(axes.reports_loss)])
+    return sum(row[0] * row[2] for row in rows) / sum(row[1] * row[2] for row in rows)
+
+
+def _losses(state: TrainerState, micro_batches: Sequence[torch.Tensor], axes: Axes) -> list[torch.Tensor]:
+    if axes.pipeline is not None:
+        return axes.pipeline.evaluate(torch.cat(list(micro_batches)))
+    model = state.parts[0].model
+    return [axes.loss(model(windows[:, :-1]), windows[:, 1:]) for windows in micro_batches]

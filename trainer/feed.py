@@ -39,12 +39,11 @@ class Feed:
             for p in (self._positions(consumed_samples, number) for number in range(self.micro_batches))
         ]
 
-    def in_order(self, global_batches: int) -> Iterator[torch.Tensor]:
-        """Yield the micro batches of the first global batches in order of the data, from the start again at its end."""
+    def in_order(self, global_batches: int) -> Iterator[list[torch.Tensor]]:
+        """Yield the micro batches of each of the first global batches in order of the data, round and round."""
         for batch in range(global_batches):
-            for number in range(self.micro_batches):
-                positions = self._positions(batch * self.global_batch_size, number)
-                yield self._windows(np.asarray(positions, dtype=np.int64) % self.samples.count)
+            positions = (self._positions(batch * self.global_batch_size, n) for n in range(self.micro_batches))
+            yield [self._windows(np.asarray(p, dtype=np.int64) % self.samples.count) for p in positions]
 
     def _positions(self, consumed_samples: int, number: int) -> range:
         return global_batch_positions(

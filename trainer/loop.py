@@ -53,7 +53,15 @@ def _iterate(run: Run) -> StepResult:
         for number in range(len(micro_batches))
     ]
     lr = run.schedule.at(iteration)
-    result = train_step(state, micro_batches, keys=keys, lr=lr, settings=run.settings, cluster=run.cluster)
+    result = train_step(
+        state,
+        micro_batches,
+        keys=keys,
+        lr=lr,
+        clip_grad=settings.clip_grad,
+        axes=run.axes,
+        cluster=run.cluster,
+    )
     samples = settings.global_batch_size
     state.progress = progress.after_iteration(samples, samples * settings.seq_length)
     return result
@@ -78,7 +86,8 @@ def _record(run: Run, result: StepResult, *, seconds: float, blocked_s: float) -
 
 def _evaluate(run: Run) -> None:
     assert run.valid is not None
-    loss = evaluate(run.state, run.valid.in_order(run.config.train.eval_iters), run.cluster)
+    batches = run.valid.in_order(run.config.train.eval_iters)
+    loss = evaluate(run.state, batches, axes=run.axes, cluster=run.cluster)
     run.state.progress = run.state.progress.after_evaluation(loss)
     if run.log is not None:
         run.log.evaluation(run.state.progress.iteration, loss, run.state.progress.best_loss)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.checkpoint.live import local_of, parameter_names
+from trainer.checkpoint.live import is_dtensor, local_of, parameter_names
 
 # Squares are summed in float32 within a chunk and in float64 between chunks: as exact as float64, eight times faster.
 _CHUNK = 1 << 16
@@ -33,14 +33,13 @@ def build_adamw(model: nn.Module, settings: AdamSettings) -> torch.optim.AdamW:
     those that torch would make at the first step.
     """
     names = {p: name for p, name in parameter_names(model).items() if p.requires_grad}
-    decay = [(name, p) for p, name in names.items() if name not in settings.no_decay]
-    no_decay = [(name, p) for p, name in names.items() if name in settings.no_decay]
-    groups = [
-        {"params": decay, "weight_decay": settings.weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
-    ]
+    groups: dict[tuple[float, bool], list[tuple[str, nn.Parameter]]] = {}
+    for parameter, name in names.items():
+        decay = 0.0 if name in settings.no_decay else settings.weight_decay
+        # A fused step takes either plain tensors or DTensors.
+        groups.setdefault((decay, is_dtensor(parameter)), []).append((name, parameter))
     optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": members, "weight_decay": decay} for (decay, _), members in groups.items()],
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,

@@ -138,7 +138,7 @@ def _progress_from(run: Run, state: Json) -> Progress:
 def _take_schedule(run: Run, state: Json) -> None:
     run.schedule = Schedule(**state["schedule"])
     adam = state["adam"]
-    for group in run.state.optimizer.param_groups:
+    for group in (group for part in run.state.parts for group in part.optimizer.param_groups):
         group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
         group["weight_decay"] = adam["weight_decay"] if group["weight_decay"] else 0.0
     run.description = {**run.description, "schedule": state["schedule"], "adam": adam}
@@ -150,12 +150,13 @@ def _rebind(run: Run) -> None:
     Raises:
         CheckpointError: if they are not.
     """
-    model = run.state.model
-    model.tie_weights()
-    named = dict(model.named_parameters(remove_duplicate=False))
-    for alias, name in models.aliases(model.config).items():
-        if local_of(named[alias]).data_ptr() != local_of(named[name]).data_ptr():
-            raise CheckpointError("Tied parameters are two tensors", where=f"{alias} and {name}")
+    for part in run.state.parts:
+        part.model.tie_weights()
+        named = dict(part.model.named_parameters(remove_duplicate=False))
+        for alias, name in models.aliases(run.config.model).items():
+            both_here = alias in named and name in named
+            if both_here and local_of(named[alias]).data_ptr() != local_of(named[name]).data_ptr():
+                raise CheckpointError("Tied parameters are two tensors", where=f"{alias} and {name}")
 
 
 def _log_load(run: Run, checkpoint: Checkpoint, report: LoadReport) -> None:

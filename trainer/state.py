@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
 from models import Model, ModelConfig, aliases, stored_tensors
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.layout import Kind, TensorSpec
-from trainer.checkpoint.live import Contents, LiveTensor, Stored, live_tensors
+from trainer.checkpoint.live import Contents, Grid, LiveTensor, Stored, live_tensors
 from trainer.errors import CheckpointError
 from trainer.progress import Progress
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stage of the model with the optimizer of its parameters; a rank has one, or one per virtual stage."""
+
+    model: Model
+    optimizer: torch.optim.Optimizer
 
 
 @dataclass(slots=True)
@@ -22,12 +31,12 @@ class TrainerState:
     """Everything that changes while training.
 
     Args:
-        ranks: the global ranks on which this rank's plain tensors are replicated.
+        grid: the ranks that hold the same stages as this one.
     """
 
-    model: Model
-    optimizer: torch.optim.Optimizer
-    ranks: tuple[int, ...]
+    config: ModelConfig
+    parts: Sequence[Part]
+    grid: Grid
     progress: Progress = field(default_factory=Progress)
 
     def shards(self, *, with_optimizer: bool = True) -> Iterator[LiveTensor]:
@@ -36,24 +45,42 @@ class TrainerState:
         Raises:
             CheckpointError: for a trainable parameter that the optimizer does not know.
         """
-        config = self.model.config
-        stored = {name: Stored(t.shape, t.view) for name, t in stored_tensors(config).items()}
-        for alias, name in aliases(config).items():
-            stored[alias] = stored[name]
-        known = set(self.optimizer.state)
-        optimizer = self.optimizer if with_optimizer else None
-        yield from live_tensors(self.model, optimizer, ranks=self.ranks, stored=stored)
-        unknown = [name for name, p in self.model.named_parameters() if p.requires_grad and p not in known]
-        if unknown:
-            raise CheckpointError(
-                "The optimizer does not know a parameter", where=unknown[0], found=f"{len(unknown)} such"
-            )
+        stored = {name: Stored(t.shape, t.view) for name, t in stored_tensors(self.config).items()}
+        names = aliases(self.config)
+        stored |= {alias: stored[name] for alias, name in names.items()}
+        for part in self.parts:
+            for tensor in live_tensors(
+                part.model, part.optimizer if with_optimizer else None, grid=self.grid, stored=stored
+            ):
+                yield _under_stored_name(tensor, names)
+            _refuse_unknown(part)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield this rank's trainable parameters."""
+        for part in self.parts:
+            yield from (parameter for parameter in part.model.parameters() if parameter.requires_grad)
 
     def contents(self, documents: Mapping[str, Json], *, with_optimizer: bool) -> Contents:
         """Return what a checkpoint of this state holds."""
-        config = self.model.config
-        specs = tuple(checkpoint_specs(config, with_optimizer=with_optimizer))
-        return Contents(specs, tuple(self.shards(with_optimizer=with_optimizer)), aliases(config), documents)
+        specs = tuple(checkpoint_specs(self.config, with_optimizer=with_optimizer))
+        live = tuple(self.shards(with_optimizer=with_optimizer))
+        return Contents(specs, live, aliases(self.config), documents)
+
+
+def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:
+    """Return a tied tensor that lives under its second name, on another stage than the first, as a copy of that."""
+    for alias, name in names.items():
+        prefix, found, rest = tensor.spec.name.partition(alias)
+        if found and not rest:
+            return replace(tensor, spec=replace(tensor.spec, name=prefix + name), is_copy=True)
+    return tensor
+
+
+def _refuse_unknown(part: Part) -> None:
+    known = set(part.optimizer.state)
+    unknown = [name for name, p in part.model.named_parameters() if p.requires_grad and p not in known]
+    if unknown:
+        raise CheckpointError("The optimizer does not know a parameter", where=unknown[0], found=f"{len(unknown)} such")
 
 
 def checkpoint_specs(config: ModelConfig, *, with_optimizer: bool) -> Iterator[TensorSpec]:

@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from models import Model, token_loss
 from trainer.launch import Cluster
 from trainer.optim import clip_gradients, set_learning_rate, squared_norm
 from trainer.parallel.data import average_gradients, set_gradient_sync
+from trainer.parallel.pipeline import Pipeline, sum_tied_gradients
+from trainer.parallel.tensor import reduce_partial_gradients
 from trainer.state import TrainerState
 
 
 @dataclass(frozen=True, slots=True)
-class StepSettings:
-    """What every iteration of a run needs to know; `mesh` is the data-parallel axis, None where it has size 1."""
+class Axes:
+    """The axes that are longer than 1, as an iteration needs them.
 
-    clip_grad: float
+    Args:
+        data: the data-parallel mesh, or None.
+        is_tensor_parallel: whether weights, and with them the logits, are cut over ranks.
+        loss: the mean cross entropy of this rank's logits and targets.
+        pipeline: this rank's stages, or None.
+        ends: the group over which tied embeddings of the first and last stage sum their gradients, or None.
+        reports_loss: whether this rank's losses count in the mean; replicas count once.
+        counted: this rank's parameters that count in the gradient norm; replicas count once.
+    """
+
     zero_stage: int
-    mesh: DeviceMesh | None
+    data: DeviceMesh | None
+    is_tensor_parallel: bool
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    pipeline: Pipeline | None
+    ends: dist.ProcessGroup | None
+    reports_loss: bool
+    counted: Sequence[nn.Parameter]
+
+    def loss_context(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which a loss over cut logits is computed and differentiated."""
+        if not self.is_tensor_parallel:
+            return contextlib.nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +66,55 @@ def train_step(
     *,
     keys: Sequence[int],
     lr: float,
-    settings: StepSettings,
+    clip_grad: float,
+    axes: Axes,
     cluster: Cluster,
 ) -> StepResult:
-    """Run one iteration on this rank's micro batches and step the optimizer. A collective call.
+    """Run one iteration on this rank's micro batches and step the optimizers. A collective call.
 
     Args:
         micro_batches: int64 windows [micro_batch_size, seq_length + 1] on the device.
         keys: the dropout key of each micro batch.
     """
-    state.optimizer.zero_grad(set_to_none=True)
-    parameters = [p for p in state.model.parameters() if p.requires_grad]
-    loss = _forward_backward(state.model, micro_batches, keys, settings.zero_stage)
-    if settings.mesh is not None and settings.zero_stage == 0:
-        average_gradients(parameters, settings.mesh)
-    own_norm = squared_norm(parameters)
-    is_replica = settings.zero_stage == 0 and cluster.rank > 0  # replicas count once
-    rows = cluster.gather([float(loss), 0.0 if is_replica else float(own_norm)])
-    mean_loss = sum(row[0] for row in rows) / len(rows)
-    grad_norm = math.sqrt(sum(row[1] for row in rows))
-    clip_gradients(parameters, grad_norm, settings.clip_grad)
-    set_learning_rate(state.optimizer, lr)
-    state.optimizer.step()
+    parameters = list(state.parameters())
+    for part in state.parts:
+        part.optimizer.zero_grad(set_to_none=True)
+    with axes.loss_context():
+        loss = _forward_backward(state, micro_batches, keys, axes)
+    _finish_gradients(state, parameters, axes)
+    rows = cluster.gather([float(loss), float(axes.reports_loss), float(squared_norm(axes.counted))])
+    mean_loss = sum(row[0] * row[1] for row in rows) / sum(row[1] for row in rows)
+    grad_norm = math.sqrt(sum(row[2] for row in rows))
+    clip_gradients(parameters, grad_norm, clip_grad)
+    for part in state.parts:
+        set_learning_rate(part.optimizer, lr)
+        part.optimizer.step()
     return StepResult(mean_loss, grad_norm)
 
 
 def _forward_backward(
-    model: Model, micro_batches: Sequence[torch.Tensor], keys: Sequence[int], zero_stage: int
+    state: TrainerState, micro_batches: Sequence[torch.Tensor], keys: Sequence[int], axes: Axes
 ) -> torch.Tensor:
     """Accumulate the gradients of the mean loss over the micro batches; return that mean, 0-d float64."""
     total = torch.zeros((), dtype=torch.float64, device=micro_batches[0].device)
+    if axes.pipeline is not None:
+        losses = axes.pipeline.forward_backward(torch.cat(list(micro_batches)), torch.tensor(keys))
+        return sum((loss.double() / len(losses) for loss in losses), total)
+    model = state.parts[0].model
     for number, (windows, key) in enumerate(zip(micro_batches, keys, strict=True), start=1):
-        set_gradient_sync(model, zero_stage=zero_stage, is_last_micro_batch=number == len(micro_batches))
-        loss = token_loss(model(windows[:, :-1], dropout_key=key), windows[:, 1:]) / len(micro_batches)
+        set_gradient_sync(model, zero_stage=axes.zero_stage, is_last_micro_batch=number == len(micro_batches))
+        loss = axes.loss(model(windows[:, :-1], dropout_key=key), windows[:, 1:]) / len(micro_batches)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total
+
+
+def _finish_gradients(state: TrainerState, parameters: Sequence[nn.Parameter], axes: Axes) -> None:
+    """Bring every gradient to the sum or mean over all axes that it is to be."""
+    if axes.is_tensor_parallel:
+        for part in state.parts:
+            reduce_partial_gradients(part.model)
+    if axes.data is not None and axes.zero_stage == 0:
+        average_gradients(parameters, axes.data)
+    if axes.ends is not None:
+        sum_tied_gradients([part.model for part in state.parts], axes.ends)

@@ -16,11 +16,18 @@ class Coordinate:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The sizes of the axes: pipeline, data and tensor parallel; consecutive ranks differ in tp first."""
+    """The sizes of the axes: pipeline, data and tensor parallel; consecutive ranks differ in tp first.
+
+    Args:
+        vpp: virtual stages of each pipeline rank.
+        sp: whether activations between tensor-parallel products are cut along the sequence.
+    """
 
     pp: int
     dp: int
     tp: int
+    vpp: int = 1
+    sp: bool = False
 
     @property
     def world_size(self) -> int:

@@ -18,7 +18,7 @@ from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
 from trainer.checkpoint.choose import Source
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.layout import DEFAULT_FILE_BYTES, Kind
-from trainer.checkpoint.live import Contents, LiveTensor, aliases_of, live_tensors, local_of, parameter_names
+from trainer.checkpoint.live import Contents, Grid, LiveTensor, aliases_of, live_tensors, local_of, parameter_names
 from trainer.checkpoint.loader import check_tensors
 from trainer.checkpoint.reader import FORMAT, STATE, Checkpoint, read_places
 from trainer.checkpoint.retention import Retention
@@ -50,7 +50,7 @@ def save(
     """
     board, nonce = _board()
     policy = SavePolicy(Path(folder), retention=Retention(max_checkpoint_keep), file_bytes=DEFAULT_FILE_BYTES)
-    live = tuple(live_tensors(model, optimizer, ranks=range(board.world_size)))
+    live = tuple(live_tensors(model, optimizer, grid=Grid.flat(board.world_size)))
     document: Json = {"format": FORMAT, "iteration": iteration, "user": dict(state or {}), "groups": []}
     if optimizer is not None:
         document["groups"] = _groups(model, optimizer)
@@ -96,7 +96,7 @@ def load(
             _make_state(
                 model, optimizer, {name: p.spec.shape for name, p in places.items() if p.spec.kind is Kind.OPTIMIZER}
             )
-        found = list(live_tensors(model, optimizer, ranks=range(board.world_size)))
+        found = list(live_tensors(model, optimizer, grid=Grid.flat(board.world_size)))
         names = {t.spec.name for t in found}
         known = places if strict else {name: place for name, place in places.items() if name in names}
         check_tensors([t.spec for t in found], known, where=checkpoint.path)

@@ -255,6 +255,8 @@ def plan(live: Sequence[LiveTensor], layout: Layout, rank: int) -> list[Piece]:
     """Return the pieces that `rank` writes."""
     holdings = []
     for tensor in live:
+        if tensor.is_copy:
+            continue
         spec = tensor.spec
         box_image = image(tensor.box, spec.view, spec.dtype.itemsize)
         holdings.append(Holding(spec.name, box_image, layout.places[spec.name].offset, tensor.replicas))

@@ -6,9 +6,12 @@ The only module that reads the internals of torch's DTensor. What is done with t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -42,12 +45,14 @@ class LiveTensor:
         box: where it lies, in coordinates of `spec.view`.
         local: the live memory, of shape `box.shape`; writing to it changes the model.
         replicas: all global ranks that hold this same box, in rising order.
+        is_copy: a second live copy of a tensor that other ranks save: it is filled by a load and never written.
     """
 
     spec: TensorSpec
     box: Box
     local: torch.Tensor
     replicas: tuple[int, ...]
+    is_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,27 @@ class Contents:
     live: tuple[LiveTensor, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The ranks that hold one model, or one stage of it, as an array over named axes.
+
+    A tensor without a placement on an axis is replicated along it: a plain tensor on all of them.
+    """
+
+    ranks: npt.NDArray[np.int64]
+    axes: tuple[str, ...]
+
+    @staticmethod
+    def flat(world_size: int) -> Grid:
+        """Return the grid of all ranks on one axis without a name that any mesh would have."""
+        return Grid(np.arange(world_size), ("",))
+
+    def holders(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the ranks at the `fixed` coordinates, in rising order."""
+        index = tuple(fixed.get(axis, slice(None)) for axis in self.axes)
+        return tuple(sorted(int(rank) for rank in np.ravel(self.ranks[index])))
 
 
 def reshard(model: nn.Module) -> None:
@@ -85,13 +111,13 @@ def live_tensors(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
-    ranks: Sequence[int],
+    grid: Grid,
     stored: Mapping[str, Stored] | None = None,
 ) -> Iterator[LiveTensor]:
     """Yield every tensor of the state: parameters, persistent buffers, then optimizer state by parameter name.
 
     Args:
-        ranks: the global ranks on which plain tensors are replicated.
+        grid: the ranks that hold this model.
         stored: how parameters lie on disk, by name, where that differs from how they live.
 
     Raises:
@@ -101,12 +127,12 @@ def live_tensors(
     stored = stored or {}
     names = parameter_names(model)
     for parameter, name in names.items():
-        yield from _locate(Kind.MODEL, name, parameter.detach(), ranks=ranks, stored=stored.get(name))
+        yield from _locate(Kind.MODEL, name, parameter.detach(), grid=grid, stored=stored.get(name))
     for name, buffer in _persistent_buffers(model):
-        yield from _locate(Kind.MODEL, name, buffer, ranks=ranks, stored=None)
+        yield from _locate(Kind.MODEL, name, buffer, grid=grid, stored=None)
     if optimizer is not None:
         _refuse_strangers(optimizer, names)
-        yield from _optimizer_tensors(optimizer, names, ranks=ranks, stored=stored)
+        yield from _optimizer_tensors(optimizer, names, grid=grid, stored=stored)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -166,7 +192,7 @@ def _optimizer_tensors(
     optimizer: torch.optim.Optimizer,
     names: Mapping[nn.Parameter, str],
     *,
-    ranks: Sequence[int],
+    grid: Grid,
     stored: Mapping[str, Stored],
 ) -> Iterator[LiveTensor]:
     """Yield all of one moment in model order, then all of the next; scalars last."""
@@ -179,9 +205,13 @@ def _optimizer_tensors(
             if value is None:
                 continue
             same = value.shape == parameter.shape
-            holders = ranks if same or not is_dtensor(parameter) else _mesh_ranks(parameter)
+            owner = parameter if is_dtensor(parameter) else None
             yield from _locate(
-                Kind.OPTIMIZER, f"{key}.{name}", value, ranks=holders, stored=stored.get(name) if same else None
+                Kind.OPTIMIZER,
+                f"{key}.{name}",
+                value,
+                grid=_grid_of(owner, grid),
+                stored=stored.get(name) if same else None,
             )
 
 
@@ -196,19 +226,17 @@ def _is_tensor(key: str, value: object) -> bool:
     return True
 
 
-def _locate(
-    kind: Kind, name: str, tensor: torch.Tensor, *, ranks: Sequence[int], stored: Stored | None
-) -> Iterator[LiveTensor]:
+def _locate(kind: Kind, name: str, tensor: torch.Tensor, *, grid: Grid, stored: Stored | None) -> Iterator[LiveTensor]:
     """Yield the live tensor that `tensor` is, or nothing where this rank has no part of it."""
     shape = tuple(tensor.shape)
     layout = stored or Stored(shape, shape)
     if is_dtensor(tensor):
-        found = _dtensor_box(name, tensor)
+        found = _dtensor_box(name, tensor, grid)
         if found is None:
             return
         box, replicas = found
     else:
-        box, replicas = whole(shape), tuple(ranks)
+        box, replicas = whole(shape), grid.holders({})
     local = local_of(tensor)
     if tuple(local.shape) != box.shape:
         raise CheckpointError(
@@ -222,7 +250,7 @@ def _locate(
     yield LiveTensor(TensorSpec(kind, name, layout.shape, tensor.dtype, layout.view), kept, local, replicas)
 
 
-def _dtensor_box(name: str, tensor: torch.Tensor) -> tuple[Box, tuple[int, ...]] | None:
+def _dtensor_box(name: str, tensor: torch.Tensor, grid: Grid) -> tuple[Box, tuple[int, ...]] | None:
     """Return the box of a DTensor in closed form, and the ranks that hold the same one."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -231,7 +259,8 @@ def _dtensor_box(name: str, tensor: torch.Tensor) -> tuple[Box, tuple[int, ...]]
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    splits, index = [], []
+    splits, fixed = [], {}
+    names = _axes(mesh)
     for axis, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
         if isinstance(placement, _StridedShard):  # before Shard: in some releases it is a subclass
             splits.append(Split(placement.dim, coordinate[axis], mesh.size(axis), int(placement.split_factor)))
@@ -239,13 +268,23 @@ def _dtensor_box(name: str, tensor: torch.Tensor) -> tuple[Box, tuple[int, ...]]
             splits.append(Split(placement.dim, coordinate[axis], mesh.size(axis)))
         elif not isinstance(placement, Replicate):
             raise CheckpointError("A tensor's placement is no box", where=name, found=placement, fix="Redistribute it.")
-        index.append(slice(None) if isinstance(placement, Replicate) else coordinate[axis])
+        if not isinstance(placement, Replicate):
+            fixed[names[axis]] = coordinate[axis]
     try:
         box = box_of_splits(tuple(tensor.shape), splits)
     except ValueError as error:
         raise CheckpointError("A tensor's placement is no box", where=name, found=error) from error
-    return box, tuple(sorted(mesh.mesh[tuple(index)].flatten().tolist()))
+    return box, _grid_of(tensor, grid).holders(fixed)
 
 
-def _mesh_ranks(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))  # type: ignore[attr-defined]
+def _grid_of(owner: torch.Tensor | None, grid: Grid) -> Grid:
+    """Return the grid on which a DTensor lives: `grid` if that has the axes of its mesh, else its mesh."""
+    if owner is None:
+        return grid
+    mesh = owner.device_mesh  # type: ignore[attr-defined]
+    names = _axes(mesh)
+    return grid if set(names) <= set(grid.axes) else Grid(mesh.mesh.numpy(), names)
+
+
+def _axes(mesh: Any) -> tuple[str, ...]:
+    return tuple(mesh.mesh_dim_names or (f"axis {number}" for number in range(mesh.ndim)))

@@ -14,6 +14,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from trainer.checkpoint.live import local_of
+
 # Gradients are reduced in buckets of this size, as DistributedDataParallel does by default.
 _BUCKET_BYTES = 25 << 20
 
@@ -47,8 +49,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> N
     size = 0
     for parameter in parameters:
         if parameter.grad is not None:
-            bucket.append(parameter.grad)
-            size += parameter.grad.nbytes
+            bucket.append(local_of(parameter.grad))
+            size += bucket[-1].nbytes
         if size >= _BUCKET_BYTES:
             _average(bucket, mesh)
             bucket, size = [], 0

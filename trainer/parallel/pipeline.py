@@ -1,0 +1,156 @@
+"""Pipeline parallelism: which layers a stage holds, and torch's 1F1B and interleaved schedules over the stages.
+
+Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from models import Model, Stage
+from trainer.checkpoint.live import local_of
+
+
+def divide_layers(n_layer: int, stages: int) -> list[range]:
+    """Return the layers of each stage: equal shares, and one layer more for each of the first `n_layer % stages`.
+
+    The last stages also hold the output layer, so the first ones carry the remainder.
+    """
+    share, more = divmod(n_layer, stages)
+    starts = [stage * share + min(stage, more) for stage in range(stages + 1)]
+    return [range(lo, hi) for lo, hi in itertools.pairwise(starts)]
+
+
+def stages_of(n_layer: int, *, pp: int, vpp: int, rank: int) -> list[Stage]:
+    """Return the stages that pipeline rank `rank` holds: numbers rank, rank + pp, ... of pp * vpp."""
+    layers = divide_layers(n_layer, pp * vpp)
+    last = pp * vpp - 1
+    return [Stage(layers[n], first=n == 0, last=n == last) for n in range(rank, pp * vpp, pp)]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Sizes of what travels between stages: `width` is n_embd; `sequence` and `rows` are
+    what this rank has of seq_length and of the vocabulary."""
+
+    micro_batches: int
+    micro_batch_size: int
+    seq_length: int
+    sequence: int
+    width: int
+    rows: int
+    dtype: torch.dtype
+
+
+class Pipeline:
+    """The stages of one rank under a schedule; every rank of the pipeline makes the same calls.
+
+    `loss` is called on the last stage with logits and targets of one micro batch.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Model],
+        mesh: DeviceMesh,
+        shape: BatchShape,
+        *,
+        device: torch.device,
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        pp, rank = mesh.size(), mesh.get_local_rank()
+        stages = [
+            PipelineStage(
+                part,
+                rank + index * pp,
+                pp * len(parts),
+                device,
+                input_args=(_input(part.stage, shape, device),),
+                output_args=(_output(part.stage, shape, device),),
+                group=mesh.get_group(),
+            )
+            for index, part in enumerate(parts)
+        ]
+        self._is_first, self._is_last = rank == 0, rank == pp - 1
+        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
+        if len(stages) == 1:
+            self._schedule = Schedule1F1B(stages[0], shape.micro_batches, loss_fn=loss)
+        else:
+            self._schedule = ScheduleInterleaved1F1B(stages, shape.micro_batches, loss_fn=loss)  # type: ignore[arg-type]
+
+    def forward_backward(self, windows: torch.Tensor, keys: torch.Tensor) -> list[torch.Tensor]:
+        """Accumulate the gradients of the mean loss; return the loss of each micro batch on the last stage, else [].
+
+        Args:
+            windows: int64 [global samples of this coordinate, seq_length + 1].
+            keys: int64 [micro batches], the dropout keys.
+        """
+        return self._run(self._schedule.step, windows, {"dropout_key": keys})
+
+    def evaluate(self, windows: torch.Tensor) -> list[torch.Tensor]:
+        """Return the loss of each micro batch on the last stage, else []; shaped as in training."""
+        return self._run(self._schedule.eval, windows, {})
+
+    def _run(
+        self, call: Callable[..., object], windows: torch.Tensor, extra: dict[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        arguments = (windows[:, :-1],) if self._is_first else ()
+        if self._is_last:
+            call(*arguments, target=windows[:, 1:], losses=losses, return_outputs=False, **extra)
+        else:
+            call(*arguments, return_outputs=False, **extra)
+        return [local_of(loss) for loss in losses]
+
+
+def _input(stage: Stage, shape: BatchShape, device: torch.device) -> torch.Tensor:
+    if stage.first:
+        return torch.empty(shape.micro_batch_size, shape.seq_length, dtype=torch.int64, device=device)
+    return _hidden(shape, device)
+
+
+def _output(stage: Stage, shape: BatchShape, device: torch.device) -> torch.Tensor:
+    if stage.last:
+        size = (shape.micro_batch_size, shape.seq_length, shape.rows)
+        return torch.empty(size, dtype=shape.dtype, device=device, requires_grad=True)
+    return _hidden(shape, device)
+
+
+def _hidden(shape: BatchShape, device: torch.device) -> torch.Tensor:
+    # Without requires_grad the schedule sends no gradient back.
+    size = (shape.micro_batch_size, shape.sequence, shape.width)
+    return torch.empty(size, dtype=shape.dtype, device=device, requires_grad=True)
+
+
+def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return the group of this rank's first and last stage, None on stages between. A collective call of all ranks.
+
+    Args:
+        mesh: the mesh of all ranks with the axes pp, dp and tp.
+    """
+    own: dist.ProcessGroup | None = None
+    columns = mesh.mesh.flatten(1)  # [pp, dp * tp]
+    for column in range(columns.shape[1]):
+        ranks = [int(columns[0, column]), int(columns[-1, column])]
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own = group
+    return own
+
+
+def sum_tied_gradients(parts: Sequence[Model], group: dist.ProcessGroup) -> None:
+    """Add up the gradients of both copies of a tied embedding, so that the copies stay equal bits."""
+    for part in parts:
+        names = dict(part.named_parameters())
+        name = "lm_head.weight" if part.stage.last else next(iter(names)) if part.stage.first else None
+        if name is not None:
+            gradient = names[name].grad
+            assert gradient is not None
+            dist.all_reduce(local_of(gradient), group=group)
