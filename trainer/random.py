@@ -46,7 +46,9 @@ def _fill_normal(tensor: LiveTensor, std: float, seed: int) -> None:
         count = min(ROWS_PER_BLOCK, rows - start)
         # A counter-based generator with a key of 128 bits: torch's on the CPU keeps 32 bits of a seed, too few for the
         # blocks of a large model to differ from each other.
-        generator = np.random.Generator(np.random.Philox(key=xxhash.xxh3_128_intdigest(prefix + struct.pack("<q", block))))
+        generator = np.random.Generator(
+            np.random.Philox(key=xxhash.xxh3_128_intdigest(prefix + struct.pack("<q", block)))
+        )
         values = torch.from_numpy(generator.standard_normal((count, *rest), dtype=np.float32)).mul_(std)
         first, last = max(lo, start), min(hi, start + count)
         tensor.local[first - lo : last - lo].copy_(values[(slice(first - start, last - start), *inner)])
