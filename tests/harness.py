@@ -12,14 +12,22 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import hydra
+from omegaconf import OmegaConf
+
+import trainer.__main__
+from trainer.config import Config
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
+
+ALL_CORES = tuple(sorted(os.sched_getaffinity(0)))
 
 # A model small enough for hundreds of runs, of odd sizes: 257 rows, widths that 3 does not divide.
 TINY = (
@@ -53,25 +61,66 @@ class Ended:
 
 
 def launch(
-    folder: Path, overrides: Sequence[str], *, ranks: int = 1, kill_after: int | None = None, timeout_s: float = 60.0
+    folder: Path,
+    overrides: Sequence[str],
+    *,
+    ranks: int = 1,
+    kill_after: int | None = None,
+    cores: Collection[int] | None = None,
+    timeout_s: float = 60.0,
 ) -> Ended:
     """Run the trainer's command on `ranks` ranks with `run.dir=folder`.
 
     Args:
         kill_after: kill all ranks with SIGKILL as soon as this iteration is recorded, in the middle of a later one.
+        cores: the cores that each rank may use. None means all for several ranks, and one for a single rank: on models
+            of this size its threads would only wait for each other.
         timeout_s: after this the ranks are killed and the test fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    arguments = ["trainer", f"run.dir={folder}", *overrides]
+    kill = None if kill_after is None else (folder / "metrics.jsonl", kill_after)
+    if cores is None:
+        cores = ALL_CORES[:1] if ranks == 1 else ALL_CORES
+    return _run_ranks(
+        _train, folder, arguments=arguments, ranks=ranks, kill=kill, cores=tuple(cores), timeout_s=timeout_s
+    )
+
+
+def call_on_ranks(
+    function: Callable[[list[str]], None],
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    ranks: int,
+    timeout_s: float = 60.0,
+) -> Ended:
+    """Call `function(arguments)`, a module's own, on `ranks` ranks; their outputs go beside `folder`."""
+    return _run_ranks(
+        function, folder, arguments=list(arguments), ranks=ranks, kill=None, cores=ALL_CORES, timeout_s=timeout_s
+    )
+
+
+def _run_ranks(
+    function: Callable[[list[str]], None],
+    folder: Path,
+    *,
+    arguments: list[str],
+    ranks: int,
+    kill: tuple[Path, int] | None,
+    cores: tuple[int, ...],
+    timeout_s: float,
+) -> Ended:
     outputs = [folder.with_name(f"{folder.name}.rank{rank}.log") for rank in range(ranks)]
-    arguments = [f"run.dir={folder}", *overrides]
-    port = _free_port()
+    port = free_port()
     processes = [
-        _context.Process(target=_rank, args=(rank, ranks, port, arguments, str(outputs[rank]))) for rank in range(ranks)
+        _context.Process(target=_rank, args=(rank, ranks, port, function, arguments, str(outputs[rank]), cores))
+        for rank in range(ranks)
     ]
     for process in processes:
         process.start()
     try:
-        _await(processes, folder / "metrics.jsonl", kill_after, time.monotonic() + timeout_s)
+        _await(processes, kill, time.monotonic() + timeout_s)
     finally:
         for process in processes:
             process.kill()
@@ -80,9 +129,9 @@ def launch(
     return Ended(statuses, tuple(path.read_text() for path in outputs))
 
 
-def run_ok(folder: Path, overrides: Sequence[str], *, ranks: int = 1) -> Ended:
+def run_ok(folder: Path, overrides: Sequence[str], *, ranks: int = 1, cores: Collection[int] | None = None) -> Ended:
     """Run the trainer's command and fail the test, with its output, unless every rank exits 0."""
-    ended = launch(folder, overrides, ranks=ranks)
+    ended = launch(folder, overrides, ranks=ranks, cores=cores)
     assert ended.ok, ended.text
     return ended
 
@@ -98,7 +147,7 @@ def all_files(folder: Path) -> dict[str, bytes]:
 
 
 def curve(folder: Path) -> list[tuple[int, str, str, str, int]]:
-    """Return the recorded iterations with the bits of loss, gradient norm and learning rate, and the samples consumed."""
+    """Return the recorded iterations with the bits of loss, gradient norm and rate, and the samples consumed."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         (row["iteration"], row["loss_hex"], row["grad_norm_hex"], row["lr_hex"], row["consumed_samples"])
@@ -107,36 +156,59 @@ def curve(folder: Path) -> list[tuple[int, str, str, str, int]]:
     ]
 
 
-def _await(processes: list[ForkServerProcess], metrics: Path, kill_after: int | None, deadline: float) -> None:
+def compose(overrides: Sequence[str]) -> Config:
+    """Return the configuration that the trainer's command makes of the overrides."""
+    with hydra.initialize_config_dir(str(trainer.__main__.CONFIGS), version_base="1.3"):
+        config = OmegaConf.to_object(hydra.compose("train", overrides=list(overrides)))
+    assert isinstance(config, Config)
+    return config
+
+
+def _await(processes: list[ForkServerProcess], kill: tuple[Path, int] | None, deadline: float) -> None:
     while running := [process.sentinel for process in processes if process.is_alive()]:
         if time.monotonic() > deadline:
             raise TimeoutError("a launch did not end in time")
-        if kill_after is not None and _last_iteration(metrics) >= kill_after:
+        if kill is not None and last_iteration(kill[0]) >= kill[1]:
             for process in processes:
                 os.kill(process.pid or 0, signal.SIGKILL)
-            kill_after = None
+            kill = None
         # A rank that fails takes the others down with it, as torchrun does.
         if any(process.exitcode not in (None, 0) for process in processes):
             for process in processes:
                 process.join(10.0)
                 process.kill()
-        wait(running, timeout=0.005 if kill_after is not None else 1.0)
+        wait(running, timeout=0.005 if kill is not None else 1.0)
 
 
-def _last_iteration(metrics: Path) -> int:
+def last_iteration(metrics: Path) -> int:
+    """Return the last iteration that a metrics file, perhaps just being written, records; 0 if there is none."""
     if not metrics.exists():
         return 0
     lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return int(json.loads(lines[-1])["iteration"]) if lines else 0
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nothing listens on."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
 
 
-def _rank(rank: int, ranks: int, port: int, arguments: list[str], output: str) -> None:
+def _train(arguments: list[str]) -> None:
+    sys.argv = arguments
+    trainer.__main__.main()
+
+
+def _rank(
+    rank: int,
+    ranks: int,
+    port: int,
+    function: Callable[[list[str]], None],
+    arguments: list[str],
+    output: str,
+    cores: tuple[int, ...],
+) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -151,8 +223,5 @@ def _rank(rank: int, ranks: int, port: int, arguments: list[str], output: str) -
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-    sys.argv = ["trainer", *arguments]
-    trainer.__main__.main()
-
-
-import trainer.__main__  # noqa: E402 - last, for the fork server imports this module in every rank
+    os.sched_setaffinity(0, cores)
+    function(arguments)

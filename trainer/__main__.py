@@ -84,7 +84,7 @@ def _refuse_clocks(raw: DictConfig) -> None:
         if "${now" in str(value):
             raise ConfigError(
                 "A run's name or folder depends on the time",
-                where="run." + str(key),
+                where=f"run.{key!s}",
                 found=str(value),
                 fix="Give it a fixed name, so that the same command resumes it.",
             )

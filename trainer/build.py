@@ -10,6 +10,7 @@ import torch
 
 import models
 from trainer import record
+from trainer.axes import Axes
 from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.retention import Retention
@@ -26,7 +27,6 @@ from trainer.parallel.mesh import build_mesh
 from trainer.parts import build_axes, build_grid, build_models
 from trainer.schedule import Schedule, resolve
 from trainer.state import Part, TrainerState
-from trainer.step import Axes
 from trainer.topology import Topology
 
 

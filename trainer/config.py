@@ -241,7 +241,7 @@ def _parallel_problems(config: Config, world_size: int) -> list[str]:
             f"parallel.sequence_parallel: needs a parallel.tensor_model_parallel_size above 1 that divides "
             f"train.seq_length={config.train.seq_length}, found {tp}"
         )
-    if pp * vpp > model.n_layer:
+    if pp * vpp > max(1, model.n_layer):
         found.append(f"{pp} pipeline ranks of {vpp} stages: more than model.n_layer={model.n_layer}")
     if vpp > 1 and pp == 1:
         found.append(f"parallel.num_virtual_stages_per_pipeline_rank={vpp}: needs more than one pipeline rank")

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from trainer.axes import Axes
 from trainer.checkpoint.live import reshard
 from trainer.launch import Cluster
 from trainer.state import TrainerState
-from trainer.step import Axes
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ class RunLog:
 
     def __init__(
         self, folder: Path, *, train_iters: int, log_interval: int, tensorboard: bool, mfu_scale: float | None
-    ):
+    ) -> None:
         self._folder = folder
         self._train_iters = train_iters
         self._log_interval = log_interval
@@ -67,6 +67,7 @@ class RunLog:
         self._mfu_scale = mfu_scale
         self._file: TextIO | None = None
         self._writer: Any = None
+        self._purge_step = 1
 
     def open(self, iteration: int, config: str) -> None:
         """Begin after `iteration`: what other branches of the run recorded beyond it goes to a file beside.
@@ -79,10 +80,7 @@ class RunLog:
         path = self._folder / "metrics.jsonl"
         cut_after(path, iteration)
         self._file = path.open("a", encoding="utf-8")
-        if self._tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=iteration + 1)
+        self._purge_step = iteration + 1
 
     def iteration(self, record: IterationRecord) -> None:
         """Record one iteration."""
@@ -150,9 +148,14 @@ class RunLog:
         self._file.flush()
 
     def _scalars(self, iteration: int, values: Mapping[str, float]) -> None:
-        if self._writer is not None:
-            for tag, value in values.items():
-                self._writer.add_scalar(tag, value, iteration)
+        if not self._tensorboard:
+            return
+        if self._writer is None:  # made with the first point: a run that does nothing leaves no file
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._purge_step)
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, iteration)
 
 
 def cut_after(path: Path, iteration: int) -> None:

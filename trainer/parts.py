@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import models
 from models import Model, Stage, token_loss
+from trainer.axes import Axes
 from trainer.checkpoint.box import cut
 from trainer.checkpoint.layout import Kind
 from trainer.checkpoint.live import Grid, local_of
@@ -18,7 +19,6 @@ from trainer.config import Config, Dtype
 from trainer.launch import Cluster
 from trainer.parallel import data, pipeline, tensor
 from trainer.state import TrainerState
-from trainer.step import Axes
 from trainer.topology import Topology
 
 

@@ -15,25 +15,26 @@ from trainer.schedule import Schedule
 from trainer.topology import Topology
 
 _ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
+_MASKS = f"{_ROUNDING}, but for other masks where there is dropout"
 
 RULES: tuple[Rule, ...] = (
     Rule("model", Verdict.REFUSED),
     Rule("model.dropout", Verdict.SAID, says="the loss curve will differ"),
     Rule("model.initializer_range", Verdict.SAID, says="it acts at the start of a run only"),
     Rule("model.pad_vocab_multiple", Verdict.SAID, says=_ROUNDING),
-    Rule("topology", Verdict.FLAG, "checkpoint.reshard"),
-    Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size"),
-    Rule("batch.micro_batch_size", Verdict.SAID, says=_ROUNDING),
-    Rule("data", Verdict.FLAG, "checkpoint.override_data"),
+    Rule("topology", Verdict.FLAG, "checkpoint.reshard", _MASKS),
+    Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run goes on with other batches"),
+    Rule("batch.micro_batch_size", Verdict.SAID, says=_MASKS),
+    Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run goes on with other samples"),
     Rule("seed", Verdict.FLAG, "checkpoint.override_data", "it orders the samples and draws dropout masks"),
-    Rule("schedule", Verdict.FLAG, "checkpoint.override_scheduler"),
+    Rule("schedule", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
     Rule(
         "schedule.decay_iters",
         Verdict.FLAG,
         "checkpoint.override_scheduler",
-        "to extend the run on the saved schedule set schedule.lr_decay_iters to the saved value",
+        "schedule.lr_decay_iters={saved} extends the run on the saved schedule",
     ),
-    Rule("adam", Verdict.FLAG, "checkpoint.override_scheduler"),
+    Rule("adam", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
     Rule("precision", Verdict.SAID, says=_ROUNDING),
     Rule("environment", Verdict.SAID, says=_ROUNDING),
 )

@@ -12,7 +12,7 @@ from trainer.checkpoint.choose import Source
 from trainer.checkpoint.compat import differences, settle
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.live import LiveTensor, local_of
+from trainer.checkpoint.live import LiveTensor, local_of, parameter_names
 from trainer.checkpoint.loader import LoadReport, check_tensors
 from trainer.checkpoint.reader import Checkpoint, read_places
 from trainer.checkpoint.store import CheckpointFolder
@@ -72,7 +72,11 @@ def _find_source(run: Run) -> Source | None:
         return Source(Path(section.save))
     if section.ckpt_step is not None:
         raise CheckpointError(
-            "The asked iteration was never saved", where=section.save, found="no checkpoint", expected=section.ckpt_step
+            "An iteration was never saved",
+            where=section.save or "checkpoint.save=null",
+            expected=f"iteration {section.ckpt_step}",
+            found="no checkpoint",
+            fix="Correct checkpoint.ckpt_step.",
         )
     metrics = Path(run.config.run.dir) / "metrics.jsonl"
     last = last_recorded_iteration(metrics)
@@ -80,7 +84,7 @@ def _find_source(run: Run) -> Source | None:
         raise CheckpointError(
             "This run has recorded iterations but has no checkpoint to continue from",
             where=metrics,
-            expected=f"a checkpoint in {section.save}",
+            expected=f"a checkpoint in {section.save}" if section.save else "a checkpoint, but checkpoint.save is null",
             found=f"{last} as the last iteration and no iter_ folder",
             fix="Mount or restore the checkpoints, or start over with checkpoint.load=none.",
         )
@@ -138,10 +142,15 @@ def _progress_from(run: Run, state: Json) -> Progress:
 def _take_schedule(run: Run, state: Json) -> None:
     run.schedule = Schedule(**state["schedule"])
     adam = state["adam"]
-    for group in (group for part in run.state.parts for group in part.optimizer.param_groups):
+    no_decay = record.no_decay_names(run.config.model)
+    groups = [(part, group) for part in run.state.parts for group in part.optimizer.param_groups]
+    for part, group in groups:
+        names = parameter_names(part.model)
         group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
-        group["weight_decay"] = adam["weight_decay"] if group["weight_decay"] else 0.0
-    run.description = {**run.description, "schedule": state["schedule"], "adam": adam}
+        # Which group decays is told by its names: the rate that the command gave it may be 0.
+        group["weight_decay"] = 0.0 if names[group["params"][0]] in no_decay else adam["weight_decay"]
+    taken = {key: state[key] for key in ("schedule", "adam", "optimizer")}
+    run.description = {**run.description, **taken}
 
 
 def _rebind(run: Run) -> None:

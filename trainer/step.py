@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.axes import Axes
 from trainer.launch import Cluster
 from trainer.optim import clip_gradients, set_learning_rate, squared_norm
 from trainer.parallel.data import average_gradients, set_gradient_sync
-from trainer.parallel.pipeline import Pipeline, sum_tied_gradients
+from trainer.parallel.pipeline import sum_tied_gradients
 from trainer.parallel.tensor import reduce_partial_gradients
 from trainer.state import TrainerState
-
-
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """The axes that are longer than 1, as an iteration needs them.
-
-    Args:
-        data: the data-parallel mesh, or None.
-        is_tensor_parallel: whether weights, and with them the logits, are cut over ranks.
-        loss: the mean cross entropy of this rank's logits and targets.
-        pipeline: this rank's stages, or None.
-        ends: the group over which tied embeddings of the first and last stage sum their gradients, or None.
-        reports_loss: whether this rank's losses count in the mean; replicas count once.
-        counted: this rank's parameters that count in the gradient norm; replicas count once.
-    """
-
-    zero_stage: int
-    data: DeviceMesh | None
-    is_tensor_parallel: bool
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    pipeline: Pipeline | None
-    ends: dist.ProcessGroup | None
-    reports_loss: bool
-    counted: Sequence[nn.Parameter]
-
-    def loss_context(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which a loss over cut logits is computed and differentiated."""
-        if not self.is_tensor_parallel:
-            return contextlib.nullcontext()
-        from torch.distributed.tensor.parallel import loss_parallel
-
-        return loss_parallel()
 
 
 @dataclass(frozen=True, slots=True)

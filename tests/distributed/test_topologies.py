@@ -46,7 +46,11 @@ START, SAVED, END = 3, 18, 24
 
 def _overrides(family: str, topology: str) -> list[str]:
     sizes = ["model.n_layer=5", "model.n_embd=20", "model.n_head=2", "model.intermediate_size=44"]
-    batches = ["train.global_batch_size=12", f"train.micro_batch_size={6 // _dp(topology)}", "schedule.lr_decay_iters=40"]
+    batches = [
+        "train.global_batch_size=12",
+        f"train.micro_batch_size={6 // _dp(topology)}",
+        "schedule.lr_decay_iters=40",
+    ]
     return [*FAMILIES[family], *TINY, *sizes, *batches, "checkpoint.reshard=true", *TOPOLOGIES[topology][1]]
 
 

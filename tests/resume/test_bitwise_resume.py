@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import TINY, curve, launch, run_ok, tensor_files
+from tests.harness import ALL_CORES, TINY, curve, launch, run_ok, tensor_files
 
 FAMILIES = {"gpt2": "model=gpt2_tiny", "llama3": "model=llama3_tiny"}
 LAUNCHES = [(1, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
@@ -44,4 +44,16 @@ def test_killed_and_resumed_equals_unbroken(
     assert [row[0] for row in unbroken] == list(range(1, 41))
     assert curve(tmp_path / "killed") == unbroken
     last = "checkpoints/iter_0000040"
+    assert tensor_files(tmp_path / "killed" / last) == tensor_files(tmp_path / "unbroken" / last)
+
+
+def test_with_several_threads_too(tmp_path: Path) -> None:
+    overrides = [*_overrides("gpt2", "float32", 1), "train.train_iters=12", "checkpoint.save_interval=4"]
+    run_ok(tmp_path / "unbroken", overrides, cores=ALL_CORES)
+    killed = launch(tmp_path / "killed", overrides, kill_after=6, cores=ALL_CORES)
+    assert killed.statuses == (-9,), killed.text
+    run_ok(tmp_path / "killed", overrides, cores=ALL_CORES)
+    assert [row[0] for row in curve(tmp_path / "killed")] == list(range(1, 13))
+    assert curve(tmp_path / "killed") == curve(tmp_path / "unbroken")
+    last = "checkpoints/iter_0000012"
     assert tensor_files(tmp_path / "killed" / last) == tensor_files(tmp_path / "unbroken" / last)

@@ -97,3 +97,23 @@ def test_post_under_a_key_that_is_taken_is_an_error() -> None:
     outcome = run_ranks(2, call, store=tcp_store)[0]
     assert isinstance(outcome, LaunchError)
     assert "lost a message" in str(outcome)
+
+
+def test_what_all_ranks_have_read_comes_down() -> None:
+    store = tcp_store()
+
+    def call(board: Board) -> list[int]:
+        counts = []
+        for turn in range(12):
+            board.agree(f"agree {turn}", None)
+            board.from_rank0(f"pick {turn}", bytes(5 << 20) if board.rank == 0 else None)
+            if turn % 4 == 3 and board.rank == 0:
+                counts.append(int(board._store.num_keys()))
+        board.agree("end", None)
+        return counts
+
+    before = int(store.num_keys())
+    (counts, *_) = all_ranks(3, call, store=lambda: store)
+    # The verdict and the pick of a turn, of three keys, and at most the next report of either peer, of one key each.
+    assert max(counts) <= before + 4 + 2
+    assert int(store.num_keys()) == before + 1

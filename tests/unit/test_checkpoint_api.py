@@ -185,6 +185,24 @@ def test_the_optimizer_may_be_left_behind_but_not_invented(tmp_path: Path) -> No
         load(tmp_path / "alone", model, optimizer)
 
 
+@pytest.mark.parametrize(("saved", "given"), [("sgd momentum", "adamw"), ("adamw", "sgd momentum"), ("sgd", "adamw")])
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_state_of_another_optimizer_is_refused_with_both_names(
+    tmp_path: Path, saved: str, given: str, strict: bool
+) -> None:
+    model = Net()
+    optimizer, other = OPTIMIZERS[saved](groups(model)), OPTIMIZERS[given](groups(model))
+    train(model, optimizer, 1)
+    save(tmp_path, model, optimizer, iteration=1)
+    before = copy.deepcopy(dict(model.state_dict()))
+    with pytest.raises(MismatchError) as caught:
+        load(tmp_path, model, other, strict=strict)
+    assert f"expected {type(other).__name__}, found {type(optimizer).__name__}" in str(caught.value)
+    assert_equal(dict(model.state_dict()), before)
+    assert not other.state
+    train(model, other, 1)
+
+
 def test_tensors_that_differ_are_all_listed_and_nothing_is_filled(tmp_path: Path) -> None:
     save(tmp_path, nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)), iteration=1)
     target = nn.Sequential(nn.Linear(3, 5), nn.Linear(4, 4, bias=False), nn.Linear(2, 2, bias=False))

@@ -14,7 +14,7 @@ from trainer.checkpoint import manifest
 from trainer.checkpoint.box import Box, whole
 from trainer.checkpoint.commit import decode, encode
 from trainer.checkpoint.layout import Kind, Layout, TensorSpec, build_layout
-from trainer.checkpoint.manifest import FileEntry, Manifest, WrittenPiece, digest_of
+from trainer.checkpoint.manifest import FileEntry, Manifest, TensorEntry, WrittenPiece, digest_of
 from trainer.errors import CheckpointError, MismatchError
 
 A, B = b"12345678", b"abcdefgh"
@@ -93,6 +93,35 @@ def test_tile_refuses_a_foreign_piece() -> None:
         manifest.tile(layout_of(), [*GOOD, replace(LEFT, name="ghost")])
 
 
+@pytest.mark.parametrize("digests", [b"", A[:7], A + b"x", A + B])
+def test_tile_refuses_a_piece_without_one_digest_for_each_block(digests: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"one digest for each .*w, bytes \[0, 16\)"):
+        manifest.tile(layout_of(), [STEP, LEFT, replace(RIGHT_1, digests=digests), RIGHT_2])
+
+
+@given(st.integers(1, 5).map(lambda blocks: blocks * manifest.BLOCK_BYTES), st.integers(-1, 1), st.integers(0, 7))
+def test_an_entry_fits_only_with_one_digest_for_each_block(total: int, odd: int, count: int) -> None:
+    shape = (total + odd,)
+    entry = TensorEntry(shape, ((0, *shape),), {}, A * count)
+    assert entry.fits(1) is (count == manifest.block_count(total + odd))
+    assert entry.fits(8) is (count == manifest.block_count(8 * (total + odd)))
+
+
+def test_shares_count_as_pieces_and_lie_inside_their_cell() -> None:
+    entry = TensorEntry((4, 6), ((0, 4), (0, 2, 6)), {1: (16,)}, A * 3)
+    assert entry.fits(4)
+    assert not replace(entry, shares={}).fits(4)
+    for offsets in ((0,), (64,), (65,), (16, 16), (32, 16)):
+        assert not replace(entry, shares={1: offsets}, digests=A * (2 + len(offsets))).fits(4)
+    for cell in (-1, 2):
+        assert not replace(entry, shares={cell: (16,)}).fits(4)
+
+
+def test_an_entry_of_countless_cells_is_refused_without_counting_them() -> None:
+    marks = tuple(range(10_001))
+    assert not TensorEntry((10_000,) * 4, (marks,) * 4, {}, A).fits(4)
+
+
 def test_any_flipped_byte_of_a_manifest_is_refused() -> None:
     data = manifest.to_bytes(example())
     for at in range(len(data)):
@@ -133,6 +162,11 @@ def test_paths_that_leave_the_folder_are_refused(name: str) -> None:
         {"tensors": {"w": {"view": [4], "cuts": [[0, 3, 3, 4]], "digests": ""}}},
         {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": "xyz"}}},
         {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": "", "shares": []}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": ""}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": "00" * 7}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": "00" * 16}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 2, 4]], "digests": "00" * 8}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": "00" * 16, "shares": {"1": [4]}}}},
         {"aliases": 3},
     ],
 )

@@ -53,7 +53,7 @@ def save(
     live = tuple(live_tensors(model, optimizer, grid=Grid.flat(board.world_size)))
     document: Json = {"format": FORMAT, "iteration": iteration, "user": dict(state or {}), "groups": []}
     if optimizer is not None:
-        document["groups"] = _groups(model, optimizer)
+        document |= {"optimizer": {"name": type(optimizer).__name__}, "groups": _groups(model, optimizer)}
     json_file.to_bytes(document)  # refuses values of `state` that JSON does not have, before anything is written
     contents = Contents(tuple(t.spec for t in live), live, aliases_of(model), {STATE: document})
     checkpointer = Checkpointer(policy, board, nonce=nonce)
@@ -80,8 +80,8 @@ def load(
         The `state` given to `save`, and `iteration`.
 
     Raises:
-        TrainerError: if the checkpoint is damaged or lacks a tensor that is asked for; with `strict`, also if it has
-            others of the model, or of the optimizer where one is given.
+        TrainerError: if the checkpoint is damaged, lacks a tensor that is asked for, or was saved with an optimizer of
+            another class; with `strict`, also if it has others of the model, or of the optimizer where one is given.
     """
     board, nonce = _board()
     checkpointer = Checkpointer(SavePolicy(None), board, nonce=nonce)
@@ -89,10 +89,6 @@ def load(
     def live(checkpoint: Checkpoint) -> list[LiveTensor]:
         places = read_places(checkpoint)
         if optimizer is not None:
-            if not checkpoint.has_optimizer and not checkpoint.state.get("groups"):
-                raise MismatchError(
-                    "The checkpoint was saved without an optimizer", where=checkpoint.path, fix="Load the model alone."
-                )
             _make_state(
                 model, optimizer, {name: p.spec.shape for name, p in places.items() if p.spec.kind is Kind.OPTIMIZER}
             )
@@ -102,8 +98,12 @@ def load(
         check_tensors([t.spec for t in found], known, where=checkpoint.path)
         return found
 
+    def check(checkpoint: Checkpoint) -> None:
+        if optimizer is not None:
+            _check_optimizer(checkpoint, optimizer)
+
     try:
-        checkpoint, _ = checkpointer.restore(Source(Path(path)), check=lambda _: None, live=live)
+        checkpoint, _ = checkpointer.restore(Source(Path(path)), check=check, live=live)
     finally:
         checkpointer.close()
     if optimizer is not None:
@@ -121,6 +121,23 @@ def _board() -> tuple[Board, str]:
     board = Board(store, dist.get_rank(), world_size=dist.get_world_size(), timeout_s=_COMMIT_TIMEOUT_S)
     nonce = secrets.token_hex(4).encode() if board.rank == 0 else None
     return board, board.from_rank0("nonce", nonce).decode()
+
+
+def _check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizer state that `optimizer` would not understand: its next step would fail, or be wrong."""
+    if not checkpoint.has_optimizer and not checkpoint.state.get("groups"):
+        raise MismatchError(
+            "The checkpoint was saved without an optimizer", where=checkpoint.path, fix="Load the model alone."
+        )
+    saved, given = checkpoint.state.get("optimizer", {}).get("name"), type(optimizer).__name__
+    if saved is not None and saved != given:
+        raise MismatchError(
+            "The checkpoint was saved with an optimizer of another class",
+            where=checkpoint.path,
+            expected=given,
+            found=saved,
+            fix=f"Give a {saved}, or load the model alone.",
+        )
 
 
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Json]:

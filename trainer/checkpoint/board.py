@@ -27,7 +27,11 @@ class Board:
         world_size: how many ranks share the board.
         timeout_s: how long to wait for a peer before giving it up.
 
-    Every method may be called from any thread, but a board serves one thread at a time: `clone` for another.
+    Every method may be called from any thread, but a board serves one thread at a time: `clone` for another. All ranks
+    make the same calls of `collect`, `from_rank0` and `agree` in the same order on a board, or on clones of it.
+
+    Rank 0's notices come down at the end of its next `collect`: a rank that has posted to that one is done with all
+    before it. So a board leaves only what was posted after its last `collect`, of some bytes each, on the store.
     """
 
     def __init__(self, store: Store, rank: int, *, world_size: int, timeout_s: float) -> None:
@@ -36,6 +40,7 @@ class Board:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self._hanging: list[str] = []  # rank 0's notices to all since its last `collect`
 
     def clone(self, timeout_s: float | None = None) -> Board:
         """Return a board on the same store with its own connection."""
@@ -93,7 +98,8 @@ class Board:
             self.post(f"{key}/{self.rank}", data)
             return []
         others = [self.read(f"{key}/{rank}", sender=f"rank {rank}") for rank in range(1, self.world_size)]
-        self.forget([f"{key}/{rank}" for rank in range(1, self.world_size)])
+        self.forget([*(f"{key}/{rank}" for rank in range(1, self.world_size)), *self._hanging])
+        self._hanging.clear()
         return [data, *others]
 
     def from_rank0(self, key: str, data: bytes | None) -> bytes:
@@ -102,6 +108,7 @@ class Board:
             assert data is not None
             if self.world_size > 1:
                 self.post(key, data)
+                self._hanging.append(key)
             return data
         return self.read(key, sender="rank 0")
 

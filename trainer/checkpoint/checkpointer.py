@@ -109,6 +109,7 @@ class Checkpointer:
         """Save `contents` as `iteration`; return None if that checkpoint is there already.
 
         A failed save is logged and reported, never raised: training goes on and committed checkpoints are untouched.
+        Only what is no TrainerError, a defect or a lack of memory, is raised, on its rank; the others report it.
         """
         self._attempts += 1
         if self._folder is None:
@@ -122,10 +123,14 @@ class Checkpointer:
         start = time.perf_counter()
         pieces = plan(contents.live, layout, self._board.rank)
         snapshot = Snapshot(contents.live, pieces)
-        job = self._worker.submit(lambda: self._attempt(attempt, contents, pieces=pieces, snapshot=snapshot))
+        doomed: list[int] = []
+        job = self._worker.submit(
+            lambda: doomed.extend(self._attempt(attempt, contents, pieces=pieces, snapshot=snapshot))
+        )
         error: TrainerError | None = None
         try:
             job.wait(self._policy.commit_timeout_s)
+            self._present = {found: has for found, has in self._present.items() if found not in doomed}
             self._present[iteration] = with_optimizer
         except TrainerError as failure:
             error = failure
@@ -213,15 +218,20 @@ class Checkpointer:
         self._agreements += 1
         self._board.agree(f"agree/{self._nonce}/{self._agreements}", problem)
 
-    def _attempt(self, attempt: Attempt, contents: Contents, *, pieces: list[Piece], snapshot: Snapshot) -> None:
-        """Write, check, commit, then delete what may go. Runs on the worker thread of every rank."""
+    def _attempt(self, attempt: Attempt, contents: Contents, *, pieces: list[Piece], snapshot: Snapshot) -> list[int]:
+        """Write, check, commit, then delete what may go. Runs on the worker thread of every rank.
+
+        Returns:
+            The iterations that are no longer there, as rank 0 decided it.
+        """
         folder = attempt.folder
         partial = folder.partial(attempt.iteration, attempt.name)
         writer = Writer(partial, self._files, attempt.layout, self._board.rank)
 
-        def publish(written: list[WrittenPiece]) -> None:
+        def publish(written: list[WrittenPiece]) -> list[int]:
             documents, aliases = contents.documents, contents.aliases
             commit.publish(attempt, written, documents=documents, aliases=aliases, lock=self._lock)
+            return self._doomed(attempt)[0]
 
         def work() -> list[WrittenPiece]:
             if self._board.rank == 0:
@@ -231,22 +241,34 @@ class Checkpointer:
             return written
 
         try:
-            commit.exchange(self._worker_board, attempt, work=work, publish=publish)
-        except TrainerError:
+            doomed = commit.exchange(self._worker_board, attempt, work=work, publish=publish)
+        except BaseException:
             if self._board.rank == 0:
                 try:
                     self._files.remove_tree(partial)
                 except OSError as error:
                     _log.error("%s could not be removed, the next start sweeps it: %s", partial, error)
             raise
+        if doomed is None:  # the verdict was lost: what rank 0 has deleted is gone, the rest it decides like this
+            doomed, committed = self._doomed(attempt)
+            return [*doomed, *(iteration for iteration in self._present if iteration not in committed)]
         if self._board.rank == 0:
-            self._retire(folder, attempt)
+            self._delete(doomed, attempt)
+        return doomed
 
-    def _retire(self, folder: CheckpointFolder, attempt: Attempt) -> None:
-        pinned = self._pinned | {attempt.iteration}
-        for iteration in self._policy.retention.doomed(folder.committed(), pinned=pinned):
+    def _doomed(self, attempt: Attempt) -> tuple[list[int], list[int]]:
+        """Return what retention gives up now that `attempt` is committed, and all that is committed."""
+        try:
+            committed = attempt.folder.committed()
+        except OSError as error:
+            _log.error("%s cannot be listed, nothing is deleted: %s", attempt.folder.root, error)
+            return [], []
+        return self._policy.retention.doomed(committed, pinned=self._pinned | {attempt.iteration}), committed
+
+    def _delete(self, iterations: list[int], attempt: Attempt) -> None:
+        for iteration in iterations:
             try:
-                self._files.remove_tree(folder.discard(iteration, attempt.name))
+                self._files.remove_tree(attempt.folder.discard(iteration, attempt.name))
             except OSError as error:
                 _log.error("iteration %d could not be deleted: %s", iteration, error)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
-from trainer.checkpoint.store import CheckpointFolder, iteration_name
+from trainer.checkpoint.store import CheckpointFolder, is_iteration_name, iteration_name
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 
 _log = logging.getLogger(__name__)
@@ -84,7 +84,14 @@ class Chooser:
             raise CheckpointError(
                 "There is no checkpoint folder", where=path, fix="Correct checkpoint.load; nothing was started."
             )
-        if (path / MANIFEST).exists() or iteration_like(path):
+        if (path / MANIFEST).exists() or is_iteration_name(path.name):
+            if self._source.iteration is not None:
+                raise CheckpointError(
+                    "An iteration is asked of a folder that is one iteration itself",
+                    where=path,
+                    found=f"checkpoint.ckpt_step={self._source.iteration}",
+                    fix="Leave checkpoint.ckpt_step out, or name the run's checkpoint folder in checkpoint.load.",
+                )
             self._is_exact = True
             return [path]
         folder = CheckpointFolder(path, self._files)
@@ -107,8 +114,3 @@ class Chooser:
             )
         self._is_exact = True
         return [folder.iteration(iteration)]
-
-
-def iteration_like(path: Path) -> bool:
-    """Return whether a folder's name says that it is one iteration, superseded ones included."""
-    return path.name.startswith("iter_")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from trainer.checkpoint.manifest import DIGEST_BYTES, FileEntry, Manifest, Writt
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.errors import CheckpointError, LaunchError, TrainerError
 
+_log = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
-_OK = b"committed"
+_OK, _FAILED = b"ok", b"no"  # the first two bytes of a report and of a verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +38,39 @@ def exchange(
     attempt: Attempt,
     *,
     work: Callable[[], list[WrittenPiece]],
-    publish: Callable[[list[WrittenPiece]], None],
-) -> None:
+    publish: Callable[[list[WrittenPiece]], list[int]],
+) -> list[int] | None:
     """Run `work` on every rank and, if all succeed, `publish` on rank 0; all ranks learn the outcome.
+
+    Returns:
+        What `publish` returned, the iterations that are to be deleted now; None where that message was lost.
 
     Raises:
         TrainerError: on every rank, if the attempt did not become a checkpoint.
+        BaseException: on the rank where `work` or `publish` raised it; the others get a CheckpointError that names it.
     """
     key = f"save/{attempt.name}"
-    problem: TrainerError | None = None
+    problem: BaseException | None = None
     report = b""
     try:
-        report = encode(work(), attempt.layout)
-    except TrainerError as error:
-        problem = error
+        report = _OK + encode(work(), attempt.layout)
+    except BaseException as error:  # noqa: BLE001 - raised again once the peers know
+        problem, report = error, _FAILED + _text(error)
     if board.rank == 0:
-        _decide(board, key, attempt, report=report, problem=problem, publish=publish)
-        return
-    board.collect(f"{key}/report", b"ok" + report if problem is None else b"no" + str(problem).encode())
+        return _decide(board, key, attempt, report=report, problem=problem, publish=publish)
+    verdict = b""
     try:
+        board.collect(f"{key}/report", report)
         verdict = board.from_rank0(f"{key}/verdict", None)
-    except LaunchError:
-        if _is_committed(attempt):  # the rename is the truth, whatever became of the message
-            return
-        raise
+    except LaunchError as error:
+        if problem is None and _is_committed(attempt):  # the rename is the truth, whatever became of the message
+            return None
+        problem = error if problem is None else problem
     if problem is not None:
         raise problem
-    if verdict != _OK:
-        raise CheckpointError(verdict.decode().rstrip("."))
+    if not verdict.startswith(_OK):
+        raise CheckpointError(verdict[2:].decode().rstrip("."))
+    return [int(number) for number in verdict[2:].split()]
 
 
 def _decide(
@@ -71,21 +79,35 @@ def _decide(
     attempt: Attempt,
     *,
     report: bytes,
-    problem: TrainerError | None,
-    publish: Callable[[list[WrittenPiece]], None],
-) -> None:
+    problem: BaseException | None,
+    publish: Callable[[list[WrittenPiece]], list[int]],
+) -> list[int]:
+    doomed: list[int] = []
     try:
-        reports = board.collect(f"{key}/report", b"ok" + report)
-        if problem is not None:
-            raise problem
+        reports = board.collect(f"{key}/report", report)
         for rank, data in enumerate(reports):
-            if data[:2] != b"ok":
+            if not data.startswith(_OK):
                 raise CheckpointError(f"Rank {rank}: {data[2:].decode().rstrip('.')}")
-        publish([piece for data in reports for piece in decode(data[2:], attempt.layout)])
-    except TrainerError as error:
-        board.from_rank0(f"{key}/verdict", str(error).encode())
-        raise
-    board.from_rank0(f"{key}/verdict", _OK)
+        doomed = publish([piece for data in reports for piece in decode(data[2:], attempt.layout)])
+    except BaseException as error:  # noqa: BLE001 - raised again once the peers know
+        problem = error if problem is None else problem
+    if problem is not None:
+        _announce(board, key, _FAILED + _text(problem))
+        raise problem
+    _announce(board, key, _OK + " ".join(map(str, doomed)).encode())
+    return doomed
+
+
+def _announce(board: Board, key: str, verdict: bytes) -> None:
+    """Tell all ranks; where the store is gone, they look for the folder: nothing that happened here changes by it."""
+    try:
+        board.from_rank0(f"{key}/verdict", verdict)
+    except LaunchError as error:
+        _log.error("the verdict on %s did not go out: %s", key, error)
+
+
+def _text(error: BaseException) -> bytes:
+    return (str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}").encode()
 
 
 def _is_committed(attempt: Attempt) -> bool:

@@ -25,7 +25,7 @@ class Rule:
     Args:
         field: a dotted path; a rule for a longer path wins.
         flag: the flag that allows the difference, for Verdict.FLAG.
-        says: what the difference means, for the log line or the refusal.
+        says: what the difference means, for the log line or the refusal; `{saved}` in it becomes the saved value.
     """
 
     field: str
@@ -76,7 +76,7 @@ def settle(found: Sequence[Difference], *, flags: Collection[str], where: object
         fix = (
             f"To go on all the same, set {' '.join(f'{flag}=true' for flag in flag_list)}."
             if fixable
-            else ("Use the saved values, or start another run with load=none.")
+            else ("Use the saved values, or start another run with checkpoint.load=none.")
         )
         raise MismatchError(
             "The checkpoint belongs to another run",
@@ -84,12 +84,16 @@ def settle(found: Sequence[Difference], *, flags: Collection[str], where: object
             found="these differences:\n" + "\n".join(rows),
             fix="\n" + fix,
         )
-    return [f"{d.field}: saved {_text(d.saved)}, now {_text(d.current)}; {d.rule.says}" for d in found]
+    return [f"{d.field}: saved {_text(d.saved)}, now {_text(d.current)}; {_meaning(d)}" for d in found]
+
+
+def _meaning(difference: Difference) -> str:
+    return difference.rule.says.replace("{saved}", _text(difference.saved))
 
 
 def _advice(difference: Difference) -> str:
     rule = difference.rule
-    parts = [rule.says] if rule.says else []
+    parts = [_meaning(difference)] if rule.says else []
     if rule.verdict is Verdict.FLAG:
         parts.append(f"{rule.flag}=true allows it")
     return f"  ({'; '.join(parts)})" if parts else ""

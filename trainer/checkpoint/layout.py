@@ -40,7 +40,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_METADATA = "__metadata__"
+METADATA = "__metadata__"
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -141,7 +141,7 @@ def _refuse_unstorable(specs: Iterable[TensorSpec]) -> None:
         if spec.name in seen:
             raise CheckpointError("Two tensors have one name", where=spec.name, fix="Give every tensor its own name.")
         seen.add(spec.name)
-        if spec.name == _METADATA:
+        if spec.name == METADATA:
             raise CheckpointError("A tensor has a name that safetensors keeps for itself", where=spec.name)
         if spec.dtype not in DTYPE_NAMES:
             raise CheckpointError(
@@ -166,7 +166,7 @@ def _fill(specs: Sequence[TensorSpec], file_bytes: int) -> list[list[TensorSpec]
 
 
 def _lay_file(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
-    table: dict[str, object] = {_METADATA: {"format": "pt"}}
+    table: dict[str, object] = {METADATA: {"format": "pt"}}
     offsets, position = [], 0
     for spec in specs:
         offsets.append(position)

@@ -6,7 +6,7 @@ The only module that reads the internals of torch's DTensor. What is done with t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from trainer.checkpoint.box import Box, Split, box_of_splits, intersect, relative, whole
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.layout import Kind, TensorSpec
+from trainer.checkpoint.storable import check_byteorder, check_disjoint, check_memory
 from trainer.errors import CheckpointError
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -62,7 +63,9 @@ class Contents:
     Args:
         specs: every tensor of the checkpoint in model order, equal on all ranks.
         live: the parts that this rank holds.
-        aliases: second names of stored tensors (tied parameters), alias -> stored name.
+        aliases: second names of stored tensors (tied parameters), alias -> stored name. What is saved is the stored
+            name's tensor, and no other is looked at: `aliases_of` gives only names of the very same tensor, so that
+            there is nothing to compare. Whoever names another tensor here answers for its being equal.
         documents: JSON files beside the tensors, by file name; only rank 0's are written.
     """
 
@@ -121,14 +124,18 @@ def live_tensors(
         stored: how parameters lie on disk, by name, where that differs from how they live.
 
     Raises:
-        CheckpointError: for an optimizer that holds other parameters than the model, or a tensor that is no box.
+        CheckpointError: for an optimizer that holds other parameters than the model, a tensor that is no box, is
+            sparse or quantised, or shares memory with another, or a big-endian host.
     """
+    check_byteorder(sys.byteorder)
     reshard(model)
     stored = stored or {}
     names = parameter_names(model)
+    buffers = list(_persistent_buffers(model))
+    _check_memory([*((name, parameter) for parameter, name in names.items()), *buffers])
     for parameter, name in names.items():
         yield from _locate(Kind.MODEL, name, parameter.detach(), grid=grid, stored=stored.get(name))
-    for name, buffer in _persistent_buffers(model):
+    for name, buffer in buffers:
         yield from _locate(Kind.MODEL, name, buffer, grid=grid, stored=None)
     if optimizer is not None:
         _refuse_strangers(optimizer, names)
@@ -178,6 +185,13 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
+def _check_memory(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    parts = [(name, local_of(tensor)) for name, tensor in named]
+    for name, local in parts:
+        check_memory(name, local)
+    check_disjoint(parts)
+
+
 def _refuse_strangers(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
     strangers = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if strangers:
@@ -204,6 +218,7 @@ def _optimizer_tensors(
             value = optimizer.state.get(parameter, {}).get(key)
             if value is None:
                 continue
+            check_memory(f"{key}.{name}", local_of(value))
             same = value.shape == parameter.shape
             owner = parameter if is_dtensor(parameter) else None
             yield from _locate(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer.checkpoint.box import Box, image, intersect, relative
+from trainer.checkpoint.box import Box, image, intersect, relative, whole
 from trainer.checkpoint.layout import Place, TensorSpec
 from trainer.checkpoint.live import LiveTensor
 from trainer.checkpoint.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
@@ -59,6 +59,7 @@ def fill(
 
     Raises:
         CheckpointError: for a damaged block, naming file, tensor and bytes. What was filled before stays filled.
+        MismatchError: for a shard of a tensor that was written in other dimensions.
     """
     start, read_bytes, filled = time.perf_counter(), 0, 0
     for file, members in _by_file(live, places).items():
@@ -90,13 +91,14 @@ class _Filler:
         """Return how many bytes were read."""
         if tensor.box.numel == 0:
             return 0
+        box = self._box_of(tensor)
         direct = is_direct(tensor.local)
         staging = tensor.local if direct else torch.empty(tensor.box.shape, dtype=tensor.local.dtype)
         memory, read_bytes, covered = memory_of(staging), 0, 0
         for piece in self.checkpoint.manifest.tensors[self.place.spec.name].pieces(self._itemsize):
-            common = intersect(piece.box, tensor.box)
+            common = intersect(piece.box, box)
             if common.numel:
-                read, copied = self._fill_from(piece, tensor.box, common, memory)
+                read, copied = self._fill_from(piece, box, common, memory)
                 read_bytes, covered = read_bytes + read, covered + copied
         if covered != memory.nbytes:
             raise CheckpointError(
@@ -109,6 +111,21 @@ class _Filler:
             with torch.no_grad():
                 tensor.local.copy_(staging)
         return read_bytes
+
+    def _box_of(self, tensor: LiveTensor) -> Box:
+        """Return a tensor's box in the dimensions in which it was written; a whole tensor may live in others."""
+        written, lives = self.place.spec.view, tensor.spec.view
+        if lives == written:
+            return tensor.box
+        if tensor.box == whole(lives):
+            return whole(written)
+        raise MismatchError(
+            "A tensor was written in other dimensions than its shard lives in",
+            where=f"{self.checkpoint.path}, {self.place.spec.name}",
+            expected=f"a view as {list(written)}",
+            found=f"{list(lives)}",
+            fix="Load it whole.",
+        )
 
     @property
     def _itemsize(self) -> int:

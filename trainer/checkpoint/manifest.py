@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ import xxhash
 
 from trainer.checkpoint import json_file
 from trainer.checkpoint.box import Box, image
-from trainer.checkpoint.layout import Layout, Place
+from trainer.checkpoint.layout import DTYPE_NAMES, Layout, Place
 from trainer.errors import CheckpointError, MismatchError
 
 FORMAT = "reprise-manifest/1"
 BLOCK_BYTES = 4 << 20
 DIGEST_BYTES = 8
+_ITEMSIZES = sorted({dtype.itemsize for dtype in DTYPE_NAMES})
 _TAIL = ',"xxh3_64":"%s"}\n'
 
 
@@ -69,6 +71,18 @@ class TensorEntry:
                 yield WrittenPiece("", box, lo, hi, self.digests[position : position + length])
                 position += length
 
+    def fits(self, itemsize: int) -> bool:
+        """Return whether shares and the number of digests are those of a tensor with items of `itemsize` bytes."""
+        count, cells = 0, math.prod(len(marks) - 1 for marks in self.cuts)
+        if cells * DIGEST_BYTES > len(self.digests):  # a cell has at least one; no tensor is worth counting more
+            return False
+        for cell, box in enumerate(_cells(self.cuts)):
+            bounds = (0, *self.shares.get(cell, ()), image(box, self.view, itemsize).total_bytes)
+            if len(bounds) > 2 and any(lo >= hi for lo, hi in itertools.pairwise(bounds)):
+                return False
+            count += sum(block_count(hi - lo) for lo, hi in itertools.pairwise(bounds))
+        return len(self.digests) == count * DIGEST_BYTES and all(0 <= cell < cells for cell in self.shares)
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -94,11 +108,21 @@ def tile(layout: Layout, written: Sequence[WrittenPiece]) -> dict[str, TensorEnt
     """Check that the pieces cover every byte of every tensor exactly once, and return the entry of each tensor.
 
     Raises:
-        CheckpointError: naming the first tensor with a missing, doubled or foreign piece.
+        CheckpointError: naming the first tensor with a missing, doubled or foreign piece, or one whose digests are
+            not one for each block.
     """
     by_name: dict[str, list[WrittenPiece]] = defaultdict(list)
     for piece in written:
         by_name[piece.name].append(piece)
+        expected = block_count(piece.hi - piece.lo) * DIGEST_BYTES
+        if len(piece.digests) != expected:
+            raise CheckpointError(
+                "A written piece has not one digest for each of its blocks",
+                where=f"{piece.name}, bytes [{piece.lo}, {piece.hi}) of the box at {list(piece.box.offset)}",
+                expected=f"{expected} B",
+                found=f"{len(piece.digests)} B",
+                fix="Nothing was committed; this is a defect of whoever wrote it.",
+            )
     foreign = by_name.keys() - layout.places.keys()
     if foreign:
         raise CheckpointError("A piece of an unknown tensor was written", where=min(foreign))
@@ -216,7 +240,11 @@ def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
     ):
         raise ValueError(f"cuts {cuts} do not fit a tensor of {view}")
     shares = {int(cell): tuple(_natural(n) for n in offsets) for cell, offsets in entry.get("shares", {}).items()}
-    return TensorEntry(view, cuts, shares, bytes.fromhex(entry["digests"]))
+    found = TensorEntry(view, cuts, shares, bytes.fromhex(entry["digests"]))
+    # Only the headers know the item size; `reader.read_places` asks again with it.
+    if not any(found.fits(itemsize) for itemsize in _ITEMSIZES):
+        raise ValueError(f"{len(found.digests)} B of digests and shares {shares} fit no tensor of {view} cut at {cuts}")
+    return found
 
 
 def _natural(value: object) -> int:

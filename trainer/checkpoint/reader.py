@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from trainer.checkpoint import json_file, manifest
+from trainer.checkpoint import header, json_file, manifest
 from trainer.checkpoint.box import image
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.layout import DTYPES, Kind, Place, TensorSpec
+from trainer.checkpoint.layout import Kind, Place, TensorSpec
 from trainer.checkpoint.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest
 from trainer.errors import CheckpointError, MismatchError
 
@@ -94,12 +93,16 @@ def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
     """Check every safetensors header against the manifest and return the place of every tensor by name.
 
     Raises:
-        CheckpointError: if a header is damaged or names other tensors than the manifest.
+        CheckpointError: if a header is damaged or malformed, or does not say the same as the manifest.
     """
     places: dict[str, Place] = {}
     for name, entry in checkpoint.manifest.files.items():
         if entry.is_tensor_file:
             for place in _read_header(checkpoint, name, entry.digest):
+                if place.spec.name in places:
+                    raise CheckpointError(
+                        "A tensor lies in two files", where=checkpoint.path / name, found=place.spec.name
+                    )
                 places[place.spec.name] = place
     if places.keys() != checkpoint.manifest.tensors.keys():
         odd = min(places.keys() ^ checkpoint.manifest.tensors.keys())
@@ -107,7 +110,7 @@ def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
     return places
 
 
-def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> Iterator[Place]:
+def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
     path = checkpoint.path / name
     kind = Kind.OPTIMIZER if name.startswith("optimizer/") else Kind.MODEL
     with opened(checkpoint, path) as descriptor:
@@ -116,25 +119,27 @@ def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> Iterator[Pla
         length = int.from_bytes(prefix, "little")
         if length > min(_MAX_HEADER_BYTES, checkpoint.manifest.files[name].total_bytes - 8):
             raise CheckpointError("A safetensors header is damaged", where=path, found=f"a length of {length} B")
-        header = bytearray(8 + length)
-        checkpoint.files.read(descriptor, memoryview(header), offset=0)
-    if manifest.digest_of(bytes(header)) != digest:
+        data = bytearray(8 + length)
+        checkpoint.files.read(descriptor, memoryview(data), offset=0)
+    if manifest.digest_of(bytes(data)) != digest:
         raise CheckpointError("A safetensors header is damaged", where=path, expected=f"digest {digest}")
-    table = json_file.parse(bytes(header[8:]), where=path)
-    table.pop("__metadata__", None)
-    for tensor, entry in table.items():
-        yield _place(checkpoint.manifest, kind, name, tensor=tensor, entry=entry, start=8 + length)
+    table = json_file.parse(bytes(data[8:]), where=path)
+    total_bytes = checkpoint.manifest.files[name].total_bytes
+    specs = header.parse(table, kind, data_bytes=total_bytes - 8 - length, where=path)
+    return [Place(_as_written(checkpoint, spec, where=path), name, 8 + length + offset) for spec, offset in specs]
 
 
-def _place(found: Manifest, kind: Kind, file: str, *, tensor: str, entry: Mapping[str, object], start: int) -> Place:
-    shape, offsets, dtype = entry["shape"], entry["data_offsets"], DTYPES[str(entry["dtype"])]
-    assert isinstance(shape, list)
-    assert isinstance(offsets, list)
-    view = found.tensors[tensor].view if tensor in found.tensors else tuple(shape)
-    spec = TensorSpec(kind, tensor, tuple(shape), dtype, view)
-    if torch.Size(view).numel() != torch.Size(shape).numel() or offsets[1] - offsets[0] != spec.total_bytes:
-        raise CheckpointError("A header and the manifest disagree", where=f"{file}, {tensor}", found=(shape, view))
-    return Place(spec, file, start + offsets[0])
+def _as_written(checkpoint: Checkpoint, spec: TensorSpec, *, where: Path) -> TensorSpec:
+    """Return a header's `spec` with the view in which the manifest says the tensor was written."""
+    entry = checkpoint.manifest.tensors.get(spec.name)
+    if entry is None or math.prod(entry.view) != math.prod(spec.shape) or not entry.fits(spec.dtype.itemsize):
+        raise CheckpointError(
+            "A header and the manifest disagree",
+            where=f"{where}, tensor {spec.name}",
+            expected=f"what fits shape {list(spec.shape)} of {spec.dtype}",
+            found="no entry" if entry is None else f"view {list(entry.view)}, {len(entry.digests)} B of digests",
+        )
+    return replace(spec, view=entry.view)
 
 
 def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> None:

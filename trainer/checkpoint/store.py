@@ -13,6 +13,7 @@ _log = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})")
+_ANY_ITERATION = re.compile(r"iter_\d{7,}(\.superseded-\d+)?")
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\..*\.(partial|deleting)")
 
 
@@ -26,6 +27,11 @@ def iteration_of(path: Path) -> int | None:
     match = _ITERATION.fullmatch(path.name)
     iteration = int(match[1]) if match else None
     return iteration if iteration is not None and iteration_name(iteration) == path.name else None
+
+
+def is_iteration_name(name: str) -> bool:
+    """Return whether a folder's name says that it is one iteration, superseded ones included."""
+    return _ANY_ITERATION.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,14 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
 from models import GPT2, Llama3, Model, token_loss
 from models.layers import Dropout, FusedConv1D
+
+__all__ = ["cut_token_loss", "loss_parallel", "reduce_partial_gradients", "shard"]
 
 _SEQUENCE = 1  # the dimension of [batch, sequence, width] that sequence parallelism cuts
 

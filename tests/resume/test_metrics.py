@@ -1,0 +1,108 @@
+"""What a run records: every iteration once, whatever happened to its processes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from scripts.compare_loss import main as compare_loss
+from tests.harness import TINY, curve, launch, run_ok
+
+BASE = [
+    "model=gpt2_tiny",
+    *TINY,
+    "logging.tensorboard=true",
+    "train.train_iters=12",
+    "train.eval_interval=4",
+    "train.eval_iters=1",
+    "checkpoint.save_interval=4",
+]
+SCALARS = ("train/loss", "train/grad_norm", "train/lr", "train/tokens_per_second", "checkpoint/blocked_seconds")
+
+
+def rows(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of twelve iterations."""
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    run_ok(folder, BASE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return the folder of that run killed twice, and the log lines of its last part."""
+    folder = tmp_path_factory.mktemp("broken") / "run"
+    assert launch(folder, BASE, kill_after=6).statuses == (-9,)
+    assert launch(folder, BASE, kill_after=10).statuses == (-9,)
+    return folder, run_ok(folder, BASE).text
+
+
+def test_metrics_show_every_iteration_once(unbroken: Path, broken: tuple[Path, str]) -> None:
+    run, _ = broken
+    assert [row[0] for row in curve(run)] == list(range(1, 13))
+    assert curve(run) == curve(unbroken)
+    for event, iterations in {"evaluation": [4, 8, 12], "save": [4, 8, 12]}.items():
+        assert [row["iteration"] for row in rows(run) if row.get("event") == event] == iterations
+    abandoned = sorted(path.name for path in run.glob("metrics.abandoned-*.jsonl"))
+    assert abandoned == ["metrics.abandoned-1.jsonl", "metrics.abandoned-2.jsonl"]
+
+
+def test_tensorboard_shows_every_iteration_once(unbroken: Path, broken: tuple[Path, str]) -> None:
+    for run in (unbroken, broken[0]):
+        events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+        for tag in SCALARS:
+            assert [event.step for event in events.Scalars(tag)] == list(range(1, 13))
+        assert [event.step for event in events.Scalars("valid/loss")] == [4, 8, 12]
+        shown = [event.value for event in events.Scalars("train/loss")]
+        assert shown == pytest.approx([float.fromhex(row[1]) for row in curve(run)], rel=1e-6)
+
+
+def test_log_lines_begin_as_loss_parsers_expect(broken: tuple[Path, str]) -> None:
+    run, text = broken
+    lines = [line for line in text.splitlines() if line.startswith("step") and "train loss" in line]
+    pattern = (
+        r"step +(\d+)/12 \| train loss (\d+\.\d{6}) \| norm \d+\.\d{4} \| lr \d\.\d{4}e-\d\d \| [\d.]+ ms \| \d+ tok"
+    )
+    last = curve(run)[-len(lines) :]
+    assert [row[0] for row in last] == [9, 10, 11, 12]
+    for line, row in zip(lines, last, strict=True):
+        assert line.startswith(f"step {row[0]:5d}/12 | train loss {float.fromhex(row[1]):.6f} | ")
+        assert re.match(pattern, line)
+
+
+def test_hexadecimal_and_decimal_values_are_the_same(broken: tuple[Path, str]) -> None:
+    training = [row for row in rows(broken[0]) if "loss" in row]
+    assert len(training) == 12
+    for row in training:
+        for key in ("loss", "grad_norm", "lr"):
+            assert float.fromhex(str(row[f"{key}_hex"])) == row[key]
+        assert row["consumed_samples"] == 12 * int(str(row["iteration"]))
+        assert float(str(row["seconds"])) > 0
+        assert float(str(row["tokens_per_second"])) > 0
+        assert float(str(row["checkpoint_seconds"])) >= 0
+    for row in rows(broken[0]):
+        if row.get("event") == "evaluation":
+            assert float.fromhex(str(row["valid_loss_hex"])) == row["valid_loss"]
+
+
+def test_compare_loss_proves_the_curves_equal(
+    unbroken: Path, broken: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = broken
+    assert compare_loss([str(unbroken), str(run), "--bitwise"]) == 0
+    assert "bit-identical: 12/12 iterations" in capsys.readouterr().out
+
+    text = (run / "metrics.jsonl").read_text()
+    value = curve(run)[6][1]
+    digit = "0" if value[12] != "0" else "1"
+    (tmp_path / "metrics.jsonl").write_text(text.replace(value, value[:12] + digit + value[13:]))
+    assert compare_loss([str(unbroken), str(tmp_path / "metrics.jsonl"), "--bitwise"]) == 1
+    assert "DIFFERENT: 1 of 12 iterations, first at 7" in capsys.readouterr().out

@@ -1,0 +1,160 @@
+"""A checkpoint of another run is refused in one message, with nothing changed on disk; a flag lets it through."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ALL_CORES, TINY, Ended, all_files, curve, launch, run_ok
+
+BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=3", "schedule.lr_decay_iters=20"]
+
+REFUSED = [
+    ("model.n_layer", "model.n_layer=3", "2", "3"),
+    ("model.n_embd", "model.n_embd=40", "20", "40"),
+    ("model.vocab_size", "model.vocab_size=300", "257", "300"),
+    ("model.tie_word_embeddings", "model.tie_word_embeddings=false", "True", "False"),
+]
+WITH_FLAG = [
+    ("batch.global_batch_size", "train.global_batch_size=24", "12", "24", "override_batch_size"),
+    ("batch.seq_length", "train.seq_length=8", "16", "8", "override_batch_size"),
+    ("seed", "train.seed=7", "1234", "7", "override_data"),
+    ("schedule.lr", "optimizer.lr=0.002", "0.001", "0.002", "override_scheduler"),
+    ("schedule.min_lr", "schedule.min_lr=0.0002", "0.0001", "0.0002", "override_scheduler"),
+    ("schedule.style", "schedule.lr_decay_style=linear", "cosine", "linear", "override_scheduler"),
+    ("schedule.warmup_iters", "schedule.lr_warmup_iters=2", "3", "2", "override_scheduler"),
+    ("schedule.decay_iters", "schedule.lr_decay_iters=30", "20", "30", "override_scheduler"),
+    ("adam.weight_decay", "optimizer.weight_decay=0.2", "0.1", "0.2", "override_scheduler"),
+    ("adam.beta2", "optimizer.adam_beta2=0.99", "0.95", "0.99", "override_scheduler"),
+    ("topology.zero_stage", "parallel.zero_stage=3", "1", "3", "reshard"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of three iterations on one rank."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    run_ok(folder, BASE)
+    return folder
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """Return a copy of that run that a test may change."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def refuse(run: Path, *overrides: str, ranks: int = 1) -> str:
+    """Check that the command is refused on every rank and changes nothing; return what rank 0 said."""
+    before = all_files(run)
+    assert before["checkpoints/lock"] == b""
+    ended = launch(run, [*BASE, *overrides], ranks=ranks)
+    assert ended.statuses == (1,) * ranks, ended.text
+    assert all_files(run) == before
+    assert "Traceback" not in ended.text
+    return ended.outputs[0]
+
+
+def continue_(run: Path, *overrides: str, ranks: int = 1) -> Ended:
+    """Check that the command goes on by one iteration from the third."""
+    ended = run_ok(run, [*BASE, "train.train_iters=4", *overrides], ranks=ranks)
+    assert "iteration 3 from" in ended.outputs[0]
+    assert [row[0] for row in curve(run)] == [1, 2, 3, 4]
+    return ended
+
+
+def shows(message: str, field: str, saved: str, current: str) -> bool:
+    return (
+        re.search(rf"^  {re.escape(field)} +saved {saved}  current {current}(  |\.?$)", message, re.MULTILINE)
+        is not None
+    )
+
+
+@pytest.mark.parametrize(("field", "override", "saved_value", "current"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_another_model_is_refused(run: Path, field: str, override: str, saved_value: str, current: str) -> None:
+    message = refuse(run, override)
+    assert shows(message, field, saved_value, current)
+    assert "load=none" in message
+    assert f"{run}/checkpoints/iter_0000003" in message
+
+
+def test_another_family_is_refused(run: Path) -> None:
+    assert shows(refuse(run, "model=llama3_tiny"), "model.family", "gpt2", "llama3")
+
+
+@pytest.mark.parametrize(
+    ("field", "override", "saved_value", "current", "flag"), WITH_FLAG, ids=[row[0] for row in WITH_FLAG]
+)
+def test_a_difference_is_refused_without_its_flag_and_loads_with_it(
+    run: Path, field: str, override: str, saved_value: str, current: str, flag: str
+) -> None:
+    message = refuse(run, override)
+    assert shows(message, field, saved_value, current)
+    assert f"checkpoint.{flag}=true" in message
+    assert "load=none" not in message
+    ended = continue_(run, override, f"checkpoint.{flag}=true")
+    assert f"{field}: saved {saved_value}, now {current}" in ended.outputs[0]
+
+
+def test_other_data_are_refused_without_the_flag(run: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(random.Random(0).randbytes(20_000))
+    data = ["data=text", f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
+    state = json.loads((run / "checkpoints/iter_0000003/trainer_state.json").read_text())
+    message = refuse(run, *data)
+    assert shows(message, "data.fingerprint", state["data"]["fingerprint"], r"\S+")
+    assert "checkpoint.override_data=true" in message
+    continue_(run, *data, "checkpoint.override_data=true")
+
+
+def test_another_number_of_ranks_is_refused_on_every_rank(run: Path) -> None:
+    message = refuse(run, ranks=2)
+    assert shows(message, "topology.world_size", "1", "2")
+    assert shows(message, "topology.dp", "1", "2")
+    assert "checkpoint.reshard=true" in message
+    continue_(run, "checkpoint.reshard=true", ranks=2)
+
+
+def test_several_differences_are_one_message(run: Path) -> None:
+    message = refuse(run, "model.n_layer=3", "optimizer.lr=0.002", "train.seed=7", ranks=3)
+    assert shows(message, "model.n_layer", "2", "3")
+    assert shows(message, "topology.world_size", "1", "3")
+    assert shows(message, "seed", "1234", "7")
+    assert shows(message, "schedule.lr", "0.001", "0.002")
+    assert message.count("MismatchError") == 1
+    flags = "checkpoint.override_data=true", "checkpoint.override_scheduler=true", "checkpoint.reshard=true"
+    assert all(flag in message for flag in flags)
+
+    fixable = refuse(run, "optimizer.lr=0.002", "train.seed=7")
+    assert "set checkpoint.override_data=true checkpoint.override_scheduler=true." in fixable
+
+
+def test_what_only_changes_the_rounding_is_said_in_a_line(run: Path) -> None:
+    ended = run_ok(
+        run,
+        [*BASE, "train.micro_batch_size=4", "train.dtype=bfloat16", "train.compile=true", "model.dropout=0.1"],
+    )
+    for line in (
+        "batch.micro_batch_size: saved 2, now 4; weights and moments stay bitwise",
+        "precision.dtype: saved float32, now bfloat16; weights and moments stay bitwise",
+        "environment.compile: saved False, now True; weights and moments stay bitwise",
+        "model.dropout: saved 0.0, now 0.1; the loss curve will differ",
+    ):
+        assert line in ended.text
+
+
+@pytest.mark.skipif(len(ALL_CORES) < 2, reason="needs two cores")
+def test_another_thread_count_is_said_in_a_line(run: Path) -> None:
+    ended = run_ok(run, BASE, cores=ALL_CORES)
+    assert f"environment.threads: saved 1, now {len(ALL_CORES)}; weights and moments stay bitwise" in ended.text
+
+
+def test_an_unchanged_run_loads_without_a_word(run: Path) -> None:
+    ended = run_ok(run, BASE)
+    assert "now" not in ended.text.split("loaded")[0]
+    assert re.search(r"loaded (\d+) of \1 tensors, \d+ bytes, .* GB/s: iteration 3 from ", ended.text)

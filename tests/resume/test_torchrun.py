@@ -1,0 +1,141 @@
+"""The commands as a user types them: `python -m trainer` and `torchrun -m trainer`, from any folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.harness import TINY, curve, last_iteration, run_ok, tensor_files
+
+BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=30", "checkpoint.save_interval=5"]
+PYTHON = [sys.executable, "-m", "trainer"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+TIMEOUT_S = 60.0
+
+
+@contextmanager
+def started(command: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a command in `folder`, in a session of its own, and end all of it afterwards."""
+    process = subprocess.Popen(
+        command, cwd=folder, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        yield process
+    finally:
+        for pid in (process.pid, *descendants(process.pid)):
+            kill(pid)
+        process.communicate()
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes below one."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def workers(pid: int) -> list[int]:
+    """Return the ranks below a torchrun process."""
+    return [child for child in descendants(pid) if variables(child).get("WORLD_SIZE")]
+
+
+def await_iteration(process: subprocess.Popen[str], metrics: Path, iteration: int) -> None:
+    """Return as soon as an iteration is recorded; fail if the process ends first or takes too long."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while last_iteration(metrics) < iteration:
+        assert time.monotonic() < deadline
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.01)
+        assert process.returncode is None
+
+
+def variables(pid: int) -> dict[str, str]:
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode()
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the run on two ranks."""
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    run_ok(folder, BASE, ranks=2)
+    return folder
+
+
+def test_a_killed_worker_is_restarted_and_the_curve_is_the_unbroken_one(unbroken: Path, tmp_path: Path) -> None:
+    command = [*TORCHRUN, "--max-restarts", "1", "-m", "trainer", "run.dir=run", *BASE]
+    with started(command, tmp_path) as torchrun:
+        await_iteration(torchrun, tmp_path / "run/metrics.jsonl", 7)
+        ranks = {variables(pid)["RANK"]: pid for pid in workers(torchrun.pid)}
+        assert sorted(ranks) == ["0", "1"]
+        kill(ranks["1"])
+        text, _ = torchrun.communicate(timeout=TIMEOUT_S)
+    assert torchrun.returncode == 0, text
+    assert "starting fresh" in text
+    assert text.count("tensors, ") == 1  # loaded once, by the second attempt
+    assert curve(tmp_path / "run") == curve(unbroken)
+    last = "checkpoints/iter_0000030"
+    assert tensor_files(tmp_path / "run" / last) == tensor_files(unbroken / last)
+
+
+def test_a_refusal_ends_every_rank_soon_with_its_message(unbroken: Path, tmp_path: Path) -> None:
+    load = f"checkpoint.load={unbroken / 'checkpoints'}"
+    with started([*TORCHRUN, "-m", "trainer", "run.dir=run", *BASE, load, "train.seed=7"], tmp_path) as torchrun:
+        text, _ = torchrun.communicate(timeout=TIMEOUT_S)
+    assert torchrun.returncode != 0
+    assert "seed  saved 1234  current 7" in text
+    assert "checkpoint.override_data=true" in text
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_plain_python_trains_and_resumes_from_any_folder(tmp_path: Path) -> None:
+    command = [*PYTHON, "run.name=plain", *BASE, "schedule.lr_decay_iters=30"]
+    for iterations in (3, 5):
+        with started([*command, f"train.train_iters={iterations}"], tmp_path) as process:
+            text, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, text
+    assert "iteration 3 from" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+    run = tmp_path / "runs/plain"
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
+    assert [row[0] for row in curve(run)] == [1, 2, 3, 4, 5]
+
+
+def test_an_impossible_configuration_is_one_paragraph(tmp_path: Path) -> None:
+    with started([*PYTHON, *BASE, "train.global_batch_size=7", "parallel.zero_stage=4"], tmp_path) as process:
+        text, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert text.startswith("ConfigError: The configuration cannot run:\n")
+    assert "train.global_batch_size=7" in text
+    assert "parallel.zero_stage=4" in text
+    assert "Traceback" not in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_key_is_refused(tmp_path: Path) -> None:
+    with started([*PYTHON, *BASE, "train.train_itres=7"], tmp_path) as process:
+        text, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert "train_itres" in text
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,429 @@
+"""The rules of the source, held by reading its syntax: layers, imports, sizes, annotations, nothing that unpickles.
+
+Every rule is a function from sources to complaints, and every one is shown to complain about a source that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# From bottom to top: a module imports from lower layers, and within its own package.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("models", "trainer.errors", "trainer.topology", "trainer.progress", "trainer.schedule", "trainer.stop", "trainer"),
+    ("trainer.checkpoint", "trainer.data", "trainer.curves_read"),
+    ("trainer.config", "trainer.curves"),
+    (
+        "trainer.parallel",
+        "trainer.optim",
+        "trainer.random",
+        "trainer.metrics",
+        "trainer.launch",
+        "trainer.feed",
+        "trainer.record",
+        "trainer.curves_plot",
+    ),
+    ("trainer.state", "trainer.axes"),
+    ("trainer.step", "trainer.evaluate", "trainer.parts"),
+    ("trainer.build",),
+    ("trainer.restore", "trainer.loop"),
+    ("trainer.__main__", "scripts.compare_loss"),
+    ("scripts",),
+)
+
+# What a package may import besides the standard library and itself.
+ALLOWED: dict[str, frozenset[str]] = {
+    "models": frozenset({"torch"}),
+    "trainer.data": frozenset({"numpy", "xxhash", "tokenizers", "trainer.errors"}),
+    "trainer.checkpoint": frozenset({"torch", "numpy", "safetensors", "xxhash", "trainer.errors"}),
+}
+
+# Libraries, and the modules or packages that may import each.
+ONLY_IN = {
+    "hydra": ("trainer.__main__",),
+    "omegaconf": ("trainer.__main__",),
+    "matplotlib": ("trainer.curves_plot",),
+    "torch.utils.tensorboard": ("trainer.metrics",),
+    "torch.distributed.tensor": ("trainer.checkpoint.live", "trainer.parallel"),
+}
+
+# The broad handlers that hand on what they catch: (module, exception).
+HANDED_ON = {
+    ("trainer.checkpoint.worker", "BaseException"),
+    ("trainer.checkpoint.commit", "BaseException"),
+    ("trainer.checkpoint.checkpointer", "BaseException"),
+}
+
+PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+PICKLING_CALLS = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
+CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}
+
+# Dependencies that no module imports, and why they are there. One that is imported does not belong here.
+NOT_IMPORTED = {
+    "safetensors": "users read the files with it, and tests hold ours against it",
+    "tqdm": "declared, not used so far",
+}
+IMPORT_NAMES = {"hydra-core": "hydra", "tensorboard": "torch.utils.tensorboard"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file: its dotted module name and its text."""
+
+    module: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def package(self) -> str:
+        """Return the layer's name this module goes by: the longest entry of LAYERS that it is or lies in."""
+        names = [name for layer in LAYERS for name in layer]
+        fitting = [n for n in names if self.module == n or (n != "trainer" and self.module.startswith(n + "."))]
+        return max(fitting, key=len, default="")
+
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node
+
+    def imports(self) -> set[str]:
+        """Return the dotted names this module imports; of `from a import b` both `a` and `a.b`."""
+        found = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = "." * node.level + (node.module or "")
+                found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        return found
+
+
+Rule = Callable[[Sequence[Source]], list[str]]
+
+
+def read_sources(*folders: str) -> list[Source]:
+    found = []
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found.append(Source(".".join(parts).removesuffix(".__init__"), path.read_text(encoding="utf-8")))
+    return found
+
+
+def imported_modules(source: Source, known: set[str]) -> set[str]:
+    """Return the project's own modules that a source imports; importing a name from a package means the package."""
+    found = set()
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in known else str(node.module))
+    return (found & known) - {source.module}
+
+
+def is_or_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def layers(sources: Sequence[Source]) -> list[str]:
+    """Imports point down, and every module has a layer."""
+    height = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    by_name = {source.module: source for source in sources}
+    found = []
+    for source in sources:
+        if not source.package:
+            found.append(f"{source.module} is in no layer")
+            continue
+        for target in imported_modules(source, set(by_name)):
+            package = by_name[target].package
+            if package != source.package and height.get(package, -1) >= height[source.package]:
+                found.append(f"{source.module} imports {target}, which is not below it")
+    return found
+
+
+def no_cycles(sources: Sequence[Source]) -> list[str]:
+    """No module imports itself by way of others."""
+    known = {source.module for source in sources}
+    graph = {source.module: imported_modules(source, known) for source in sources}
+    while leaves := {name for name, targets in graph.items() if not targets & graph.keys()}:
+        graph = {name: targets for name, targets in graph.items() if name not in leaves}
+    return [f"{name} is in, or above, a cycle of imports" for name in sorted(graph)]
+
+
+def foreign_imports(sources: Sequence[Source]) -> list[str]:
+    """models, trainer/data and trainer/checkpoint stand on few legs; some libraries have one door."""
+    found = []
+    for source in sources:
+        for name in sorted(source.imports()):
+            if name.startswith("."):
+                found.append(f"{source.module} has a relative import: {name}")
+            for package, allowed in ALLOWED.items():
+                is_known = name.split(".")[0] in sys.stdlib_module_names or is_or_in(name, package)
+                if is_or_in(source.module, package) and not is_known and not any(is_or_in(name, a) for a in allowed):
+                    found.append(f"{source.module} imports {name}, which {package} may not")
+            for library, doors in ONLY_IN.items():
+                if is_or_in(name, library) and not any(is_or_in(source.module, door) for door in doors):
+                    found.append(f"{source.module} imports {name}, which only {' and '.join(doors)} may")
+    return found
+
+
+def sizes(sources: Sequence[Source]) -> list[str]:
+    """Modules and functions are short."""
+    found = []
+    for source in sources:
+        lines = len(source.text.splitlines())
+        if lines > MAX_MODULE_LINES:
+            found.append(f"{source.module} has {lines} lines")
+        for function in source.functions():
+            length = (function.end_lineno or 0) - function.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                found.append(f"{source.module}.{function.name} has {length} lines")
+    return found
+
+
+def annotations(sources: Sequence[Source]) -> list[str]:
+    """Every function says what it takes and returns."""
+    found = []
+    for source in sources:
+        for function in source.functions():
+            spec = function.args
+            arguments = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg]
+            bare = [a.arg for a in arguments if a and a.annotation is None and a.arg not in ("self", "cls")]
+            found += [f"{source.module}.{function.name}: {name} has no type" for name in bare]
+            if function.returns is None:
+                found.append(f"{source.module}.{function.name} has no return type")
+    return found
+
+
+def docstrings(sources: Sequence[Source]) -> list[str]:
+    """Modules, public classes and public functions are explained; a method of one line may speak for itself."""
+    found = []
+    for source in sources:
+        if not ast.get_docstring(source.tree):
+            found.append(f"{source.module} has no docstring")
+        for node in source.tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not _is_explained(node):
+                found.append(f"{source.module}.{node.name} has no docstring")
+            for method in node.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_") else []:
+                if isinstance(method, ast.FunctionDef) and not _is_explained(method) and len(method.body) > 1:
+                    found.append(f"{source.module}.{node.name}.{method.name} has no docstring")
+    return found
+
+
+def _is_explained(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    return node.name.startswith("_") or ast.get_docstring(node) is not None
+
+
+def nothing_runs_code(sources: Sequence[Source]) -> list[str]:
+    """No pickle in any of its forms, and nothing that turns data into code."""
+    found = []
+    for source in sources:
+        for name in sorted(source.imports()):
+            if name.split(".")[0] in PICKLING_MODULES or name in ("torch.save", "torch.load"):
+                found.append(f"{source.module} imports {name}")
+            if name.split(".")[-1] in PICKLING_CALLS:
+                found.append(f"{source.module} imports {name}, which pickles")
+        for node in ast.walk(source.tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id="torch"), attr="save" | "load"):
+                    found.append(f"{source.module}:{node.lineno} uses torch.{node.attr}")
+                case ast.Attribute(attr=name) if name in PICKLING_CALLS:
+                    found.append(f"{source.module}:{node.lineno} uses {name}, which pickles")
+                case ast.Call(func=ast.Name(id=name)) if name in CODE_RUNNERS:
+                    found.append(f"{source.module}:{node.lineno} calls {name}")
+                case ast.keyword(arg="allow_pickle"):
+                    found.append(f"{source.module}:{node.lineno} sets allow_pickle")
+    return found
+
+
+def narrow_handlers(sources: Sequence[Source]) -> list[str]:
+    """What is caught is named; a broad handler is one that hands on what it catches, and is listed here."""
+    found = []
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"everything"}
+            for name in sorted(names & {"everything", "Exception", "BaseException"}):
+                if (source.module, name) not in HANDED_ON:
+                    found.append(f"{source.module}:{node.lineno} catches {name}")
+    return found
+
+
+def names_of_files(sources: Sequence[Source]) -> list[str]:
+    """A file is named for its idea."""
+    dull = {"utils", "util", "helpers", "misc", "common"}
+    return [f"{source.module} is a drawer, not an idea" for source in sources if source.module.split(".")[-1] in dull]
+
+
+def clean_text(sources: Sequence[Source]) -> list[str]:
+    """No path of somebody's machine and no note to come back to."""
+    patterns = {
+        "a path of a machine": r"(?<![\w.}*/-])/(?:root|work|home|Users)/",
+        "a note": r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b",
+    }
+    found = []
+    for source in sources:
+        for number, line in enumerate(source.text.splitlines(), start=1):
+            found += [f"{source.module}:{number} holds {what}" for what, p in patterns.items() if re.search(p, line)]
+    return found
+
+
+PRODUCT = read_sources("models", "trainer", "scripts")
+TESTS = read_sources("tests")
+RULES: tuple[Rule, ...] = (
+    layers,
+    no_cycles,
+    foreign_imports,
+    sizes,
+    annotations,
+    docstrings,
+    nothing_runs_code,
+    narrow_handlers,
+    names_of_files,
+    clean_text,
+)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_product_keeps_the_rule(rule: Rule) -> None:
+    assert len(PRODUCT) > 40
+    assert rule(PRODUCT) == []
+
+
+def test_tests_are_annotated_and_hold_no_path_of_a_machine() -> None:
+    assert annotations(TESTS) == []
+    examples = {"tests.test_architecture", "tests.unit.test_text"}  # hold made-up paths
+    assert clean_text([source for source in TESTS if source.module not in examples]) == []
+
+
+def test_documents_and_configuration_hold_no_path_of_a_machine() -> None:
+    names = ["Makefile", "pyproject.toml", "constraints.txt", "README.md", ".gitignore", ".ci/run"]
+    paths = (
+        [ROOT / name for name in names] + sorted((ROOT / "docs").glob("*.md")) + sorted(ROOT.glob("configs/**/*.yaml"))
+    )
+    assert len(paths) >= 30
+    assert clean_text([Source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]) == []
+
+
+_DOC = '"""A module."""\n'
+
+BROKEN = [
+    (layers, "trainer.errors", _DOC + "import trainer.loop\n", "not below it"),
+    (layers, "trainer.data.order", _DOC + "from trainer import config\n", "not below it"),
+    (layers, "trainer.brand_new", _DOC, "in no layer"),
+    (foreign_imports, "models.layers", _DOC + "import numpy as np\n", "models may not"),
+    (foreign_imports, "models.layers", _DOC + "from trainer.errors import TrainerError\n", "models may not"),
+    (foreign_imports, "trainer.data.text", _DOC + "def f() -> None:\n    import torch\n", "trainer.data may not"),
+    (foreign_imports, "trainer.checkpoint.box", _DOC + "from trainer import config\n", "trainer.checkpoint may not"),
+    (foreign_imports, "trainer.build", _DOC + "from omegaconf import OmegaConf\n", "only trainer.__main__"),
+    (foreign_imports, "trainer.loop", _DOC + "from torch.distributed.tensor import DTensor\n", "only trainer.checkp"),
+    (foreign_imports, "trainer.loop", _DOC + "from . import build\n", "relative import"),
+    (sizes, "trainer.loop", _DOC + "x = 1\n" * MAX_MODULE_LINES, "401 lines"),
+    (sizes, "trainer.loop", "def f() -> None:\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
+    (annotations, "trainer.loop", "def f(x) -> None: ...\n", "x has no type"),
+    (annotations, "trainer.loop", "def f(*rest: int, **more) -> None: ...\n", "more has no type"),
+    (annotations, "trainer.loop", "class A:\n    def f(self): ...\n", "no return type"),
+    (docstrings, "trainer.loop", "x = 1\n", "trainer.loop has no docstring"),
+    (docstrings, "trainer.loop", _DOC + "class A: ...\n", "A has no docstring"),
+    (docstrings, "trainer.loop", _DOC + "def f() -> None: ...\n", "f has no docstring"),
+    (
+        docstrings,
+        "t",
+        _DOC + 'class A:\n    """A."""\n    def f(self) -> int:\n        x = 1\n        return x\n',
+        "A.f",
+    ),
+    (nothing_runs_code, "trainer.loop", "import pickle\n", "imports pickle"),
+    (nothing_runs_code, "trainer.loop", "from marshal import loads\n", "imports marshal"),
+    (nothing_runs_code, "trainer.loop", "def f() -> None:\n    import shelve\n", "imports shelve"),
+    (nothing_runs_code, "scripts.demo", "import torch\ntorch.save({}, 'x')\n", "torch.save"),
+    (nothing_runs_code, "models.gpt2", "import torch\nread = torch.load\n", "torch.load"),
+    (nothing_runs_code, "models.gpt2", "from torch import load\n", "imports torch.load"),
+    (nothing_runs_code, "trainer.loop", "eval('1')\n", "calls eval"),
+    (nothing_runs_code, "trainer.loop", "exec('1')\n", "calls exec"),
+    (nothing_runs_code, "trainer.loop", "dist.broadcast_object_list([])\n", "which pickles"),
+    (nothing_runs_code, "trainer.loop", "from torch.distributed import all_gather_object\n", "which pickles"),
+    (nothing_runs_code, "trainer.loop", "np.load('x', allow_pickle=True)\n", "allow_pickle"),
+    (narrow_handlers, "trainer.loop", "try:\n    f()\nexcept:\n    pass\n", "catches everything"),
+    (narrow_handlers, "trainer.loop", "try:\n    f()\nexcept Exception:\n    pass\n", "catches Exception"),
+    (narrow_handlers, "trainer.loop", "try:\n    f()\nexcept (OSError, BaseException):\n    pass\n", "BaseException"),
+    (names_of_files, "trainer.utils", "", "drawer"),
+    (clean_text, "trainer.loop", "PATH = '/ho" + "me/me/data'\n", "a path"),
+    (clean_text, "trainer.loop", "x = 1  # TO" + "DO: two\n", "a note"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "module", "text", "complaint"),
+    BROKEN,
+    ids=[f"{rule.__name__}-{number}" for number, (rule, *_) in enumerate(BROKEN)],
+)
+def test_a_source_that_breaks_the_rule_is_named(rule: Rule, module: str, text: str, complaint: str) -> None:
+    others = [source for source in PRODUCT if source.module != module]
+    found = rule([*others, Source(module, text)])
+    assert any(complaint in line for line in found), found
+    assert not any(complaint in line for line in rule(others))
+
+
+def test_every_rule_is_shown_to_complain() -> None:
+    shown = {rule.__name__ for rule, *_ in BROKEN} | {"no_cycles"}
+    assert shown == {rule.__name__ for rule in RULES}
+
+
+def test_a_cycle_of_imports_is_named() -> None:
+    a = Source("trainer.a", "from trainer import b\n")
+    b = Source("trainer.b", "def f() -> None:\n    from trainer.c import x\n")
+    c = Source("trainer.c", "import trainer.a\n")
+    assert len(no_cycles([a, b, c])) == 3
+    assert no_cycles([a, b]) == []
+
+
+def unused_dependencies(requirements: Sequence[str], sources: Sequence[Source], tools: str) -> list[str]:
+    """Return the requirements that no source imports and that are no word of `tools`."""
+    imported = {name for source in sources for name in source.imports()}
+    found = []
+    for requirement in requirements:
+        name = re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0]
+        module = IMPORT_NAMES.get(name, name)
+        if not any(is_or_in(i, module) for i in imported) and not re.search(rf"\b{re.escape(name)}\b", tools):
+            found.append(name)
+    return found
+
+
+def test_every_dependency_is_used() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert set(unused_dependencies(project["dependencies"], PRODUCT, "")) == set(NOT_IMPORTED)
+    assert unused_dependencies([*extras["plot"], *extras["text"]], PRODUCT, "") == []
+    tests = [requirement for requirement in extras["test"] if not requirement.startswith(project["name"])]
+    assert unused_dependencies(tests, TESTS, "") == []
+    assert unused_dependencies(extras["check"], [], (ROOT / "Makefile").read_text()) == []
+
+
+def test_a_dependency_that_nobody_imports_is_named() -> None:
+    source = Source("trainer.loop", "import torch\n")
+    assert unused_dependencies(["torch>=2.11", "left-pad>=1", "ruff"], [source], "bin/ruff check") == ["left-pad"]

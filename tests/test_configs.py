@@ -1,0 +1,225 @@
+"""Every shipped configuration composes and can run; what cannot run is refused before anything is built."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+import trainer.__main__ as command
+from models import parameter_count
+from trainer.config import Config, validate
+from trainer.errors import ConfigError
+
+GROUPS = {
+    group: sorted(path.stem for path in (command.CONFIGS / group).glob("*.yaml"))
+    for group in sorted(path.name for path in command.CONFIGS.iterdir() if path.is_dir())
+}
+# What a choice leaves to the user.
+NEEDED = {
+    "data=text": ["data.path=book.txt"],
+    "data=token_file": ["data.train=train.bin"],
+}
+# llm.c and transformers for the published ones; the small ones by hand: tables, blocks, last norm.
+SIZES = {
+    "gpt2_tiny": 257 * 128 + 256 * 128 + 4 * (12 * 128 * 128 + 13 * 128) + 2 * 128,
+    "gpt2_124m": 124_439_808,
+    "gpt2_355m": 354_823_168,
+    "gpt2_774m": 774_030_080,
+    "gpt2_1558m": 1_557_611_200,
+    "llama3_tiny": 2 * 257 * 128 + 4 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 352 + 2 * 128) + 128,
+    "llama3_1b": 1_235_814_400,
+    "llama3_8b": 8_030_261_248,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _search_path() -> Iterator[None]:
+    with initialize_config_dir(str(command.CONFIGS), version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> Config:
+    config = OmegaConf.to_object(compose("train", overrides=list(overrides)))
+    assert isinstance(config, Config)
+    return config
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a folder of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(command.CONFIGS.parent), "OMP_NUM_THREADS": "1"}
+    process = [sys.executable, "-m", "trainer", *arguments]
+    return subprocess.run(process, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("choice", [f"{group}={name}" for group, names in GROUPS.items() for name in names])
+def test_every_choice_of_every_group_composes_and_can_run(choice: str) -> None:
+    batches = ["train.global_batch_size=16", "train.micro_batch_size=1"]
+    validate(composed(choice, *batches, *NEEDED.get(choice, [])), world_size=8)
+
+
+@pytest.mark.parametrize("family", ["gpt2_tiny", "llama3_tiny"])
+@pytest.mark.parametrize("schedule", GROUPS["schedule"])
+@pytest.mark.parametrize("parallel", GROUPS["parallel"])
+def test_groups_combine(family: str, schedule: str, parallel: str) -> None:
+    batches = ["train.global_batch_size=16", "train.micro_batch_size=1"]
+    config = composed(f"model={family}", f"schedule={schedule}", f"parallel={parallel}", *batches)
+    validate(config, world_size=8)
+
+
+def test_the_default_is_small_and_saves_into_the_run_s_folder() -> None:
+    config = composed()
+    validate(config, world_size=1)
+    assert parameter_count(config.model) == SIZES["gpt2_tiny"]
+    assert config.checkpoint.save == "runs/default/checkpoints"
+    assert composed("run.name=a").checkpoint.save == "runs/a/checkpoints"
+    assert composed("checkpoint.save=null", "checkpoint.save_interval=0").checkpoint.save is None
+
+
+def test_every_model_has_its_known_size() -> None:
+    assert set(GROUPS["model"]) == set(SIZES)
+    assert {name: parameter_count(composed(f"model={name}").model) for name in SIZES} == SIZES
+
+
+def test_every_key_of_the_schema_can_be_set() -> None:
+    container = OmegaConf.to_container(OmegaConf.structured(Config(model=composed().model)), resolve=False)
+    assert isinstance(container, dict)
+    raw = OmegaConf.to_container(compose("train"), resolve=False)
+    assert isinstance(raw, dict)
+    for section, members in container.items():
+        assert section in raw
+        if isinstance(members, dict):
+            assert set(members) == set(raw[section]), section
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.train_itters=3", ["train_itters"]),
+        ("trian.seed=3", ["trian"]),
+        ("model.n_layers=3", ["n_layers"]),
+        ("train.train_iters=many", ["train_iters", "many"]),
+        ("optimizer.lr=fast", ["lr", "fast"]),
+        ("train.dtype=float16", ["dtype", "float16"]),
+        ("schedule.lr_decay_style=step", ["lr_decay_style", "step"]),
+        ("checkpoint.reshard=perhaps", ["reshard", "perhaps"]),
+        ("model=gpt3", ["gpt3", "gpt2_tiny"]),
+    ],
+)
+def test_an_unknown_key_or_a_wrong_type_is_refused_by_name(override: str, words: list[str]) -> None:
+    with pytest.raises(HydraException) as refusal:
+        compose("train", overrides=[override])
+    message = f"{refusal.value} {refusal.value.__cause__}"
+    assert all(word in message for word in words), message
+
+
+IMPOSSIBLE: list[tuple[int, list[str], list[str]]] = [
+    (1, ["train.global_batch_size=9"], ["train.global_batch_size=9", "train.micro_batch_size=4", "of 4"]),
+    (3, [], ["train.global_batch_size=8", "3 data-parallel ranks", "of 12"]),
+    (1, ["model.n_head=3"], ["model.n_head=3", "model.n_embd=128"]),
+    (1, ["model=llama3_tiny", "model.n_kv_head=3"], ["model.n_kv_head=3", "model.n_head=4"]),
+    (1, ["model.n_kv_head=2"], ["model.n_kv_head=2", "gpt2 needs it equal"]),
+    (1, ["model=llama3_tiny", "model.dropout=0.1"], ["model.dropout=0.1", "llama3 has none"]),
+    (1, ["model.eos_token_id=257"], ["model.eos_token_id=257", "model.vocab_size=257"]),
+    (1, ["model.n_layer=0"], ["model.n_layer=0", "at least 1"]),
+    (1, ["model.pad_vocab_multiple=0"], ["model.pad_vocab_multiple=0"]),
+    (1, ["schedule.lr_warmup_iters=101"], ["schedule.lr_warmup_iters=101", "train.train_iters=100"]),
+    (1, ["schedule.lr_decay_iters=5"], ["schedule.lr_warmup_iters=10", "schedule.lr_decay_iters=5"]),
+    (1, ["schedule.min_lr=1"], ["schedule.min_lr=1", "optimizer.lr=0.001"]),
+    (1, ["schedule.lr_wsd_decay_iters=10"], ["schedule.lr_wsd_decay_iters=10", "lr_decay_style=wsd"]),
+    (1, ["schedule=wsd", "schedule.lr_wsd_decay_iters=91"], ["schedule.lr_wsd_decay_iters=91", "fit between"]),
+    (1, ["train.train_iters=0", "schedule.lr_warmup_iters=0"], ["train.train_iters=0"]),
+    (1, ["train.seq_length=257"], ["train.seq_length=257", "model.max_position_embeddings=256"]),
+    (1, ["train.clip_grad=-1"], ["train.clip_grad=-1"]),
+    (1, ["train.eval_interval=-1"], ["train.eval_interval=-1"]),
+    (1, ["train.device=tpu"], ["train.device=tpu", "auto, cpu or cuda"]),
+    (1, ["logging.log_interval=0"], ["logging.log_interval=0"]),
+    (1, ["parallel.zero_stage=4"], ["parallel.zero_stage=4"]),
+    (1, ["optimizer.adam_beta2=1"], ["optimizer.adam_beta2=1"]),
+    (1, ["optimizer.weight_decay=nan"], ["optimizer.weight_decay=nan"]),
+    (1, ["data=text"], ["data.path is not set"]),
+    (1, ["data.path=book.txt"], ["data.path is set", "data.kind=stdlib"]),
+    (1, ["data=token_file", "data.train=a.bin", "train.eval_interval=5"], ["train.eval_interval=5", "data.valid"]),
+    (1, ["data.valid_fraction=1"], ["data.valid_fraction", "1"]),
+    (1, ["checkpoint.save=null"], ["checkpoint.save_interval=20", "checkpoint.save"]),
+    (1, ["checkpoint.max_checkpoint_keep=-1"], ["checkpoint.max_checkpoint_keep=-1"]),
+    (1, ["checkpoint.file_bytes=0"], ["checkpoint.file_bytes=0"]),
+    (1, ["checkpoint.commit_timeout_s=0"], ["checkpoint.commit_timeout_s=0"]),
+    (1, ["checkpoint.finetune=true"], ["checkpoint.finetune", "checkpoint.load=PATH", "auto"]),
+    (1, ["checkpoint.ckpt_step=5", "checkpoint.load=none"], ["checkpoint.ckpt_step=5", "checkpoint.load=none"]),
+    (
+        1,
+        ["checkpoint.override_scheduler=true", "checkpoint.use_checkpoint_scheduler=true"],
+        ["checkpoint.override_scheduler", "checkpoint.use_checkpoint_scheduler"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "words"),
+    IMPOSSIBLE,
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else str(value),
+)
+def test_an_impossible_configuration_is_refused_naming_keys_and_values(
+    world_size: int, overrides: Sequence[str], words: Sequence[str]
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        validate(composed(*overrides), world_size)
+    message = str(refusal.value)
+    assert len(message.splitlines()) == 3, message  # a headline, one problem, a last line
+    assert all(word in message for word in words), message
+
+
+def test_all_problems_stand_in_one_message() -> None:
+    config = composed("train.global_batch_size=9", "model.n_head=3", "schedule.lr_warmup_iters=500", "data.path=x")
+    with pytest.raises(ConfigError) as refusal:
+        validate(config, world_size=1)
+    message = str(refusal.value)
+    assert [word in message for word in ("global_batch_size=9", "n_head=3", "lr_warmup_iters=500", "data.path")] == [
+        True
+    ] * 4
+    assert len(message.splitlines()) == 6
+
+
+def test_help_shows_groups_and_keys_and_makes_no_file(tmp_path: Path) -> None:
+    ended = run(tmp_path, "--help")
+    assert ended.returncode == 0, ended.stderr
+    assert all(word in ended.stdout for word in ("llama3_8b", "zero3", "train_iters: 100", "save_interval: 20"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train.train_itters=3"], ["train_itters"]),
+        (["run.dir=runs/${now:%H-%M}"], ["ConfigError", "run.dir", "depends on the time", "same command"]),
+        (["run.name=${now:%H}"], ["ConfigError", "run.name"]),
+        (["train.global_batch_size=9"], ["ConfigError", "train.global_batch_size=9", "Nothing was started"]),
+    ],
+)
+def test_a_refused_command_exits_with_1_and_makes_no_file(
+    tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
+    ended = run(tmp_path, *arguments)
+    assert ended.returncode == 1
+    assert all(word in ended.stderr for word in words), ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_makes_its_own_folder_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a text of some length, " * 40)
+    small = ["model.n_layer=1", "model.n_embd=8", "model.n_head=2", "train.seq_length=16", "train.train_iters=1"]
+    few = ["schedule.lr_warmup_iters=0", "data=text", "data.path=book.txt", "data.cache=cache"]
+    ended = run(tmp_path, "run.name=one", *small, *few, "logging.tensorboard=false")
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["book.txt", "cache", "runs"]
+    made = tmp_path / "runs" / "one"
+    assert sorted(path.name for path in made.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]

@@ -1,0 +1,59 @@
+"""What the documents name exists, and what they must name is there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from trainer.config import CheckpointSection
+from trainer.record import RULES
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_and_test_that_a_document_names_exists(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    named = re.findall(
+        r"\b((?:tests|trainer|models|scripts|configs|docs)/[\w./-]+\.(?:py|yaml|md|png))(?:::(\w+))?", text
+    )
+    for name, test in named:
+        assert (ROOT / name).exists(), name
+        assert not test or f"def {test}(" in (ROOT / name).read_text(encoding="utf-8"), f"{name}::{test}"
+    for target in re.findall(r"\]\(((?!http|#)[^)]+)\)", text):
+        assert (path.parent / target.split("#")[0]).exists(), target
+
+
+def test_the_readme_s_example_of_an_own_model_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    (block,) = [block for block in blocks if "trainer.checkpoint" in block]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "README.md", "exec"), {})  # noqa: S102 - our own document
+    assert capsys.readouterr().out.strip() in block
+    assert (tmp_path / "my_checkpoints" / "iter_0000001" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_checkpoint_option_that_a_document_names_exists(path: Path) -> None:
+    known = {field.name for field in fields(CheckpointSection)}
+    named = set(re.findall(r"(?<![\w.])checkpoint\.(\w+)", path.read_text(encoding="utf-8")))
+    assert named - known == set()
+
+
+def test_the_contract_has_every_rule_with_its_verdict_and_flag() -> None:
+    text = (ROOT / "docs" / "resume_contract.md").read_text(encoding="utf-8")
+    rows = {row[0]: row for row in re.findall(r"^\| `([\w.]+)` \| (refused|said)(.*) \| *(.*?) *\|$", text, flags=re.M)}
+    assert set(rows) == {rule.field for rule in RULES}
+    for rule in RULES:
+        _, word, rest, flag = rows[rule.field]
+        expected = {"REFUSED": "refused", "FLAG": "refused without the flag", "SAID": "said in a line"}[
+            rule.verdict.name
+        ]
+        assert (word + rest).startswith(expected), rule.field
+        assert flag.strip("`") == rule.flag or (rule.verdict.name == "REFUSED" and flag.startswith("none"))

@@ -1,0 +1,141 @@
+"""The reader printed in docs/checkpoint_format.md reads our checkpoints and refuses damaged ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes import Axis, Sharding, all_ranks, sample_specs, sample_state
+from trainer.checkpoint import save
+from trainer.checkpoint.board import Board
+from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
+from trainer.checkpoint.live import Contents
+from trainer.checkpoint.reader import FORMAT
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "checkpoint_format.md").read_text(encoding="utf-8")
+REPLICAS = Sharding("2 replicas", (Axis("replica", 2),))
+REPLICAS_OF_COLUMNS = Sharding("replicas of columns", (Axis("replica", 2), Axis("column", 2)))
+
+Reader = Callable[[Path], tuple[dict[str, Any], dict[str, np.ndarray]]]
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", DOCUMENT, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def read() -> Reader:
+    """Return the document's reader; it runs without any name of ours."""
+    names: dict[str, Any] = {"__name__": "read_checkpoint"}
+    exec(compile(python_blocks()[-1], "checkpoint_format.md", "exec"), names)  # noqa: S102 - our own document
+    found: Reader = names["read_checkpoint"]
+    return found
+
+
+def saved(folder: Path, sharding: Sharding) -> Path:
+    """Save the sample state, cut as `sharding` says, and return the checkpoint."""
+    specs = sample_specs()
+    state = sample_state(specs, seed=1)
+
+    def rank(board: Board) -> None:
+        live = tuple(sharding.live(board.rank, specs, state))
+        documents = {"trainer_state.json": {"format": FORMAT, "iteration": 3}}
+        checkpointer = Checkpointer(SavePolicy(folder), board, nonce="n")
+        checkpointer.start()
+        report = checkpointer.save(3, Contents(tuple(specs), live, {"tied": "embedding"}, documents))
+        checkpointer.close()
+        assert report is not None
+        assert report.error is None
+
+    all_ranks(sharding.world_size, rank)
+    return folder / "iter_0000003"
+
+
+@pytest.mark.parametrize("sharding", [Sharding("one rank"), REPLICAS, REPLICAS_OF_COLUMNS], ids=lambda s: s.name)
+def test_the_printed_reader_reads_every_tensor(tmp_path: Path, read: Reader, sharding: Sharding) -> None:
+    path = saved(tmp_path, sharding)
+    state, tensors = read(path)
+    expected = sample_state(sample_specs(), seed=1)
+    assert state["iteration"] == 3
+    assert tensors.keys() == {*expected, "tied"}
+    for name, value in expected.items():
+        assert tensors[name].shape == tuple(value.shape)
+        assert tensors[name].tobytes() == value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    entries = json.loads((path / "manifest.json").read_bytes())["tensors"]
+    assert any("shares" in entry for entry in entries.values()) == (sharding.world_size > 1)
+
+
+def test_the_printed_reader_refuses_one_flipped_byte_anywhere(tmp_path: Path, read: Reader) -> None:
+    path = saved(tmp_path, REPLICAS)
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        whole = file.read_bytes()
+        for at in {0, 8, 20, len(whole) // 3, len(whole) // 2, len(whole) - 1}:
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(ValueError, match=r"damaged|disagree"):
+                read(path)
+        file.write_bytes(whole)
+    read(path)
+
+
+def test_the_printed_reader_refuses_a_file_cut_short_and_one_that_is_missing(tmp_path: Path, read: Reader) -> None:
+    path = saved(tmp_path, REPLICAS)
+    file = path / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="another size"):
+        read(path)
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        read(path)
+
+
+def test_the_printed_reader_needs_nothing_of_ours_and_is_short() -> None:
+    code = python_blocks()[-1]
+    assert set(re.findall(r"^(?:import|from) (\w+)", code, flags=re.MULTILINE)) == {
+        "itertools",
+        "json",
+        "pathlib",
+        "sys",
+        "numpy",
+        "xxhash",
+    }
+    assert len([line for line in code.splitlines() if line.strip()]) <= 70
+
+
+def test_the_worked_example_is_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+        model.bias.copy_(torch.tensor([0.5, -0.5]))
+    path = save("example", model, iteration=7)
+    data = (path / "model.safetensors").read_bytes()
+    rows = re.findall(r"^([0-9a-f]{8}): ((?:[0-9a-f]{4} ?){8})", DOCUMENT, flags=re.MULTILINE)
+    assert len(rows) == 12
+    for offset, digits in rows:
+        assert data[int(offset, 16) :][:16] == bytes.fromhex(digits)
+    shown = re.search(r'^(\{"format":"reprise-manifest/1".*?)^```', DOCUMENT, flags=re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    ours, theirs = json.loads((path / "manifest.json").read_bytes()), json.loads(shown[1])
+    changing = ("attempt", "xxh3_64")
+    assert {k: v for k, v in ours.items() if k not in changing} == {
+        k: v for k, v in theirs.items() if k not in changing
+    }
+
+
+def test_the_shares_of_the_text_are_those_of_two_replicas(tmp_path: Path) -> None:
+    from trainer.checkpoint.checkpointer import plan
+    from trainer.checkpoint.layout import Kind, TensorSpec, build_layout
+
+    specs = [TensorSpec(Kind.MODEL, "table", (160, 128), torch.float32, (160, 128))]
+    state = sample_state(specs, seed=1)
+    pieces = [plan(REPLICAS.live(rank, specs, state), build_layout(specs), rank) for rank in range(2)]
+    assert [(piece.lo, piece.hi) for mine in pieces for piece in mine] == [(0, 40960), (40960, 81920)]
+    assert '"shares":{"0":[40960]}' in DOCUMENT

@@ -1,0 +1,109 @@
+"""What `metrics.jsonl` keeps when a run goes on from an earlier iteration."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from trainer.metrics import IterationRecord, RunLog, cut_after, last_recorded_iteration, peak_flops
+
+
+def record(iteration: int, loss: float = 2.5) -> IterationRecord:
+    return IterationRecord(
+        iteration=iteration,
+        loss=loss,
+        grad_norm=0.1,
+        lr=1e-3,
+        consumed_samples=8 * iteration,
+        tokens=1000,
+        seconds=0.5,
+        checkpoint_seconds=0.0,
+    )
+
+
+def run_log(folder: Path, **changes: object) -> RunLog:
+    settings = {"train_iters": 10, "log_interval": 1, "tensorboard": False, "mfu_scale": None, **changes}
+    return RunLog(folder, **settings)  # type: ignore[arg-type]
+
+
+def iterations(path: Path) -> list[int]:
+    return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+
+
+def lines(*numbers: int) -> str:
+    return "".join(json.dumps({"iteration": number}) + "\n" for number in numbers)
+
+
+def test_later_and_torn_lines_go_to_a_file_beside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1, 2, 3, 4) + '{"iteration": 5, "lo')
+    assert last_recorded_iteration(path) == 4
+    cut_after(path, 2)
+    assert path.read_text() == lines(1, 2)
+    assert (tmp_path / "metrics.abandoned-1.jsonl").read_text() == lines(3, 4) + '{"iteration": 5, "lo'
+
+    path.write_text(lines(1, 2, 3))
+    cut_after(path, 0)
+    assert path.read_text() == ""
+    assert (tmp_path / "metrics.abandoned-2.jsonl").read_text() == lines(1, 2, 3)
+    assert last_recorded_iteration(path) is None
+
+
+def test_a_line_that_is_torn_is_cut_even_if_its_iteration_would_stay(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1) + '{"iteration": 2}')
+    cut_after(path, 9)
+    assert iterations(path) == [1]
+
+
+def test_nothing_to_cut_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    cut_after(path, 3)
+    assert last_recorded_iteration(path) is None
+    path.write_text(lines(1, 2))
+    cut_after(path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_null_beside_its_exact_form(loss: float) -> None:
+    line = json.loads(json.dumps(record(1, loss).line(), allow_nan=False))
+    assert line["loss"] is None
+    assert line["loss_hex"] == loss.hex()
+
+
+def test_a_log_goes_on_after_the_loaded_iteration(tmp_path: Path) -> None:
+    for start, end in [(0, 6), (3, 5)]:
+        log = run_log(tmp_path)
+        log.open(start, "a: 1\n")
+        for iteration in range(start + 1, end + 1):
+            log.iteration(record(iteration))
+        log.sync()
+        log.close()
+    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5]
+    assert iterations(tmp_path / "metrics.abandoned-1.jsonl") == [4, 5, 6]
+    assert (tmp_path / "config.yaml").read_text() == "a: 1\n"
+
+
+def test_lines_are_shown_at_the_log_interval_and_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = run_log(tmp_path, log_interval=4, mfu_scale=1e-5)
+    log.open(0, "")
+    for iteration in range(1, 11):
+        log.iteration(record(iteration))
+    log.close()
+    assert [message[:35] for message in caplog.messages] == [
+        f"step {iteration:5d}/10 | train loss 2.500000" for iteration in (4, 8, 10)
+    ]
+    assert all(message.endswith("| 500.0 ms | 2000 tokens/s | mfu 2.0%") for message in caplog.messages)
+    assert iterations(tmp_path / "metrics.jsonl") == list(range(1, 11))
+
+
+def test_the_peak_of_a_device_is_found_by_its_name() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("Radeon") is None

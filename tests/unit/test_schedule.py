@@ -1,0 +1,90 @@
+"""The learning rate is a function of the iteration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.schedule import DecayStyle, Schedule, ScheduleSection, problems, resolve
+
+
+def schedule(style: DecayStyle, **changes: object) -> Schedule:
+    section = ScheduleSection(
+        lr_decay_style=style, lr_warmup_iters=10, lr_decay_iters=110, min_lr=0.1, **changes  # type: ignore[arg-type]
+    )  # fmt: skip
+    return resolve(section, 200, 1.0)
+
+
+@pytest.mark.parametrize("style", DecayStyle)
+def test_warm_up_is_linear_from_zero_to_the_peak(style: DecayStyle) -> None:
+    rates = [schedule(style).at(iteration) for iteration in range(1, 11)]
+    assert rates == [iteration / 10 for iteration in range(1, 11)]
+
+
+@pytest.mark.parametrize(
+    ("style", "just_after_warm_up", "middle"),
+    [
+        (DecayStyle.constant, 1.0, 1.0),
+        (DecayStyle.linear, 1.0 - 0.9 / 100, 0.55),
+        (DecayStyle.cosine, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 100)), 0.55),
+        (DecayStyle.wsd, 1.0, 1.0),
+    ],
+)
+def test_rates_at_the_borders_of_the_decay(style: DecayStyle, just_after_warm_up: float, middle: float) -> None:
+    found = schedule(style)
+    assert found.at(10) == 1.0
+    assert found.at(11) == pytest.approx(just_after_warm_up, rel=1e-12)
+    assert found.at(60) == pytest.approx(middle, rel=1e-12)
+    floor = 1.0 if style is DecayStyle.constant else 0.1
+    assert found.at(109) >= floor
+    assert [found.at(iteration) for iteration in (110, 111, 10_000)] == [floor] * 3
+
+
+def test_wsd_decays_in_its_last_iterations_only() -> None:
+    by_default = schedule(DecayStyle.wsd)
+    assert by_default.wsd_decay_iters == 11
+    assert (by_default.at(99), by_default.at(100) < 1.0) == (1.0, True)
+    asked = schedule(DecayStyle.wsd, lr_wsd_decay_iters=20)
+    assert (asked.at(90), asked.at(100), asked.at(110)) == (1.0, pytest.approx(0.55), 0.1)
+
+
+@given(st.sampled_from(list(DecayStyle)), st.integers(0, 50), st.integers(1, 200), st.floats(0, 1))
+def test_rates_stay_between_floor_and_peak_and_never_rise_after_warm_up(
+    style: DecayStyle, warmup: int, decay: int, floor: float
+) -> None:
+    section = ScheduleSection(
+        lr_decay_style=style, lr_warmup_iters=min(warmup, decay), lr_decay_iters=decay, min_lr=floor
+    )
+    found = resolve(section, 200, 1.0)
+    rates = [found.at(iteration) for iteration in range(max(1, found.warmup_iters), 201)]
+    assert all(floor <= rate <= 1.0 for rate in rates)
+    # A cosine may move by one unit in the last place.
+    assert all(later <= earlier + 1e-15 for earlier, later in itertools.pairwise(rates))
+
+
+def test_a_decay_left_open_follows_the_run() -> None:
+    assert resolve(ScheduleSection(), 70, 1.0).decay_iters == 70
+    assert resolve(ScheduleSection(lr_decay_iters=50), 70, 1.0).decay_iters == 50
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"lr_warmup_iters": -1}, "schedule.lr_warmup_iters=-1"),
+        ({"lr_warmup_iters": 101}, "longer than the run, train.train_iters=100"),
+        ({"lr_warmup_iters": 60, "lr_decay_iters": 50}, "longer than schedule.lr_decay_iters=50"),
+        ({"lr_decay_iters": 0}, "schedule.lr_decay_iters=0"),
+        ({"min_lr": 2.0}, "schedule.min_lr=2.0"),
+        ({"min_lr": math.nan}, "schedule.min_lr=nan"),
+        ({"lr_wsd_decay_iters": 5}, "belongs to schedule.lr_decay_style=wsd"),
+        ({"lr_decay_style": DecayStyle.wsd, "lr_wsd_decay_iters": 101}, "must fit between"),
+    ],
+)
+def test_an_impossible_schedule_is_named(changes: dict[str, object], key: str) -> None:
+    found = problems(ScheduleSection(**changes), 100, 1.0)  # type: ignore[arg-type]
+    assert any(key in problem for problem in found), found
+    assert problems(ScheduleSection(), 100, 1.0) == []
