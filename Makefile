@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test test-slow check format clean
 
 setup: $(STAMP)
 
@@ -17,7 +17,11 @@ demo: setup
 	$(BIN)/python -m scripts.demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+# Every topology against every other, and what else takes minutes of many processes.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
 
 check: setup
 	$(BIN)/ruff format --check .
