@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("trainer.state", "trainer.axes"),
     ("trainer.step", "trainer.evaluate", "trainer.parts"),
-    ("trainer.build",),
+    ("trainer.build", "trainer.dry_run"),
     ("trainer.restore", "trainer.loop"),
     ("trainer.__main__", "scripts.compare_loss"),
     ("scripts",),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,8 +17,9 @@ from omegaconf import OmegaConf
 
 import trainer.__main__ as command
 from models import parameter_count
-from trainer.config import Config, validate
+from trainer.config import Config, topology_of, validate
 from trainer.errors import ConfigError
+from trainer.topology import Topology
 
 GROUPS = {
     group: sorted(path.stem for path in (command.CONFIGS / group).glob("*.yaml"))
@@ -37,6 +40,7 @@ SIZES = {
     "llama3_tiny": 2 * 257 * 128 + 4 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 352 + 2 * 128) + 128,
     "llama3_1b": 1_235_814_400,
     "llama3_8b": 8_030_261_248,
+    "llama3_405b": 405_853_388_800,
 }
 
 
@@ -72,6 +76,62 @@ def test_groups_combine(family: str, schedule: str, parallel: str) -> None:
     batches = ["train.global_batch_size=16", "train.micro_batch_size=1"]
     config = composed(f"model={family}", f"schedule={schedule}", f"parallel={parallel}", *batches)
     validate(config, world_size=8)
+
+
+# Every experiment and the ranks that it is for.
+WORLD_SIZES = {
+    "demo": 1,
+    "gpt2_124m_tp2_pp2_dp2": 8,
+    "llama3_1b_tp2_sp": 2,
+    "llama3_8b_tp8_zero3": 16,
+    "reference_3d": 8,
+    "reference_gpt2": 1,
+    "reference_llama3": 1,
+}
+
+
+@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+def test_every_experiment_can_run_on_the_ranks_it_is_for(experiment: str) -> None:
+    config = composed(f"experiment={experiment}")
+    validate(config, WORLD_SIZES[experiment])
+    lines = (command.CONFIGS / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# @package _global_"
+    if experiment != "demo":  # launched by `make demo`
+        (launch,) = [line for line in lines if line.startswith("#") and f" -m trainer experiment={experiment} " in line]
+        counts = re.findall(r"--(?:nnodes|nproc-per-node) (\d+)", launch)
+        assert launch.startswith("# torchrun " if counts else "# python ")
+        assert math.prod(map(int, counts)) == WORLD_SIZES[experiment]
+
+
+def test_an_experiment_s_model_and_topology_are_those_of_its_name() -> None:
+    assert set(WORLD_SIZES) == set(GROUPS["experiment"])
+    config = composed("experiment=gpt2_124m_tp2_pp2_dp2")
+    assert parameter_count(config.model) == SIZES["gpt2_124m"]
+    assert topology_of(config, 8) == Topology(pp=2, dp=2, tp=2, sp=True)
+    config = composed("experiment=llama3_1b_tp2_sp")
+    assert parameter_count(config.model) == SIZES["llama3_1b"]
+    assert topology_of(config, 2) == Topology(pp=1, dp=1, tp=2, sp=True)
+    config = composed("experiment=llama3_8b_tp8_zero3")
+    assert parameter_count(config.model) == SIZES["llama3_8b"]
+    assert topology_of(config, 16) == Topology(pp=1, dp=2, tp=8)
+    assert config.parallel.zero_stage == 3
+    assert topology_of(composed("experiment=reference_3d"), 8) == Topology(pp=2, dp=2, tp=2, vpp=2, sp=True)
+
+
+def test_the_reference_runs_are_as_long_and_save_as_often_as_they_are_compared() -> None:
+    config = composed("experiment=reference_3d")
+    assert (config.train.train_iters, config.checkpoint.save_interval) == (50, 10)
+    for name in ("reference_gpt2", "reference_llama3"):
+        config = composed(f"experiment={name}")
+        assert (config.train.train_iters, config.checkpoint.save_interval) == (100, 20)
+        assert config.checkpoint.max_checkpoint_keep == 10
+
+
+def test_a_choice_of_the_command_wins_over_the_experiment_s() -> None:
+    config = composed("experiment=llama3_1b_tp2_sp", "model=llama3_tiny", "parallel=zero2")
+    assert parameter_count(config.model) == SIZES["llama3_tiny"]
+    assert topology_of(config, 2) == Topology(pp=1, dp=2, tp=1)
+    assert config.parallel.zero_stage == 2
 
 
 def test_the_default_is_small_and_saves_into_the_run_s_folder() -> None:

@@ -52,7 +52,11 @@ def run(raw: DictConfig) -> None:
     resolved = OmegaConf.to_yaml(raw, resolve=True)
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
-    validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.train.dry_run:
+        _dry_run(config, world_size)
+        return
+    validate(config, world_size)
     from trainer import launch
     from trainer.build import build
     from trainer.loop import train
@@ -74,6 +78,16 @@ def run(raw: DictConfig) -> None:
         if built.log is not None:
             built.log.close()
     launch.stop(cluster)
+
+
+def _dry_run(config: Config, world_size: int) -> None:
+    """Print what a launch of `train.dry_run_ranks` ranks would put on each."""
+    if world_size > 1:
+        raise ConfigError("A dry run is one process", found=f"{world_size} ranks", fix="Start it without torchrun.")
+    validate(config, config.train.dry_run_ranks)
+    from trainer.dry_run import report
+
+    print(report(config, config.train.dry_run_ranks))
 
 
 def _refuse_clocks(raw: DictConfig) -> None:

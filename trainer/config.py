@@ -47,6 +47,7 @@ class TrainSection:
         eval_iters: global batches of an evaluation.
         exit_interval: save and exit at the next multiple; 0 never.
         device: `auto` takes a CUDA device where there is one; else `cpu` or `cuda`.
+        dry_run: train nothing; print what every coordinate of `dry_run_ranks` ranks would hold and write.
     """
 
     train_iters: int = 100
@@ -63,6 +64,8 @@ class TrainSection:
     eval_iters: int = 4
     exit_interval: int = 0
     device: str = "auto"
+    dry_run: bool = False
+    dry_run_ranks: int = 1
 
 
 @dataclass
@@ -187,7 +190,7 @@ def validate(config: Config, world_size: int) -> None:
 
 def _train_problems(config: Config) -> list[str]:
     train, found = config.train, []
-    for name in ("train_iters", "global_batch_size", "micro_batch_size", "seq_length", "eval_iters"):
+    for name in ("train_iters", "global_batch_size", "micro_batch_size", "seq_length", "eval_iters", "dry_run_ranks"):
         if getattr(train, name) < 1:
             found.append(f"train.{name}={getattr(train, name)}: must be at least 1")
     for name in ("eval_interval", "exit_interval"):

@@ -33,12 +33,13 @@ def build_models(config: Config, device: torch.device, *, topology: Topology, me
         stages = [Stage.whole(config.model.n_layer)]
     else:
         stages = pipeline.stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=rank)
-    return [_build_stage(config, device, stage=stage, topology=topology, mesh=mesh) for stage in stages]
+    return [build_stage(config, device, stage=stage, topology=topology, mesh=mesh) for stage in stages]
 
 
-def _build_stage(
+def build_stage(
     config: Config, device: torch.device, *, stage: Stage, topology: Topology, mesh: DeviceMesh | None
 ) -> Model:
+    """Build one stage on `meta`, spread it over the mesh, and give it memory on `device`: zeros."""
     dtype = compute_dtype(config)
     with torch.device("meta"):
         model = models.build_model(config.model, stage=stage, compute_dtype=dtype)

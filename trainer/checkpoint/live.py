@@ -245,13 +245,10 @@ def _locate(kind: Kind, name: str, tensor: torch.Tensor, *, grid: Grid, stored: 
     """Yield the live tensor that `tensor` is, or nothing where this rank has no part of it."""
     shape = tuple(tensor.shape)
     layout = stored or Stored(shape, shape)
-    if is_dtensor(tensor):
-        found = _dtensor_box(name, tensor, grid)
-        if found is None:
-            return
-        box, replicas = found
-    else:
-        box, replicas = whole(shape), grid.holders({})
+    coordinate = _own_coordinate(tensor)
+    if coordinate is None:
+        return
+    box, replicas = placed_box(name, tensor, coordinate, grid)
     local = local_of(tensor)
     if tuple(local.shape) != box.shape:
         raise CheckpointError(
@@ -265,31 +262,48 @@ def _locate(kind: Kind, name: str, tensor: torch.Tensor, *, grid: Grid, stored: 
     yield LiveTensor(TensorSpec(kind, name, layout.shape, tensor.dtype, layout.view), kept, local, replicas)
 
 
-def _dtensor_box(name: str, tensor: torch.Tensor, grid: Grid) -> tuple[Box, tuple[int, ...]] | None:
-    """Return the box of a DTensor in closed form, and the ranks that hold the same one."""
+def placed_box(
+    name: str, tensor: torch.Tensor, coordinate: Mapping[str, int], grid: Grid
+) -> tuple[Box, tuple[int, ...]]:
+    """Return the box of a tensor at a coordinate, in closed form, and the ranks that hold the same one.
+
+    Args:
+        coordinate: a place on the axes of the tensor's mesh, this rank's or any other.
+
+    Raises:
+        CheckpointError: for a placement that is no box.
+    """
+    if not is_dtensor(tensor):
+        return whole(tuple(tensor.shape)), grid.holders({})
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
+    splits: list[Split] = []
+    fixed: dict[str, int] = {}
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    splits, fixed = [], {}
-    names = _axes(mesh)
-    for axis, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-        if isinstance(placement, _StridedShard):  # before Shard: in some releases it is a subclass
-            splits.append(Split(placement.dim, coordinate[axis], mesh.size(axis), int(placement.split_factor)))
-        elif isinstance(placement, Shard):
-            splits.append(Split(placement.dim, coordinate[axis], mesh.size(axis)))
-        elif not isinstance(placement, Replicate):
+    for axis, (axis_name, placement) in enumerate(zip(_axes(mesh), tensor.placements, strict=True)):  # type: ignore[attr-defined]
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard | _StridedShard):
             raise CheckpointError("A tensor's placement is no box", where=name, found=placement, fix="Redistribute it.")
-        if not isinstance(placement, Replicate):
-            fixed[names[axis]] = coordinate[axis]
+        # In some releases a strided shard is a plain one's subclass, in others it is not.
+        strided = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        splits.append(Split(placement.dim, coordinate[axis_name], mesh.size(axis), strided))
+        fixed[axis_name] = coordinate[axis_name]
     try:
         box = box_of_splits(tuple(tensor.shape), splits)
     except ValueError as error:
         raise CheckpointError("A tensor's placement is no box", where=name, found=error) from error
     return box, _grid_of(tensor, grid).holders(fixed)
+
+
+def _own_coordinate(tensor: torch.Tensor) -> dict[str, int] | None:
+    """Return this rank's place on the axes of a tensor's mesh, or None where it is not on it."""
+    if not is_dtensor(tensor):
+        return {}
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    return None if coordinate is None else dict(zip(_axes(mesh), coordinate, strict=True))
 
 
 def _grid_of(owner: torch.Tensor | None, grid: Grid) -> Grid:

@@ -1,0 +1,80 @@
+"""The dry run says what a real launch holds and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.harness import TINY, call_on_ranks, compose, launch
+from trainer import launch as launching
+from trainer.build import build
+from trainer.checkpoint.checkpointer import plan
+from trainer.checkpoint.layout import Kind, build_layout
+from trainer.state import checkpoint_specs
+
+_ROW = re.compile(r" *(\d+) +(\d+)  (.{16}) +([\d,]+) .* ([\d,]+) to ([\d,]+)")
+_TP, _PP = "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"
+_MODEL = ("model=gpt2_tiny", *TINY, "model.n_layer=5", "train.global_batch_size=24", "checkpoint.save=null")
+
+
+def _count(arguments: list[str]) -> None:
+    """Build for real; write this rank's parameters and the bytes that it would write of a checkpoint."""
+    output, *overrides = arguments
+    config = compose(overrides)
+    cluster = launching.start("cpu", deterministic=False)
+    run = build(config, cluster)
+    layout = build_layout(list(checkpoint_specs(config.model, with_optimizer=True)))
+    shards = list(run.state.shards())
+    held = sum(p.numel() for part in run.state.parts for p in _locals(part.model))
+    written = sum(piece.hi - piece.lo for piece in plan(shards, layout, cluster.rank))
+    assert any(shard.spec.kind is Kind.MODEL for shard in shards)
+    Path(f"{output}.{os.environ['RANK']}").write_text(json.dumps([held, written]))
+    launching.stop(cluster)
+
+
+def _locals(model: object) -> list:  # type: ignore[type-arg]
+    from trainer.checkpoint.live import local_of
+
+    return [local_of(p) for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes"),
+    [(4, (_TP, "parallel.zero_stage=3")), (4, (_PP,)), pytest.param(8, (_TP, _PP), marks=pytest.mark.slow)],
+)
+def test_it_says_what_a_launch_holds_and_writes(tmp_path: Path, ranks: int, axes: tuple[str, ...]) -> None:
+    overrides = [*_MODEL, *axes, "checkpoint.save_interval=0"]
+    dry = launch(tmp_path / "dry", [*overrides, "train.dry_run=true", f"train.dry_run_ranks={ranks}"])
+    assert dry.ok, dry.text
+    rows = {(int(m[1]), int(m[2])): m for line in dry.text.splitlines() if (m := _ROW.match(line))}
+    real = call_on_ranks(_count, [str(tmp_path / "real"), *overrides], folder=tmp_path / "run", ranks=ranks)
+    assert real.ok, real.text
+    tp = 2 if _TP in axes else 1
+    pp = 2 if _PP in axes else 1
+    assert len(rows) == tp * pp
+    most = dict.fromkeys(rows, 0)
+    for rank in range(ranks):
+        held, written = json.loads((tmp_path / f"real.{rank}").read_text())
+        key = (rank // (ranks // pp), rank % tp)
+        most[key] = max(most[key], held)
+        assert _number(rows[key][5]) <= written <= _number(rows[key][6])
+    assert most == {key: _number(row[4]) for key, row in rows.items()}
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def test_a_model_of_405_billion_parameters_on_16384_ranks(tmp_path: Path) -> None:
+    sizes = [_TP.replace("=2", "=8"), _PP.replace("=2", "=16"), "parallel.sequence_parallel=true"]
+    batches = ["train.global_batch_size=2048", "train.micro_batch_size=1", "train.seq_length=8192"]
+    dry = ["train.dry_run=true", "train.dry_run_ranks=16384", "parallel.zero_stage=3"]
+    ended = launch(tmp_path / "dry", ["model=llama3_405b", *sizes, *batches, *dry], timeout_s=60.0)
+    assert ended.ok, ended.text
+    assert ended.text.startswith("405,853,388,800 parameters on 16,384 ranks")
+    assert "keep a stage's parameters and gradients whole" in ended.text
+    assert len([line for line in ended.text.splitlines() if _ROW.match(line)]) == 128

@@ -1,0 +1,183 @@
+"""What a launch would put on every rank, computed on one machine: parameters, bytes, memory, what a save would write.
+
+The stages are really built, on `meta` under torch's fake process group; nothing is allocated and nobody is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg as fake
+
+import models
+from models import Model, Stage
+from trainer.checkpoint.box import Box, image, intersect, whole
+from trainer.checkpoint.layout import Layout, build_layout
+from trainer.checkpoint.live import Grid, placed_box
+from trainer.checkpoint.ownership import Holding, pieces_of
+from trainer.config import Config, topology_of
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.pipeline import stages_of
+from trainer.parts import build_stage, compute_dtype
+from trainer.state import checkpoint_specs
+from trainer.topology import Topology
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one coordinate holds and does: counts of elements and bytes.
+
+    Args:
+        state_bytes: parameters and moments at rest, float32.
+        working_bytes: gathered parameters and gradients at the peak of an iteration.
+        activation_bytes: an estimate of what the backward passes in flight keep.
+        written_bytes: its share of a checkpoint.
+    """
+
+    parameters: int
+    state_bytes: int
+    working_bytes: int
+    activation_bytes: int
+    written_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.state_bytes + self.working_bytes + self.activation_bytes
+
+
+def report(config: Config, world_size: int) -> str:
+    """Return a table with a row per pipeline and tensor-parallel coordinate; its figures are the most over dp.
+
+    Chunks are cut as `torch.chunk` cuts, so the first data-parallel coordinate holds the most and the last the least.
+    """
+    topology = topology_of(config, world_size)
+    layout = build_layout(list(checkpoint_specs(config.model, with_optimizer=True)))
+    _join_fake_group(topology.dp * topology.tp)
+    try:
+        rows = list(_rows(config, topology, layout))
+    finally:
+        dist.destroy_process_group()
+    header = f"{'pp':>3} {'tp':>3}  {'layers':<16} {'parameters':>15} {'state':>9} {'working':>9} {'activations':>11}"
+    lines = [_headline(config, topology, layout), "", f"{header} {'memory':>9}  written (least to most over dp)"]
+    lines += [_line(*row) for row in rows]
+    most = max(load.written_bytes for *_, loads in rows for load in loads)
+    lines += ["", f"most written by one rank / mean: {most * world_size / layout.total_bytes:.3f}"]
+    if topology.pp > 1 and config.parallel.zero_stage >= 2 and topology.dp > 1:
+        lines.append(
+            f"zero_stage={config.parallel.zero_stage} with a pipeline: torch's schedules keep a stage's parameters and "
+            "gradients whole during an iteration, as stage 1 does; what rests between iterations stays sharded."
+        )
+    return "\n".join(lines)
+
+
+def _join_fake_group(world_size: int) -> None:
+    dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=world_size)
+
+
+def _rows(config: Config, topology: Topology, layout: Layout) -> Iterator[tuple[int, int, Sequence[Stage], list[Load]]]:
+    inner = Topology(1, topology.dp, topology.tp, vpp=topology.vpp, sp=topology.sp)
+    mesh = build_mesh(inner, "cpu") if inner.world_size > 1 else None
+    for pp in range(topology.pp):
+        stages = stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=pp)
+        meta = torch.device("meta")
+        parts = [build_stage(config, meta, stage=stage, topology=inner, mesh=mesh) for stage in stages]
+        for tp in range(topology.tp):
+            dps = sorted({0, min(1, topology.dp - 1), topology.dp - 1})
+            loads = [_load(config, parts, topology, layout=layout, dp=dp, tp=tp) for dp in dps]
+            yield pp, tp, stages, loads
+
+
+def _load(config: Config, parts: Sequence[Model], topology: Topology, *, layout: Layout, dp: int, tp: int) -> Load:
+    ranks = np.arange(topology.dp * topology.tp).reshape(topology.dp, topology.tp)
+    grid, coordinate = Grid(ranks, ("dp", "tp")), {"dp": dp, "tp": tp}
+    parameters = 0
+    holdings: list[Holding] = []
+    for part in parts:
+        boxes = {name: placed_box(name, p, coordinate, grid) for name, p in part.named_parameters()}
+        parameters += sum(box.numel for box, _ in boxes.values())
+        holdings += _holdings(config, boxes, layout, grid)
+    written = sum(piece.hi - piece.lo for piece in pieces_of(holdings, int(ranks[dp, tp])))
+    working = _working_bytes(config, parts, topology, parameters=parameters)
+    activations = _activation_bytes(config, parts, topology)
+    return Load(parameters, parameters * 12, working, activations, written)
+
+
+def _holdings(
+    config: Config, boxes: Mapping[str, tuple[Box, tuple[int, ...]]], layout: Layout, grid: Grid
+) -> Iterator[Holding]:
+    """Yield what a coordinate would save of one part, in the order in which a save enumerates it."""
+    copies = models.aliases(config.model)  # kept on both ends of a pipeline, written by the first
+    stored = models.stored_tensors(config.model)
+    for prefix in ("", "exp_avg.", "exp_avg_sq."):
+        for name, (box, replicas) in boxes.items():
+            if name not in copies:
+                view = stored[name].view
+                kept = image(intersect(box, whole(view)), view, 4)
+                yield Holding(prefix + name, kept, layout.places[prefix + name].offset, replicas)
+    for name in boxes:
+        if name not in copies:
+            step = f"step.{name}"
+            yield Holding(step, image(whole(()), (), 4), layout.places[step].offset, grid.holders({}))
+
+
+def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, parameters: int) -> int:
+    """Return gathered parameters in the compute dtype and gradients in float32, at their peak.
+
+    Stage 3 without a pipeline gathers one block at a time, two with the next one prefetched, and keeps sharded
+    gradients; otherwise a stage's parameters are whole; its gradients are too, but for stage 2 without a pipeline.
+    """
+    stage, itemsize = config.parallel.zero_stage, compute_dtype(config).itemsize
+    if topology.dp == 1 or stage == 0:
+        return parameters * (4 + (itemsize if itemsize < 4 else 0))
+    whole_parameters = sum(p.numel() for part in parts for p in part.parameters()) // topology.tp
+    largest = max(sum(p.numel() for p in block.parameters()) for part in parts for block in part.blocks.values())
+    gathered = 2 * largest // topology.tp if stage == 3 and topology.pp == 1 else whole_parameters
+    gradients = parameters if stage >= 2 and topology.pp == 1 else whole_parameters
+    return gathered * itemsize + gradients * 4
+
+
+def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology) -> int:
+    """Return an estimate of kept activations: 34 bytes per position and channel of a layer in two-byte formats.
+
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 1 without
+    its attention matrix, which fused kernels do not keep; equation 4 for sequence parallelism (10 of the 34 are not
+    cut by tensor parallelism alone). With activation checkpointing only the 2 bytes of a block's input.
+    """
+    train = config.train
+    scale = compute_dtype(config).itemsize / 2
+    positions = train.micro_batch_size * train.seq_length * config.model.n_embd * scale
+    cut = topology.tp if topology.sp else 1
+    per_layer = 2 / cut if train.activation_checkpointing else 10 / cut + 24 / topology.tp
+    in_flight = min(topology.pp, train.global_batch_size // (train.micro_batch_size * topology.dp))
+    layers = sum(len(part.stage.layers) for part in parts)
+    logits = train.micro_batch_size * train.seq_length * config.model.padded_vocab_size * 4 // topology.tp
+    return int(positions * per_layer * layers * in_flight) + (logits if parts[-1].stage.last else 0)
+
+
+def _headline(config: Config, topology: Topology, layout: Layout) -> str:
+    sizes = f"tp {topology.tp}, pp {topology.pp}, vpp {topology.vpp}, dp {topology.dp}"
+    return (
+        f"{models.parameter_count(config.model):,} parameters on {topology.world_size:,} ranks ({sizes}, "
+        f"zero_stage {config.parallel.zero_stage}); a checkpoint has {layout.total_bytes:,} bytes"
+    )
+
+
+def _line(pp: int, tp: int, stages: Sequence[Stage], loads: Sequence[Load]) -> str:
+    layers = " ".join(_span(stage) for stage in stages)
+    most = max(loads, key=lambda load: load.total_bytes)
+    written = sorted(load.written_bytes for load in loads)
+    state, working, total = (n / _GIB for n in (most.state_bytes, most.working_bytes, most.total_bytes))
+    return (
+        f"{pp:>3} {tp:>3}  {layers:<16} {most.parameters:>15,} {state:>5.2f} GiB {working:>5.2f} GiB "
+        f"{most.activation_bytes / _GIB:>7.2f} GiB {total:>5.2f} GiB  {written[0]:,} to {written[-1]:,}"
+    )
+
+
+def _span(stage: Stage) -> str:
+    return f"{stage.layers[0]}-{stage.layers[-1]}" if len(stage.layers) else "none"
