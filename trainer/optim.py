@@ -33,13 +33,15 @@ def build_adamw(model: nn.Module, settings: AdamSettings) -> torch.optim.AdamW:
     those that torch would make at the first step.
     """
     names = {p: name for p, name in parameter_names(model).items() if p.requires_grad}
-    groups: dict[tuple[float, bool], list[tuple[str, nn.Parameter]]] = {}
+    groups: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for parameter, name in names.items():
-        decay = 0.0 if name in settings.no_decay else settings.weight_decay
         # A fused step takes either plain tensors or DTensors.
-        groups.setdefault((decay, is_dtensor(parameter)), []).append((name, parameter))
+        groups.setdefault((name not in settings.no_decay, is_dtensor(parameter)), []).append((name, parameter))
     optimizer = torch.optim.AdamW(
-        [{"params": members, "weight_decay": decay} for (decay, _), members in groups.items()],
+        [
+            {"params": members, "weight_decay": settings.weight_decay if decays else 0.0}
+            for (decays, _), members in groups.items()
+        ],
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
