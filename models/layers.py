@@ -175,15 +175,11 @@ class RMSNorm(nn.Module):
 
 
 class OutputLayer(nn.Linear):
-    """The projection onto the vocabulary, `weight` [rows, width], with the columns of padding rows masked.
-
-    `first_column` is the vocabulary entry of the first row: 0 unless tensor parallelism cuts the rows from outside.
-    """
+    """The projection onto the vocabulary, `weight` [rows, width], with the columns of padding rows masked."""
 
     def __init__(self, width: int, rows: int, vocab_size: int) -> None:
         super().__init__(width, rows, bias=False)
         self.vocab_size = vocab_size
-        self.first_column = 0
 
     def reset_parameters(self) -> None:
         """Leave the values as allocated."""
@@ -191,12 +187,11 @@ class OutputLayer(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., width] to logits [..., rows]; -inf in the columns of padding, which get no gradient."""
         weight = self.weight.to(x.dtype)
-        rows = weight.shape[0]
-        real = min(max(self.vocab_size - self.first_column, 0), rows)
-        if real == rows:
+        padding = weight.shape[0] - self.vocab_size  # a DTensor's shape is that of the whole table
+        if padding == 0:
             return F.linear(x, weight)
         # As a bias of the product the mask costs no pass over the logits, which are the largest tensor of the model.
-        mask = torch.cat((x.new_zeros(real), x.new_full((rows - real,), -torch.inf)))
+        mask = torch.cat((x.new_zeros(self.vocab_size), x.new_full((padding,), -torch.inf)))
         return F.linear(x, weight, mask)
 
 

@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.curves_plot",
     ),
     ("trainer.state", "trainer.axes"),
-    ("trainer.step", "trainer.evaluate", "trainer.parts"),
+    ("trainer.step", "trainer.evaluate", "trainer.parts", "trainer.tied"),
     ("trainer.build", "trainer.dry_run"),
     ("trainer.restore", "trainer.loop"),
     ("trainer.__main__", "scripts.compare_loss"),
@@ -64,6 +64,7 @@ HANDED_ON = {
     ("trainer.checkpoint.worker", "BaseException"),
     ("trainer.checkpoint.commit", "BaseException"),
     ("trainer.checkpoint.checkpointer", "BaseException"),
+    ("trainer.__main__", "BaseException"),
 }
 
 PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -16,6 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.config import Config, validate
 from trainer.errors import ConfigError, TrainerError
+
+if TYPE_CHECKING:
+    from trainer.launch import Cluster
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -34,12 +39,16 @@ def main(raw: DictConfig) -> None:
     )
     try:
         run(raw)
-    except TrainerError as error:
-        prefix = "" if rank == 0 else f"rank {rank}: "
-        print(f"{prefix}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    except BaseException as error:  # noqa: BLE001 - told and handed on as the exit status
+        if isinstance(error, TrainerError):
+            prefix = "" if rank == 0 else f"rank {rank}: "
+            print(f"{prefix}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
         # Not sys.exit: a peer may wait in a collective that this rank will never join, and torch would wait for it.
         sys.stdout.flush()
-        os._exit(1)
+        sys.stderr.flush()
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def run(raw: DictConfig) -> None:
@@ -58,11 +67,21 @@ def run(raw: DictConfig) -> None:
         return
     validate(config, world_size)
     from trainer import launch
+
+    cluster = launch.start(config.train.device, deterministic=config.train.deterministic)
+    try:
+        _train(config, resolved, cluster)
+    except BaseException as error:
+        cluster.board.fail(str(error) or type(error).__name__)
+        raise
+    launch.stop(cluster)
+
+
+def _train(config: Config, resolved: str, cluster: Cluster) -> None:
     from trainer.build import build
     from trainer.loop import train
     from trainer.restore import restore
 
-    cluster = launch.start(config.train.device, deterministic=config.train.deterministic)
     expected = cluster.board.from_rank0("config", resolved.encode()).decode()
     is_same = expected == resolved
     problem = None if is_same else ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
@@ -73,11 +92,12 @@ def run(raw: DictConfig) -> None:
         if built.log is not None:
             built.log.open(built.state.progress.iteration, resolved)
         train(built)
-    finally:
-        built.checkpointer.close()
-        if built.log is not None:
-            built.log.close()
-    launch.stop(cluster)
+    except BaseException:
+        built.checkpointer.abandon()
+        raise
+    built.checkpointer.close()
+    if built.log is not None:
+        built.log.close()
 
 
 def _dry_run(config: Config, world_size: int) -> None:

@@ -29,6 +29,8 @@ from trainer.schedule import Schedule, resolve
 from trainer.state import Part, TrainerState
 from trainer.topology import Topology
 
+_DATA_TIMEOUT_S = 24 * 3600.0
+
 
 @dataclass(slots=True)
 class Run:
@@ -87,7 +89,8 @@ def _build_feeds(config: Config, cluster: Cluster, topology: Topology) -> tuple[
             digest = _check_data(prepare(section, cache=cache), config)
         except TrainerError as error:
             problem = error
-    cluster.board.agree("data", problem)
+    # Tokenising and scanning may take long; a rank that dies meanwhile is heard of at once.
+    cluster.board.clone(_DATA_TIMEOUT_S).agree("data", problem)
     digest = cluster.board.from_rank0("data/fingerprint", digest.encode()).decode()
     corpus = prepare(section, cache=cache)
 

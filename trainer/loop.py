@@ -13,6 +13,7 @@ from trainer.metrics import IterationRecord
 from trainer.random import dropout_key
 from trainer.step import StepResult, train_step
 from trainer.stop import should_exit
+from trainer.tied import check_tied_copies
 
 _log = logging.getLogger(__name__)
 
@@ -21,6 +22,9 @@ def train(run: Run) -> None:
     """Bring a restored run to its last iteration, and save there. A call of all ranks.
 
     A failed save is logged and training goes on.
+
+    Raises:
+        TrainerError: if the last save failed: the run ends without its state on disk.
     """
     state, settings = run.state, run.config.train
     if state.progress.iteration >= settings.train_iters and run.cluster.rank == 0:
@@ -37,10 +41,10 @@ def train(run: Run) -> None:
             _evaluate(run)
         is_due = run.checkpointer.is_due(iteration)
         is_last = iteration == settings.train_iters or should_exit(iteration, settings.exit_interval)
-        blocked_s = _save(run) if is_due or is_last else 0.0
+        blocked_s = _save(run, is_last=is_last) if is_due or is_last else 0.0
         if is_last:
             return
-    _save(run)
+    _save(run, is_last=True)
 
 
 def _iterate(run: Run) -> StepResult:
@@ -93,8 +97,9 @@ def _evaluate(run: Run) -> None:
         run.log.evaluation(run.state.progress.iteration, loss, run.state.progress.best_loss)
 
 
-def _save(run: Run) -> float:
+def _save(run: Run, *, is_last: bool) -> float:
     """Save the state as it stands; return the seconds that took of the training."""
+    check_tied_copies(run.state, run.axes.ends)
     start = time.perf_counter()
     progress = run.state.progress
     if run.log is not None:
@@ -108,4 +113,6 @@ def _save(run: Run) -> float:
     report = run.checkpointer.save(progress.iteration, contents)
     if report is not None and report.error is None and run.log is not None:
         run.log.save(report)
+    if is_last and report is not None and report.error is not None:
+        raise report.error
     return time.perf_counter() - start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import models
@@ -16,6 +17,7 @@ from trainer.checkpoint.live import LiveTensor, local_of, parameter_names
 from trainer.checkpoint.loader import LoadReport, check_tensors
 from trainer.checkpoint.reader import Checkpoint, read_places
 from trainer.checkpoint.store import CheckpointFolder
+from trainer.config import CheckpointSection
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.metrics import last_recorded_iteration
 from trainer.progress import Progress
@@ -36,40 +38,64 @@ def restore(run: Run) -> None:
         TrainerError: on every rank, before a byte was copied, if the checkpoint is not one that this run may continue.
     """
     run.checkpointer.start()
-    source = _agree_on_source(run)
-    if source is None:
+    origin = _agree_on_origin(run)
+    if origin is None:
         fill_initial_values(run.state.shards(with_optimizer=False), _initial_values(run), run.config.train.seed)
         if run.cluster.rank == 0:
             _log.info(f"starting fresh, seed {run.config.train.seed}")
     else:
-        _load(run, source)
+        _load(run, origin)
     _rebind(run)
-    run.checkpointer.rewind(run.state.progress.iteration if source is not None else -1)
+    run.checkpointer.rewind(run.state.progress.iteration if origin is not None else -1)
 
 
-def _agree_on_source(run: Run) -> Source | None:
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a run goes on from, or, with `begins`, where it begins: at somebody else's checkpoint or a named one."""
+
+    source: Source
+    begins: bool
+
+
+def _agree_on_origin(run: Run) -> Origin | None:
     """Let rank 0 decide where to load from, and tell all: file systems may show ranks different things."""
     problem: TrainerError | None = None
     choice = b""
     if run.cluster.rank == 0:
         try:
-            source = _find_source(run)
-            choice = b"" if source is None else str(source.path).encode()
+            path = _find_path(run)
+            choice = b"" if path is None else str(path).encode()
         except TrainerError as error:
             problem = error
     run.cluster.board.agree("restore", problem)
-    path = run.cluster.board.from_rank0("restore/source", choice).decode()
-    return Source(Path(path), run.config.checkpoint.ckpt_step) if path else None
+    named = run.cluster.board.from_rank0("restore/source", choice).decode()
+    if not named:
+        return None
+    section = run.config.checkpoint
+    begins = section.load != "auto" and Path(named) == Path(section.load)
+    is_own = not begins and section.load != "auto"  # then what is said of the beginning says nothing of going on
+    return Origin(Source(Path(named), None if is_own else section.ckpt_step), begins)
 
 
-def _find_source(run: Run) -> Source | None:
+def _find_path(run: Run) -> Path | None:
+    """Return the folder to load from; None is a fresh start.
+
+    A path that `checkpoint.load` names outside this run's own folder is where the run begins. Once the run has a
+    checkpoint of its own, the same command goes on from that.
+    """
     section = run.config.checkpoint
     if section.load == "none":
         return None
+    own = None if section.save is None else Path(section.save)
+    has_own = own is not None and bool(CheckpointFolder(own, Files()).committed())
     if section.load != "auto":
-        return Source(Path(section.load))
-    if section.save is not None and CheckpointFolder(Path(section.save), Files()).committed():
-        return Source(Path(section.save))
+        named = Path(section.load)
+        if own is None or not has_own or own.resolve() in (named.resolve(), *named.resolve().parents):
+            return named
+        _log.info(f"this run began at {named} and goes on from its own checkpoints")
+        return own
+    if has_own:
+        return own
     if section.ckpt_step is not None:
         raise CheckpointError(
             "An iteration was never saved",
@@ -91,19 +117,21 @@ def _find_source(run: Run) -> Source | None:
     return None
 
 
-def _load(run: Run, source: Source) -> None:
+def _load(run: Run, origin: Origin) -> None:
     section = run.config.checkpoint
+    if not origin.begins and section.load != "auto":
+        section = replace(section, finetune=False, no_load_optim=False)
     with_optimizer = not (section.no_load_optim or section.finetune)
     specs = list(checkpoint_specs(run.config.model, with_optimizer=with_optimizer))
 
     def check(checkpoint: Checkpoint) -> None:
-        _check_state(run, checkpoint)
+        _check_state(run, checkpoint, section)
         check_tensors(specs, read_places(checkpoint), where=checkpoint.path)
 
     def live(_: Checkpoint) -> list[LiveTensor]:
         return list(run.state.shards(with_optimizer=with_optimizer))
 
-    checkpoint, report = run.checkpointer.restore(source, check=check, live=live, verify=section.verify_load)
+    checkpoint, report = run.checkpointer.restore(origin.source, check=check, live=live, verify=section.verify_load)
     _log_load(run, checkpoint, report)
     if section.finetune:
         return
@@ -112,9 +140,8 @@ def _load(run: Run, source: Source) -> None:
         _take_schedule(run, checkpoint.state)
 
 
-def _check_state(run: Run, checkpoint: Checkpoint) -> None:
+def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:
     """Refuse a checkpoint of another run; log the differences that are allowed. Opens no tensor file."""
-    section = run.config.checkpoint
     found = differences(checkpoint.state, run.description, record.rules_for(section))
     for line in settle(found, flags=record.flags_set(section), where=checkpoint.path):
         _log.warning(line)

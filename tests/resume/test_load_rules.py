@@ -313,3 +313,15 @@ def test_loading_after_a_forward_leaves_nothing_stale(finished: Path, tmp_path: 
     # float32 sums in another order, on logits of about 1.
     assert (found["logits"] - expected).abs().max() <= 1e-5
     assert expected.abs().max() > 0.1
+
+
+def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(finished: Path, tmp_path: Path) -> None:
+    """The same command resumes a fine-tuning run too: the path says where it began, not where it stands."""
+    begin = [*BASE, f"checkpoint.load={finished}/checkpoints", "checkpoint.finetune=true"]
+    run_ok(tmp_path / "unbroken", begin)
+    first = run_ok(tmp_path / "stopped", [*begin, "train.exit_interval=4"])
+    assert "step     1/" in first.text
+    again = run_ok(tmp_path / "stopped", begin)
+    assert "goes on from its own checkpoints" in again.text
+    assert "iteration 4 from" in again.text
+    assert curve(tmp_path / "stopped") == curve(tmp_path / "unbroken")

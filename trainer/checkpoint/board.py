@@ -6,8 +6,9 @@ at a time, and a waiting call would hold up every other thread's.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
@@ -16,6 +17,8 @@ from trainer.errors import CheckpointError, LaunchError, LockError, MismatchErro
 
 # A TCPStore resets the connection on values over 8 MiB.
 CHUNK_BYTES = 4 << 20
+_FAILED = "failed"
+_FAREWELL_S = 5.0
 
 
 class Board:
@@ -129,13 +132,38 @@ class Board:
             kind, text = _unpack(verdict)
             raise kind(text)
 
+    def fail(self, text: str) -> None:
+        """Tell every rank that this one gives up, so that none waits for its messages; the first to say so is heard.
+
+        Rank 0 may host the store: it stays until all have left, or for a short while.
+        """
+        with contextlib.suppress(dist.DistError):
+            self._store.compare_set(_FAILED, "", f"Rank {self.rank} failed: {text}")
+            self._store.set(f"left/{self.rank}", "")
+            others = [f"left/{rank}" for rank in range(1, self.world_size)]
+            if self.rank == 0 and others:
+                self._await(others, _FAREWELL_S)
+
     def _lost(self, key: str, error: Exception | None) -> LaunchError:
         found = None if error is None else str(error).splitlines()[0]
         return LaunchError("The store lost a message", where=f"key {key}, rank {self.rank}", found=found)
 
     def _get(self, key: str) -> bytes:
-        self._store.wait([key], timedelta(seconds=self.timeout_s))
+        if not self._await([key], self.timeout_s, watch=True):
+            raise dist.DistStoreError("nothing came")
         return bytes(self._store.get(key))
+
+    def _await(self, keys: list[str], timeout_s: float, *, watch: bool = False) -> bool:
+        """Look again and again until all `keys` hang or the time is over; `watch` also looks for a failed rank."""
+        deadline, pause_s = time.monotonic() + timeout_s, 0.001
+        while not self._store.check(keys):
+            if watch and self._store.check([_FAILED]) and not self._store.check(keys):
+                raise LaunchError(bytes(self._store.get(_FAILED)).decode().rstrip("."))
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        return True
 
 
 _KINDS: dict[str, type[TrainerError]] = {kind.__name__: kind for kind in (MismatchError, LockError, LaunchError)}

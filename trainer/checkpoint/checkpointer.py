@@ -192,6 +192,11 @@ class Checkpointer:
                 problem = _cannot_write(self._folder.root, error)
         self._agree(problem)
 
+    def abandon(self) -> None:
+        """Let go of the lock without waiting for anything: this process is about to end."""
+        if self._lock is not None:
+            self._lock.release()
+
     def close(self) -> None:
         """End the background thread and let go of the lock."""
         self._worker.close(self._policy.commit_timeout_s)
@@ -296,7 +301,7 @@ def _require_room(folder: CheckpointFolder, layout: Layout) -> None:
             where=folder.root,
             expected=f"{layout.total_bytes} B free",
             found=f"{free} B",
-            fix="Make room, or lower checkpoint.max_checkpoint_keep; training goes on.",
+            fix="Make room, or lower checkpoint.max_checkpoint_keep.",
         )
 
 

@@ -154,7 +154,7 @@ def publish(
         raise CheckpointError(
             f"Committing a checkpoint failed: {error.strerror} (errno {error.errno})",
             where=where,
-            fix="Training goes on and committed checkpoints are untouched; mend the disk.",
+            fix="Committed checkpoints are untouched; mend the disk.",
         ) from error
 
 

@@ -93,7 +93,7 @@ class Writer:
             where=path,
             expected=f"room for {self.layout.total_bytes} B",
             found=free,
-            fix="Training goes on and committed checkpoints are untouched; make room or mend the disk.",
+            fix="Committed checkpoints are untouched; make room or mend the disk.",
         )
 
 

@@ -5,6 +5,7 @@ An axis of size 1 is not applied at all. Which samples a rank reads is told else
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -30,6 +31,8 @@ def shard(
     """
     if zero_stage == 0:
         return
+    # Logits cut over tensor-parallel ranks are a view; FSDP2 warns of in-place changes of them, and nobody makes any.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     reshard_after_forward = zero_stage == 3
     for block in blocks:

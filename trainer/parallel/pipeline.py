@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from models import Model, Stage
+from models import Model, Stage, aliases
 from trainer.checkpoint.live import local_of
 
 
@@ -148,9 +148,7 @@ def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 def sum_tied_gradients(parts: Sequence[Model], group: dist.ProcessGroup) -> None:
     """Add up the gradients of both copies of a tied embedding, so that the copies stay equal bits."""
     for part in parts:
-        names = dict(part.named_parameters())
-        name = "lm_head.weight" if part.stage.last else next(iter(names)) if part.stage.first else None
-        if name is not None:
-            gradient = names[name].grad
-            assert gradient is not None
-            dist.all_reduce(local_of(gradient), group=group)
+        tied = {name for pair in aliases(part.config).items() for name in pair}
+        for name, parameter in part.named_parameters():
+            if name in tied and parameter.grad is not None:
+                dist.all_reduce(local_of(parameter.grad), group=group)

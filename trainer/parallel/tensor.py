@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from models import GPT2, Llama3, Model, token_loss
 from models.layers import Dropout, FusedConv1D
 
-__all__ = ["cut_token_loss", "loss_parallel", "reduce_partial_gradients", "shard"]
+__all__ = ["cut_token_loss", "loss_parallel", "reduce_partial_gradients", "shard", "shards_of_dropout"]
 
 _SEQUENCE = 1  # the dimension of [batch, sequence, width] that sequence parallelism cuts
 
@@ -46,10 +46,18 @@ def shard(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     parallelize_module(model, mesh, plan)
     if isinstance(model, Llama3) and sequence_parallel:
         model.sequence_shards = mesh.size()
-    coordinate = mesh.get_local_rank()
-    for name, module in model.named_modules():
-        if isinstance(module, Dropout) and (name.endswith("attn_dropout") or (sequence_parallel and ".h." in name)):
-            module.shard = coordinate
+    for name in shards_of_dropout(model, sequence_parallel=sequence_parallel):
+        cast(Dropout, model.get_submodule(name)).shard = mesh.get_local_rank()
+
+
+def shards_of_dropout(model: nn.Module, *, sequence_parallel: bool) -> set[str]:
+    """Return the dropout sites at which ranks hold different parts of one activation, so that masks must differ.
+
+    Heads are always spread; what lies between the cut products is with sequence parallelism, but for the embedding's
+    dropout, which is drawn before the cut. Everywhere else the ranks hold the same and must draw the same.
+    """
+    sites = (name for name, module in model.named_modules() if isinstance(module, Dropout))
+    return {name for name in sites if name.endswith("attn_dropout") or (sequence_parallel and ".h." in name)}
 
 
 def cut_token_loss(logits: torch.Tensor, targets: torch.Tensor, mesh: DeviceMesh, *, rows: int) -> torch.Tensor:
