@@ -15,8 +15,10 @@ from safetensors import safe_open
 from tests.harness import TINY, call_on_ranks, compose, tensor_files
 from trainer import launch
 from trainer.build import build
+from trainer.errors import CheckpointError
 from trainer.loop import train
 from trainer.restore import restore
+from trainer.tied import check_tied_copies
 
 LAST = 10
 TIED = "transformer.wte.weight"
@@ -126,3 +128,24 @@ def test_both_copies_have_equal_bits_after_training_and_after_a_load(tmp_path: P
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_with_data_parallel_ranks_too(tmp_path: Path, zero_stage: int) -> None:
     _train_then_load(tmp_path / "run", f"parallel.zero_stage={zero_stage}", ranks=4)
+
+
+def _spoil_one_copy(arguments: list[str]) -> None:
+    """Check the copies as a save does, then again after one bit of a moment of the last stage's copy has changed."""
+    run = build(compose(arguments), cluster := launch.start("cpu", deterministic=False))
+    restore(run)
+    check_tied_copies(run.state, run.axes.ends)
+    print("equal at first")
+    if cluster.rank == 1:
+        part = run.state.parts[0]
+        part.optimizer.state[part.model.lm_head.weight]["exp_avg"][3, 3] = 1e-30
+    with pytest.raises(CheckpointError, match="The two copies of a tied parameter differ"):
+        check_tied_copies(run.state, run.axes.ends)
+    launch.stop(cluster)
+
+
+def test_copies_that_differ_are_never_saved(tmp_path: Path) -> None:
+    arguments = [*BASE, "checkpoint.save=null", "checkpoint.save_interval=0", f"run.dir={tmp_path}/run"]
+    ended = call_on_ranks(_spoil_one_copy, arguments, folder=tmp_path / "run", ranks=2, timeout_s=60.0)
+    assert ended.ok, ended.text
+    assert all("equal at first" in output for output in ended.outputs)

@@ -12,7 +12,7 @@ TABLE = (
     Rule("model", Verdict.REFUSED),
     Rule("model.dropout", Verdict.SAID, says="the curve changes"),
     Rule("topology", Verdict.FLAG, flag="checkpoint.reshard"),
-    Rule("data", Verdict.FLAG, flag="checkpoint.other_data", says="samples are others"),
+    Rule("data", Verdict.FLAG, flag="checkpoint.other_data", says="other samples", hint="samples are others"),
     Rule("versions", Verdict.SAID, says="bits may differ"),
 )
 SAVED: Json = {

@@ -25,13 +25,15 @@ class Rule:
     Args:
         field: a dotted path; a rule for a longer path wins.
         flag: the flag that allows the difference, for Verdict.FLAG.
-        says: what the difference means, for the log line or the refusal; `{saved}` in it becomes the saved value.
+        says: what the difference means once it is allowed, for the log line.
+        hint: what to know before allowing it, for the refusal; `{saved}` in it becomes the saved value.
     """
 
     field: str
     verdict: Verdict
     flag: str = ""
     says: str = ""
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +86,12 @@ def settle(found: Sequence[Difference], *, flags: Collection[str], where: object
             found="these differences:\n" + "\n".join(rows),
             fix="\n" + fix,
         )
-    return [f"{d.field}: saved {_text(d.saved)}, now {_text(d.current)}; {_meaning(d)}" for d in found]
-
-
-def _meaning(difference: Difference) -> str:
-    return difference.rule.says.replace("{saved}", _text(difference.saved))
+    return [f"{d.field}: saved {_text(d.saved)}, now {_text(d.current)}; {d.rule.says}" for d in found]
 
 
 def _advice(difference: Difference) -> str:
     rule = difference.rule
-    parts = [_meaning(difference)] if rule.says else []
+    parts = [rule.hint.replace("{saved}", _text(difference.saved))] if rule.hint else []
     if rule.verdict is Verdict.FLAG:
         parts.append(f"{rule.flag}=true allows it")
     return f"  ({'; '.join(parts)})" if parts else ""
