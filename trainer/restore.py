@@ -40,7 +40,8 @@ def restore(run: Run) -> None:
     run.checkpointer.start()
     origin = _agree_on_origin(run)
     if origin is None:
-        fill_initial_values(run.state.shards(with_optimizer=False), _initial_values(run), run.config.train.seed)
+        initial = models.initial_values(run.config.model)
+        fill_initial_values(run.state.shards(with_optimizer=False), initial, run.config.train.seed)
         if run.cluster.rank == 0:
             _log.info(f"starting fresh, seed {run.config.train.seed}")
     else:
@@ -51,10 +52,14 @@ def restore(run: Run) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a run goes on from, or, with `begins`, where it begins: at somebody else's checkpoint or a named one."""
+    """Where a run loads from.
+
+    With `goes_on`, `checkpoint.load` names where the run began, and it goes on from a checkpoint of its own: what the
+    command says of the beginning (ckpt_step, finetune, no_load_optim) says nothing of that.
+    """
 
     source: Source
-    begins: bool
+    goes_on: bool
 
 
 def _agree_on_origin(run: Run) -> Origin | None:
@@ -72,9 +77,8 @@ def _agree_on_origin(run: Run) -> Origin | None:
     if not named:
         return None
     section = run.config.checkpoint
-    begins = section.load != "auto" and Path(named) == Path(section.load)
-    is_own = not begins and section.load != "auto"  # then what is said of the beginning says nothing of going on
-    return Origin(Source(Path(named), None if is_own else section.ckpt_step), begins)
+    goes_on = section.load != "auto" and Path(named) != Path(section.load)
+    return Origin(Source(Path(named), None if goes_on else section.ckpt_step), goes_on)
 
 
 def _find_path(run: Run) -> Path | None:
@@ -119,7 +123,7 @@ def _find_path(run: Run) -> Path | None:
 
 def _load(run: Run, origin: Origin) -> None:
     section = run.config.checkpoint
-    if not origin.begins and section.load != "auto":
+    if origin.goes_on:
         section = replace(section, finetune=False, no_load_optim=False)
     with_optimizer = not (section.no_load_optim or section.finetune)
     specs = list(checkpoint_specs(run.config.model, with_optimizer=with_optimizer))
@@ -170,12 +174,12 @@ def _take_schedule(run: Run, state: Json) -> None:
     run.schedule = Schedule(**state["schedule"])
     adam = state["adam"]
     no_decay = record.no_decay_names(run.config.model)
-    groups = [(part, group) for part in run.state.parts for group in part.optimizer.param_groups]
-    for part, group in groups:
+    for part in run.state.parts:
         names = parameter_names(part.model)
-        group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
-        # Which group decays is told by its names: the rate that the command gave it may be 0.
-        group["weight_decay"] = 0.0 if names[group["params"][0]] in no_decay else adam["weight_decay"]
+        for group in part.optimizer.param_groups:
+            group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
+            # Which group decays is told by its names: the rate that the command gave it may be 0.
+            group["weight_decay"] = 0.0 if names[group["params"][0]] in no_decay else adam["weight_decay"]
     taken = {key: state[key] for key in ("schedule", "adam", "optimizer")}
     run.description = {**run.description, **taken}
 
@@ -203,7 +207,3 @@ def _log_load(run: Run, checkpoint: Checkpoint, report: LoadReport) -> None:
             f"loaded {report.tensors} of {report.expected} tensors, {read_bytes:.0f} bytes, {report.seconds:.2f} s, "
             f"{rate:.2f} GB/s: iteration {checkpoint.iteration} from {checkpoint.path}"
         )
-
-
-def _initial_values(run: Run) -> dict[str, models.Initial]:
-    return models.initial_values(run.config.model)

@@ -10,6 +10,7 @@ import models
 from trainer.checkpoint.live import local_of
 from trainer.checkpoint.snapshot import memory_of
 from trainer.errors import CheckpointError
+from trainer.parallel.pipeline import tied_parameters
 from trainer.state import TrainerState
 
 
@@ -21,14 +22,12 @@ def check_tied_copies(state: TrainerState, ends: dist.ProcessGroup | None) -> No
     """
     if ends is None:
         return
-    tied = {name for pair in models.aliases(state.config).items() for name in pair}
     digest = xxhash.xxh3_64()
     for part in state.parts:
-        for name, parameter in part.model.named_parameters():
-            if name in tied:
-                digest.update(memory_of(local_of(parameter)))
-                for key in ("exp_avg", "exp_avg_sq", "step"):
-                    digest.update(memory_of(local_of(part.optimizer.state[parameter][key])))
+        for parameter in tied_parameters(part.model):
+            digest.update(memory_of(local_of(parameter)))
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                digest.update(memory_of(local_of(part.optimizer.state[parameter][key])))
     own = digest.intdigest() >> 1
     device = next(state.parts[0].model.parameters()).device
     low, high = torch.tensor(own, device=device), torch.tensor(own, device=device)
@@ -37,7 +36,7 @@ def check_tied_copies(state: TrainerState, ends: dist.ProcessGroup | None) -> No
     if int(low) != int(high):
         raise CheckpointError(
             "The two copies of a tied parameter differ",
-            where=f"{' and '.join(sorted(tied))}, rank {dist.get_rank()}",
+            where=f"{' and '.join(sum(models.aliases(state.config).items(), ()))}, rank {dist.get_rank()}",
             expected="the same bits on the first and the last pipeline stage",
             fix="Nothing was saved; resume from the last checkpoint.",
         )

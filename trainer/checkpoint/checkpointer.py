@@ -200,8 +200,7 @@ class Checkpointer:
     def close(self) -> None:
         """End the background thread and let go of the lock."""
         self._worker.close(self._policy.commit_timeout_s)
-        if self._lock is not None:
-            self._lock.release()
+        self.abandon()
 
     def _pick(self, chooser: choose.Chooser, damage: TrainerError | None) -> Path:
         """Return the next candidate on every rank; `damage` is what any rank found wrong with the last one."""

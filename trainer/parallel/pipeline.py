@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
@@ -148,7 +149,12 @@ def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 def sum_tied_gradients(parts: Sequence[Model], group: dist.ProcessGroup) -> None:
     """Add up the gradients of both copies of a tied embedding, so that the copies stay equal bits."""
     for part in parts:
-        tied = {name for pair in aliases(part.config).items() for name in pair}
-        for name, parameter in part.named_parameters():
-            if name in tied and parameter.grad is not None:
+        for parameter in tied_parameters(part):
+            if parameter.grad is not None:
                 dist.all_reduce(local_of(parameter.grad), group=group)
+
+
+def tied_parameters(part: Model) -> list[nn.Parameter]:
+    """Return the parameters of a stage that are one end of a tie."""
+    tied = {name for pair in aliases(part.config).items() for name in pair}
+    return [parameter for name, parameter in part.named_parameters() if name in tied]
