@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow check format clean
+.PHONY: setup demo test test-slow bench check format clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,10 @@ test: setup
 # Every topology against every other, and what else takes minutes of many processes.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# Some minutes, 8 GB of memory and 10 GB of disk: best with nothing beside it.
+bench: setup
+	$(BIN)/python -m scripts.bench_checkpoint
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -23,6 +23,7 @@ from models.layers import (
     as_key,
     causal_attention,
     run_block,
+    tie,
 )
 
 _OUTPUT = "lm_head.weight"
@@ -63,7 +64,7 @@ class GPT2(nn.Module):
         Materialising or wrapping a model separates the two: call again after each.
         """
         if self.config.tie_word_embeddings and self.stage.first and self.stage.last:
-            self.lm_head.weight = cast(Embedding, self.transformer["wte"]).weight
+            tie(cast(Embedding, self.transformer["wte"]), self.lm_head)
 
     def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None) -> Tensor:
         """Run this stage.

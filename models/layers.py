@@ -102,6 +102,17 @@ class Embedding(nn.Embedding):
         """Leave the values as allocated."""
 
 
+def tie(embedding: Embedding, output: nn.Linear) -> None:
+    """Make the output's weight the embedding's Parameter itself.
+
+    On the host the embedding then gives its gradient as rows of a sparse tensor. Autograd adds these in place to the
+    gradient of the output, which is dense; else it would fill, and then add, a second table for a few tokens' rows.
+    """
+    output.weight = embedding.weight
+    is_plain = type(embedding.weight.data) is Tensor  # no DTensor: its embedding has no sparse gradient
+    embedding.sparse = is_plain and embedding.weight.device.type == "cpu"
+
+
 class Linear(nn.Linear):
     """A projection without bias, `weight` [out, in]."""
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import Initial, InitialKind, ModelConfig, RopeScaling, Stage, StoredTensor
-from models.layers import Embedding, Linear, OutputLayer, RMSNorm, causal_attention, run_block
+from models.layers import Embedding, Linear, OutputLayer, RMSNorm, causal_attention, run_block, tie
 
 _OUTPUT = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -54,7 +54,7 @@ class Llama3(nn.Module):
         Materialising or wrapping a model separates the two: call again after each.
         """
         if self.config.tie_word_embeddings and self.stage.first and self.stage.last:
-            self.lm_head.weight = cast(Embedding, self.model["embed_tokens"]).weight
+            tie(cast(Embedding, self.model["embed_tokens"]), self.lm_head)
 
     def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None) -> Tensor:
         """Run this stage.

@@ -89,6 +89,10 @@ class FailingFiles(Files):
         self._maybe_fail("open_for_writing", path)
         return super().open_for_writing(path)
 
+    def open_for_reading(self, path: Path) -> int:
+        self._maybe_fail("open_for_reading", path)
+        return super().open_for_reading(path)
+
     def close(self, descriptor: int) -> None:
         super().close(descriptor)
         self._maybe_fail("close")
@@ -96,6 +100,10 @@ class FailingFiles(Files):
     def reserve(self, descriptor: int, total_bytes: int) -> None:
         self._maybe_fail("reserve")
         super().reserve(descriptor, total_bytes)
+
+    def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+        self._maybe_fail("read")
+        return super().read(descriptor, buffer, offset=offset)
 
     def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
         self._maybe_fail("write")

@@ -12,7 +12,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
@@ -60,26 +61,39 @@ class Ended:
         return "\n".join(self.outputs)
 
 
+@dataclass(frozen=True, slots=True)
+class _Kill:
+    metrics: Path
+    iteration: int
+    saved: int
+
+    def is_due(self) -> bool:
+        recorded = last_iteration(self.metrics) >= self.iteration
+        return recorded and last_iteration(self.metrics, "save") >= self.saved
+
+
 def launch(
     folder: Path,
     overrides: Sequence[str],
     *,
     ranks: int = 1,
     kill_after: int | None = None,
+    saved: int = 0,
     cores: Collection[int] | None = None,
     timeout_s: float = 60.0,
 ) -> Ended:
     """Run the trainer's command on `ranks` ranks with `run.dir=folder`.
 
     Args:
-        kill_after: kill all ranks with SIGKILL as soon as this iteration is recorded, in the middle of a later one.
+        kill_after: kill all ranks with SIGKILL as soon as this iteration is recorded, in the middle of a later one,
+            and the save of iteration `saved` too.
         cores: the cores that each rank may use. None means all for several ranks, and one for a single rank: on models
             of this size its threads would only wait for each other.
         timeout_s: after this the ranks are killed and the test fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     arguments = ["trainer", f"run.dir={folder}", *overrides]
-    kill = None if kill_after is None else (folder / "metrics.jsonl", kill_after)
+    kill = None if kill_after is None else _Kill(folder / "metrics.jsonl", kill_after, saved)
     if cores is None:
         cores = ALL_CORES[:1] if ranks == 1 else ALL_CORES
     return _run_ranks(
@@ -107,26 +121,71 @@ def _run_ranks(
     *,
     arguments: list[str],
     ranks: int,
-    kill: tuple[Path, int] | None,
+    kill: _Kill | None,
     cores: tuple[int, ...],
     timeout_s: float,
 ) -> Ended:
+    with started(function, arguments, folder=folder, ranks=ranks, cores=cores) as running:
+        _await(running.processes, kill, time.monotonic() + timeout_s)
+    return running.ended()
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Ranks that have been started."""
+
+    processes: list[ForkServerProcess]
+    outputs: list[Path]
+
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal to one rank."""
+        os.kill(self.processes[rank].pid or 0, number)
+
+    def join(self, timeout_s: float, *, but: Collection[int] = ()) -> None:
+        """Wait until all ranks, but these, have ended by themselves.
+
+        Raises:
+            TimeoutError: if they do not in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        for rank, process in enumerate(self.processes):
+            if rank not in but:
+                process.join(max(0.0, deadline - time.monotonic()))
+                if process.exitcode is None:
+                    raise TimeoutError(f"rank {rank} did not end in time:\n{self.outputs[rank].read_text()}")
+
+    def ended(self) -> Ended:
+        """Return how it ended, after the end."""
+        statuses = tuple(process.exitcode if process.exitcode is not None else -1 for process in self.processes)
+        return Ended(statuses, tuple(path.read_text() for path in self.outputs))
+
+
+@contextmanager
+def started(
+    function: Callable[[list[str]], None],
+    arguments: list[str],
+    *,
+    folder: Path,
+    ranks: int,
+    cores: Collection[int] = ALL_CORES,
+) -> Iterator[Running]:
+    """Start ranks that call `function(arguments)`, their outputs beside `folder`, and kill what is left of them."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     outputs = [folder.with_name(f"{folder.name}.rank{rank}.log") for rank in range(ranks)]
     port = free_port()
     processes = [
-        _context.Process(target=_rank, args=(rank, ranks, port, function, arguments, str(outputs[rank]), cores))
+        _context.Process(target=_rank, args=(rank, ranks, port, function, arguments, str(outputs[rank]), tuple(cores)))
         for rank in range(ranks)
     ]
-    for process in processes:
-        process.start()
     try:
-        _await(processes, kill, time.monotonic() + timeout_s)
+        for process in processes:
+            process.start()
+        yield Running(processes, outputs)
     finally:
         for process in processes:
-            process.kill()
-            process.join()
-    statuses = tuple(process.exitcode if process.exitcode is not None else -1 for process in processes)
-    return Ended(statuses, tuple(path.read_text() for path in outputs))
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 def run_ok(folder: Path, overrides: Sequence[str], *, ranks: int = 1, cores: Collection[int] | None = None) -> Ended:
@@ -164,11 +223,11 @@ def compose(overrides: Sequence[str]) -> Config:
     return config
 
 
-def _await(processes: list[ForkServerProcess], kill: tuple[Path, int] | None, deadline: float) -> None:
+def _await(processes: list[ForkServerProcess], kill: _Kill | None, deadline: float) -> None:
     while running := [process.sentinel for process in processes if process.is_alive()]:
         if time.monotonic() > deadline:
             raise TimeoutError("a launch did not end in time")
-        if kill is not None and last_iteration(kill[0]) >= kill[1]:
+        if kill is not None and kill.is_due():
             for process in processes:
                 os.kill(process.pid or 0, signal.SIGKILL)
             kill = None
@@ -180,12 +239,16 @@ def _await(processes: list[ForkServerProcess], kill: tuple[Path, int] | None, de
         wait(running, timeout=0.005 if kill is not None else 1.0)
 
 
-def last_iteration(metrics: Path) -> int:
-    """Return the last iteration that a metrics file, perhaps just being written, records; 0 if there is none."""
+def last_iteration(metrics: Path, event: str | None = None) -> int:
+    """Return the last iteration that a metrics file, perhaps just being written, records; 0 if there is none.
+
+    Args:
+        event: "save" or "evaluation" for the last of those instead of the last training step.
+    """
     if not metrics.exists():
         return 0
-    lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return int(json.loads(lines[-1])["iteration"]) if lines else 0
+    rows = [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return max((int(row["iteration"]) for row in rows if row.get("event") == event), default=0)
 
 
 def free_port() -> int:

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +18,17 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.config import Config, validate
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError, LaunchError, TrainerError
 
 if TYPE_CHECKING:
     from trainer.launch import Cluster
+    from trainer.signals import SignalWatch
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+_FAREWELL_S = 1.0
+# A rank that fails may wait for a store whose host hangs, or for a disk: not longer than this.
+_LAST_WORDS_S = 40.0
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -67,17 +73,39 @@ def run(raw: DictConfig) -> None:
         return
     validate(config, world_size)
     from trainer import launch
+    from trainer.peers import PeerWatch
+    from trainer.signals import SignalWatch
 
-    cluster = launch.start(config.train.device, deterministic=config.train.deterministic)
+    timeout_s = 60 * config.train.distributed_timeout_minutes
+    cluster = launch.start(config.train.device, deterministic=config.train.deterministic, timeout_s=timeout_s)
+    farewell = cluster.board.clone(_FAREWELL_S)
+    watch = SignalWatch(config.train.exit_signal_save_seconds, farewell=farewell.fail)
+    peers = PeerWatch(cluster.board.clone(timeout_s), timeout_s, store_host=cluster.store_host)
+    watch.start()
+    peers.start()
     try:
-        _train(config, resolved, cluster)
+        _train(config, resolved, cluster, watch)
+        launch.part(cluster)
     except BaseException as error:
-        cluster.board.fail(str(error) or type(error).__name__)
+        watch.leave_within(_LAST_WORDS_S, 1)
+        cause = peers.explain(error, cluster.board)
+        if cause is not None:
+            raise LaunchError(cause.rstrip(".")) from error
         raise
-    launch.stop(cluster)
+    peers.stop()
+    launch.leave(cluster)
+    watch.stop()
 
 
-def _train(config: Config, resolved: str, cluster: Cluster) -> None:
+def compose(overrides: Sequence[str]) -> Config:
+    """Return the configuration that the command makes of these overrides, unchecked."""
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = OmegaConf.to_object(hydra.compose("train", overrides=list(overrides)))
+    assert isinstance(config, Config)
+    return config
+
+
+def _train(config: Config, resolved: str, cluster: Cluster, watch: SignalWatch) -> None:
     from trainer.build import build
     from trainer.loop import train
     from trainer.restore import restore
@@ -86,11 +114,12 @@ def _train(config: Config, resolved: str, cluster: Cluster) -> None:
     is_same = expected == resolved
     problem = None if is_same else ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
     cluster.board.agree("config", problem)
-    built = build(config, cluster)
+    built = build(config, cluster, watch)
     try:
         restore(built)
         if built.log is not None:
-            built.log.open(built.state.progress.iteration, resolved)
+            progress = built.state.progress
+            built.log.open(progress.iteration, resolved, owes_evaluation=progress.owes_evaluation)
         train(built)
     except BaseException:
         built.checkpointer.abandon()

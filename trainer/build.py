@@ -11,8 +11,9 @@ import torch
 import models
 from trainer import record
 from trainer.axes import Axes
-from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.json_file import Json
+from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.retention import Retention
 from trainer.config import Config, topology_of
 from trainer.data.batches import Samples
@@ -22,11 +23,13 @@ from trainer.errors import DataError, TrainerError
 from trainer.feed import Feed
 from trainer.launch import Cluster
 from trainer.metrics import RunLog, peak_flops
-from trainer.optim import AdamSettings, build_adamw
+from trainer.optim import AdamSettings
 from trainer.parallel.mesh import build_mesh
 from trainer.parts import build_axes, build_grid, build_models
+from trainer.requests import RequestRules, Requests
 from trainer.schedule import Schedule, resolve
-from trainer.state import Part, TrainerState
+from trainer.signals import SignalWatch
+from trainer.state import TrainerState, build_part
 from trainer.topology import Topology
 
 _DATA_TIMEOUT_S = 24 * 3600.0
@@ -34,7 +37,10 @@ _DATA_TIMEOUT_S = 24 * 3600.0
 
 @dataclass(slots=True)
 class Run:
-    """A run that is built: its state, and what it reads, writes and shows. `log` is None on ranks other than 0."""
+    """A run that is built: its state, what it reads, writes and shows, and who may ask something of it.
+
+    `log` is None on ranks other than 0.
+    """
 
     config: Config
     cluster: Cluster
@@ -45,11 +51,15 @@ class Run:
     valid: Feed | None
     checkpointer: Checkpointer
     log: RunLog | None
+    requests: Requests
     description: Json
 
 
-def build(config: Config, cluster: Cluster) -> Run:
+def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) -> Run:
     """Build a run. A call of all ranks.
+
+    Args:
+        watch: what hears signals; None for nothing.
 
     Raises:
         TrainerError: if the data does not suit, or another job writes to the run's folder.
@@ -60,8 +70,10 @@ def build(config: Config, cluster: Cluster) -> Run:
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     adam = _adam(config, schedule)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
-    parts = [Part(model, build_adamw(model, adam)) for model in stages]
-    state = TrainerState(config.model, parts, build_grid(topology, mesh))
+    grid = build_grid(topology, mesh)
+    file_bytes = config.checkpoint.file_bytes
+    parts = [build_part(config.model, model, adam, grid=grid, file_bytes=file_bytes) for model in stages]
+    state = TrainerState(config.model, parts, grid)
     description = record.describe(
         config, schedule=schedule, topology=topology, fingerprint=digest, environment=_environment(config, cluster)
     )
@@ -75,6 +87,7 @@ def build(config: Config, cluster: Cluster) -> Run:
         valid=valid,
         checkpointer=_build_checkpointer(config, cluster),
         log=_build_log(config, cluster) if cluster.rank == 0 else None,
+        requests=_build_requests(config, cluster, watch),
         description=description,
     )
 
@@ -136,11 +149,25 @@ def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:
     policy = SavePolicy(
         folder=None if section.save is None else Path(section.save),
         save_interval=section.save_interval,
-        retention=Retention(section.max_checkpoint_keep, section.save_retain_interval),
+        retention=Retention(section.max_checkpoint_keep, section.save_retain_interval, section.keep_best),
         file_bytes=section.file_bytes,
         commit_timeout_s=section.commit_timeout_s,
+        async_save=section.async_save,
+        staging_bytes=section.staging_bytes,
+        stall_timeout_s=section.stall_timeout_s,
     )
     return Checkpointer(policy, cluster.board, nonce=cluster.nonce)
+
+
+def _build_requests(config: Config, cluster: Cluster, watch: SignalWatch | None) -> Requests:
+    section = config.checkpoint
+    rules = RequestRules(
+        exit_duration_in_mins=config.train.exit_duration_in_mins,
+        save_interval_mins=section.save_interval_mins,
+        give_up_after=section.exit_on_save_failure,
+    )
+    folder = None if section.save is None else Path(section.save)
+    return Requests(rules, watch, rank=cluster.rank, folder=folder)
 
 
 def _build_log(config: Config, cluster: Cluster) -> RunLog:

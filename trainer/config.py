@@ -8,12 +8,27 @@ from enum import Enum
 
 from models.config import ModelConfig
 from models.config import problems as model_problems
-from trainer.data.corpus import DataKind, DataSection
-from trainer.data.corpus import problems as data_problems
+from trainer.data.section import DataKind, DataSection
+from trainer.data.section import problems as data_problems
 from trainer.errors import ConfigError
 from trainer.schedule import ScheduleSection
 from trainer.schedule import problems as schedule_problems
 from trainer.topology import Topology
+
+
+class OnNonfinite(Enum):
+    """What becomes of an iteration whose loss or gradient norm is no finite number."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+class Verify(Enum):
+    """What a load checks the digests of, beyond headers and JSON files."""
+
+    none = "none"
+    touched = "touched"
+    full = "full"
 
 
 class Dtype(Enum):
@@ -46,6 +61,11 @@ class TrainSection:
         eval_interval: evaluate at every multiple; 0 never.
         eval_iters: global batches of an evaluation.
         exit_interval: save and exit at the next multiple; 0 never.
+        exit_duration_in_mins: save and exit after so many minutes; 0 never.
+        exit_signal_save_seconds: SIGTERM, SIGINT or SIGUSR1 to any rank saves and exits; a process that is not through
+            after so long is left with status 1. torchrun kills 30 s after SIGTERM.
+        on_nonfinite: `stop` ends the run, with nothing saved of that iteration; `skip` goes on without its step.
+        distributed_timeout_minutes: how long a rank waits for the others in a collective or for a message.
         device: `auto` takes a CUDA device where there is one; else `cpu` or `cuda`.
         dry_run: train nothing; print what every coordinate of `dry_run_ranks` ranks would hold and write.
     """
@@ -63,6 +83,10 @@ class TrainSection:
     eval_interval: int = 0
     eval_iters: int = 4
     exit_interval: int = 0
+    exit_duration_in_mins: float = 0.0
+    exit_signal_save_seconds: float = 25.0
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
+    distributed_timeout_minutes: float = 10.0
     device: str = "auto"
     dry_run: bool = False
     dry_run_ranks: int = 1
@@ -106,7 +130,9 @@ class CheckpointSection:
     Args:
         save: folder of the run's checkpoints; null saves nothing.
         save_interval: save at every multiple; 0 saves only at the end.
+        save_interval_mins: save when so many minutes have passed since the last save; 0 never.
         max_checkpoint_keep: how many of the newest stay; 0 keeps all.
+        keep_best: how many of those with the lowest validation loss stay too.
         save_retain_interval: multiples of it stay for ever; 0 has none.
         no_save_optim: save the weights only.
         load: `auto` continues this run from its newest valid checkpoint and starts fresh only where nothing was ever
@@ -119,14 +145,22 @@ class CheckpointSection:
         use_checkpoint_scheduler: take schedule and optimizer settings from the checkpoint.
         override_batch_size: allow another global_batch_size or seq_length.
         override_data: allow other data or another seed.
-        verify_load: check the digest of every block that is read.
+        verify: the digests that a load checks: `touched` those of the blocks that are read; `full` those of all blocks
+            of the checkpoint, shared out between the ranks; `none`.
         file_bytes: size at which a safetensors file is full.
         commit_timeout_s: how long a save may take before it is given up.
+        async_save: write while training goes on; the next optimizer step copies what is not written by then.
+        staging_bytes: host memory for those copies on each rank; null is what the rank writes. With less, the step
+            waits for the disk.
+        stall_timeout_s: how long that step waits for a disk that writes nothing before the save is given up.
+        exit_on_save_failure: end the run after so many failed saves in a row; 0 never.
     """
 
     save: str | None = "${run.dir}/checkpoints"
     save_interval: int = 0
+    save_interval_mins: float = 0.0
     max_checkpoint_keep: int = 0
+    keep_best: int = 0
     save_retain_interval: int = 0
     no_save_optim: bool = False
     load: str = "auto"
@@ -138,9 +172,13 @@ class CheckpointSection:
     use_checkpoint_scheduler: bool = False
     override_batch_size: bool = False
     override_data: bool = False
-    verify_load: bool = True
+    verify: Verify = Verify.touched
     file_bytes: int = 2 << 30
     commit_timeout_s: float = 1800.0
+    async_save: bool = True
+    staging_bytes: int | None = None
+    stall_timeout_s: float = 5.0
+    exit_on_save_failure: int = 0
 
 
 @dataclass
@@ -193,11 +231,14 @@ def _train_problems(config: Config) -> list[str]:
     for name in ("train_iters", "global_batch_size", "micro_batch_size", "seq_length", "eval_iters", "dry_run_ranks"):
         if getattr(train, name) < 1:
             found.append(f"train.{name}={getattr(train, name)}: must be at least 1")
-    for name in ("eval_interval", "exit_interval"):
+    for name in ("eval_interval", "exit_interval", "exit_duration_in_mins"):
         if getattr(train, name) < 0:
             found.append(f"train.{name}={getattr(train, name)}: must be 0 (never) or more")
     if not (math.isfinite(train.clip_grad) and train.clip_grad >= 0):
         found.append(f"train.clip_grad={train.clip_grad}: must be 0 (no clipping) or more")
+    for name in ("exit_signal_save_seconds", "distributed_timeout_minutes"):
+        if not getattr(train, name) > 0:
+            found.append(f"train.{name}={getattr(train, name)}: must be above 0")
     if train.seq_length > config.model.max_position_embeddings:
         limit = config.model.max_position_embeddings
         found.append(f"train.seq_length={train.seq_length}: above model.max_position_embeddings={limit}")
@@ -295,17 +336,35 @@ def _optimizer_problems(optimizer: OptimizerSection) -> list[str]:
     return found
 
 
+_NATURAL = (
+    "save_interval",
+    "save_interval_mins",
+    "max_checkpoint_keep",
+    "keep_best",
+    "save_retain_interval",
+    "exit_on_save_failure",
+)
+
+
 def _checkpoint_problems(config: Config) -> list[str]:
     section, found = config.checkpoint, []
-    for name in ("save_interval", "max_checkpoint_keep", "save_retain_interval"):
+    for name in _NATURAL:
         if getattr(section, name) < 0:
             found.append(f"checkpoint.{name}={getattr(section, name)}: must be 0 or more")
-    if section.save is None and section.save_interval:
-        found.append(f"checkpoint.save_interval={section.save_interval}: needs checkpoint.save, or set it to 0")
+    for name in ("save_interval", "save_interval_mins"):
+        if section.save is None and getattr(section, name):
+            found.append(f"checkpoint.{name}={getattr(section, name)}: needs checkpoint.save, or set it to 0")
+    if section.keep_best and not (config.train.eval_interval and section.max_checkpoint_keep):
+        found.append(
+            f"checkpoint.keep_best={section.keep_best}: needs train.eval_interval and checkpoint.max_checkpoint_keep"
+        )
     if section.file_bytes < 1:
         found.append(f"checkpoint.file_bytes={section.file_bytes}: must be at least 1")
-    if section.commit_timeout_s <= 0:
-        found.append(f"checkpoint.commit_timeout_s={section.commit_timeout_s}: must be above 0")
+    for name in ("commit_timeout_s", "stall_timeout_s"):
+        if getattr(section, name) <= 0:
+            found.append(f"checkpoint.{name}={getattr(section, name)}: must be above 0")
+    if section.staging_bytes is not None and section.staging_bytes < 0:
+        found.append(f"checkpoint.staging_bytes={section.staging_bytes}: must be 0 or more, or null")
     if section.override_scheduler and section.use_checkpoint_scheduler:
         found.append("checkpoint.override_scheduler and checkpoint.use_checkpoint_scheduler exclude each other")
     if section.finetune and section.load in ("auto", "none"):

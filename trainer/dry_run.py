@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -14,9 +15,9 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake
 
 import models
-from models import Model, Stage
-from trainer.checkpoint.box import Box, image, intersect, whole
-from trainer.checkpoint.layout import Layout, build_layout
+from models import Model, ModelConfig, Stage
+from trainer.checkpoint.box import Box, Image, image, intersect, whole
+from trainer.checkpoint.layout import Layout, TensorSpec, build_layout
 from trainer.checkpoint.live import Grid, placed_box
 from trainer.checkpoint.ownership import Holding, pieces_of
 from trainer.config import Config, topology_of
@@ -27,6 +28,8 @@ from trainer.state import checkpoint_specs
 from trainer.topology import Topology
 
 _GIB = 1 << 30
+
+Boxes: TypeAlias = Mapping[str, tuple[Box, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,15 @@ class Load:
         return self.state_bytes + self.working_bytes + self.activation_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """The stages of one pipeline rank, built on `meta` as the first of the ranks of `grid` has them."""
+
+    pp: int
+    parts: Sequence[Model]
+    grid: Grid
+
+
 def report(config: Config, world_size: int) -> str:
     """Return a table with a row per pipeline and tensor-parallel coordinate; its figures are the most over dp.
 
@@ -58,11 +70,7 @@ def report(config: Config, world_size: int) -> str:
     """
     topology = topology_of(config, world_size)
     layout = build_layout(list(checkpoint_specs(config.model, with_optimizer=True)))
-    _join_fake_group(topology.dp * topology.tp)
-    try:
-        rows = list(_rows(config, topology, layout))
-    finally:
-        dist.destroy_process_group()
+    rows = list(_rows(config, topology, layout))
     header = f"{'pp':>3} {'tp':>3}  {'layers':<16} {'parameters':>15} {'state':>9} {'working':>9} {'activations':>11}"
     lines = [_headline(config, topology, layout), "", f"{header} {'memory':>9}  written (least to most over dp)"]
     lines += [_line(*row) for row in rows]
@@ -76,54 +84,65 @@ def report(config: Config, world_size: int) -> str:
     return "\n".join(lines)
 
 
-def _join_fake_group(world_size: int) -> None:
-    dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=world_size)
-
-
-def _rows(config: Config, topology: Topology, layout: Layout) -> Iterator[tuple[int, int, Sequence[Stage], list[Load]]]:
+def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
+    """Yield the stages of every pipeline rank. This process is in a process group of torch's meanwhile, and may not
+    have been before."""
     inner = Topology(1, topology.dp, topology.tp, vpp=topology.vpp, sp=topology.sp)
-    mesh = build_mesh(inner, "cpu") if inner.world_size > 1 else None
-    for pp in range(topology.pp):
-        stages = stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=pp)
-        meta = torch.device("meta")
-        parts = [build_stage(config, meta, stage=stage, topology=inner, mesh=mesh) for stage in stages]
+    ranks = np.arange(topology.world_size).reshape(topology.pp, topology.dp, topology.tp)
+    dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=inner.world_size)
+    try:
+        mesh = build_mesh(inner, "cpu") if inner.world_size > 1 else None
+        for pp in range(topology.pp):
+            stages = stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=pp)
+            meta = torch.device("meta")
+            parts = [build_stage(config, meta, stage=stage, topology=inner, mesh=mesh) for stage in stages]
+            yield Simulated(pp, parts, Grid(ranks[pp], ("dp", "tp")))
+    finally:
+        dist.destroy_process_group()
+
+
+def _rows(config: Config, topology: Topology, layout: Layout) -> Iterator[tuple[Simulated, int, list[Load]]]:
+    dps = sorted({0, min(1, topology.dp - 1), topology.dp - 1})
+    for simulated in simulate(config, topology):
         for tp in range(topology.tp):
-            dps = sorted({0, min(1, topology.dp - 1), topology.dp - 1})
-            loads = [_load(config, parts, topology, layout=layout, dp=dp, tp=tp) for dp in dps]
-            yield pp, tp, stages, loads
+            yield simulated, tp, [_load(config, simulated, topology, layout=layout, dp=dp, tp=tp) for dp in dps]
 
 
-def _load(config: Config, parts: Sequence[Model], topology: Topology, *, layout: Layout, dp: int, tp: int) -> Load:
-    ranks = np.arange(topology.dp * topology.tp).reshape(topology.dp, topology.tp)
-    grid, coordinate = Grid(ranks, ("dp", "tp")), {"dp": dp, "tp": tp}
-    parameters = 0
-    holdings: list[Holding] = []
-    for part in parts:
-        boxes = {name: placed_box(name, p, coordinate, grid) for name, p in part.named_parameters()}
-        parameters += sum(box.numel for box, _ in boxes.values())
-        holdings += _holdings(config, boxes, layout, grid)
-    written = sum(piece.hi - piece.lo for piece in pieces_of(holdings, int(ranks[dp, tp])))
-    working = _working_bytes(config, parts, topology, parameters=parameters)
-    activations = _activation_bytes(config, parts, topology)
+def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: Layout, dp: int, tp: int) -> Load:
+    held = [boxes_at(part, simulated.grid, dp=dp, tp=tp) for part in simulated.parts]
+    parameters = sum(box.numel for boxes in held for box, _ in boxes.values())
+    pieces = pieces_of(holdings_of(config.model, held, layout, simulated.grid), int(simulated.grid.ranks[dp, tp]))
+    written = sum(piece.hi - piece.lo for piece in pieces)
+    working = _working_bytes(config, simulated.parts, topology, parameters=parameters)
+    activations = _activation_bytes(config, simulated.parts, topology)
     return Load(parameters, parameters * 12, working, activations, written)
 
 
-def _holdings(
-    config: Config, boxes: Mapping[str, tuple[Box, tuple[int, ...]]], layout: Layout, grid: Grid
-) -> Iterator[Holding]:
-    """Yield what a coordinate would save of one part, in the order in which a save enumerates it."""
-    copies = models.aliases(config.model)  # kept on both ends of a pipeline, written by the first
-    stored = models.stored_tensors(config.model)
-    for prefix in ("", "exp_avg.", "exp_avg_sq."):
-        for name, (box, replicas) in boxes.items():
-            if name not in copies:
-                view = stored[name].view
-                kept = image(intersect(box, whole(view)), view, 4)
-                yield Holding(prefix + name, kept, layout.places[prefix + name].offset, replicas)
-    for name in boxes:
-        if name not in copies:
+def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
+    """Return what a coordinate holds of the parameters of a part: each one's box and the ranks with the same box."""
+    coordinate = {"dp": dp, "tp": tp}
+    return {name: placed_box(name, p, coordinate, grid) for name, p in part.named_parameters()}
+
+
+def holdings_of(model: ModelConfig, held: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
+    """Return what a coordinate would save, in the order in which a save enumerates it, given its boxes of each part."""
+    copies = models.aliases(model)  # kept on both ends of a pipeline, written by the first
+    everybody, scalar = grid.holders({}), image(whole(()), (), 4)
+    found = []
+    for boxes in held:
+        kept = [(name, *placed) for name, placed in boxes.items() if name not in copies]
+        images = [_stored_image(box, layout.places[name].spec) for name, box, _ in kept]
+        for prefix in ("", "exp_avg.", "exp_avg_sq."):
+            for (name, _, replicas), part in zip(kept, images, strict=True):
+                found.append(Holding(prefix + name, part, layout.places[prefix + name].offset, replicas))
+        for name, _, _ in kept:
             step = f"step.{name}"
-            yield Holding(step, image(whole(()), (), 4), layout.places[step].offset, grid.holders({}))
+            found.append(Holding(step, scalar, layout.places[step].offset, everybody))
+    return found
+
+
+def _stored_image(box: Box, spec: TensorSpec) -> Image:
+    return image(intersect(box, whole(spec.view)), spec.view, spec.dtype.itemsize)
 
 
 def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, parameters: int) -> int:
@@ -168,13 +187,13 @@ def _headline(config: Config, topology: Topology, layout: Layout) -> str:
     )
 
 
-def _line(pp: int, tp: int, stages: Sequence[Stage], loads: Sequence[Load]) -> str:
-    layers = " ".join(_span(stage) for stage in stages)
+def _line(simulated: Simulated, tp: int, loads: Sequence[Load]) -> str:
+    layers = " ".join(_span(part.stage) for part in simulated.parts)
     most = max(loads, key=lambda load: load.total_bytes)
     written = sorted(load.written_bytes for load in loads)
     state, working, total = (n / _GIB for n in (most.state_bytes, most.working_bytes, most.total_bytes))
     return (
-        f"{pp:>3} {tp:>3}  {layers:<16} {most.parameters:>15,} {state:>5.2f} GiB {working:>5.2f} GiB "
+        f"{simulated.pp:>3} {tp:>3}  {layers:<16} {most.parameters:>15,} {state:>5.2f} GiB {working:>5.2f} GiB "
         f"{most.activation_bytes / _GIB:>7.2f} GiB {total:>5.2f} GiB  {written[0]:,} to {written[-1]:,}"
     )
 

@@ -53,8 +53,12 @@ class MismatchError(CheckpointError):
 
 
 class LockError(CheckpointError):
-    """Another job writes to the same folder."""
+    """Another job writes to the same folder, or nobody can tell."""
 
 
 class LaunchError(TrainerError):
     """The process group could not be formed, or a peer failed."""
+
+
+class NonFiniteError(TrainerError):
+    """A loss or a gradient that is no finite number."""

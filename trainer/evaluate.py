@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -13,19 +13,33 @@ from trainer.state import TrainerState
 
 
 @torch.no_grad()
-def evaluate(state: TrainerState, batches: Iterable[Sequence[torch.Tensor]], *, axes: Axes, cluster: Cluster) -> float:
+def evaluate(
+    state: TrainerState,
+    batches: Iterable[Sequence[torch.Tensor]],
+    *,
+    axes: Axes,
+    cluster: Cluster,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> float | None:
     """Return the mean loss over global batches, the same bits on every rank. A collective call.
 
     Args:
         batches: per global batch this rank's micro batches, int64 windows [micro_batch_size, seq_length + 1] on the
             device, shaped as in training.
+        should_stop: asked after every batch; where it says so on any rank, all break off and return None.
     """
     losses: list[float] = []
+    is_stopped = False
     with axes.loss_context():
         for micro_batches in batches:
             losses += [float(loss) for loss in _losses(state, micro_batches, axes)]
+            is_stopped = any(row[0] for row in cluster.gather([float(should_stop())]))
+            if is_stopped:
+                break
     for part in state.parts:
         reshard(part.model)
+    if is_stopped:
+        return None
     rows = cluster.gather([sum(losses), float(len(losses)), float(axes.reports_loss)])
     return sum(row[0] * row[2] for row in rows) / sum(row[1] * row[2] for row in rows)
 

@@ -14,8 +14,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from trainer.checkpoint.board import Board, lone_board
 from trainer.errors import LaunchError
-
-TIMEOUT_S = 600.0
+from trainer.meeting import meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,6 @@ class Environment:
     local_world_size: int
     address: str
     port: int
-    restart_count: int
     has_agent_store: bool
 
     @staticmethod
@@ -51,7 +49,6 @@ class Environment:
             number["LOCAL_WORLD_SIZE"],
             variables.get("MASTER_ADDR", "localhost"),
             number["MASTER_PORT"],
-            number["TORCHELASTIC_RESTART_COUNT"],
             variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
 
@@ -62,7 +59,6 @@ _NUMBERS = {
     "LOCAL_RANK": "0",
     "LOCAL_WORLD_SIZE": "1",
     "MASTER_PORT": "0",
-    "TORCHELASTIC_RESTART_COUNT": "0",
 }
 
 
@@ -73,6 +69,7 @@ class Cluster:
     Args:
         threads: the thread count that this process was given; bits depend on it.
         nonce: a random name of this launch, equal on all ranks.
+        store_host: which process the board depends on, in words.
     """
 
     rank: int
@@ -81,6 +78,7 @@ class Cluster:
     threads: int
     board: Board
     nonce: str
+    store_host: str = "rank 0"
 
     def gather(self, values: list[float]) -> list[list[float]]:
         """Return every rank's values in order of rank, the same bits everywhere. A collective call; float64."""
@@ -92,8 +90,13 @@ class Cluster:
         return [[float(value) for value in row] for row in torch.stack(everyone).tolist()]
 
 
-def start(device: str, *, deterministic: bool, variables: Mapping[str, str] = os.environ) -> Cluster:
+def start(
+    device: str, *, deterministic: bool, timeout_s: float = 600.0, variables: Mapping[str, str] = os.environ
+) -> Cluster:
     """Fix threads and device, and join the other ranks. A call of all ranks.
+
+    Args:
+        timeout_s: how long a rank waits for the others, here and in every collective and message.
 
     Raises:
         LaunchError: if the asked device is not there or the ranks do not meet.
@@ -106,16 +109,27 @@ def start(device: str, *, deterministic: bool, variables: Mapping[str, str] = os
         _make_deterministic(chosen)
     if environment.world_size == 1:
         return Cluster(0, 1, chosen, threads, lone_board(), secrets.token_hex(4))
-    store = _join(environment, chosen)
-    board = Board(store, environment.rank, world_size=environment.world_size, timeout_s=TIMEOUT_S)
-    nonce = board.from_rank0("nonce", secrets.token_hex(4).encode() if environment.rank == 0 else None)
-    return Cluster(environment.rank, environment.world_size, chosen, threads, board, nonce.decode())
+    store, name = _join(environment, chosen, timeout_s)
+    board = Board(store, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
+    store_host = "torchrun's agent on the first node" if environment.has_agent_store else "rank 0"
+    return Cluster(environment.rank, environment.world_size, chosen, threads, board, name, store_host)
 
 
 def stop(cluster: Cluster) -> None:
     """Leave together: a gloo process aborts at exit when a peer has left first. A call of all ranks."""
+    part(cluster)
+    leave(cluster)
+
+
+def part(cluster: Cluster) -> None:
+    """Wait until all ranks have nothing more to say. A call of all ranks."""
     if cluster.world_size > 1:
         dist.barrier()
+
+
+def leave(cluster: Cluster) -> None:
+    """Take the process group down, after `part`."""
+    if cluster.world_size > 1:
         dist.destroy_process_group()
 
 
@@ -144,11 +158,11 @@ def _make_deterministic(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _join(environment: Environment, device: torch.device) -> PrefixStore:
-    """Form the process group on a store of our own making.
+def _join(environment: Environment, device: torch.device, timeout_s: float) -> tuple[PrefixStore, str]:
+    """Form the process group on a store of our own making; return that and the launch's name.
 
-    torchrun's agent keeps its store over restarts, and gloo fails or hangs on the keys of the dead attempt: so every
-    attempt, and every world size of an elastic run, has a prefix of its own.
+    torchrun's agent keeps its store over restarts, and gloo fails or hangs on the keys of a dead launch: so each
+    launch has a prefix of its own.
     """
     is_host = environment.rank == 0 and not environment.has_agent_store
     try:
@@ -157,15 +171,17 @@ def _join(environment: Environment, device: torch.device) -> PrefixStore:
             environment.port,
             environment.world_size,
             is_host,
-            timeout=timedelta(seconds=TIMEOUT_S),
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
         )
-        store = PrefixStore(f"{environment.restart_count}-{environment.world_size}", server)
+        name = meet(server, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
+        store = PrefixStore(name, server)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
             rank=environment.rank,
             world_size=environment.world_size,
-            timeout=timedelta(seconds=TIMEOUT_S),
+            timeout=timedelta(seconds=timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
@@ -175,4 +191,4 @@ def _join(environment: Environment, device: torch.device) -> PrefixStore:
             found=str(error).splitlines()[0],
             fix="Look at the other ranks' logs.",
         ) from error
-    return store
+    return store, name

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import models
 from trainer import record
 from trainer.build import Run
+from trainer.checkpoint.policy import SaveReport
+from trainer.config import OnNonfinite
+from trainer.errors import CheckpointError, LockError, TrainerError
 from trainer.evaluate import evaluate
-from trainer.metrics import IterationRecord
+from trainer.metrics import IterationRecord, Slowdown
 from trainer.random import dropout_key
+from trainer.requests import Asked
 from trainer.step import StepResult, train_step
 from trainer.stop import should_exit
 from trainer.tied import check_tied_copies
@@ -21,30 +27,52 @@ _log = logging.getLogger(__name__)
 def train(run: Run) -> None:
     """Bring a restored run to its last iteration, and save there. A call of all ranks.
 
-    A failed save is logged and training goes on.
+    Saves are written while training goes on; a failed one is logged, and training goes on too.
 
     Raises:
         TrainerError: if the last save failed: the run ends without its state on disk.
     """
     state, settings = run.state, run.config.train
-    if state.progress.iteration >= settings.train_iters and run.cluster.rank == 0:
-        _log.info(
-            f"iteration {state.progress.iteration} of {settings.train_iters} is reached, there is nothing to train"
+    if state.progress.iteration >= settings.train_iters:
+        _say(
+            run, f"iteration {state.progress.iteration} of {settings.train_iters} is reached, there is nothing to train"
         )
-    blocked_s = 0.0
-    while state.progress.iteration < settings.train_iters:
-        start = time.perf_counter()
-        result = _iterate(run)
-        _record(run, result, seconds=time.perf_counter() - start, blocked_s=blocked_s)
+    slowdown = Slowdown()
+    run.requests.begin()
+    if state.progress.owes_evaluation:
+        _evaluate(run)
+    while state.progress.iteration < settings.train_iters and not state.progress.owes_evaluation:
+        asked = _train_and_record(run, slowdown)
         iteration = state.progress.iteration
         if settings.eval_interval and iteration % settings.eval_interval == 0:
             _evaluate(run)
-        is_due = run.checkpointer.is_due(iteration)
-        is_last = iteration == settings.train_iters or should_exit(iteration, settings.exit_interval)
-        blocked_s = _save(run, is_last=is_last) if is_due or is_last else 0.0
-        if is_last:
-            return
-    _save(run, is_last=True)
+        if asked.give_up:
+            raise _gives_up(run)
+        if asked.stop or state.progress.owes_evaluation:
+            _say(run, f"stopping after iteration {iteration}: {run.requests.reason()}")
+            break
+        if should_exit(iteration, settings.exit_interval):
+            break
+        if iteration < settings.train_iters and (asked.save or run.checkpointer.is_due(iteration)):
+            _save(run, slowdown)
+    _save(run, slowdown)
+    run.checkpointer.wait()
+    _record_saves(run, run.checkpointer.reports(), slowdown)
+    if run.checkpointer.last_error is not None:
+        raise run.checkpointer.last_error
+
+
+def _train_and_record(run: Run, slowdown: Slowdown) -> Asked:
+    """Train one iteration and record it and the saves that have ended; return what all ranks are asked for."""
+    saving_s, is_saving = run.checkpointer.take_blocked_s(), run.checkpointer.is_saving
+    start = time.perf_counter()
+    result = _iterate(run)
+    held_back_s = run.checkpointer.take_blocked_s()
+    seconds = time.perf_counter() - start - held_back_s
+    slowdown.add(seconds, is_saving=is_saving)
+    _record(run, result, seconds=seconds, blocked_s=saving_s + held_back_s)
+    _record_saves(run, run.checkpointer.reports(), slowdown)
+    return Asked.of(result.votes)
 
 
 def _iterate(run: Run) -> StepResult:
@@ -65,6 +93,8 @@ def _iterate(run: Run) -> StepResult:
         clip_grad=settings.clip_grad,
         axes=run.axes,
         cluster=run.cluster,
+        votes=lambda: run.requests.now(failed_saves=run.checkpointer.failed_saves).votes(),
+        skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip,
     )
     samples = settings.global_batch_size
     state.progress = progress.after_iteration(samples, samples * settings.seq_length)
@@ -73,6 +103,9 @@ def _iterate(run: Run) -> StepResult:
 
 def _record(run: Run, result: StepResult, *, seconds: float, blocked_s: float) -> None:
     progress = run.state.progress
+    if result.skipped is not None and run.cluster.rank == 0:
+        skipped = result.skipped
+        _log.warning(f"iteration without a step, the parameters stay as they are: {skipped.where}, {skipped.found}")
     if run.log is not None:
         run.log.iteration(
             IterationRecord(
@@ -84,23 +117,32 @@ def _record(run: Run, result: StepResult, *, seconds: float, blocked_s: float) -
                 tokens=run.config.train.global_batch_size * run.config.train.seq_length,
                 seconds=seconds,
                 checkpoint_seconds=blocked_s,
+                is_skipped=result.skipped is not None,
             )
         )
 
 
 def _evaluate(run: Run) -> None:
-    assert run.valid is not None
+    """Evaluate and record it; where a signal comes meanwhile, break off and owe it to the run that resumes."""
+    if run.valid is None:  # owed by a run that evaluated to one that does not
+        run.state.progress = replace(run.state.progress, owes_evaluation=False)
+        return
     batches = run.valid.in_order(run.config.train.eval_iters)
-    loss = evaluate(run.state, batches, axes=run.axes, cluster=run.cluster)
+    stop = run.requests.is_signalled
+    loss = evaluate(run.state, batches, axes=run.axes, cluster=run.cluster, should_stop=stop)
+    if loss is None:
+        run.state.progress = run.state.progress.without_evaluation()
+        _say(run, f"the evaluation of iteration {run.state.progress.iteration} is broken off, the resumed run does it")
+        return
     run.state.progress = run.state.progress.after_evaluation(loss)
     if run.log is not None:
         run.log.evaluation(run.state.progress.iteration, loss, run.state.progress.best_loss)
 
 
-def _save(run: Run, *, is_last: bool) -> float:
-    """Save the state as it stands; return the seconds that took of the training."""
+def _save(run: Run, slowdown: Slowdown) -> None:
+    """Save the state as it stands, in the background unless `checkpoint.async_save=false`."""
+    run.requests.saving()
     check_tied_copies(run.state, run.axes.ends)
-    start = time.perf_counter()
     progress = run.state.progress
     if run.log is not None:
         run.log.sync()
@@ -111,8 +153,30 @@ def _save(run: Run, *, is_last: bool) -> float:
     }
     contents = run.state.contents(documents, with_optimizer=not run.config.checkpoint.no_save_optim)
     report = run.checkpointer.save(progress.iteration, contents)
-    if report is not None and report.error is None and run.log is not None:
-        run.log.save(report)
-    if is_last and report is not None and report.error is not None:
-        raise report.error
-    return time.perf_counter() - start
+    if report is not None:
+        _record_saves(run, [report], slowdown)
+
+
+def _record_saves(run: Run, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:
+    for report in reports:
+        if isinstance(report.error, LockError):  # another job has this folder: what goes on here is of no use
+            raise report.error
+        slowdown_s = slowdown.take()
+        if report.error is None and run.log is not None:
+            run.log.save(report, slowdown_s=slowdown_s)
+
+
+def _gives_up(run: Run) -> TrainerError:
+    count = run.checkpointer.failed_saves
+    return CheckpointError(
+        "Saving failed too often in a row",
+        where=run.config.checkpoint.save,
+        expected=f"fewer than checkpoint.exit_on_save_failure={run.config.checkpoint.exit_on_save_failure}",
+        found=f"{count} failed saves, the last: {str(run.checkpointer.last_error).rstrip('.')}",
+        fix="Mend the file system and resume from the newest checkpoint.",
+    )
+
+
+def _say(run: Run, text: str) -> None:
+    if run.cluster.rank == 0:
+        _log.info(text)

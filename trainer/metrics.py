@@ -6,13 +6,16 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from statistics import median
+from typing import Any
 
-from trainer.checkpoint.checkpointer import SaveReport
-from trainer.checkpoint.files import Files, replace_file
+from trainer.checkpoint.files import Files, replace_file, temporary_of
+from trainer.checkpoint.policy import SaveReport
+from trainer.errors import TrainerError
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +25,10 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A
 
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
-    """The figures of one iteration; `seconds` without, `checkpoint_seconds` the time that saving blocked before it."""
+    """The figures of one iteration; `checkpoint_seconds` is what saving kept it, or its beginning, beside `seconds`.
+
+    With `is_skipped`, loss or gradients were not finite, and the parameters stayed as they were.
+    """
 
     iteration: int
     loss: float
@@ -32,6 +38,7 @@ class IterationRecord:
     tokens: int
     seconds: float
     checkpoint_seconds: float
+    is_skipped: bool = False
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,7 +58,25 @@ class IterationRecord:
             "tokens_per_second": round(self.tokens_per_second, 1),
             "seconds": round(self.seconds, 6),
             "checkpoint_seconds": round(self.checkpoint_seconds, 6),
+            **({"skipped": True} if self.is_skipped else {}),
         }
+
+
+class Slowdown:
+    """How much longer iterations take while a save is written, against the median of those before."""
+
+    def __init__(self) -> None:
+        self._quiet: deque[float] = deque(maxlen=50)
+        self._during: list[float] = []
+
+    def add(self, seconds: float, *, is_saving: bool) -> None:
+        """Count one iteration."""
+        (self._during if is_saving else self._quiet).append(seconds)
+
+    def take(self) -> float:
+        """Return how many seconds longer the iterations of a save took in sum; 0 where there is nothing to compare."""
+        during, self._during = self._during, []
+        return sum(during) - len(during) * median(self._quiet) if self._quiet and during else 0.0
 
 
 class RunLog:
@@ -65,21 +90,33 @@ class RunLog:
         self._log_interval = log_interval
         self._tensorboard = tensorboard
         self._mfu_scale = mfu_scale
-        self._file: TextIO | None = None
+        self._lines: _Lines | None = None
         self._writer: Any = None
         self._purge_step = 1
+        self._has_lost_points = False
 
-    def open(self, iteration: int, config: str) -> None:
+    def open(self, iteration: int, config: str, *, owes_evaluation: bool = False) -> None:
         """Begin after `iteration`: what other branches of the run recorded beyond it goes to a file beside.
 
         Args:
             config: the resolved configuration in YAML, kept as `config.yaml`.
+            owes_evaluation: whether the evaluation of that iteration is still to come, or to come again.
+
+        Raises:
+            TrainerError: if the run's folder cannot be written.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        replace_file(Files(), self._folder / "config.yaml", config.encode())
         path = self._folder / "metrics.jsonl"
-        cut_after(path, iteration)
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_file(Files(), self._folder / "config.yaml", config.encode())
+            cut_after(path, iteration, owes_evaluation=owes_evaluation)
+            self._lines = _Lines(path)
+        except OSError as error:
+            raise TrainerError(
+                f"The run's folder cannot be written: {error.strerror} (errno {error.errno})",
+                where=error.filename or self._folder,
+                fix="Make room or mend the file system, or name another folder with run.dir.",
+            ) from error
         self._purge_step = iteration + 1
 
     def iteration(self, record: IterationRecord) -> None:
@@ -112,44 +149,50 @@ class RunLog:
         shown = "none" if best is None else f"{best:.6f}"
         _log.info(f"step {iteration:5d}/{self._train_iters} | valid loss {loss:.6f} | best {shown}")
 
-    def save(self, report: SaveReport) -> None:
-        """Record a save that was committed."""
-        self._write(
-            {
-                "iteration": report.iteration,
-                "event": "save",
-                "seconds": round(report.seconds, 6),
-                "written_bytes": report.written_bytes,
-            }
-        )
+    def save(self, report: SaveReport, *, slowdown_s: float) -> None:
+        """Record a save that was committed; `slowdown_s` is what iterations took longer while it was written."""
+        rate = report.written_bytes / max(report.seconds, 1e-9)
+        figures = {
+            "seconds": report.seconds,
+            "blocked_seconds": report.blocked_s,
+            "waited_seconds": report.waited_s,
+            "slowdown_seconds": slowdown_s,
+            "written_bytes": report.written_bytes,
+            "copied_bytes": report.copied_bytes,
+            "gigabytes_per_second": rate / 1e9,
+        }
+        rounded = {name: round(figure, 6) for name, figure in figures.items()}
+        self._write({"iteration": report.iteration, "event": "save", **rounded})
+        self._scalars(report.iteration, {f"save/{name}": figure for name, figure in figures.items()})
         _log.info(
             f"saved iteration {report.iteration} in {report.seconds:.2f} s, {report.written_bytes / 1e6:.1f} MB "
-            f"by this rank, {report.written_bytes / max(report.seconds, 1e-9) / 1e9:.2f} GB/s: {report.path}"
+            f"by this rank, {rate / 1e9:.2f} GB/s, blocked {report.blocked_s:.3f} s, waited {report.waited_s:.3f} s, "
+            f"copied {report.copied_bytes / 1e6:.1f} MB, slowed iterations by {slowdown_s:.3f} s: {report.path}"
         )
 
     def sync(self) -> None:
-        """Make all records durable: a checkpoint must not be newer than they are."""
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        """Make all records durable: a checkpoint must not be newer than they are, unless the disk fails them."""
+        if self._lines is not None:
+            self._lines.sync()
         if self._writer is not None:
-            self._writer.flush()
+            self._plot(lambda: self._writer.flush(), self._purge_step)
 
     def close(self) -> None:
         """Close the files."""
-        if self._file is not None:
-            self._file.close()
+        if self._lines is not None:
+            self._lines.close()
         if self._writer is not None:
-            self._writer.close()
+            self._plot(lambda: self._writer.close(), self._purge_step)
 
     def _write(self, members: Mapping[str, object]) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(members, allow_nan=False) + "\n")
-        self._file.flush()
+        assert self._lines is not None
+        self._lines.add(json.dumps(members, allow_nan=False) + "\n")
 
     def _scalars(self, iteration: int, values: Mapping[str, float]) -> None:
-        if not self._tensorboard:
-            return
+        if self._tensorboard:
+            self._plot(lambda: self._add_points(iteration, values), iteration)
+
+    def _add_points(self, iteration: int, values: Mapping[str, float]) -> None:
         if self._writer is None:  # made with the first point: a run that does nothing leaves no file
             from torch.utils.tensorboard import SummaryWriter
 
@@ -157,34 +200,118 @@ class RunLog:
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, iteration)
 
+    def _plot(self, call: Callable[[], None], iteration: int) -> None:
+        """Call TensorBoard, which is never worth the run: where the disk fails it, it begins anew."""
+        try:
+            call()
+            self._has_lost_points = False
+        except OSError as error:
+            if not self._has_lost_points:
+                _log.error("%s lacks points: %s", self._folder / "tensorboard", error)
+            self._has_lost_points = True
+            self._writer, self._purge_step = None, iteration + 1
 
-def cut_after(path: Path, iteration: int) -> None:
-    """Move the lines of `path` beyond `iteration`, and torn ones, to `metrics.abandoned-k.jsonl`."""
+
+class _Lines:
+    """A file that lines are added to; where the disk fails, they wait in memory until it works again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._waiting = bytearray()
+        self._has_failed = False
+
+    def add(self, line: str) -> None:
+        """Add a line, which ends with its newline."""
+        self._waiting += line.encode()
+        self._try(self._write)
+
+    def sync(self) -> None:
+        """Make all lines durable."""
+        self._try(self._write, lambda: os.fsync(self._descriptor))
+
+    def close(self) -> None:
+        """Close the file, after a last try."""
+        self._try(self._write)
+        if self._waiting:
+            _log.error("%s lacks its last %d bytes", self._path, len(self._waiting))
+        os.close(self._descriptor)
+
+    def _write(self) -> None:
+        while self._waiting:
+            written = os.write(self._descriptor, self._waiting)
+            del self._waiting[:written]
+
+    def _try(self, *calls: Callable[[], None]) -> None:
+        try:
+            for call in calls:
+                call()
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed:
+                _log.error("%s cannot be written, its lines wait in memory: %s", self._path, error)
+            self._has_failed = True
+
+
+def cut_after(path: Path, iteration: int, *, owes_evaluation: bool = False) -> None:
+    """Move the lines of `path` beyond `iteration`, and torn ones, to `metrics.abandoned-k.jsonl`.
+
+    With `owes_evaluation` the evaluation of that iteration goes too: it will be done again.
+
+    They are in the other file before they leave this one. A process killed between leaves them in both; then the next
+    cut writes the other file anew. What stays is always a new file: a process of before, stopped and gone on, still
+    writes, but to the old one.
+    """
     if not path.exists():
         return
-    kept, cut = list[str](), list[str]()
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    files, kept, cut = Files(), list[str](), list[str]()
+    for line in _read_lines(path):
         number = _iteration_of(line)
-        (kept if number is not None and number <= iteration else cut).append(line)
+        is_kept = number is not None and number <= iteration
+        if owes_evaluation and number == iteration:
+            is_kept = json.loads(line).get("event") != "evaluation"
+        (kept if is_kept else cut).append(line)
+    side, is_unfinished = _side_file(path, {*kept, *cut})
     if cut:
-        count = 1
-        while (side := path.with_name(f"{path.stem}.abandoned-{count}.jsonl")).exists():
-            count += 1
-        side.write_text("".join(cut), encoding="utf-8")
-        replace_file(Files(), path, "".join(kept).encode())
+        replace_file(files, side, _to_bytes(cut))
+    replace_file(files, path, _to_bytes(kept))
+    if is_unfinished and not cut:
+        files.remove_file(side)
+    for left in (temporary_of(path), temporary_of(side)):
+        files.remove_file(left)
+
+
+def _side_file(path: Path, lines: Collection[str]) -> tuple[Path, bool]:
+    """Return where lines cut from `path`, which holds `lines`, go, and whether a cut into that was not ended."""
+    count, last = 1, list[str]()
+    while (side := path.with_name(f"{path.stem}.abandoned-{count}.jsonl")).exists():
+        last = _read_lines(side)
+        count += 1
+    if last and all(line in lines for line in last):
+        return path.with_name(f"{path.stem}.abandoned-{count - 1}.jsonl"), True
+    return side, False
 
 
 def last_recorded_iteration(path: Path) -> int | None:
     """Return the last iteration that `path` records, or None if there is none."""
     if not path.exists():
         return None
-    numbers = [_iteration_of(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True)]
+    numbers = [_iteration_of(line) for line in _read_lines(path)]
     return max((number for number in numbers if number is not None), default=None)
 
 
 def peak_flops(device_name: str) -> float | None:
     """Return the dense bfloat16 peak of a device in FLOP/s, or None where it is not known."""
     return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
+
+
+def _read_lines(path: Path) -> list[str]:
+    """Return the lines of a file with their ends; bytes that are no text, which a dying host may leave, survive."""
+    return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(keepends=True)
+
+
+def _to_bytes(lines: Iterable[str]) -> bytes:
+    return "".join(lines).encode("utf-8", errors="surrogateescape")
 
 
 def _iteration_of(line: str) -> int | None:

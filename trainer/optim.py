@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from trainer.checkpoint.live import is_dtensor, local_of, parameter_names
+from trainer.checkpoint.live import is_dtensor, local_of, parameter_names, with_memory
 
 # Squares are summed in float32 within a chunk and in float64 between chunks: as exact as float64, eight times faster.
 _CHUNK = 1 << 16
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +28,19 @@ class AdamSettings:
     no_decay: frozenset[str]
 
 
-def build_adamw(model: nn.Module, settings: AdamSettings) -> torch.optim.AdamW:
+def build_adamw(
+    model: nn.Module, settings: AdamSettings, memory: Mapping[str, torch.Tensor] | None = None
+) -> torch.optim.AdamW:
     """Return a fused AdamW over the trainable parameters, with zero moments and steps for every one of them.
 
     Having the state from the start makes the layout of a checkpoint a function of the model alone; the values are
     those that torch would make at the first step.
+
+    Args:
+        memory: zeros for the local part of moments, by `exp_avg.<name>` and `exp_avg_sq.<name>`, where they are to lie
+            in memory that was chosen for them.
     """
+    memory = memory or {}
     names = {p: name for p, name in parameter_names(model).items() if p.requires_grad}
     groups: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for parameter, name in names.items():
@@ -49,11 +58,10 @@ def build_adamw(model: nn.Module, settings: AdamSettings) -> torch.optim.AdamW:
     )
     for parameter in names:
         moment = parameter.detach()
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=local_of(parameter).device),
-            "exp_avg": torch.zeros_like(moment),
-            "exp_avg_sq": torch.zeros_like(moment),
-        }
+        optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=local_of(parameter).device)}
+        for key in MOMENTS:
+            local = memory.get(f"{key}.{names[parameter]}")
+            optimizer.state[parameter][key] = torch.zeros_like(moment) if local is None else with_memory(moment, local)
     return optimizer
 
 
@@ -65,11 +73,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Return the sum of squares of this rank's gradients, 0-d float64 on their device."""
-    chunks = [chunk for gradient in _gradients(parameters) for chunk in torch.split(gradient.reshape(-1), _CHUNK)]
-    if not chunks:
-        return torch.zeros((), dtype=torch.float64)
-    norms: Sequence[torch.Tensor] = torch._foreach_norm(chunks)
-    return torch.stack(list(norms)).double().square().sum()
+    rows, rest = list[torch.Tensor](), list[torch.Tensor]()
+    for gradient in _gradients(parameters):
+        flat = gradient.reshape(-1)
+        length = flat.numel() // _CHUNK * _CHUNK
+        if length:
+            rows.append(torch.linalg.vector_norm(flat[:length].view(-1, _CHUNK), dim=1))
+        if length < flat.numel():
+            rest.append(flat[length:])
+    norms = [*rows, torch.stack(torch._foreach_norm(rest))] if rest else rows
+    return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: float) -> None:
@@ -77,7 +90,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: f
     if clip_grad > 0 and norm > clip_grad:
         gradients = _gradients(parameters)
         if gradients:
-            torch._foreach_mul_(gradients, clip_grad / norm)
+            torch._foreach_mul_(gradients, torch.tensor(clip_grad / norm, device=gradients[0].device))
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Finished iterations, the samples and tokens they consumed, and the best validation loss (None before one)."""
+    """Finished iterations, the samples and tokens they consumed, and the validation loss.
+
+    Args:
+        best_loss: the best one so far; None before one.
+        valid_loss: that of this very iteration; None if it was not evaluated.
+        owes_evaluation: whether the evaluation after this iteration was broken off, and is to be done on resuming.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
     best_loss: float | None = None
+    valid_loss: float | None = None
+    owes_evaluation: bool = False
 
     def after_iteration(self, samples: int, tokens: int) -> Progress:
         """Return the progress after one more iteration of so many samples and tokens."""
@@ -22,12 +30,17 @@ class Progress:
             self.iteration + 1, self.consumed_samples + samples, self.consumed_tokens + tokens, self.best_loss
         )
 
+    def without_evaluation(self) -> Progress:
+        """Return the progress where the evaluation was broken off."""
+        return replace(self, owes_evaluation=True)
+
     def after_evaluation(self, loss: float) -> Progress:
         """Return the progress after an evaluation; a loss that is no number never becomes the best."""
         best = self.best_loss
         if math.isfinite(loss) and (best is None or loss < best):
             best = loss
-        return Progress(self.iteration, self.consumed_samples, self.consumed_tokens, best)
+        valid_loss = loss if math.isfinite(loss) else None
+        return replace(self, best_loss=best, valid_loss=valid_loss, owes_evaluation=False)
 
     def record(self) -> dict[str, object]:
         """Return the members of `trainer_state.json` that hold it."""
@@ -36,18 +49,25 @@ class Progress:
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
             "best_loss": self.best_loss,
+            "valid_loss": self.valid_loss,
+            "owes_evaluation": self.owes_evaluation,
         }
 
     @staticmethod
     def from_record(record: Mapping[str, object]) -> Progress:
         """Return the progress that a `trainer_state.json` holds."""
-        best = record["best_loss"]
         return Progress(
             _integer(record["iteration"]),
             _integer(record["consumed_samples"]),
             _integer(record["consumed_tokens"]),
-            None if best is None else float(str(best)),
+            _loss(record["best_loss"]),
+            _loss(record.get("valid_loss")),
+            record.get("owes_evaluation") is True,
         )
+
+
+def _loss(value: object) -> float | None:
+    return None if value is None else float(str(value))
 
 
 def _integer(value: object) -> int:

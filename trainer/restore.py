@@ -17,7 +17,7 @@ from trainer.checkpoint.live import LiveTensor, local_of, parameter_names
 from trainer.checkpoint.loader import LoadReport, check_tensors
 from trainer.checkpoint.reader import Checkpoint, read_places
 from trainer.checkpoint.store import CheckpointFolder
-from trainer.config import CheckpointSection
+from trainer.config import CheckpointSection, Verify
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.metrics import last_recorded_iteration
 from trainer.progress import Progress
@@ -135,7 +135,13 @@ def _load(run: Run, origin: Origin) -> None:
     def live(_: Checkpoint) -> list[LiveTensor]:
         return list(run.state.shards(with_optimizer=with_optimizer))
 
-    checkpoint, report = run.checkpointer.restore(origin.source, check=check, live=live, verify=section.verify_load)
+    checkpoint, report = run.checkpointer.restore(
+        origin.source,
+        check=check,
+        live=live,
+        verify=section.verify is not Verify.none,
+        verify_all=section.verify is Verify.full,
+    )
     _log_load(run, checkpoint, report)
     if section.finetune:
         return
@@ -200,10 +206,10 @@ def _rebind(run: Run) -> None:
 
 
 def _log_load(run: Run, checkpoint: Checkpoint, report: LoadReport) -> None:
-    read_bytes = sum(row[0] for row in run.cluster.gather([float(report.read_bytes)]))
+    filled_bytes = sum(row[0] for row in run.cluster.gather([float(report.filled_bytes)]))
     if run.cluster.rank == 0:
-        rate = read_bytes / max(report.seconds, 1e-9) / 1e9
+        rate = filled_bytes / max(report.seconds, 1e-9) / 1e9
         _log.info(
-            f"loaded {report.tensors} of {report.expected} tensors, {read_bytes:.0f} bytes, {report.seconds:.2f} s, "
+            f"loaded {report.tensors} of {report.expected} tensors, {filled_bytes:.0f} bytes, {report.seconds:.2f} s, "
             f"{rate:.2f} GB/s: iteration {checkpoint.iteration} from {checkpoint.path}"
         )

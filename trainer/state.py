@@ -10,12 +10,23 @@ from torch import nn
 
 from models import Model, ModelConfig, aliases, stored_tensors
 from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.layout import Kind, TensorSpec
-from trainer.checkpoint.live import Contents, Grid, LiveTensor, Stored, live_tensors
+from trainer.checkpoint.layout import Kind, TensorSpec, build_layout
+from trainer.checkpoint.live import (
+    Contents,
+    Grid,
+    LiveTensor,
+    Marks,
+    Stored,
+    is_dtensor,
+    live_tensors,
+    local_of,
+    memory_marks,
+    parameter_names,
+)
+from trainer.checkpoint.placing import zeros_like_files
 from trainer.errors import CheckpointError
+from trainer.optim import MOMENTS, AdamSettings, build_adamw
 from trainer.progress import Progress
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +35,15 @@ class Part:
 
     model: Model
     optimizer: torch.optim.Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Enumerated:
+    """The tensors of a state, and the marks by which one sees that they are the same still."""
+
+    marks: tuple[Marks, ...]
+    specs: tuple[TensorSpec, ...]
+    live: tuple[LiveTensor, ...]
 
 
 @dataclass(slots=True)
@@ -38,6 +58,7 @@ class TrainerState:
     parts: Sequence[Part]
     grid: Grid
     progress: Progress = field(default_factory=Progress)
+    _enumerated: dict[bool, _Enumerated] = field(default_factory=dict, repr=False)
 
     def shards(self, *, with_optimizer: bool = True) -> Iterator[LiveTensor]:
         """Yield this rank's part of every tensor, by the name it has on disk. Saving reads them, loading fills them.
@@ -58,13 +79,38 @@ class TrainerState:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield this rank's trainable parameters."""
         for part in self.parts:
-            yield from (parameter for parameter in part.model.parameters() if parameter.requires_grad)
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
 
     def contents(self, documents: Mapping[str, Json], *, with_optimizer: bool) -> Contents:
-        """Return what a checkpoint of this state holds."""
-        specs = tuple(checkpoint_specs(self.config, with_optimizer=with_optimizer))
-        live = tuple(self.shards(with_optimizer=with_optimizer))
-        return Contents(specs, live, aliases(self.config), documents)
+        """Return what a checkpoint of this state holds, with the same `specs` and `live` while no tensor moves."""
+        optimizers = tuple(part.optimizer for part in self.parts)
+        marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
+        known = self._enumerated.get(with_optimizer)
+        if known is None or known.marks != marks:
+            specs = tuple(checkpoint_specs(self.config, with_optimizer=with_optimizer))
+            known = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)))
+            self._enumerated[with_optimizer] = known
+        return Contents(known.specs, known.live, aliases(self.config), documents, optimizers)
+
+
+def build_part(config: ModelConfig, model: Model, settings: AdamSettings, *, grid: Grid, file_bytes: int) -> Part:
+    """Return a stage and its optimizer, in memory from which they can be written without a copy. Values are kept.
+
+    Args:
+        grid: the ranks that hold the stage.
+        file_bytes: the size at which a file of a checkpoint is full.
+    """
+    layout = build_layout(tuple(checkpoint_specs(config, with_optimizer=True)), file_bytes=file_bytes)
+    stored = {name: Stored(t.shape, t.view) for name, t in stored_tensors(config).items()}
+    parameters = {name: parameter for parameter, name in parameter_names(model).items()}
+    live = [t for t in live_tensors(model, None, grid=grid, stored=stored) if t.spec.name in parameters]
+    pairs = [(tensor, local_of(parameters[tensor.spec.name])) for tensor in live]
+    plain = [(tensor, local) for tensor, local in pairs if not is_dtensor(parameters[tensor.spec.name])]
+    for name, memory in zeros_like_files(plain, ("",), layout).items():
+        parameters[name].data = memory.copy_(parameters[name].data)
+    moments = zeros_like_files(pairs, [f"{moment}." for moment in MOMENTS], layout)
+    return Part(model, build_adamw(model, settings, moments))
 
 
 def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:
@@ -90,7 +136,7 @@ def checkpoint_specs(config: ModelConfig, *, with_optimizer: bool) -> Iterator[T
         yield TensorSpec(Kind.MODEL, name, tensor.shape, torch.float32, tensor.view)
     if not with_optimizer:
         return
-    for moment in _MOMENTS:
+    for moment in MOMENTS:
         for name, tensor in tensors.items():
             yield TensorSpec(Kind.OPTIMIZER, f"{moment}.{name}", tensor.shape, torch.float32, tensor.view)
     for name in tensors:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from models import aliases, stored_tensors
 from trainer.axes import Axes
+from trainer.checkpoint.live import local_of, parameter_names
+from trainer.errors import NonFiniteError
 from trainer.launch import Cluster
 from trainer.optim import clip_gradients, set_learning_rate, squared_norm
 from trainer.parallel.data import average_gradients, set_gradient_sync
@@ -20,10 +23,19 @@ from trainer.state import TrainerState
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Mean loss over the global batch and the gradient norm before clipping, the same bits on every rank."""
+    """What an iteration found, the same bits on every rank.
+
+    Args:
+        loss: the mean over the global batch.
+        grad_norm: before clipping.
+        votes: the greatest of each of the numbers that the ranks gave.
+        skipped: why the parameters stayed as they were, since loss or norm is not finite; None where they did not.
+    """
 
     loss: float
     grad_norm: float
+    votes: tuple[float, ...] = ()
+    skipped: NonFiniteError | None = None
 
 
 def train_step(
@@ -35,12 +47,19 @@ def train_step(
     clip_grad: float,
     axes: Axes,
     cluster: Cluster,
+    votes: Callable[[], Sequence[float]] = tuple,
+    skips_nonfinite: bool = False,
 ) -> StepResult:
     """Run one iteration on this rank's micro batches and step the optimizers. A collective call.
 
     Args:
         micro_batches: int64 windows [micro_batch_size, seq_length + 1] on the device.
         keys: the dropout key of each micro batch.
+        votes: gives numbers on which all ranks are to agree, as many on each; asked when the gradients are there.
+        skips_nonfinite: leave the parameters as they are where loss or gradient norm is not finite.
+
+    Raises:
+        NonFiniteError: on every rank, before anything has changed, in that case otherwise.
     """
     parameters = list(state.parameters())
     for part in state.parts:
@@ -48,14 +67,41 @@ def train_step(
     with axes.loss_context():
         loss = _forward_backward(state, micro_batches, keys, axes)
     _finish_gradients(state, parameters, axes)
-    rows = cluster.gather([float(loss), float(axes.reports_loss), float(squared_norm(axes.counted))])
+    rows = cluster.gather([float(loss), float(axes.reports_loss), float(squared_norm(axes.counted)), *votes()])
     mean_loss = sum(row[0] * row[1] for row in rows) / sum(row[1] for row in rows)
     grad_norm = math.sqrt(sum(row[2] for row in rows))
+    agreed = tuple(max(row[3 + index] for row in rows) for index in range(len(rows[0]) - 3))
+    if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
+        poisoned = _poisoned(state, mean_loss, grad_norm, cluster)
+        if not skips_nonfinite:
+            raise poisoned
+        return StepResult(mean_loss, grad_norm, agreed, skipped=poisoned)
     clip_gradients(parameters, grad_norm, clip_grad)
     for part in state.parts:
         set_learning_rate(part.optimizer, lr)
         part.optimizer.step()
-    return StepResult(mean_loss, grad_norm)
+    return StepResult(mean_loss, grad_norm, agreed)
+
+
+def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Cluster) -> NonFiniteError:
+    """Return the error of an iteration, naming the first parameter in model order whose gradient is not finite."""
+    names = list(stored_tensors(state.config))
+    second = aliases(state.config)
+    found = [
+        names.index(second.get(name, name))
+        for part in state.parts
+        for parameter, name in parameter_names(part.model).items()
+        if parameter.grad is not None and not bool(torch.isfinite(local_of(parameter.grad)).all())
+    ]
+    first = int(min(row[0] for row in cluster.gather([float(min(found, default=len(names)))])))
+    place = f"gradient of {names[first]}" if first < len(names) else "all gradients are finite, their norm is not"
+    return NonFiniteError(
+        "Loss or gradients are not finite",
+        where=f"iteration {state.progress.iteration + 1}, {place}",
+        found=f"loss {loss}, gradient norm {grad_norm}",
+        fix="Nothing of this iteration was kept or saved. Lower optimizer.lr or mend the data, then resume; "
+        "train.on_nonfinite=skip leaves such iterations out.",
+    )
 
 
 def _forward_backward(

@@ -12,8 +12,8 @@ import pytest
 from tests.harness import TINY, call_on_ranks, compose, launch
 from trainer import launch as launching
 from trainer.build import build
-from trainer.checkpoint.checkpointer import plan
 from trainer.checkpoint.layout import Kind, build_layout
+from trainer.checkpoint.planning import plan
 from trainer.state import checkpoint_specs
 
 _ROW = re.compile(r" *(\d+) +(\d+)  (.{16}) +([\d,]+) .* ([\d,]+) to ([\d,]+)")

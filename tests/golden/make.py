@@ -16,10 +16,11 @@ import torch
 from tests.fakes import Axis, Sharding, all_ranks
 from trainer.checkpoint import ownership
 from trainer.checkpoint.board import Board
-from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.layout import Kind, TensorSpec
 from trainer.checkpoint.live import Contents
+from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.reader import STATE
 
 ITERATION = 7

@@ -35,7 +35,7 @@ def test_killed_and_resumed_equals_unbroken(
 ) -> None:
     overrides = _overrides(family, dtype, zero_stage)
     run_ok(tmp_path / "unbroken", overrides, ranks=ranks)
-    killed = launch(tmp_path / "killed", overrides, ranks=ranks, kill_after=23)
+    killed = launch(tmp_path / "killed", overrides, ranks=ranks, kill_after=23, saved=20)
     assert set(killed.statuses) == {-9}, killed.text
     resumed = run_ok(tmp_path / "killed", overrides, ranks=ranks)
     assert "iteration 20 from" in resumed.outputs[0]
@@ -50,7 +50,7 @@ def test_killed_and_resumed_equals_unbroken(
 def test_with_several_threads_too(tmp_path: Path) -> None:
     overrides = [*_overrides("gpt2", "float32", 1), "train.train_iters=12", "checkpoint.save_interval=4"]
     run_ok(tmp_path / "unbroken", overrides, cores=ALL_CORES)
-    killed = launch(tmp_path / "killed", overrides, kill_after=6, cores=ALL_CORES)
+    killed = launch(tmp_path / "killed", overrides, kill_after=6, saved=4, cores=ALL_CORES)
     assert killed.statuses == (-9,), killed.text
     run_ok(tmp_path / "killed", overrides, cores=ALL_CORES)
     assert [row[0] for row in curve(tmp_path / "killed")] == list(range(1, 13))

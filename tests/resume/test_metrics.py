@@ -40,8 +40,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the folder of that run killed twice, and the log lines of its last part."""
     folder = tmp_path_factory.mktemp("broken") / "run"
-    assert launch(folder, BASE, kill_after=6).statuses == (-9,)
-    assert launch(folder, BASE, kill_after=10).statuses == (-9,)
+    assert launch(folder, BASE, kill_after=6, saved=4).statuses == (-9,)
+    assert launch(folder, BASE, kill_after=10, saved=8).statuses == (-9,)
     return folder, run_ok(folder, BASE).text
 
 

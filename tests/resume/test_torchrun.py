@@ -57,10 +57,10 @@ def workers(pid: int) -> list[int]:
     return [child for child in descendants(pid) if variables(child).get("WORLD_SIZE")]
 
 
-def await_iteration(process: subprocess.Popen[str], metrics: Path, iteration: int) -> None:
-    """Return as soon as an iteration is recorded; fail if the process ends first or takes too long."""
+def await_iteration(process: subprocess.Popen[str], metrics: Path, iteration: int, *, saved: int) -> None:
+    """Return as soon as an iteration and a save are recorded; fail if the process ends first or takes too long."""
     deadline = time.monotonic() + TIMEOUT_S
-    while last_iteration(metrics) < iteration:
+    while last_iteration(metrics) < iteration or last_iteration(metrics, "save") < saved:
         assert time.monotonic() < deadline
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.01)
@@ -86,7 +86,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_worker_is_restarted_and_the_curve_is_the_unbroken_one(unbroken: Path, tmp_path: Path) -> None:
     command = [*TORCHRUN, "--max-restarts", "1", "-m", "trainer", "run.dir=run", *BASE]
     with started(command, tmp_path) as torchrun:
-        await_iteration(torchrun, tmp_path / "run/metrics.jsonl", 7)
+        await_iteration(torchrun, tmp_path / "run/metrics.jsonl", 7, saved=5)
         ranks = {variables(pid)["RANK"]: pid for pid in workers(torchrun.pid)}
         assert sorted(ranks) == ["0", "1"]
         kill(ranks["1"])

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.checkpoint.box import Box, Split, box_of_splits, cut, image, intersect, relative, whole
+from trainer.checkpoint.box import Box, Split, absolute, box_of_splits, cut, image, intersect, relative, stretch, whole
 
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
 
@@ -118,6 +118,8 @@ def test_intersect_is_the_set_of_common_elements(case: tuple[tuple[int, ...], li
         inner = relative(common, a)
         numbers = np.arange(math.prod(shape)).reshape(shape)
         assert np.array_equal(numbers[slices(a)][slices(inner)], numbers[slices(common)])
+        assert absolute(inner, a) == common
+        assert common.slices == slices(common)
 
 
 @settings(deadline=None, max_examples=300)
@@ -148,6 +150,34 @@ def test_image_runs_are_as_long_as_they_can_be(case: tuple[tuple[int, ...], list
     is_one_run = numbers.size == 0 or bool((np.diff(numbers) == 1).all())
     found = image(box, shape, 4)
     assert found.is_contiguous == is_one_run
+
+
+@settings(deadline=None, max_examples=300)
+@given(shapes_with_boxes(), st.sampled_from([1, 4]))
+def test_image_loops_lead_to_every_byte_in_order(case: tuple[tuple[int, ...], list[Box]], itemsize: int) -> None:
+    shape, (box,) = case
+    total = math.prod(shape) * itemsize
+    expected = np.arange(total).reshape(*shape, itemsize)[slices(box)].flatten()
+    found = image(box, shape, itemsize)
+    starts = [found.start]
+    for count, stride in found.loops:
+        starts = [start + index * stride for start in starts for index in range(count)]
+    bytes_of_runs = [start + at for start in starts for at in range(found.run_bytes)]
+    assert bytes_of_runs == expected.tolist()
+    if bytes_of_runs:
+        assert found.extent == bytes_of_runs[-1] - bytes_of_runs[0] + 1
+
+
+@settings(deadline=None, max_examples=300)
+@given(shapes, st.data())
+def test_stretch_gives_boxes_that_are_the_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    total = math.prod(shape)
+    lo, hi = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
+    numbers = np.arange(total).reshape(shape)
+    found = list(stretch(shape, lo, hi))
+    assert [int(n) for box in found for n in numbers[slices(box)].flatten()] == list(range(lo, hi))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert all(box.numel for box in found)
 
 
 def test_whole_covers_a_tensor_of_no_dimensions() -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,11 +18,12 @@ import torch
 from tests.fakes import Axis as Cut
 from tests.fakes import FailingFiles, Sharding, StuckFiles, all_ranks, lone_contents, run_ranks
 from trainer.checkpoint.board import Board, lone_board
-from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy, SaveReport
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.choose import Source
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.layout import Kind, TensorSpec
 from trainer.checkpoint.live import Contents
+from trainer.checkpoint.policy import SavePolicy, SaveReport
 from trainer.checkpoint.reader import FORMAT, STATE, open_checkpoint
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import TRACKER
@@ -49,6 +51,7 @@ def saved(checkpointer: Checkpointer, iteration: int) -> SaveReport:
     report = checkpointer.save(iteration, contents(iteration))
     assert report is not None
     assert report.error is None, str(report.error)
+    assert report.blocked_s >= report.seconds > 0  # training stands still for an inline save
     return report
 
 
@@ -249,6 +252,51 @@ def test_a_save_without_room_is_refused_before_anything_is_written(tmp_path: Pat
     assert folders_in(tmp_path) == []
 
 
+class Room(Files):
+    """A file system with so much room, of which other ranks may have taken a part for their pieces already."""
+
+    def __init__(self, free_bytes: int, taken_bytes: int = 0) -> None:
+        self._free_bytes, self._taken_bytes = free_bytes, taken_bytes
+
+    def free_bytes(self, path: Path) -> int:
+        return self._free_bytes
+
+    def allocated_bytes(self, path: Path) -> int:
+        assert path.name.endswith(".partial")
+        return super().allocated_bytes(path) + self._taken_bytes
+
+
+def needed_bytes(root: Path) -> int:
+    """Return how much room a save asks for."""
+    checkpointer = started(SavePolicy(root), Room(0))
+    report = checkpointer.save(10, contents(10))
+    checkpointer.close()
+    assert report is not None
+    found = re.search(r"expected (\d+) B free, found 0 B free", str(report.error))
+    assert found is not None, str(report.error)
+    return int(found[1])
+
+
+@pytest.mark.parametrize("taken_bytes", [0, 5000])
+def test_what_peers_have_reserved_for_the_same_save_is_not_missing(tmp_path: Path, taken_bytes: int) -> None:
+    needed = needed_bytes(tmp_path)
+    for missing, is_saved in ((1, False), (0, True)):
+        checkpointer = started(SavePolicy(tmp_path), Room(needed - taken_bytes - missing, taken_bytes))
+        report = checkpointer.save(10, contents(10))
+        checkpointer.close()
+        assert report is not None
+        assert (report.error is None) == is_saved
+
+
+def test_a_save_asks_for_as_much_room_as_it_takes(tmp_path: Path) -> None:
+    checkpointer = started(SavePolicy(tmp_path))
+    report = saved(checkpointer, 5)
+    checkpointer.close()
+    needed, taken = needed_bytes(tmp_path), Files().allocated_bytes(report.path)
+    assert 0 < taken <= needed <= taken + (1 << 20)
+    assert Files().allocated_bytes(tmp_path / "nothing") == 0
+
+
 def test_a_save_that_takes_too_long_is_given_up_and_never_committed(tmp_path: Path) -> None:
     files, state = StuckFiles(), contents(10)
     checkpointer = started(SavePolicy(tmp_path, commit_timeout_s=0.3), files)
@@ -290,7 +338,8 @@ HOLDER = """
 import sys
 from pathlib import Path
 from trainer.checkpoint.board import lone_board
-from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.policy import SavePolicy
 Checkpointer(SavePolicy(Path(sys.argv[1])), lone_board(), nonce="dead").start()
 print("held", flush=True)
 sys.stdin.read()

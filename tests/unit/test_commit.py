@@ -15,10 +15,11 @@ from tests.fakes import Axis as Cut
 from tests.fakes import Sharding, all_ranks, run_ranks, tcp_store
 from tests.unit.model_samples import GPT2, fill, random_values
 from trainer.checkpoint.board import Board
-from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy, SaveReport
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.layout import Kind, TensorSpec
 from trainer.checkpoint.live import Contents, Grid
+from trainer.checkpoint.policy import SavePolicy, SaveReport
 from trainer.checkpoint.reader import FORMAT, STATE, open_checkpoint, read_places
 from trainer.checkpoint.retention import Retention
 from trainer.errors import CheckpointError, LaunchError

@@ -6,7 +6,7 @@ import pytest
 
 from models.config import Family, ModelConfig
 from trainer.config import CheckpointSection, Config, Dtype, validate
-from trainer.data.corpus import DataKind
+from trainer.data.section import DataKind
 from trainer.errors import ConfigError
 from trainer.record import RULES, describe, flags_set, no_decay_names, rules_for
 from trainer.schedule import resolve

@@ -15,8 +15,9 @@ import torch
 from tests.fakes import Axis, Sharding, all_ranks, sample_specs, sample_state
 from trainer.checkpoint import save
 from trainer.checkpoint.board import Board
-from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.live import Contents
+from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.reader import FORMAT
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "checkpoint_format.md").read_text(encoding="utf-8")
@@ -131,8 +132,8 @@ def test_the_worked_example_is_what_is_saved(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_shares_of_the_text_are_those_of_two_replicas(tmp_path: Path) -> None:
-    from trainer.checkpoint.checkpointer import plan
     from trainer.checkpoint.layout import Kind, TensorSpec, build_layout
+    from trainer.checkpoint.planning import plan
 
     specs = [TensorSpec(Kind.MODEL, "table", (160, 128), torch.float32, (160, 128))]
     state = sample_state(specs, seed=1)

@@ -13,10 +13,11 @@ from tests.fakes import SHARDINGS, Sharding, all_ranks
 from tests.golden import make
 from trainer.checkpoint import load
 from trainer.checkpoint.board import Board, lone_board
-from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.choose import Source
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.live import LiveTensor
+from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.reader import open_checkpoint, read_places
 
 GOLDEN = Path(make.__file__).parent / "format1" / "iter_0000007"
@@ -63,7 +64,7 @@ def test_every_digest_of_format_1_verifies() -> None:
     target = Sharding("one rank").live(0, make.specs(), zeros())
     checkpointer = Checkpointer(SavePolicy(None), lone_board(), nonce="n")
     _, report = checkpointer.restore(Source(GOLDEN), check=lambda _: None, live=lambda _: target)
-    assert report.read_bytes == sum(spec.total_bytes for spec in make.specs())  # each block is checked as it is read
+    assert report.filled_bytes == sum(spec.total_bytes for spec in make.specs())  # each block is checked as it is read
     assert set(read_places(open_checkpoint(GOLDEN, Files()))) == set(VALUES)
 
 

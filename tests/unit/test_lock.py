@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from trainer.checkpoint import lock as lock_module
 from trainer.checkpoint.lock import STALE_S, FolderLock
 from trainer.errors import LockError
 
@@ -101,13 +106,66 @@ def test_a_lock_that_was_taken_over_is_noticed_and_left_alone(tmp_path: Path) ->
     assert "node-7" in (tmp_path / "lock").read_text()
 
 
-def test_a_lock_file_that_was_removed_is_noticed(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path, "mine")
+def test_a_lock_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "folder", "mine")
     lock.acquire()
-    (tmp_path / "lock").unlink()
+    shutil.rmtree(tmp_path / "folder")
+    with pytest.raises(FileNotFoundError):
+        lock.check()
+    (tmp_path / "folder").mkdir()
+    lock.check()
+    lock.check()
+    with pytest.raises(LockError, match=f"pid {os.getpid()}"):
+        FolderLock(tmp_path / "folder", "theirs").acquire()
+    lock.release()
     with pytest.raises(LockError):
         lock.check()
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_job_whose_lock_file_was_removed_and_taken_is_refused(tmp_path: Path, is_released: bool) -> None:
+    lock, successor = FolderLock(tmp_path, "mine"), FolderLock(tmp_path, "theirs")
+    lock.acquire()
+    (tmp_path / "lock").unlink()
+    successor.acquire()
+    if is_released:
+        successor.release()
+    for _ in range(2):
+        with pytest.raises(LockError):
+            lock.check()
     lock.release()
+    successor.release()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINTR])
+def test_a_file_system_without_locks_is_refused_with_its_reason(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(LockError, match=f"{os.strerror(code)}.*errno {code}.*checkpoint.save"):
+        FolderLock(tmp_path, "mine").acquire()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_heartbeat_keeps_no_successor_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.001)
+    others = set(threading.enumerate())
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    leave_record(tmp_path, host="node-7", age_s=STALE_S)
+    (beat,) = set(threading.enumerate()) - others
+    for _ in range(20):
+        beat.join(0.002)
+    with pytest.raises(LockError):
+        lock.check()
+    assert time.time() - (tmp_path / "lock").stat().st_mtime > STALE_S / 2
+    lock.release()
+    beat.join(10)
+    assert not beat.is_alive()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"host": "x"}', "\xff"])

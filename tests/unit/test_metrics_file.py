@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import math
+import os
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from trainer.checkpoint.files import Files
+from trainer.errors import TrainerError
 from trainer.metrics import IterationRecord, RunLog, cut_after, last_recorded_iteration, peak_flops
 
 
@@ -67,6 +75,107 @@ def test_nothing_to_cut_leaves_no_file(tmp_path: Path) -> None:
     path.write_text(lines(1, 2))
     cut_after(path, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def count(folder: Path) -> dict[str, int]:
+    """Return how often each line is in the files of a run."""
+    found = Counter[str]()
+    for path in folder.glob("metrics*.jsonl"):
+        found.update(path.read_text().splitlines())
+    return dict(found)
+
+
+class Killed(BaseException):
+    """What stands for the end of the process here; the tests of crashes end real ones."""
+
+
+@pytest.mark.parametrize("calls", range(12))
+@pytest.mark.parametrize("again", [0, 2, 3, 4, 9])
+def test_a_cut_that_is_killed_anywhere_loses_and_doubles_nothing(
+    tmp_path: Path, calls: int, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1, 2, 3, 4, 5) + '{"iteration": 6, "lo')
+    left = calls
+
+    def dying(call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*arguments: object, **keywords: object) -> object:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return call(*arguments, **keywords)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        for name in ("write_whole", "rename", "sync_folder", "remove_file"):
+            patch.setattr(Files, name, dying(getattr(Files, name)))
+        with contextlib.suppress(Killed):
+            cut_after(path, 3)
+    cut_after(path, again)
+    assert set(iterations(path)) == {number for number in (1, 2, 3, 4, 5) if number <= again} & set(iterations(path))
+    assert count(tmp_path) == dict.fromkeys([*lines(1, 2, 3, 4, 5).splitlines(), '{"iteration": 6, "lo'], 1)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_bytes_that_are_no_text_are_cut_and_kept(tmp_path: Path) -> None:
+    path, garbage = tmp_path / "metrics.jsonl", b"\0\xff\xfe" * 7
+    path.write_bytes(lines(1, 2).encode() + garbage)
+    assert last_recorded_iteration(path) == 2
+    cut_after(path, 2)
+    assert path.read_text() == lines(1, 2)
+    assert (tmp_path / "metrics.abandoned-1.jsonl").read_bytes() == garbage
+
+
+def test_lines_wait_for_a_disk_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = run_log(tmp_path)
+    log.open(0, "a: 1\n")
+    log.iteration(record(1))
+    write, is_full = os.write, True
+
+    def fill(descriptor: int, data: bytes) -> int:
+        if is_full and len(data) < 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, bytes(data[: len(data) - 10] if is_full else data))
+
+    monkeypatch.setattr(os, "write", fill)
+    for iteration in (2, 3):
+        log.iteration(record(iteration))
+        log.sync()
+    assert caplog.text.count("its lines wait in memory") == 1
+    is_full = False
+    log.iteration(record(4))
+    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
+    log.close()
+
+
+def test_a_disk_that_fails_tensorboard_costs_points_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = run_log(tmp_path, tensorboard=True)
+    log.open(0, "a: 1\n")
+    (tmp_path / "tensorboard").write_text("a file where the folder is to be")
+    for iteration in (1, 2):
+        log.iteration(record(iteration))
+        log.sync()
+    assert caplog.text.count("lacks points") == 1
+    (tmp_path / "tensorboard").unlink()
+    log.iteration(record(3))
+    log.sync()
+    log.close()
+    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3]
+    points = EventAccumulator(str(tmp_path / "tensorboard"))
+    points.Reload()
+    assert [event.step for event in points.Scalars("train/loss")] == [3]
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(TrainerError, match=r"errno 17.*run\.dir"):
+        run_log(tmp_path / "run").open(0, "")
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

@@ -253,3 +253,18 @@ def test_blocks_compiled_one_by_one_share_a_graph_and_keep_the_bits(
     torch.compiler.reset()
     assert torch.equal(*losses)
     assert list(dict(compiled.named_parameters())) == list(stored_tensors(config))
+
+
+def test_a_tied_table_has_the_gradient_of_both_its_ends(family: ModelConfig) -> None:
+    config = replace(family, tie_word_embeddings=True)
+    (alias, name) = next(iter(aliases(config).items()))
+    values, batch = random_values(config), samples(config)
+    tied, untied = fill(build_model(config), values), build_model(replace(config, tie_word_embeddings=False))
+    fill(untied, {**values, alias: values[name]})
+    backward(tied, batch)
+    backward(untied, batch)
+    gradient, ends = dict(tied.named_parameters())[name].grad, dict(untied.named_parameters())
+    assert gradient is not None
+    assert gradient.layout is torch.strided
+    # The order in which rows of a token that occurs twice are summed differs.
+    torch.testing.assert_close(gradient, ends[name].grad + ends[alias].grad, rtol=1e-5, atol=1e-7)

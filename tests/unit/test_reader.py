@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fakes import all_ranks, lone_contents, run_ranks
+from tests.fakes import FailingFiles, all_ranks, lone_contents, run_ranks
 from trainer.checkpoint.board import Board, lone_board
-from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.choose import Source
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.live import Contents
+from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.reader import FORMAT, STATE, open_checkpoint, read_places
 from trainer.errors import CheckpointError, MismatchError
 
@@ -85,6 +86,17 @@ def test_a_checkpoint_has_exactly_the_files_its_manifest_names(run: Path) -> Non
     assert set(checkpoint.manifest.files) == set(FILES) - {"manifest.json"}
     assert set(read_places(checkpoint)) == {"a", "b", "exp_avg.a"}
     assert checkpoint.has_optimizer
+
+
+def test_headers_are_read_once_and_their_places_belong_to_the_caller(run: Path) -> None:
+    files = FailingFiles("open_for_reading")
+    files.is_armed = False
+    checkpoint = open_checkpoint(run / "iter_0000010", files)
+    places = read_places(checkpoint)
+    files.is_armed = True
+    first = dict(places)
+    places.clear()
+    assert read_places(checkpoint) == first
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -57,8 +57,75 @@ def test_sweep_removes_leftovers_and_nothing_that_merely_looks_similar(tmp_path:
     (tmp_path / ".iter_0000009.n-1.partial").symlink_to(tmp_path / "elsewhere")
     assert {path.name for path in folder.sweep()} == leftovers
     others = {".iter_0000008.n-1.partial", ".iter_0000009.n-1.partial", "elsewhere"}
-    assert names_in(tmp_path) == similar | others
+    assert names_in(tmp_path) == similar | others | {TRACKER}
     assert folder.sweep() == []
+
+
+def test_what_cannot_be_swept_is_named_and_in_nobodys_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder_with(tmp_path, ".iter_0000001.n-1.partial", "iter_0000002")
+    folder = CheckpointFolder(tmp_path, FailingFiles("remove_tree"))
+    assert folder.sweep() == []
+    assert ".iter_0000001.n-1.partial could not be swept" in caplog.text
+    assert folder.committed() == [2]
+
+
+@pytest.mark.parametrize(("left", "newest"), [(None, 40), ("7\n", 40), ("40\n", 40), ("nonsense", 40)])
+def test_sweep_lets_the_tracker_name_the_newest_checkpoint(tmp_path: Path, left: str | None, newest: int) -> None:
+    folder = folder_with(tmp_path, "iter_0000007", "iter_0000040", "iter_0000050.superseded-1")
+    (tmp_path / f".{TRACKER}.new").write_text("4")
+    if left is not None:
+        (tmp_path / TRACKER).write_text(left)
+    folder.sweep()
+    assert folder.tracker() == newest
+    assert not (tmp_path / f".{TRACKER}.new").exists()
+
+
+def test_superseding_takes_the_tracker_back_with_it(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, "iter_0000007", "iter_0000040")
+    folder.sweep()
+    folder.supersede([40])
+    assert folder.tracker() == 7
+    folder.supersede([7])
+    assert not (tmp_path / TRACKER).exists()
+
+
+class Dying(Files):
+    """Dies, for its caller, before the rename of this number."""
+
+    def __init__(self, renames: int) -> None:
+        self._left = renames
+
+    def rename(self, source: Path, target: Path) -> None:
+        if self._left == 0:
+            raise KeyboardInterrupt
+        self._left -= 1
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2, 3])
+def test_a_commit_over_a_checkpoint_that_dies_anywhere_loses_neither(tmp_path: Path, renames: int) -> None:
+    folder_with(tmp_path, "iter_0000007", ".iter_0000007.n-2.partial")
+    with pytest.raises(KeyboardInterrupt):
+        CheckpointFolder(tmp_path, Dying(renames)).commit(7, "n-2")
+    folder = CheckpointFolder(tmp_path, Files())
+    folder.sweep()
+    contents = {name: (tmp_path / name / "content").read_text() for name in names_in(tmp_path) - {TRACKER}}
+    # The first rename finds the old one in the way, the second puts it aside, the third is the commit.
+    is_committed = renames == 3
+    if is_committed:
+        assert contents == {
+            "iter_0000007": ".iter_0000007.n-2.partial",
+            "iter_0000007.superseded-1": "iter_0000007",
+        }
+    else:
+        assert contents == {"iter_0000007": "iter_0000007"}
+
+
+def test_a_commit_whose_partial_folder_was_swept_changes_nothing(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, "iter_0000007")
+    with pytest.raises(FileNotFoundError):
+        folder.commit(7, "n-2")
+    assert names_in(tmp_path) == {"iter_0000007"}
 
 
 def test_commit_names_the_folder_and_replaces_the_tracker(tmp_path: Path) -> None:

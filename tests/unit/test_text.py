@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.corpus import Corpus, DataKind, DataSection, default_cache, prepare, problems
+from trainer.data.corpus import Corpus, default_cache, prepare
+from trainer.data.section import DataKind, DataSection, problems
 from trainer.data.text import Source, split_documents, stdlib_sources
 from trainer.data.token_file import open_token_file, write_token_file
 from trainer.errors import DataError

@@ -36,11 +36,10 @@ def test_torchruns_variables_are_read() -> None:
             "LOCAL_WORLD_SIZE": "4",
             "MASTER_ADDR": "host",
             "MASTER_PORT": "29500",
-            "TORCHELASTIC_RESTART_COUNT": "2",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
     )
-    assert found == Environment(5, 8, 1, 4, "host", 29500, 2, True)
+    assert found == Environment(5, 8, 1, 4, "host", 29500, True)
 
 
 def test_variables_that_make_no_world_are_refused() -> None:

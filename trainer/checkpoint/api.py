@@ -14,12 +14,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainer.checkpoint import json_file
 from trainer.checkpoint.board import Board, lone_board
-from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.choose import Source
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.layout import DEFAULT_FILE_BYTES, Kind
 from trainer.checkpoint.live import Contents, Grid, LiveTensor, aliases_of, live_tensors, local_of, parameter_names
 from trainer.checkpoint.loader import check_tensors
+from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.reader import FORMAT, STATE, Checkpoint, read_places
 from trainer.checkpoint.retention import Retention
 from trainer.errors import MismatchError

@@ -132,17 +132,49 @@ class Board:
             kind, text = _unpack(verdict)
             raise kind(text)
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str) -> str | None:
         """Tell every rank that this one gives up, so that none waits for its messages; the first to say so is heard.
 
-        Rank 0 may host the store: it stays until all have left, or for a short while.
+        Returns:
+            What another rank said before; None if this one was the first.
+        """
+        mine, first = f"Rank {self.rank} failed: {text}", ""
+        with contextlib.suppress(dist.DistError):
+            first = bytes(self._store.compare_set(_FAILED, "", mine)).decode()
+            self._store.set(f"here/{self.rank}", "")
+            self._store.set(f"left/{self.rank}", "")
+        return first if first not in ("", mine) else None
+
+    def await_others(self, *, but: Sequence[int] = ()) -> None:
+        """Stay until all ranks have said that they leave, or for a short while, on rank 0: it may host the store.
+
+        Args:
+            but: ranks that will say nothing any more.
         """
         with contextlib.suppress(dist.DistError):
-            self._store.compare_set(_FAILED, "", f"Rank {self.rank} failed: {text}")
-            self._store.set(f"left/{self.rank}", "")
-            others = [f"left/{rank}" for rank in range(1, self.world_size)]
+            others = [f"left/{rank}" for rank in range(1, self.world_size) if rank not in but]
             if self.rank == 0 and others:
                 self._await(others, _FAREWELL_S)
+
+    def failure(self) -> str | None:
+        """Return what the first rank to give up has said, or None if none has.
+
+        Raises:
+            DistError: if the store is gone.
+        """
+        return bytes(self._store.get(_FAILED)).decode() if self._store.check([_FAILED]) else None
+
+    def answer(self) -> None:
+        """Show, where some rank gave up, that this one is alive."""
+        self._store.set(f"here/{self.rank}", "")
+
+    def silent_ranks(self, timeout_s: float) -> list[int]:
+        """Return the ranks that do not answer a failure in time. After `fail`."""
+        ranks = range(self.world_size)
+        with contextlib.suppress(dist.DistError):
+            if not self._await([f"here/{rank}" for rank in ranks], timeout_s):
+                return [rank for rank in ranks if not self._store.check([f"here/{rank}"])]
+        return []
 
     def _lost(self, key: str, error: Exception | None) -> LaunchError:
         found = None if error is None else str(error).splitlines()[0]

@@ -22,6 +22,11 @@ class Box:
     def end(self) -> tuple[int, ...]:
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Return the index that takes the box out of an array."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
 
 def whole(shape: Sequence[int]) -> Box:
     """Return the box that covers a tensor of `shape`."""
@@ -30,6 +35,8 @@ def whole(shape: Sequence[int]) -> Box:
 
 def intersect(a: Box, b: Box) -> Box:
     """Return the common part of two boxes of one tensor; its `numel` is 0 where they do not meet."""
+    if a == b:
+        return a
     offset = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))
     end = tuple(min(x, y) for x, y in zip(a.end, b.end, strict=True))
     return Box(offset, tuple(max(0, e - o) for o, e in zip(offset, end, strict=True)))
@@ -38,6 +45,16 @@ def intersect(a: Box, b: Box) -> Box:
 def relative(inner: Box, outer: Box) -> Box:
     """Return `inner`, which lies inside `outer`, in coordinates that start at `outer`'s corner."""
     return Box(tuple(i - o for i, o in zip(inner.offset, outer.offset, strict=True)), inner.shape)
+
+
+def absolute(inner: Box, outer: Box) -> Box:
+    """Return `inner`, given in coordinates that start at `outer`'s corner, in those of `outer`."""
+    return Box(tuple(i + o for i, o in zip(inner.offset, outer.offset, strict=True)), inner.shape)
+
+
+def in_bytes(box: Box, itemsize: int) -> Box:
+    """Return the box of a tensor that has one dimension more: the bytes of its items."""
+    return Box((*box.offset, 0), (*box.shape, itemsize))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +116,36 @@ def _cutting_order(splits: list[Split]) -> list[Split]:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The bytes of a box: contiguous in memory (C order), `rows` runs of `run_bytes` each in the tensor's file image.
+    """The bytes of a box: contiguous in memory (C order), runs of `run_bytes` each in the tensor's file image.
 
-    A byte of the packed image at `i` lies in run `i // run_bytes`; `spans` gives the place of every run.
+    Args:
+        start: offset of the first run in the tensor's bytes.
+        loops: how runs follow, `(count, stride in bytes)` from the outermost to the innermost; none where all is one
+            run. No two that follow each other could be one.
     """
 
     box: Box
-    shape: tuple[int, ...]
-    itemsize: int
+    start: int
+    loops: tuple[tuple[int, int], ...]
     run_bytes: int
-    rows: int
 
     @property
     def total_bytes(self) -> int:
-        return self.run_bytes * self.rows
+        return math.prod(self.packed_shape)
+
+    @property
+    def extent(self) -> int:
+        """Return how many bytes lie between its first and its last one in the tensor, both counted."""
+        return self.run_bytes + sum((count - 1) * stride for count, stride in self.loops)
 
     @property
     def is_contiguous(self) -> bool:
-        return self.rows <= 1
+        return not self.loops
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """Return the packed image's shape as an array of bytes with a dimension for every loop and one for the run."""
+        return (*(count for count, _ in self.loops), self.run_bytes)
 
     def spans(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
         """Yield `(offset in the tensor's bytes, offset in the packed image, length)` of packed bytes `[lo, hi)`."""
@@ -128,42 +157,54 @@ class Image:
             position += length
 
     def _row_start(self, row: int) -> int:
-        """Return the offset in the tensor's bytes of run `row`; runs count through the outer dimensions in C order."""
-        element, stride = 0, 1
-        outer = self._outer_dims()
-        for dim in range(len(self.shape) - 1, -1, -1):
-            at = self.box.offset[dim]
-            if dim < outer:
-                row, index = divmod(row, self.box.shape[dim])
-                at += index
-            element += at * stride
-            stride *= self.shape[dim]
-        return element * self.itemsize
-
-    def _outer_dims(self) -> int:
-        """Return how many leading dimensions are iterated over: those left of the contiguous run."""
-        return _run_dim(self.box, self.shape)
+        at = self.start
+        for count, stride in reversed(self.loops):
+            row, index = divmod(row, count)
+            at += index * stride
+        return at
 
 
 def image(box: Box, shape: Sequence[int], itemsize: int) -> Image:
     """Describe the bytes of `box` in a C-ordered tensor of `shape`, with runs as long as they can be."""
-    outer = _run_dim(box, tuple(shape))
-    run = math.prod(box.shape[outer:]) * itemsize
-    rows = math.prod(box.shape[:outer])
-    if run * rows == 0:
-        return Image(box, tuple(shape), itemsize, 0, 0)
-    return Image(box, tuple(shape), itemsize, run, rows)
+    if 0 in box.shape:
+        return Image(box, 0, (), 0)
+    run = stride = itemsize
+    start, loops = 0, list[tuple[int, int]]()  # the innermost first
+    for offset, count, size in zip(reversed(box.offset), reversed(box.shape), reversed(shape), strict=True):
+        start += offset * stride
+        if count > 1:
+            if loops and stride == loops[-1][0] * loops[-1][1]:
+                loops[-1] = (loops[-1][0] * count, loops[-1][1])
+            elif loops or stride != run:
+                loops.append((count, stride))
+            else:
+                run *= count
+        stride *= size
+    return Image(box, start, tuple(reversed(loops)), run)
 
 
-def _run_dim(box: Box, shape: Sequence[int]) -> int:
-    """Return the first dimension of the trailing ones that together are one contiguous run of the tensor."""
-    dim = len(shape)
-    while dim > 0:
-        dim -= 1
-        if box.shape[dim] != shape[dim]:
-            break
-    else:
-        return 0
-    while dim > 0 and box.shape[dim - 1] == 1:
-        dim -= 1
-    return dim
+def stretch(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
+    """Yield boxes that are, one behind the other, elements `[lo, hi)` of a C-ordered array of `shape`.
+
+    They are as few as can be: at most two for every dimension, less one.
+    """
+    if lo >= hi:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    (first, skip), (last, rest) = divmod(lo, row), divmod(hi, row)
+    if first == last:
+        yield from _beneath(first, stretch(shape[1:], skip, rest))
+        return
+    if skip:
+        yield from _beneath(first, stretch(shape[1:], skip, row))
+        first += 1
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _beneath(last, stretch(shape[1:], 0, rest))
+
+
+def _beneath(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    return (Box((index, *box.offset), (1, *box.shape)) for box in boxes)

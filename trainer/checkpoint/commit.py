@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from trainer.checkpoint import json_file, manifest
 from trainer.checkpoint.board import Board
 from trainer.checkpoint.box import Box
+from trainer.checkpoint.files import describe_free_space
 from trainer.checkpoint.layout import Layout, model_index
 from trainer.checkpoint.lock import FolderLock
 from trainer.checkpoint.manifest import DIGEST_BYTES, FileEntry, Manifest, WrittenPiece
@@ -39,8 +40,13 @@ def exchange(
     *,
     work: Callable[[], list[WrittenPiece]],
     publish: Callable[[list[WrittenPiece]], list[int]],
+    is_declined: Callable[[], bool] = lambda: False,
 ) -> list[int] | None:
     """Run `work` on every rank and, if all succeed, `publish` on rank 0; all ranks learn the outcome.
+
+    Args:
+        is_declined: tells, when `work` has failed, whether `decline` has told the others meanwhile; what they then
+            answer may be gone by now, so it is not waited for.
 
     Returns:
         What `publish` returned, the iterations that are to be deleted now; None where that message was lost.
@@ -58,6 +64,8 @@ def exchange(
         problem, report = error, _FAILED + _text(error)
     if board.rank == 0:
         return _decide(board, key, attempt, report=report, problem=problem, publish=publish)
+    if problem is not None and is_declined():
+        raise problem
     verdict = b""
     try:
         board.collect(f"{key}/report", report)
@@ -96,6 +104,18 @@ def _decide(
         raise problem
     _announce(board, key, _OK + " ".join(map(str, doomed)).encode())
     return doomed
+
+
+def decline(board: Board, attempt: Attempt, error: TrainerError) -> None:
+    """Tell the other ranks in the worker's place, which hangs, that this rank's part of an attempt has failed."""
+    key = f"save/{attempt.name}"
+    if board.rank == 0:
+        _announce(board, key, _FAILED + _text(error))
+        return
+    try:
+        board.post(f"{key}/report/{board.rank}", _FAILED + _text(error))
+    except LaunchError as lost:
+        _log.error("the failure of %s did not go out: %s", key, lost)
 
 
 def _announce(board: Board, key: str, verdict: bytes) -> None:
@@ -154,7 +174,9 @@ def publish(
         raise CheckpointError(
             f"Committing a checkpoint failed: {error.strerror} (errno {error.errno})",
             where=where,
-            fix="Committed checkpoints are untouched; mend the disk.",
+            expected=f"room for {attempt.layout.total_bytes} B",
+            found=describe_free_space(files, attempt.folder.root),
+            fix="Committed checkpoints are untouched; make room or mend the disk.",
         ) from error
 
 

@@ -14,18 +14,31 @@ from pathlib import Path
 _libc = ctypes.CDLL(None, use_errno=True)
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY}
 _MOST_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
+_BLOCK_BYTES = 512  # the unit of st_blocks, stat(2), whatever the file system's blocks are
 
 
 class Files:
     """The file system. One method per kind of call, so that a test can count, fail or kill at each."""
 
     def make_folder(self, path: Path) -> None:
-        """Make `path` and its parents; being there already is fine."""
-        path.mkdir(parents=True, exist_ok=True)
+        """Make `path`, in a folder that must be there; being there already is fine."""
+        path.mkdir(exist_ok=True)
 
     def open_for_writing(self, path: Path) -> int:
         """Open a shared file for writing, made if it is not there, never truncated; several ranks do this at once."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def open_direct(self, path: Path) -> int | None:
+        """Open a shared file that is there for writing around the page cache; None where its file system cannot.
+
+        Offsets, sizes and addresses are then bound to whole blocks; some file systems say so with the first write.
+        """
+        try:
+            return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            return None
 
     def open_for_reading(self, path: Path) -> int:
         """Open a file for reading."""
@@ -101,6 +114,10 @@ class Files:
         """Remove a folder and all in it; being gone already is fine."""
         shutil.rmtree(path, ignore_errors=False, onerror=_ignore_missing)
 
+    def remove_file(self, path: Path) -> None:
+        """Remove a file; being gone already is fine."""
+        path.unlink(missing_ok=True)
+
     def size(self, path: Path) -> int:
         """Return a regular file's size in bytes.
 
@@ -117,15 +134,33 @@ class Files:
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 
+    def allocated_bytes(self, path: Path) -> int:
+        """Return how many bytes of the file system the files below `path` take; 0 where there are none."""
+        paths = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+        return sum(os.lstat(file).st_blocks * _BLOCK_BYTES for file in paths)
+
 
 def _ignore_missing(_function: object, _path: str, error: tuple[type[BaseException], BaseException, object]) -> None:
     if not isinstance(error[1], FileNotFoundError):
         raise error[1]
 
 
+def describe_free_space(files: Files, path: Path) -> str:
+    """Return in words how much may still be written to the file system of `path`."""
+    try:
+        return f"{files.free_bytes(path)} B free"
+    except OSError as error:
+        return f"free space unknown: {error.strerror}"
+
+
+def temporary_of(path: Path) -> Path:
+    """Return where `replace_file` writes what becomes `path`; a process that is killed leaves it."""
+    return path.with_name(f".{path.name}.new")
+
+
 def replace_file(files: Files, path: Path, data: bytes) -> None:
     """Replace the content of `path` atomically and durably."""
-    temporary = path.with_name(f".{path.name}.new")
+    temporary = temporary_of(path)
     files.write_whole(temporary, data)
     files.rename(temporary, path)
     files.sync_folder(path.parent)

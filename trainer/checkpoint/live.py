@@ -6,7 +6,7 @@ The only module that reads the internals of torch's DTensor. What is done with t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.layout import Kind, TensorSpec
 from trainer.checkpoint.storable import check_byteorder, check_disjoint, check_memory
 from trainer.errors import CheckpointError
+
+Marks = tuple[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], ...]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -67,12 +69,15 @@ class Contents:
             name's tensor, and no other is looked at: `aliases_of` gives only names of the very same tensor, so that
             there is nothing to compare. Whoever names another tensor here answers for its being equal.
         documents: JSON files beside the tensors, by file name; only rank 0's are written.
+        optimizers: those that change the live tensors; a background save holds their next step back for as long as it
+            reads what that changes. What none of them changes is copied.
     """
 
     specs: tuple[TensorSpec, ...]
     live: tuple[LiveTensor, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, Json] = field(default_factory=dict)
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +173,48 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory this rank holds of a tensor that may be a DTensor, without a gradient."""
     plain = tensor.detach()
     return plain.to_local() if is_dtensor(plain) else plain  # type: ignore[attr-defined]
+
+
+def memory_holder(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor whose `data` is the memory of a tensor that may be a DTensor."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def with_memory(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is placed as `tensor` is, plain or a DTensor, whose local memory is `local`."""
+    if not is_dtensor(tensor):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:
+    """Return what changes where a tensor of the state is another one, or lies elsewhere, than when it was asked last.
+
+    Frees gathered FSDP2 parameters first, as enumerating the state does.
+    """
+    reshard(model)
+    state = (value for values in optimizer.state.values() for value in values.values())
+    return tuple(
+        (id(tensor), memory_holder(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        for tensor in (*model.parameters(), *model.buffers(), *state)
+        if isinstance(tensor, torch.Tensor)
+    )
+
+
+def storages_of(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[int]:
+    """Return the addresses of all storages that only a step of these optimizers changes: parameters and their state."""
+    tensors = [
+        tensor
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for tensor in (parameter, *optimizer.state.get(parameter, {}).values())
+        if isinstance(tensor, torch.Tensor)
+    ]
+    return frozenset(local_of(tensor).untyped_storage().data_ptr() for tensor in tensors)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

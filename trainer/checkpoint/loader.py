@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from trainer.checkpoint.box import Box, image, intersect, relative, whole
+from trainer.checkpoint.box import Box, Image, absolute, image, in_bytes, intersect, relative, stretch, whole
+from trainer.checkpoint.gather import Bytes, Gatherer
 from trainer.checkpoint.layout import Place, TensorSpec
 from trainer.checkpoint.live import LiveTensor
 from trainer.checkpoint.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
-from trainer.checkpoint.reader import Checkpoint, check_block, opened
-from trainer.checkpoint.snapshot import is_direct, memory_of
+from trainer.checkpoint.reader import Checkpoint, OpenFile, check_block, opened
+from trainer.checkpoint.target import Target
 from trainer.errors import CheckpointError, MismatchError
+
+MOST_THREADS = 4  # two on two cores read as fast as memory is copied; more were slower from a cold disk
+PROGRESS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a rank loaded: `tensors` of `expected`, `read_bytes` from files, in `seconds`."""
+    """What a rank loaded: `tensors` of `expected`, `filled_bytes` of memory, in `seconds`.
+
+    Args:
+        read_bytes: what was read from files for it: blocks are read whole, and narrow gaps along with them.
+    """
 
     tensors: int
     expected: int
     read_bytes: int
+    filled_bytes: int
     seconds: float
 
 
@@ -53,146 +66,231 @@ def check_tensors(specs: Sequence[TensorSpec], places: Mapping[str, Place], *, w
 
 
 def fill(
-    checkpoint: Checkpoint, places: Mapping[str, Place], live: Sequence[LiveTensor], *, verify: bool = True
+    checkpoint: Checkpoint,
+    places: Mapping[str, Place],
+    live: Sequence[LiveTensor],
+    *,
+    verify: bool = True,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
     """Read every box of `live` from the checkpoint into its live memory, verifying each block that is touched.
 
+    Args:
+        threads: how many read at once; by default one for each core this process may use, at most `MOST_THREADS`.
+        progress: called by the calling thread about once a second with the bytes that are there and those of all.
+
     Raises:
-        CheckpointError: for a damaged block, naming file, tensor and bytes. What was filled before stays filled.
-        MismatchError: for a shard of a tensor that was written in other dimensions.
+        CheckpointError: for a damaged block, naming file, tensor and bytes: the first in the order of the files. What
+            was filled before stays filled.
+        MismatchError: for a shard of a tensor that was written in other dimensions, before anything is filled.
     """
-    start, read_bytes, filled = time.perf_counter(), 0, 0
-    for file, members in _by_file(live, places).items():
-        with opened(checkpoint, checkpoint.path / file) as descriptor:
-            for tensor in members:
-                filler = _Filler(checkpoint, places[tensor.spec.name], descriptor, verify)
-                read_bytes += filler.fill(tensor)
-                filled += 1
-    return LoadReport(filled, len(live), read_bytes, time.perf_counter() - start)
+    start = time.perf_counter()
+    tensors = [tensor for tensor in live if tensor.box.numel]
+    tensors.sort(key=lambda tensor: (places[tensor.spec.name].file, places[tensor.spec.name].offset))
+    targets = [Target(tensor, _written_box(checkpoint, places, tensor)) for tensor in tensors]
+    devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
+    _synchronize(devices)
+    queue = _Queue(_blocks(checkpoint, places, targets))
+    count = min(MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
+    workers = [_Worker(checkpoint, queue, verify=verify, is_pinned=bool(devices)) for _ in range(count)]
+    _run(workers, queue, progress=progress, total_bytes=sum(target.box.numel for target in targets))
+    for target in targets:
+        _check_covered(checkpoint, target, sum(worker.filled[target] for worker in workers))
+        target.finish()
+    _synchronize(devices)
+    return LoadReport(
+        tensors=len(live),
+        expected=len(live),
+        read_bytes=sum(worker.read_bytes for worker in workers),
+        filled_bytes=sum(worker.filled_bytes for worker in workers),
+        seconds=time.perf_counter() - start,
+    )
 
 
-def _by_file(live: Sequence[LiveTensor], places: Mapping[str, Place]) -> dict[str, list[LiveTensor]]:
-    files: dict[str, list[LiveTensor]] = {}
-    for tensor in sorted(live, key=lambda t: (places[t.spec.name].file, places[t.spec.name].offset)):
-        files.setdefault(places[tensor.spec.name].file, []).append(tensor)
-    return files
+def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: LiveTensor) -> Box:
+    """Return a tensor's box in the dimensions in which it was written; a whole tensor may live in others."""
+    written, lives = places[tensor.spec.name].spec.view, tensor.spec.view
+    if lives == written:
+        return tensor.box
+    if tensor.box == whole(lives):
+        return whole(written)
+    raise MismatchError(
+        "A tensor was written in other dimensions than its shard lives in",
+        where=f"{checkpoint.path}, {tensor.spec.name}",
+        expected=f"a view as {list(written)}",
+        found=f"{list(lives)}",
+        fix="Load it whole.",
+    )
+
+
+def _synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait for what is under way on devices: threads that fill do not copy on the stream of the caller."""
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def _check_covered(checkpoint: Checkpoint, target: Target, filled_bytes: int) -> None:
+    if filled_bytes != target.box.numel:
+        raise CheckpointError(
+            "A checkpoint does not cover a tensor",
+            where=f"{checkpoint.path}, {target.tensor.spec.name}",
+            expected=f"{target.box.numel} B",
+            found=f"{filled_bytes} B",
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _Filler:
-    """Fills one live tensor from an open file."""
+class _Piece:
+    """A written piece of which a part, `common`, goes to a target. Boxes are in bytes.
 
-    checkpoint: Checkpoint
+    Args:
+        image: where its bytes lie in the tensor.
+        first: where the bytes of `common` begin in the packed piece, and `last` where they end.
+        memory: where they go as they are; None if they lie apart in the piece or in live memory.
+    """
+
     place: Place
-    descriptor: int
-    verify: bool
-
-    def fill(self, tensor: LiveTensor) -> int:
-        """Return how many bytes were read."""
-        if tensor.box.numel == 0:
-            return 0
-        box = self._box_of(tensor)
-        direct = is_direct(tensor.local)
-        staging = tensor.local if direct else torch.empty(tensor.box.shape, dtype=tensor.local.dtype)
-        memory, read_bytes, covered = memory_of(staging), 0, 0
-        for piece in self.checkpoint.manifest.tensors[self.place.spec.name].pieces(self._itemsize):
-            common = intersect(piece.box, box)
-            if common.numel:
-                read, copied = self._fill_from(piece, box, common, memory)
-                read_bytes, covered = read_bytes + read, covered + copied
-        if covered != memory.nbytes:
-            raise CheckpointError(
-                "A checkpoint does not cover a tensor",
-                where=f"{self.checkpoint.path}, {self.place.spec.name}",
-                expected=f"{memory.nbytes} B",
-                found=f"{covered} B",
-            )
-        if not direct:
-            with torch.no_grad():
-                tensor.local.copy_(staging)
-        return read_bytes
-
-    def _box_of(self, tensor: LiveTensor) -> Box:
-        """Return a tensor's box in the dimensions in which it was written; a whole tensor may live in others."""
-        written, lives = self.place.spec.view, tensor.spec.view
-        if lives == written:
-            return tensor.box
-        if tensor.box == whole(lives):
-            return whole(written)
-        raise MismatchError(
-            "A tensor was written in other dimensions than its shard lives in",
-            where=f"{self.checkpoint.path}, {self.place.spec.name}",
-            expected=f"a view as {list(written)}",
-            found=f"{list(lives)}",
-            fix="Load it whole.",
-        )
-
-    @property
-    def _itemsize(self) -> int:
-        return self.place.spec.dtype.itemsize
-
-    def _fill_from(self, piece: WrittenPiece, box: Box, common: Box, memory: memoryview) -> tuple[int, int]:
-        """Copy `common`, a part of `piece`, into `memory`, the packed image of `box`; return bytes read and copied."""
-        moves = _Moves.of(piece.box, box, common=common, itemsize=self._itemsize)
-        read_bytes = copied = 0
-        for number, lo in enumerate(range(piece.lo, piece.hi, BLOCK_BYTES)):
-            hi = min(lo + BLOCK_BYTES, piece.hi)
-            parts = list(moves.within(lo, hi))
-            if not parts:
-                continue
-            whole_block = len(parts) == 1 and parts[0][0] == lo and parts[0][2] == hi - lo
-            target = parts[0][1] if whole_block else 0
-            block = memory[target : target + hi - lo] if whole_block else memoryview(bytearray(hi - lo))
-            self._read(piece, lo, block)
-            if self.verify:
-                digest = piece.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-                check_block(self.checkpoint, self.place, block, digest=digest, at=(lo, hi))
-            read_bytes += hi - lo
-            copied += sum(length for _, _, length in parts)
-            if not whole_block:
-                for source, target, length in parts:
-                    memory[target : target + length] = block[source - lo : source - lo + length]
-        return read_bytes, copied
-
-    def _read(self, piece: WrittenPiece, lo: int, block: memoryview) -> None:
-        spans = image(piece.box, self.place.spec.view, self._itemsize).spans(lo, lo + block.nbytes)
-        for in_tensor, in_image, length in spans:
-            target = block[in_image - lo : in_image - lo + length]
-            if self.checkpoint.files.read(self.descriptor, target, offset=self.place.offset + in_tensor) != length:
-                raise CheckpointError("A file ended early", where=self.checkpoint.path / self.place.file)
+    written: WrittenPiece
+    image: Image
+    box: Box
+    common: Box
+    target: Target
+    first: int
+    last: int
+    memory: Bytes | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Moves:
-    """Runs of equal length that go from one packed image to another: `sources` rise, `targets` belong to them."""
+class _Block:
+    """Bytes `[lo, hi)` of a packed piece, which have a digest of their own."""
 
-    sources: np.ndarray
-    targets: np.ndarray
-    length: int
-
-    @staticmethod
-    def of(source: Box, target: Box, *, common: Box, itemsize: int) -> _Moves:
-        """Describe how `common` moves from the packed image of box `source` to that of box `target`."""
-        come = image(relative(common, source), source.shape, itemsize)
-        go = image(relative(common, target), target.shape, itemsize)
-        length = min(come.run_bytes, go.run_bytes)
-        return _Moves(
-            _starts(come.spans(0, come.total_bytes), length), _starts(go.spans(0, go.total_bytes), length), length
-        )
-
-    def within(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
-        """Yield `(source, target, length)` of what lies in bytes `[lo, hi)` of the source."""
-        first = max(0, int(np.searchsorted(self.sources, lo, side="right")) - 1)
-        for at in range(first, len(self.sources)):
-            source, target = int(self.sources[at]), int(self.targets[at])
-            if source >= hi:
-                break
-            skip = max(0, lo - source)
-            length = min(self.length, hi - source) - skip
-            if length > 0:
-                yield source + skip, target + skip, length
+    piece: _Piece
+    lo: int
+    hi: int
 
 
-def _starts(spans: Iterator[tuple[int, int, int]], length: int) -> np.ndarray:
-    """Return where runs of `length` bytes start, given spans that are multiples of it."""
-    return np.concatenate([np.arange(start, start + size, length) for start, _, size in spans])
+def _blocks(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequence[Target]) -> Iterator[_Block]:
+    """Yield every block that holds a part of a target."""
+    for target in targets:
+        place = places[target.tensor.spec.name]
+        size = place.spec.dtype.itemsize
+        for written in checkpoint.manifest.tensors[place.spec.name].pieces(size):
+            box = in_bytes(written.box, size)
+            common = intersect(box, target.box)
+            if common.numel:
+                yield from _blocks_of(_piece(place, written, box, common=common, target=target))
+
+
+def _piece(place: Place, written: WrittenPiece, box: Box, *, common: Box, target: Target) -> _Piece:
+    source = image(written.box, place.spec.view, place.spec.dtype.itemsize)
+    if common == box:
+        return _Piece(place, written, source, box, common, target, 0, source.total_bytes, target.memory(common))
+    wanted = image(relative(common, box), box.shape, 1)
+    memory = target.memory(common) if wanted.is_contiguous else None
+    return _Piece(place, written, source, box, common, target, wanted.start, wanted.start + wanted.extent, memory)
+
+
+def _blocks_of(piece: _Piece) -> Iterator[_Block]:
+    start, end = piece.written.lo, piece.written.hi
+    skipped = max(0, piece.first - start) // BLOCK_BYTES * BLOCK_BYTES
+    for lo in range(start + skipped, min(end, piece.last), BLOCK_BYTES):
+        yield _Block(piece, lo, min(lo + BLOCK_BYTES, end))
+
+
+class _Queue:
+    """Gives blocks in the order of the files to several threads, until all are given or it is closed."""
+
+    def __init__(self, blocks: Iterator[_Block]) -> None:
+        self._blocks, self._number = blocks, 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def take(self) -> tuple[int, _Block | None]:
+        """Return a block and its number, which rises; None where there is none left."""
+        with self._lock:
+            self._number += 1
+            return self._number, None if self._is_closed else next(self._blocks, None)
+
+    def close(self) -> None:
+        self._is_closed = True
+
+
+class _Worker:
+    """Fills blocks, on a thread of its own."""
+
+    def __init__(self, checkpoint: Checkpoint, queue: _Queue, *, verify: bool, is_pinned: bool) -> None:
+        self._checkpoint, self._queue, self._verify = checkpoint, queue, verify
+        self._gatherer = Gatherer()
+        self._buffer: Bytes = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned).numpy()
+        self.number = 0
+        self.read_bytes = self.filled_bytes = 0
+        self.filled: Counter[Target] = Counter()
+
+    def run(self) -> None:
+        """Fill one block after the other. A worker that fails stops the others at their next block.
+
+        Invariant: blocks are taken in order and finished, so that of all failures the one with the lowest `number` is
+        the first in the files, however the threads ran.
+        """
+        try:
+            for name, blocks in itertools.groupby(self._take(), key=lambda block: block.piece.place.file):
+                with opened(self._checkpoint, self._checkpoint.path / name) as file:
+                    for block in blocks:
+                        self._fill(block, file)
+                    self.read_bytes += file.read_bytes
+        finally:
+            self._queue.close()
+
+    def _take(self) -> Iterator[_Block]:
+        while True:
+            self.number, block = self._queue.take()
+            if block is None:
+                return
+            yield block
+
+    def _fill(self, block: _Block, file: OpenFile) -> None:
+        piece, lo, hi = block.piece, block.lo, block.hi
+        data, is_there = self._buffer[: hi - lo], False
+        if piece.memory is not None and piece.first <= lo and hi <= piece.last:
+            data, is_there = piece.memory[lo - piece.first : hi - piece.first], True
+        self._gatherer.gather(file.read, piece.image, lo, data, offset=piece.place.offset)
+        if self._verify:
+            number = (lo - piece.written.lo) // BLOCK_BYTES
+            digest = piece.written.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+            check_block(self._checkpoint, piece.place, data.data, digest=digest, at=(lo, hi))
+        filled = data.size if is_there else _move(piece, lo, data)
+        self.filled[piece.target] += filled
+        self.filled_bytes += filled
+
+
+def _move(piece: _Piece, lo: int, data: Bytes) -> int:
+    """Copy to the target what belongs there of `data`, the packed piece's bytes from `lo` on; return how many."""
+    at = filled = 0
+    for found in stretch(piece.box.shape, lo, lo + data.size):
+        box = absolute(found, piece.box)
+        common = intersect(box, piece.common)
+        if common.numel:
+            array = data[at : at + box.numel].reshape(box.shape)
+            piece.target.put(common, array[relative(common, box).slices])
+        at += box.numel
+        filled += common.numel
+    return filled
+
+
+def _run(
+    workers: Sequence[_Worker], queue: _Queue, *, progress: Callable[[int, int], None] | None, total_bytes: int
+) -> None:
+    """Run workers on threads until all have ended, and raise the first error in the order of the files."""
+    with ThreadPoolExecutor(len(workers), thread_name_prefix="load") as pool:
+        futures = [pool.submit(worker.run) for worker in workers]
+        try:
+            while wait(futures, PROGRESS_S).not_done:
+                if progress is not None:
+                    progress(sum(worker.filled_bytes for worker in workers), total_bytes)
+        finally:
+            queue.close()
+    errors = [(worker.number, future.exception()) for worker, future in zip(workers, futures, strict=True)]
+    for _, error in sorted(errors, key=lambda found: found[0]):
+        if error is not None:
+            raise error

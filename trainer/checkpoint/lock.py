@@ -48,31 +48,24 @@ class FolderLock:
         """Take the lock.
 
         Raises:
-            LockError: if another job holds it, naming its host, pid and start.
+            LockError: if another job holds it, naming its host, pid and start, or the file system has no locks to give.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise self._refusal(self._holder()) from None
-        holder = self._holder()
-        if holder is not None and holder.host != self._me.host and self._clock() - self._heartbeat() < STALE_S:
-            os.close(descriptor)
-            raise self._refusal(holder)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(self._me)).encode(), 0)
-        os.fsync(descriptor)
-        self._descriptor = descriptor
+        self._descriptor = self._take()
         threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True).start()
 
     def check(self) -> None:
         """Refuse to go on if the lock is no longer ours.
 
+        A lock file that is gone, with its folder or alone, is made again: a job that takes over leaves one.
+
         Raises:
-            LockError: if somebody took it over or removed it.
+            LockError: if somebody took it over.
+            OSError: if the folder is gone.
         """
+        if self._descriptor is not None and not self._path.exists():
+            lost, self._descriptor = self._descriptor, self._take()
+            os.close(lost)
         holder = self._holder()
         if self._descriptor is None or holder is None or holder.nonce != self._me.nonce:
             raise self._refusal(holder)
@@ -88,10 +81,40 @@ class FolderLock:
             os.close(self._descriptor)
             self._descriptor = None
 
+    def _take(self) -> int:
+        """Take the lock file, made if it is not there, and return its descriptor."""
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock(descriptor)
+            holder = self._holder()
+            if holder is not None and holder.host != self._me.host and self._clock() - self._heartbeat() < STALE_S:
+                raise self._refusal(holder)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(self._me)).encode(), 0)
+            os.fsync(descriptor)
+        except (OSError, LockError):
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._refusal(self._holder()) from None
+        except OSError as error:
+            raise LockError(
+                f"The lock of a checkpoint folder cannot be taken: {error.strerror} (errno {error.errno})",
+                where=self._path,
+                fix="Let the file system carry flock(2), or name another folder with checkpoint.save.",
+            ) from error
+
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
-            with contextlib.suppress(OSError):
-                os.utime(self._path)
+            holder = self._holder()
+            if holder is not None and holder.nonce == self._me.nonce:  # else it is somebody else's to keep alive
+                with contextlib.suppress(OSError):
+                    os.utime(self._path)
 
     def _heartbeat(self) -> float:
         return self._path.stat().st_mtime

@@ -6,7 +6,7 @@ stretch of that line, so the load is level to a page however many replicas there
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,11 +59,12 @@ def _stretch(members: list[Holding], *, index: int, count: int) -> list[Piece]:
     starts = [0, *accumulate(holding.image.total_bytes for holding in members)]
     first = _boundary(members, starts, index=index, count=count)
     last = _boundary(members, starts, index=index + 1, count=count)
+    if first == last:
+        return []
     pieces = []
-    for holding, start in zip(members, starts, strict=False):
-        lo, hi = max(first - start, 0), min(last - start, holding.image.total_bytes)
-        if lo < hi:
-            pieces.append(Piece(holding.name, holding.image.box, lo, hi))
+    for at in range(bisect_right(starts, first) - 1, bisect_left(starts, last)):
+        lo, hi = max(first, starts[at]) - starts[at], min(last, starts[at + 1]) - starts[at]
+        pieces.append(Piece(members[at].name, members[at].image.box, lo, hi))
     return pieces
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
 
 from trainer.checkpoint import header, json_file, manifest
 from trainer.checkpoint.box import image
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.files import Files
+from trainer.checkpoint.gather import Gatherer
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.layout import Kind, Place, TensorSpec
 from trainer.checkpoint.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest
@@ -30,6 +33,7 @@ class Checkpoint:
     files: Files
     manifest: Manifest
     state: Json
+    _places: dict[str, Place] = field(default_factory=dict, repr=False, compare=False)  # once they were read
 
     @property
     def iteration(self) -> int:
@@ -90,11 +94,17 @@ def _checked_file(path: Path, entry: manifest.FileEntry, files: Files) -> bytes:
 
 
 def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
-    """Check every safetensors header against the manifest and return the place of every tensor by name.
+    """Check every safetensors header against the manifest, once, and return the place of every tensor by name.
 
     Raises:
         CheckpointError: if a header is damaged or malformed, or does not say the same as the manifest.
     """
+    if not checkpoint._places:
+        checkpoint._places.update(_checked_places(checkpoint))
+    return dict(checkpoint._places)
+
+
+def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
     places: dict[str, Place] = {}
     for name, entry in checkpoint.manifest.files.items():
         if entry.is_tensor_file:
@@ -113,14 +123,14 @@ def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
 def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
     path = checkpoint.path / name
     kind = Kind.OPTIMIZER if name.startswith("optimizer/") else Kind.MODEL
-    with opened(checkpoint, path) as descriptor:
+    with opened(checkpoint, path) as file:
         prefix = bytearray(8)
-        checkpoint.files.read(descriptor, memoryview(prefix), offset=0)
+        file.read(memoryview(prefix), 0)
         length = int.from_bytes(prefix, "little")
         if length > min(_MAX_HEADER_BYTES, checkpoint.manifest.files[name].total_bytes - 8):
             raise CheckpointError("A safetensors header is damaged", where=path, found=f"a length of {length} B")
         data = bytearray(8 + length)
-        checkpoint.files.read(descriptor, memoryview(data), offset=0)
+        file.read(memoryview(data), 0)
     if manifest.digest_of(bytes(data)) != digest:
         raise CheckpointError("A safetensors header is damaged", where=path, expected=f"digest {digest}")
     table = json_file.parse(bytes(data[8:]), where=path)
@@ -148,7 +158,7 @@ def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> N
     Raises:
         CheckpointError: naming the file, the tensor and the byte range.
     """
-    first: dict[str, Place] = {}
+    first, gatherer = dict[str, Place](), Gatherer()
     for place in places.values():
         if place.spec.total_bytes and (place.file not in first or place.offset < first[place.file].offset):
             first[place.file] = place
@@ -156,13 +166,11 @@ def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> N
         spec = place.spec
         piece = next(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize))
         hi = min(piece.hi, piece.lo + BLOCK_BYTES)
-        block = memoryview(bytearray(hi - piece.lo))
-        with opened(checkpoint, checkpoint.path / place.file) as descriptor:
-            spans = image(piece.box, spec.view, spec.dtype.itemsize).spans(piece.lo, hi)
-            for in_tensor, in_image, length in spans:
-                target = block[in_image - piece.lo : in_image - piece.lo + length]
-                checkpoint.files.read(descriptor, target, offset=place.offset + in_tensor)
-        check_block(checkpoint, place, block, digest=piece.digests[:DIGEST_BYTES], at=(piece.lo, hi))
+        block = np.empty(hi - piece.lo, dtype=np.uint8)
+        packed = image(piece.box, spec.view, spec.dtype.itemsize)
+        with opened(checkpoint, checkpoint.path / place.file) as file:
+            gatherer.gather(file.read, packed, piece.lo, block, offset=place.offset)
+        check_block(checkpoint, place, block.data, digest=piece.digests[:DIGEST_BYTES], at=(piece.lo, hi))
 
 
 def check_block(checkpoint: Checkpoint, place: Place, block: memoryview, *, digest: bytes, at: tuple[int, int]) -> None:
@@ -182,9 +190,29 @@ def check_block(checkpoint: Checkpoint, place: Place, block: memoryview, *, dige
         )
 
 
+class OpenFile:
+    """A file of a checkpoint that is open for reading. Counts what is read: one for each thread."""
+
+    def __init__(self, files: Files, path: Path, descriptor: int) -> None:
+        self._files, self._path, self._descriptor = files, path, descriptor
+        self.read_bytes = 0
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset`.
+
+        Raises:
+            CheckpointError: if the file ends before.
+        """
+        count = self._files.read(self._descriptor, buffer, offset=offset)
+        self.read_bytes += count
+        if count != buffer.nbytes:
+            expected, found = f"{buffer.nbytes} B at {offset}", f"{count} B"
+            raise CheckpointError("A file ended early", where=self._path, expected=expected, found=found)
+
+
 @contextlib.contextmanager
-def opened(checkpoint: Checkpoint, path: Path) -> Iterator[int]:
-    """Open a file of a checkpoint for reading and give its descriptor.
+def opened(checkpoint: Checkpoint, path: Path) -> Iterator[OpenFile]:
+    """Open a file of a checkpoint for reading.
 
     Raises:
         CheckpointError: if it cannot be opened or read.
@@ -192,7 +220,7 @@ def opened(checkpoint: Checkpoint, path: Path) -> Iterator[int]:
     try:
         descriptor = checkpoint.files.open_for_reading(path)
         try:
-            yield descriptor
+            yield OpenFile(checkpoint.files, path, descriptor)
         finally:
             checkpoint.files.close(descriptor)
     except OSError as error:

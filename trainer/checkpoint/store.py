@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.checkpoint.files import Files, replace_file
+from trainer.checkpoint.files import Files, replace_file, temporary_of
 
 _log = logging.getLogger(__name__)
 
+HOLD = "hold"  # a file of this name in a checkpoint protects it: somebody is reading it
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _ANY_ITERATION = re.compile(r"iter_\d{7,}(\.superseded-\d+)?")
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\..*\.(partial|deleting)")
+_REPLACED = re.compile(r"\.(iter_\d{7,})\..*\.replaced")
 
 
 def iteration_name(iteration: int) -> str:
@@ -48,6 +52,10 @@ class CheckpointFolder:
         found = (iteration_of(path) for path in self.root.iterdir() if path.is_dir() and not path.is_symlink())
         return sorted(iteration for iteration in found if iteration is not None)
 
+    def held(self, iterations: Iterable[int]) -> list[int]:
+        """Return those that hold a file named `hold`."""
+        return [iteration for iteration in iterations if (self.iteration(iteration) / HOLD).exists()]
+
     def iteration(self, iteration: int) -> Path:
         """Return the folder of a committed iteration."""
         return self.root / iteration_name(iteration)
@@ -66,27 +74,21 @@ class CheckpointFolder:
     def commit(self, iteration: int, attempt: str) -> Path:
         """Give a complete, synced partial folder its name. From here on the checkpoint exists.
 
+        Invariant: a process whose partial folder was swept by its successor changes nothing here.
+
         Raises:
             OSError: if the folder could not be renamed; a checkpoint of that name stays what it was.
         """
-        target = self.iteration(iteration)
-        superseded = self.supersede([iteration])
+        partial, target = self.partial(iteration, attempt), self.iteration(iteration)
         try:
-            self.files.rename(self.partial(iteration, attempt), target)
-        except OSError:
-            for path in superseded:
-                self.files.rename(path, target)
-            raise
+            self.files.rename(partial, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            self._replace(partial, target, self.root / f".{target.name}.{attempt}.replaced")
         self.files.sync_folder(self.root)
-        try:
-            self.track(iteration)
-        except OSError as error:  # a hint only: the checkpoint is there all the same
-            _log.error("%s still names an older iteration: %s", self.root / TRACKER, error)
+        self._mend_tracker()
         return target
-
-    def track(self, iteration: int) -> None:
-        """Replace Megatron's tracker."""
-        replace_file(self.files, self.root / TRACKER, f"{iteration}\n".encode())
 
     def supersede(self, iterations: list[int]) -> list[Path]:
         """Rename committed folders that a new branch of the run overtakes, and return their new names."""
@@ -94,10 +96,11 @@ class CheckpointFolder:
         for iteration in iterations:
             source = self.iteration(iteration)
             if source.exists():
-                renamed.append(self._free_name(f"{source.name}.superseded"))
+                renamed.append(self._free_name(source))
                 self.files.rename(source, renamed[-1])
         if renamed:
             self.files.sync_folder(self.root)
+            self._mend_tracker()
         return renamed
 
     def discard(self, iteration: int, attempt: str) -> Path:
@@ -108,20 +111,60 @@ class CheckpointFolder:
         return target
 
     def sweep(self) -> list[Path]:
-        """Remove what dead attempts and interrupted deletions left, and return it. Only under the lock."""
+        """Remove what dead attempts and interrupted deletions left, and return it. Only under the lock.
+
+        What cannot be removed stays, with a line that says so: it is in nobody's way.
+        """
         if not self.root.is_dir():
             return []
-        leftovers = sorted(
-            path
-            for path in self.root.iterdir()
-            if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-        )
-        for path in leftovers:
-            self.files.remove_tree(path)
-        return leftovers
+        folders = sorted(path for path in self.root.iterdir() if path.is_dir() and not path.is_symlink())
+        for path in folders:
+            self._settle(path)
+        leftovers = [path for path in folders if _LEFTOVER.fullmatch(path.name)]
+        removed = [path for path in leftovers if self._remove(path)]
+        if self.committed():  # else it is all that tells of a run whose checkpoints are gone
+            self._mend_tracker()
+        return removed
 
-    def _free_name(self, stem: str) -> Path:
+    def _replace(self, partial: Path, target: Path, aside: Path) -> None:
+        """Rename over a checkpoint that is there, which is kept; `_settle` ends it where the process is killed."""
+        self.files.rename(target, aside)
+        try:
+            self.files.rename(partial, target)
+        except OSError:
+            self.files.rename(aside, target)
+            raise
+        self.files.rename(aside, self._free_name(target))
+
+    def _settle(self, path: Path) -> None:
+        match = _REPLACED.fullmatch(path.name)
+        if match is not None:
+            target = self.root / match[1]
+            self.files.rename(path, self._free_name(target) if target.exists() else target)
+
+    def _remove(self, path: Path) -> bool:
+        try:
+            self.files.remove_tree(path)
+        except OSError as error:
+            _log.error("%s could not be swept: %s", path, error)
+            return False
+        return True
+
+    def _mend_tracker(self) -> None:
+        """Let the tracker name the newest checkpoint: a hint only, the checkpoints are there all the same."""
+        tracker = self.root / TRACKER
+        try:
+            newest, tracked = max(self.committed(), default=None), self.tracker()
+            if newest is None and tracked is not None:
+                self.files.remove_file(tracker)
+            if newest is not None and newest != tracked:
+                replace_file(self.files, tracker, f"{newest}\n".encode())
+            self.files.remove_file(temporary_of(tracker))
+        except OSError as error:
+            _log.error("%s names another iteration than the newest: %s", tracker, error)
+
+    def _free_name(self, iteration: Path) -> Path:
         number = 1
-        while (self.root / f"{stem}-{number}").exists():
+        while (path := iteration.with_name(f"{iteration.name}.superseded-{number}")).exists():
             number += 1
-        return self.root / f"{stem}-{number}"
+        return path

@@ -24,7 +24,12 @@ class Job:
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             self._error = error
         finally:
+            self._call = _nothing  # what it holds is not needed any more
             self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the call and raise what it raised.
@@ -40,6 +45,10 @@ class Job:
             )
         if self._error is not None:
             raise self._error
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Worker:
@@ -69,3 +78,4 @@ class Worker:
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
             job.run()
+            del job

@@ -1,105 +1,227 @@
-"""Writes one rank's pieces into the shared files, digesting them on the way. It commits nothing."""
+"""Writes one rank's chunks into the shared files, digesting them on the way. It commits nothing."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+import errno
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
+import numpy as np
 
-from trainer.checkpoint.box import image
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.layout import FileLayout, Layout
-from trainer.checkpoint.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
+from trainer.checkpoint.arena import Bytes, map_memory
+from trainer.checkpoint.chunks import CHUNK_BYTES, Chunk, PieceDigests
+from trainer.checkpoint.files import Files, describe_free_space
+from trainer.checkpoint.layout import PAGE_BYTES, FileLayout, Layout
+from trainer.checkpoint.manifest import WrittenPiece
 from trainer.checkpoint.ownership import Piece
-from trainer.checkpoint.snapshot import Snapshot
+from trainer.checkpoint.snapshot import DIRECT_BYTES, Snapshot
 from trainer.errors import CheckpointError
 
-# Buffers that follow each other in a file are handed to one call up to this size.
-RUN_BYTES = 8 << 20
+# Stretches that a rank writes at once. More gain nothing on a local disk, and each holds a chunk that a step may wait
+# for.
+MOST_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes into one folder that is not yet a checkpoint; every rank has one."""
+    """Writes into one folder that is not yet a checkpoint; every rank has one.
+
+    Args:
+        threads: how many stretches are written at once.
+        progress: told, from any writing thread, how many more bytes are written.
+    """
 
     folder: Path
     files: Files
     layout: Layout
     rank: int
+    threads: int
+    progress: Callable[[int], None]
 
-    def write(self, pieces: Sequence[Piece], snapshot: Snapshot) -> list[WrittenPiece]:
-        """Write and sync this rank's pieces and, on rank 0, the headers; return the pieces with their digests.
+    def write(
+        self, pieces: Sequence[Piece], chunks: Mapping[str, Sequence[Sequence[Chunk]]], snapshot: Snapshot
+    ) -> list[WrittenPiece]:
+        """Write and sync this rank's chunks and, on rank 0, the headers; return the pieces with their digests.
 
         Files are taken in an order rotated by rank, so that ranks do not queue for one file.
 
         Raises:
             CheckpointError: with path, errno and free space, if the file system fails.
         """
-        by_file: dict[str, list[Piece]] = defaultdict(list)
-        for piece in pieces:
-            by_file[self.layout.places[piece.name].file].append(piece)
-        order = [file for file in self.layout.files if self.rank == 0 or file.name in by_file]
+        order = [file for file in self.layout.files if self.rank == 0 or file.name in chunks]
         turn = self.rank % max(1, len(order))
-        reports: dict[str, WrittenPiece] = {}
-        for file in order[turn:] + order[:turn]:
-            for report in self._write_file(file, by_file[file.name], snapshot):
-                reports[report.name] = report
-        return [reports[piece.name] for piece in pieces]
+        digests, has_failed = dict[str, bytes](), threading.Event()
+        with ExitStack() as opened, ThreadPoolExecutor(self.threads, thread_name_prefix="checkpoint-writer") as pool:
+            jobs: list[Future[None]] = []
+            for file in order[turn:] + order[:turn]:
+                stretches = chunks.get(file.name, ()) or ((),)
+                target = _Target(self, file, len(stretches))
+                opened.callback(target.close)
+                jobs += [
+                    pool.submit(self._write_stretch, target, stretch, snapshot, digests, has_failed)
+                    for stretch in stretches
+                ]
+            wait(jobs)
+        _raise_first([error for job in jobs if (error := job.exception()) is not None])
+        return [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, digests[piece.name]) for piece in pieces]
 
-    def _write_file(self, file: FileLayout, pieces: list[Piece], snapshot: Snapshot) -> list[WrittenPiece]:
-        path = self.folder / file.name
+    def _write_stretch(
+        self,
+        target: _Target,
+        chunks: Sequence[Chunk],
+        snapshot: Snapshot,
+        digests: dict[str, bytes],
+        has_failed: threading.Event,
+    ) -> None:
+        found = PieceDigests()
         try:
-            self.files.make_folder(path.parent)
-            descriptor = self.files.open_for_writing(path)
-            try:
-                self.files.reserve(descriptor, file.total_bytes)
-                if self.rank == 0:
-                    self.files.write(descriptor, [memoryview(file.header)], offset=0)
-                written = self._write_pieces(descriptor, pieces, snapshot)
-                self.files.sync(descriptor)
-            finally:
-                self.files.close(descriptor)
+            bounce = map_memory(CHUNK_BYTES + PAGE_BYTES)
+            self._go_on(snapshot, has_failed)
+            target.open()
+            for chunk in chunks:
+                self._go_on(snapshot, has_failed)
+                self._write_chunk(target, chunk, snapshot=snapshot, bounce=bounce, digests=found)
+            target.finish_stretch()
+            digests.update(found.all())
         except OSError as error:
-            raise self._failure(path, error) from error
-        return written
+            has_failed.set()
+            raise self._failure(target.path, error) from error
+        except BaseException:
+            has_failed.set()
+            raise
 
-    def _write_pieces(self, descriptor: int, pieces: list[Piece], snapshot: Snapshot) -> list[WrittenPiece]:
-        run, start, end = list[memoryview](), 0, 0
-        written = []
-        for piece in pieces:
-            data, place = snapshot.bytes_of(piece), self.layout.places[piece.name]
-            written.append(WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, digests_of(data)))
-            spans = image(piece.box, place.spec.view, place.spec.dtype.itemsize).spans(piece.lo, piece.hi)
-            for in_tensor, in_image, length in spans:
-                offset, at = place.offset + in_tensor, in_image - piece.lo
-                if offset != end or end - start >= RUN_BYTES:
-                    self.files.write(descriptor, run, offset=start)
-                    run, start, end = [], offset, offset
-                run.append(data[at : at + length])
-                end += length
-        self.files.write(descriptor, run, offset=start)
-        return written
+    def _go_on(self, snapshot: Snapshot, has_failed: threading.Event) -> None:
+        """Refuse to go on with what has become of no use: a folder that is being removed must not come back."""
+        snapshot.check()
+        if has_failed.is_set():
+            raise _Stopped
+
+    def _write_chunk(
+        self, target: _Target, chunk: Chunk, *, snapshot: Snapshot, bounce: Bytes, digests: PieceDigests
+    ) -> None:
+        try:
+            data = snapshot.take(chunk, bounce)
+            at = 0
+            for part in chunk.parts:
+                digests.add(part, data[at : at + part.hi - part.lo])
+                at += part.hi - part.lo
+            if chunk.strided is None:
+                target.write(data, offset=chunk.offset)
+            else:
+                (part,) = chunk.parts
+                for in_tensor, in_image, length in chunk.strided.spans(part.lo, part.hi):
+                    row = data[in_image - part.lo : in_image - part.lo + length]
+                    target.write_cached(row, offset=chunk.offset + in_tensor)
+        finally:
+            snapshot.done(chunk)
+        self.progress(chunk.size)
 
     def _failure(self, path: Path, error: OSError) -> CheckpointError:
-        try:
-            free = f"{self.files.free_bytes(self.folder.parent)} B free"
-        except OSError:
-            free = "free space unknown"
         return CheckpointError(
             f"Writing a checkpoint failed: {error.strerror} (errno {error.errno})",
             where=path,
             expected=f"room for {self.layout.total_bytes} B",
-            found=free,
+            found=describe_free_space(self.files, self.folder.parent),
             fix="Committed checkpoints are untouched; make room or mend the disk.",
         )
 
 
-def digests_of(data: memoryview) -> bytes:
-    """Return the digests of the blocks of a piece's bytes, packed."""
-    return b"".join(
-        xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]).to_bytes(DIGEST_BYTES, "big")
-        for at in range(0, data.nbytes, BLOCK_BYTES)
-    )
+class _Stopped(Exception):
+    """Another stretch failed, so this one is of no use."""
+
+
+def _raise_first(errors: Sequence[BaseException]) -> None:
+    for error in sorted(errors, key=lambda error: isinstance(error, _Stopped)):
+        raise error
+
+
+class _Target:
+    """A file that is written in stretches by several threads, open from the first to the last of them.
+
+    Whole pages go around the page cache where file system and memory allow it. Only whole pages: what lies in the rest
+    of a page may be another rank's.
+    """
+
+    def __init__(self, writer: Writer, file: FileLayout, stretches: int) -> None:
+        self.path = writer.folder / file.name
+        self._folder, self._files, self._file = writer.folder, writer.files, file
+        self._writes_header = writer.rank == 0
+        self._left = stretches
+        self._lock = threading.Lock()
+        self._cached: int | None = None
+        self._direct: int | None = None
+        self._refused: int | None = None  # by the file system, at the first write
+        self._is_tried = self._is_opened = False
+
+    def open(self) -> None:
+        """Open the file, reserve its blocks and, on rank 0, write its header, unless another stretch has done so."""
+        with self._lock:
+            if self._is_tried:
+                if not self._is_opened:
+                    raise _Stopped
+                return
+            self._is_tried = True
+            self._files.make_folder(self._folder)  # never the one above: if that is gone, this is no place to write to
+            if self.path.parent != self._folder:
+                self._files.make_folder(self.path.parent)
+            self._cached = self._files.open_for_writing(self.path)
+            self._direct = self._files.open_direct(self.path)
+            self._files.reserve(self._cached, self._file.total_bytes)
+            if self._writes_header:
+                self._files.write(self._cached, [memoryview(self._file.header)], offset=0)
+            self._is_opened = True
+
+    def finish_stretch(self) -> None:
+        """Count a stretch as written; the last one makes the file durable, however it was written, and closes it."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+            assert self._cached is not None
+            self._files.sync(self._cached)
+            self.close()
+
+    def close(self) -> None:
+        """Close what is open."""
+        known = (self._cached, self._direct, self._refused)
+        self._cached = self._direct = self._refused = None
+        with ExitStack() as closing:
+            for descriptor in known:
+                if descriptor is not None:
+                    closing.callback(self._files.close, descriptor)
+
+    def write(self, data: memoryview, *, offset: int) -> None:
+        """Write `data` at `offset`."""
+        lo = -offset % PAGE_BYTES
+        hi = (offset + data.nbytes) // PAGE_BYTES * PAGE_BYTES - offset
+        if hi <= lo or not self._write_direct(data[lo:hi], offset=offset + lo):
+            self.write_cached(data, offset=offset)
+            return
+        self.write_cached(data[:lo], offset=offset)
+        self.write_cached(data[hi:], offset=offset + hi)
+
+    def write_cached(self, data: memoryview, *, offset: int) -> None:
+        """Write `data` at `offset` through the page cache."""
+        if data.nbytes:
+            assert self._cached is not None
+            self._files.write(self._cached, [data], offset=offset)
+
+    def _write_direct(self, pages: memoryview, *, offset: int) -> bool:
+        """Write whole pages; return False where that cannot be done, from now on if the file system refuses it."""
+        direct = self._direct
+        if direct is None or np.frombuffer(pages, np.uint8).ctypes.data % DIRECT_BYTES:
+            return False
+        try:
+            self._files.write(direct, [pages], offset=offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            with self._lock:  # another thread may be writing to it: it stays open until the end
+                if self._direct is not None:
+                    self._refused, self._direct = direct, None
+            return False
+        return True

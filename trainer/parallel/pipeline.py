@@ -21,12 +21,15 @@ from trainer.checkpoint.live import local_of
 
 
 def divide_layers(n_layer: int, stages: int) -> list[range]:
-    """Return the layers of each stage: equal shares, and one layer more for each of the first `n_layer % stages`.
+    """Return the layers of each stage: equal shares, and one layer more for each of `n_layer % stages` in the middle.
 
-    The last stages also hold the output layer, so the first ones carry the remainder.
+    The ends also hold the embedding and the output layer. Of an uneven number of others the last stage is one: it
+    computes the loss too. LLaMA-3 405B has 126 layers so that 16 stages carry alike (Grattafiori et al. 2024, "The
+    Llama 3 Herd of Models", section 3.3.2).
     """
     share, more = divmod(n_layer, stages)
-    starts = [stage * share + min(stage, more) for stage in range(stages + 1)]
+    first = (stages - more) // 2
+    starts = [stage * share + min(max(stage - first, 0), more) for stage in range(stages + 1)]
     return [range(lo, hi) for lo, hi in itertools.pairwise(starts)]
 
 

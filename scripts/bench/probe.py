@@ -1,0 +1,164 @@
+"""What is held beside a save to see what it costs: a loop that computes, the process's memory, the page cache."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_libc = ctypes.CDLL(None)
+_READ_BYTES = 8 << 20
+_FORGET_PEAK = "5"  # proc_pid_clear_refs(5): set VmHWM to what is resident now
+
+
+@dataclass(slots=True)
+class Loop:
+    """Matrix products on all cores, again and again: iterations of known length, as a forward and backward pass has.
+
+    Args:
+        width: of the matrices.
+        quiet_s: for how long the loop runs by itself to learn how long an iteration takes.
+    """
+
+    width: int = 768
+    quiet_s: float = 0.4
+    usual_s: float = 0.0
+    _matrices: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._matrices = [torch.randn(self.width, self.width) for _ in range(3)]
+
+    def learn(self) -> None:
+        """Run by itself; `usual_s` is the median time of an iteration then."""
+        end = time.perf_counter() + self.quiet_s
+        times = [self._iterate()]
+        while time.perf_counter() < end:
+            times.append(self._iterate())
+        self.usual_s = statistics.median(times)
+
+    def run_until(self, is_over: Callable[[], bool]) -> float:
+        """Run until `is_over`; return the seconds by which all iterations together were longer than usual."""
+        lost_s = 0.0
+        while not is_over():
+            lost_s += self._iterate() - self.usual_s
+        return lost_s
+
+    def noise(self) -> float:
+        """Return what `run_until` finds where nothing runs beside it, for half a second."""
+        end = time.perf_counter() + 0.5
+        return self.run_until(lambda: time.perf_counter() >= end)
+
+    def _iterate(self) -> float:
+        start = time.perf_counter()
+        a, b, out = self._matrices
+        torch.mm(a, b, out=out)
+        torch.mm(b, a, out=out)
+        return time.perf_counter() - start
+
+
+class PeakMemory:
+    """The memory by which this process, and those it has started, grow at most; no page cache."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text(_FORGET_PEAK)
+        self._base = _status_bytes("self", "VmRSS")
+        self._children = _children_bytes()
+
+    def grown_bytes(self) -> int:
+        """Return the largest growth since this was made; of started processes, their own memory at this moment."""
+        return _status_bytes("self", "VmHWM") - self._base + max(0, _children_bytes() - self._children)
+
+
+def trim() -> None:
+    """Give memory that is free back to the system, so that the next to take it is seen to. Source: malloc_trim(3)."""
+    if hasattr(_libc, "malloc_trim"):  # glibc's
+        _libc.malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process has now."""
+    return _status_bytes("self", "VmRSS")
+
+
+def _status_bytes(process: str, key: str) -> int:
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _children_bytes() -> int:
+    found = 0
+    for path in Path("/proc/self/task").glob("*/children"):
+        for child in path.read_text().split():
+            try:
+                found += _status_bytes(child, "RssAnon")
+            except OSError:  # it has just ended
+                continue
+    return found
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return every file below a folder."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def read_through(folder: Path) -> None:
+    """Have every file below a folder in the page cache."""
+    buffer = bytearray(_READ_BYTES)
+    for path in files_of(folder):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def evict(folder: Path) -> None:
+    """Have no file below a folder in the page cache; all of them are durable. Source: posix_fadvise(2), DONTNEED."""
+    for path in files_of(folder):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_all(folder: Path) -> None:
+    """Make files that somebody wrote without that durable, and the names in their folders."""
+    for path in files_of(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def touched(size: int) -> npt.NDArray[np.uint8]:
+    """Return memory whose pages are there."""
+    return np.ones(size, np.uint8)
+
+
+def fill_from(paths: Iterator[Path] | list[Path], memory: memoryview) -> None:
+    """Read files one after the other into memory of their total size."""
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(memory):
+                memory = memory[count:]
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return how long a call took."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

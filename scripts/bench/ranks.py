@@ -1,0 +1,183 @@
+"""Two ranks that save and load in turn with plain writing and reading: `python -m scripts.bench.ranks`, once per rank.
+
+They are told of each other as torchrun tells them; rank 0 writes what was measured to a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from scripts.bench.probe import fill_from, read_through, seconds_of, sync_folder, touched
+from scripts.bench.rounds import rotated
+from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
+from scripts.bench.ways import proven
+from trainer import launch
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.choose import Source
+from trainer.checkpoint.policy import SavePolicy
+
+RANKS = 2
+TOPOLOGIES = ("zero3", "tp2")
+RAW, INLINE, BACKGROUND, BLOCKED, READ, LOAD = "raw", "inline", "background", "blocked", "read", "load"
+_TIMEOUT_S = 1800.0
+
+Rounds = list[dict[str, float]]
+
+
+def run_ranks(folder: Path, *, size: str, rounds: int) -> dict[str, Rounds]:
+    """Start the ranks, wait for them, and return the seconds of every round by topology.
+
+    Raises:
+        RuntimeError: if a rank failed.
+    """
+    folder.mkdir(parents=True)
+    output = folder / "rounds.json"
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "scripts.bench.ranks", str(folder), "--size", size, "--rounds", str(rounds)]
+    processes = []
+    try:
+        for rank in range(RANKS):
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environment = {**os.environ, **address, **{name: str(value) for name, value in variables.items()}}
+            processes.append(subprocess.Popen([*command, "--output", str(output)], env=environment))
+        statuses = [process.wait(_TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if any(statuses):
+        raise RuntimeError(f"ranks ended with {statuses}")
+    found: dict[str, Rounds] = json.loads(output.read_text())
+    shutil.rmtree(folder)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Be one rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    cluster = launch.start("cpu", deterministic=False)
+    found: dict[str, Rounds] = {}
+    for name in TOPOLOGIES:
+        subject = build_subject(SIZES[options.size], PARALLEL[name], cluster)
+        found[name] = _Rank(subject, options.folder / name, name).run(options.rounds)
+    if cluster.rank == 0:
+        options.output.write_text(json.dumps(found))
+    launch.stop(cluster)
+
+
+class _Rank:
+    """One rank's part of every round; all ranks make the same calls."""
+
+    def __init__(self, subject: Subject, folder: Path, name: str) -> None:
+        self._subject, self._folder, self._name = subject, folder, name
+        self._rank = subject.cluster.rank
+        self._share = touched(subject.total_bytes // RANKS)
+
+    def run(self, rounds: int) -> Rounds:
+        """Return what each round took, on the slowest rank."""
+        found = []
+        ways = (self._raw, self._inline, self._in_background)
+        for number in range(rounds):
+            row: dict[str, float] = {}
+            order = [str(index) for index in range(len(ways))]
+            for index in rotated(order, number):
+                for attempt in range(2):  # the second counts: see `rounds.py`
+                    self._enter()
+                    ways[int(index)](row, 2 * number + attempt)
+                    self._clear()
+            found.append(row)
+        return found
+
+    def _raw(self, row: dict[str, float], _: int) -> None:
+        row[RAW] = self._slowest(self._timed(self._write_raw))
+        read_through(self._folder)
+        own = [self._folder / f"raw{self._rank}"]
+        row[READ] = self._slowest(self._timed(lambda: fill_from(own, memoryview(bytearray(self._share.nbytes)))))
+
+    def _write_raw(self) -> None:
+        with (self._folder / f"raw{self._rank}").open("wb", buffering=0) as file:
+            data = self._share.data
+            while data.nbytes:
+                data = data[file.write(data) :]
+            os.fsync(file.fileno())
+        sync_folder(self._folder)
+
+    def _inline(self, row: dict[str, float], number: int) -> None:
+        checkpointer = self._checkpointer(number, async_save=False)
+        contents = self._subject.contents(1)
+        row[INLINE] = self._slowest(self._timed(lambda: proven(checkpointer.save(1, contents))))
+        checkpointer.close()
+        read_through(self._folder)
+        loader = Checkpointer(SavePolicy(None), self._subject.cluster.board, nonce=f"load-{self._name}-{number}")
+
+        def load() -> None:
+            live = list(self._subject.state.shards())
+            loader.restore(Source(self._folder), check=lambda _: None, live=lambda _: live)
+
+        digest = self._subject.digest()
+        self._subject.spoil()
+        row[LOAD] = self._slowest(self._timed(load))
+        if self._subject.digest() != digest:
+            raise ValueError("what was loaded is not what was saved")
+        loader.close()
+
+    def _in_background(self, row: dict[str, float], number: int) -> None:
+        """Save twice, for the first save has the staging memory made; nothing computes beside the second."""
+        checkpointer = self._checkpointer(number, async_save=True)
+        for iteration in (1, 2):
+            contents = self._subject.contents(iteration)
+            dist.barrier()
+            checkpointer.save(iteration, contents)
+            checkpointer.wait()
+            report = proven(checkpointer.reports()[-1])
+        row[BACKGROUND], row[BLOCKED] = self._slowest(report.seconds), self._slowest(report.blocked_s)
+        checkpointer.close()
+
+    def _checkpointer(self, number: int, *, async_save: bool) -> Checkpointer:
+        nonce = f"{self._name}-{number}-{int(async_save)}"
+        checkpointer = Checkpointer(
+            SavePolicy(self._folder, async_save=async_save), self._subject.cluster.board, nonce=nonce
+        )
+        checkpointer.start()
+        return checkpointer
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        dist.barrier()
+        return seconds_of(call)
+
+    def _slowest(self, seconds: float) -> float:
+        return max(row[0] for row in self._subject.cluster.gather([seconds]))
+
+    def _enter(self) -> None:
+        if self._rank == 0:
+            self._folder.mkdir(parents=True)
+        os.sync()
+        dist.barrier()
+
+    def _clear(self) -> None:
+        dist.barrier()
+        if self._rank == 0:
+            shutil.rmtree(self._folder)
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

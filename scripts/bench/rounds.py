@@ -1,0 +1,170 @@
+"""Rounds in which every way saves and loads the same state in turn, and the figures they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from scripts.bench.probe import Loop, evict, files_of, fill_from, read_through, seconds_of, touched, trim
+from scripts.bench.subject import Subject
+from scripts.bench.ways import RAW, Saved, Way
+
+ROUND = "round"  # the row of what belongs to a round as a whole
+
+
+class Figure(Enum):
+    """What is measured; seconds, or bytes."""
+
+    DURABLE = auto()
+    BLOCKED = auto()
+    TOLD_BLOCKED = auto()  # by our own report
+    COST = auto()  # blocked and slowed down
+    LOAD = auto()
+    COLD_LOAD = auto()
+    PEAK_BYTES = auto()
+    DISK_BYTES = auto()
+    COPY = auto()  # the whole state, from memory to memory, both used before
+    WARM_READ = auto()  # of the raw file into memory that was used before
+    NOISE = auto()  # what the loop is slowed down by nothing
+
+
+Row = dict[Figure, float]
+
+
+class Rounds:
+    """The rows of all rounds, by name, and why others have none."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Row]] = []
+        self.reasons: dict[str, str] = {}
+
+    def read(self, path: Path) -> None:
+        """Add the rounds that a file keeps, if it is there."""
+        if path.exists():
+            kept = json.loads(path.read_text())
+            self.all += [{name: {Figure[key]: v for key, v in row.items()} for name, row in r.items()} for r in kept]
+
+    def write(self, path: Path) -> None:
+        """Keep all rounds in a file."""
+        kept = [{name: {f.name: v for f, v in row.items()} for name, row in found.items()} for found in self.all]
+        path.write_text(json.dumps(kept))
+
+    def median(self, row: str, figure: Figure) -> float | None:
+        """Return a figure's median over the rounds that have it."""
+        values = [found[row][figure] for found in self.all if figure in found.get(row, {})]
+        return statistics.median(values) if values else None
+
+    def ratio(self, row: str, figure: Figure, base: str, base_figure: Figure) -> float | None:
+        """Return the median, over rounds, of the ratio of two figures of the same round."""
+        values = [
+            found[row][figure] / found[base][base_figure]
+            for found in self.all
+            if figure in found.get(row, {}) and base_figure in found.get(base, {})
+        ]
+        return statistics.median(values) if values else None
+
+
+def run_rounds(
+    subject: Subject,
+    ways: Mapping[str, Way],
+    folder: Path,
+    *,
+    found: Rounds,
+    rounds: int,
+    loop: Loop,
+    say: Callable[[str], None],
+) -> None:
+    """Let every way save and load in turn, in another order each round, and add what was `found`.
+
+    What a round writes is gone after it.
+    """
+    names, before = list(ways), len(found.all)
+    buffer = touched(subject.own_bytes)
+    for number in range(rounds):
+        rows: dict[str, Row] = {}
+        loop.learn()
+        rows[ROUND] = {Figure.COPY: _copy_s(subject, buffer), Figure.NOISE: loop.noise()}
+        for name in rotated(names, before + number):
+            if name in found.reasons:
+                continue
+            say(f"round {number + 1} of {rounds}: {name}")
+            own = folder / "row"
+            own.mkdir(parents=True)
+            try:
+                rows[name] = _measure(subject, ways[name], own, loop)
+                if name == RAW:
+                    read_through(own)
+                    rows[ROUND][Figure.WARM_READ] = seconds_of(partial(fill_from, files_of(own), buffer.data))
+            except ways[name].may_raise as error:
+                found.reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                say(f"{name} cannot run: {found.reasons[name]}")
+                subject.fill(number)  # whatever it has done to the state
+            finally:
+                shutil.rmtree(own)
+        found.all.append(rows)
+
+
+def rotated(names: Sequence[str], number: int) -> list[str]:
+    """Return `names` beginning with another one for each `number`."""
+    first = number % max(1, len(names))
+    return [*names[first:], *names[:first]]
+
+
+def _copy_s(subject: Subject, buffer: np.ndarray) -> float:
+    sources = subject.flat()
+    targets = np.split(buffer, np.cumsum([source.nbytes for source in sources])[:-1])
+
+    def copy() -> None:
+        for source, target in zip(sources, targets, strict=True):
+            np.copyto(target, source)
+
+    return min(seconds_of(copy) for _ in range(3))
+
+
+def _measure(subject: Subject, way: Way, folder: Path, loop: Loop) -> Row:
+    """Save and load; each is done twice, and the seconds are those of the second.
+
+    The host of a virtual machine may take back memory that its guest has freed, and its next use is slow: by a factor
+    of five, for the same plain write. What was freed a moment ago is there.
+    """
+    digest = subject.digest()
+    peaks = []
+    trim()
+    for number in range(2):
+        own = folder / f"save-{number}"
+        own.mkdir()
+        os.sync()
+        saved = way.save(own, loop)
+        peaks.append(saved.peak_bytes)
+        if number == 0:
+            shutil.rmtree(own)
+    row = _row_of(saved)
+    row[Figure.PEAK_BYTES] = float(max(peaks))
+    row[Figure.DISK_BYTES] = float(sum(path.stat().st_size for path in files_of(own)))
+    read_through(own)
+    for figure in (Figure.LOAD, Figure.LOAD, Figure.COLD_LOAD):
+        if way.fills:
+            subject.spoil()
+        if figure is Figure.COLD_LOAD:
+            evict(own)
+        row[figure] = seconds_of(lambda: way.load(own))
+        if subject.digest() != digest:
+            raise ValueError("what was loaded is not what was saved")
+    return row
+
+
+def _row_of(saved: Saved) -> Row:
+    return {
+        Figure.DURABLE: saved.durable_s,
+        Figure.BLOCKED: saved.blocked_s,
+        Figure.TOLD_BLOCKED: saved.told_blocked_s,
+        Figure.COST: saved.blocked_s + saved.slowed_s,
+    }

@@ -1,0 +1,146 @@
+"""The state that is saved and loaded: built as the trainer builds it, filled with noise. Nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+import models
+from models import Family, ModelConfig
+from trainer import record
+from trainer.axes import Axes
+from trainer.checkpoint.json_file import Json
+from trainer.checkpoint.live import Contents, LiveTensor
+from trainer.checkpoint.reader import STATE
+from trainer.config import CheckpointSection, Config, ParallelSection, TrainSection, topology_of
+from trainer.launch import Cluster
+from trainer.optim import AdamSettings
+from trainer.parallel.mesh import build_mesh
+from trainer.parts import build_axes, build_grid, build_models
+from trainer.progress import Progress
+from trainer.state import TrainerState, build_part
+
+SAMPLES, SEQ_LENGTH = 4, 64
+
+
+def _gpt2(n_layer: int, n_head: int, n_embd: int, vocab_size: int, positions: int) -> ModelConfig:
+    last = vocab_size - 1
+    return ModelConfig(
+        Family.gpt2,
+        n_layer,
+        n_head,
+        n_head,
+        n_embd,
+        4 * n_embd,
+        vocab_size,
+        positions,
+        bos_token_id=last,
+        eos_token_id=last,
+    )
+
+
+# The parameters take 12 bytes each with their two moments: 1.5 GB, 50 MB and a little.
+SIZES: Mapping[str, ModelConfig] = {
+    "gpt2_124m": _gpt2(12, 12, 768, 50257, 1024),
+    "gpt2_4m": _gpt2(4, 4, 256, 4096, 256),
+    "small": _gpt2(2, 2, 64, 512, 64),
+}
+
+PARALLEL: Mapping[str, ParallelSection] = {
+    "one rank": ParallelSection(zero_stage=0),
+    "zero3": ParallelSection(zero_stage=3),
+    "tp2": ParallelSection(zero_stage=0, tensor_model_parallel_size=2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A training state on one rank, with what an iteration needs."""
+
+    config: Config
+    cluster: Cluster
+    state: TrainerState
+    axes: Axes
+
+    def tensors(self) -> Iterator[LiveTensor]:
+        """Yield this rank's part of every tensor that is saved."""
+        yield from (tensor for tensor in self.state.shards() if not tensor.is_copy)
+
+    def flat(self) -> list[npt.NDArray[np.uint8]]:
+        """Return the memory of every tensor of this rank, each as flat bytes. One rank: all are contiguous."""
+        return [t.local.detach().reshape(-1).view(torch.uint8).numpy() for t in self.tensors()]
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Return this rank's tensors by name, the live ones."""
+        return {tensor.spec.name: tensor.local.detach() for tensor in self.tensors()}
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Return the optimizers of this rank's stages."""
+        return [part.optimizer for part in self.state.parts]
+
+    def step(self) -> None:
+        """Let the optimizers step with no gradient there: nothing changes, but whoever waits for a step acts."""
+        for optimizer in self.optimizers():
+            optimizer.zero_grad(set_to_none=True)
+            optimizer.step()
+
+    def contents(self, iteration: int) -> Contents:
+        """Return what the trainer would save after `iteration`."""
+        progress = Progress(iteration, SAMPLES * iteration, SAMPLES * SEQ_LENGTH * iteration)
+        documents: dict[str, Json] = {
+            "config.json": models.hf_config(self.config.model),
+            "generation_config.json": models.generation_config(self.config.model),
+            STATE: record.state_record(progress, 1e-3, {}),
+        }
+        return self.state.contents(documents, with_optimizer=True)
+
+    @property
+    def own_bytes(self) -> int:
+        """Return how many bytes of tensors this rank holds."""
+        return sum(tensor.local.nbytes for tensor in self.tensors())
+
+    @property
+    def total_bytes(self) -> int:
+        """Return how many bytes all tensors of a checkpoint have."""
+        return sum(spec.total_bytes for spec in self.contents(0).specs)
+
+    def fill(self, seed: int) -> None:
+        """Put noise into every tensor; the ranks that hold the same box get the same."""
+        generator = torch.Generator()
+        for number, tensor in enumerate(self.tensors()):
+            generator.manual_seed(seed << 20 | number)
+            tensor.local.detach().uniform_(-1, 1, generator=generator)
+
+    def spoil(self) -> None:
+        """Set every tensor to zero, so that a load has something to do."""
+        for tensor in self.tensors():
+            tensor.local.detach().zero_()
+
+    def digest(self) -> int:
+        """Return a digest of all that this rank holds."""
+        found = xxhash.xxh3_64()
+        for tensor in self.tensors():
+            found.update(tensor.local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return found.intdigest()
+
+
+def build_subject(model: ModelConfig, parallel: ParallelSection, cluster: Cluster) -> Subject:
+    """Build a state as `trainer.build` does, without data and folders. A call of all ranks."""
+    train = TrainSection(global_batch_size=SAMPLES, micro_batch_size=SAMPLES, seq_length=SEQ_LENGTH)
+    config = Config(model, train=train, parallel=parallel, checkpoint=CheckpointSection())
+    topology = topology_of(config, cluster.world_size)
+    mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
+    adam = AdamSettings(1e-3, 0.1, 0.9, 0.95, 1e-8, record.no_decay_names(model))
+    stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
+    grid = build_grid(topology, mesh)
+    file_bytes = config.checkpoint.file_bytes
+    parts = [build_part(model, stage, adam, grid=grid, file_bytes=file_bytes) for stage in stages]
+    state = TrainerState(model, parts, grid)
+    subject = Subject(config, cluster, state, build_axes(config, state, topology=topology, mesh=mesh, cluster=cluster))
+    subject.fill(0)
+    return subject

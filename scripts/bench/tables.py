@@ -1,0 +1,77 @@
+"""Lays figures out as tables, the same for a terminal and for Markdown. Nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from scripts.bench.rounds import ROUND, Figure, Rounds
+from scripts.bench.ways import RAW
+
+_MISSING = "-"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table whose columns are of one width."""
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    return [line(head), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(line, rows)]
+
+
+def ways_table(found: Rounds, names: Sequence[str], *, total_bytes: int) -> list[str]:
+    """Return the table of all ways: medians, each with the median of its ratio to plain writing or reading."""
+    head = ["", "durable, s", "blocked, s", "cost to training, s", "load, s", "cold load, s", "peak memory, GB", "disk"]
+    rows = []
+    for name in names:
+        if name in found.reasons:
+            rows.append([name, f"cannot run: {found.reasons[name]}", *[""] * (len(head) - 2)])
+            continue
+        cells = [_seconds(found, name, figure, Figure.DURABLE) for figure in _SAVING]
+        cells += [_seconds(found, name, figure, figure) for figure in (Figure.LOAD, Figure.COLD_LOAD)]
+        cells.append(_bytes(found.median(name, Figure.PEAK_BYTES), total_bytes, lambda b: f"{b / 1e9:.2f}"))
+        cells.append(_bytes(found.median(name, Figure.DISK_BYTES), total_bytes, None))
+        rows.append([name, *cells])
+    return table(head, rows)
+
+
+_SAVING = (Figure.DURABLE, Figure.BLOCKED, Figure.COST)
+
+NOTES = (
+    "Medians over rounds in which all ways take turns, in another order each round; in brackets, the median of the "
+    "ratio to plain writing (saving) or plain reading (loading) of the same round; memory and disk as a ratio to the "
+    "bytes of the state.",
+    "Durable: until files and folder are synced. Blocked: the main thread could do nothing else. Cost: blocked, and by "
+    "how much a loop of matrix products on all cores took longer while the save went on.",
+    "Load: until the live state is filled, from the page cache; plain reading goes into memory not used before, and "
+    "fills no state. Ours checks every digest. Cold: after the files were dropped from the page cache.",
+    "The step of the optimizer comes when the background save has ended, or at once; a first save, which has the "
+    "staging memory made, is left out of the seconds and counted in the memory.",
+)
+
+
+def round_lines(found: Rounds) -> list[str]:
+    """Return what belongs to rounds as a whole, in words."""
+    lines = []
+    if (copy_s := found.median(ROUND, Figure.COPY)) is not None:
+        lines.append(f"one copy of the state from memory to memory: {copy_s:.3f} s")
+    if (read_s := found.median(ROUND, Figure.WARM_READ)) is not None:
+        lines.append(f"plain reading into memory used before: {read_s:.3f} s")
+    if (noise_s := found.median(ROUND, Figure.NOISE)) is not None:
+        lines.append(f"half a second of the loop with nothing beside it is longer than usual by {noise_s:.3f} s")
+    return lines
+
+
+def _seconds(found: Rounds, name: str, figure: Figure, base: Figure) -> str:
+    value, ratio = found.median(name, figure), found.ratio(name, figure, RAW, base)
+    if value is None:
+        return _MISSING
+    return f"{value:.3f}" + ("" if ratio is None else f" ({ratio:.2f})")
+
+
+def _bytes(value: float | None, total_bytes: int, show: Callable[[float], str] | None) -> str:
+    if value is None:
+        return _MISSING
+    ratio = value / total_bytes
+    return f"{ratio:.5f}" if show is None else f"{show(value)} ({ratio:.2f})"

@@ -1,0 +1,128 @@
+"""What saving costs real training, and whether many saves leave memory behind."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from scripts.bench.probe import resident_bytes
+from scripts.bench.subject import SAMPLES, SEQ_LENGTH, Subject
+from scripts.bench.ways import proven
+from trainer.checkpoint.board import lone_board
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.layout import Kind
+from trainer.checkpoint.policy import SavePolicy
+from trainer.checkpoint.retention import Retention
+from trainer.step import train_step
+
+_BLOCK = 3  # iterations that follow each other with, or without, saves
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Seconds of an iteration without and with a save of each, and the median over rounds of their ratio."""
+
+    quiet_s: float
+    saving_s: float
+    ratio: float
+
+
+def train_with_saves(subject: Subject, folder: Path, *, rounds: int) -> Trained:
+    """Train in turn without saving and with a save of every iteration."""
+    checkpointer = _checkpointer(folder)
+    _begin(subject)
+    checkpointer.save(0, subject.contents(0))  # has the staging memory made
+    _iterate(subject)
+    checkpointer.wait()
+    quiet, saving, iteration = [], [], 0
+    for _ in range(rounds):
+        quiet.append(statistics.median(_iterate(subject) for _ in range(_BLOCK)))
+        iteration += 1
+        checkpointer.save(iteration, subject.contents(iteration))
+        times = []
+        for _ in range(_BLOCK):
+            iteration += 1
+            start = time.perf_counter()
+            _iterate(subject)
+            checkpointer.save(iteration, subject.contents(iteration))
+            times.append(time.perf_counter() - start)
+        saving.append(statistics.median(times))
+        checkpointer.wait()
+    for report in checkpointer.reports():
+        proven(report)
+    checkpointer.close()
+    shutil.rmtree(folder)
+    ratio = statistics.median(s / q for s, q in zip(saving, quiet, strict=True))
+    return Trained(statistics.median(quiet), statistics.median(saving), ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class BackToBack:
+    """Medians over saves that follow each other at once, the first left out."""
+
+    blocked_s: float
+    waited_s: float
+    seconds: float
+
+
+def save_back_to_back(subject: Subject, folder: Path, *, saves: int) -> BackToBack:
+    """Save after every step of an iteration that takes no time."""
+    checkpointer = _checkpointer(folder)
+    for iteration in range(1, saves + 2):
+        checkpointer.save(iteration, subject.contents(iteration))
+        subject.step()
+    checkpointer.wait()
+    reports = [proven(report) for report in checkpointer.reports()][1:]
+    checkpointer.close()
+    shutil.rmtree(folder)
+    return BackToBack(
+        statistics.median(report.blocked_s for report in reports),
+        statistics.median(report.waited_s for report in reports),
+        statistics.median(report.seconds for report in reports),
+    )
+
+
+def growth_over_saves(subject: Subject, folder: Path, *, saves: int) -> int:
+    """Return by how many bytes this process is larger after many saves than after the second one."""
+    checkpointer = _checkpointer(folder)
+    after_second = 0
+    for iteration in range(1, saves + 1):
+        checkpointer.save(iteration, subject.contents(iteration))
+        subject.step()
+        checkpointer.wait()
+        proven(checkpointer.reports()[-1])
+        if iteration == 2:
+            after_second = resident_bytes()
+    grown = resident_bytes() - after_second
+    checkpointer.close()
+    shutil.rmtree(folder)
+    return grown
+
+
+def _checkpointer(folder: Path) -> Checkpointer:
+    policy = SavePolicy(folder, retention=Retention(1), async_save=True)
+    checkpointer = Checkpointer(policy, lone_board(), nonce="bench")
+    checkpointer.start()
+    return checkpointer
+
+
+def _begin(subject: Subject) -> None:
+    """Put in what training can begin with: noise in the moments would end in NaN."""
+    for tensor in subject.tensors():
+        if tensor.spec.kind is Kind.MODEL:
+            tensor.local.detach().normal_(0.0, 0.02)
+        else:
+            tensor.local.detach().zero_()
+
+
+def _iterate(subject: Subject) -> float:
+    """Run one iteration on random samples; return the seconds it took."""
+    samples = torch.randint(0, subject.config.model.vocab_size, (SAMPLES, SEQ_LENGTH + 1))
+    start = time.perf_counter()
+    train_step(subject.state, [samples], keys=[1], lr=1e-4, clip_grad=1.0, axes=subject.axes, cluster=subject.cluster)
+    return time.perf_counter() - start

@@ -1,0 +1,156 @@
+"""The ways of saving and loading that are compared: plain reading and writing, and ours. Others' are in `peers.py`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.bench.probe import Loop, PeakMemory, files_of, fill_from, seconds_of, sync_folder
+from scripts.bench.subject import Subject
+from trainer.checkpoint.board import lone_board
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.choose import Source
+from trainer.checkpoint.policy import SavePolicy, SaveReport
+
+RAW, INLINE, BACKGROUND, AT_ONCE = "raw write + fsync", "ours, inline", "ours, background", "ours, step at once"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What one save took.
+
+    Args:
+        durable_s: from the call until files and folder are durable.
+        blocked_s: for how long the main thread could do nothing else.
+        slowed_s: by how much a loop beside the save was longer.
+        peak_bytes: memory taken for it at most.
+        told_blocked_s: what our report says of `blocked_s`; 0 for others.
+    """
+
+    durable_s: float
+    blocked_s: float
+    slowed_s: float
+    peak_bytes: int
+    told_blocked_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of saving a subject into an empty folder, and of loading it from there.
+
+    Args:
+        fills: whether `load` fills the subject, or only reads what was written.
+        may_raise: what says that this way cannot be gone here, which is no reason to end.
+    """
+
+    save: Callable[[Path, Loop], Saved]
+    load: Callable[[Path], object]
+    fills: bool = True
+    may_raise: tuple[type[BaseException], ...] = ()
+
+
+def blocking(write: Callable[[Path], object]) -> Callable[[Path, Loop], Saved]:
+    """Return the save that calls `write`, which returns when all is durable."""
+
+    def save(folder: Path, _: Loop) -> Saved:
+        peak = PeakMemory()
+        took_s = seconds_of(lambda: write(folder))
+        return Saved(took_s, took_s, 0.0, peak.grown_bytes())
+
+    return save
+
+
+def own_ways(subject: Subject) -> Mapping[str, Way]:
+    """Return plain writing, and our ways."""
+    load = functools.partial(load_ours, subject)
+    return {
+        RAW: Way(blocking(functools.partial(write_raw, subject)), functools.partial(read_raw, subject), fills=False),
+        INLINE: Way(functools.partial(_save_inline, subject), load),
+        BACKGROUND: Way(functools.partial(_save_in_background, subject, steps_at_once=False), load),
+        AT_ONCE: Way(functools.partial(_save_in_background, subject, steps_at_once=True), load),
+    }
+
+
+def write_raw(subject: Subject, folder: Path) -> None:
+    """Write the bytes of all tensors to one file, one tensor after the other."""
+    with (folder / "raw").open("wb") as file:
+        for memory in subject.flat():
+            file.write(memory.data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def read_raw(subject: Subject, folder: Path) -> None:
+    """Read a file of plain bytes into memory that nobody has used before."""
+    fill_from(files_of(folder), memoryview(bytearray(subject.own_bytes)))
+
+
+def opened_checkpointer(folder: Path, *, async_save: bool) -> Checkpointer:
+    """Return a checkpointer of one rank that is ready to save."""
+    checkpointer = Checkpointer(SavePolicy(folder, async_save=async_save), lone_board(), nonce="bench")
+    checkpointer.start()
+    return checkpointer
+
+
+def load_ours(subject: Subject, folder: Path) -> None:
+    """Load the newest checkpoint of a folder, checking every digest."""
+    checkpointer = Checkpointer(SavePolicy(None), lone_board(), nonce="bench")
+    checkpointer.restore(Source(folder), check=lambda _: None, live=lambda _: list(subject.state.shards()))
+    checkpointer.close()
+
+
+def proven(report: SaveReport | None) -> SaveReport:
+    """Return the report of a save that became a checkpoint.
+
+    Raises:
+        TrainerError: why it did not.
+    """
+    assert report is not None
+    if report.error is not None:
+        raise report.error
+    return report
+
+
+def _save_inline(subject: Subject, folder: Path, _: Loop) -> Saved:
+    checkpointer = opened_checkpointer(folder, async_save=False)
+    peak = PeakMemory()
+    start = time.perf_counter()
+    report = proven(checkpointer.save(1, subject.contents(1)))
+    took_s = time.perf_counter() - start
+    grown = peak.grown_bytes()
+    checkpointer.close()
+    return Saved(took_s, took_s, 0.0, grown, report.blocked_s)
+
+
+def _save_in_background(subject: Subject, folder: Path, loop: Loop, *, steps_at_once: bool) -> Saved:
+    """Save twice and return what the second save took: the first one has the staging memory made.
+
+    The optimizer's next step comes when the save has ended, or at once.
+    """
+    peak = PeakMemory()  # before the staging memory is there
+    checkpointer = opened_checkpointer(folder, async_save=True)
+    try:
+        checkpointer.save(1, subject.contents(1))
+        subject.step()
+        checkpointer.wait()
+        proven(checkpointer.reports()[-1])
+        shutil.rmtree(folder / "iter_0000001")
+        os.sync()
+        loop.learn()
+        begin = time.perf_counter()
+        checkpointer.save(2, subject.contents(2))
+        blocked_s = time.perf_counter() - begin
+        if steps_at_once:
+            blocked_s += seconds_of(subject.step)
+        slowed_s = loop.run_until(lambda: not checkpointer.is_saving)
+        blocked_s += seconds_of(subject.step) + seconds_of(checkpointer.wait)
+        report = proven(checkpointer.reports()[-1])
+        return Saved(report.seconds, blocked_s, slowed_s, peak.grown_bytes(), report.blocked_s)
+    finally:
+        checkpointer.close()

@@ -1,0 +1,213 @@
+"""Measure training GPT-2 against transformers: `python scripts/bench_train.py [SIZE ...] [--threads N] [--json]`.
+
+Both train the same model from the same values on the same tokens in one process, in turn: a round times some whole
+steps of each. A step is zero_grad, forward, loss, backward, clipping of the norm and fused AdamW. Ours is the trainer's
+own `train_step`; transformers' is the loop that its documentation shows, with the attention that it chooses by itself
+and, for comparison, with its eager one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import models
+from models import Family, ModelConfig
+from trainer import launch, record
+from trainer.config import Config, Dtype, OptimizerSection, TrainSection, topology_of
+from trainer.optim import AdamSettings, build_adamw
+from trainer.parts import build_axes, build_grid, build_models
+from trainer.random import dropout_key
+from trainer.state import Part, TrainerState
+from trainer.step import train_step
+
+OURS, THEIRS, EAGER = "reprise", "transformers", "transformers, eager attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A GPT-2 and its batch; a round times `steps` steps of each side."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    vocab_size: int
+    batch: int
+    steps: int
+    seq_length: int = 64
+
+
+SIZES: Mapping[str, Size] = {
+    "small": Size(4, 4, 128, 256, batch=12, steps=30),
+    "gpt2_124m": Size(12, 12, 768, 50257, batch=4, steps=3),
+    "tiny": Size(2, 2, 16, 64, batch=2, steps=2),
+}
+
+Step = Callable[[torch.Tensor], float]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the named sizes, print what was found and return 0."""
+    options = _parser().parse_args(arguments)
+    cluster = launch.start(options.device, deterministic=False, variables={})
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    for name in options.sizes or ["small", "gpt2_124m"]:
+        config = _config(SIZES[name], options)
+        rates, losses = measure(config, SIZES[name], cluster, rounds=options.rounds)
+        found = {
+            "size": name,
+            "device": cluster.device.type,
+            "dtype": options.dtype,
+            "compile": options.compile,
+            "dropout": options.dropout,
+            "threads": torch.get_num_threads(),
+            "rounds": options.rounds,
+            "tokens_per_s": {side: statistics.median(values) for side, values in rates.items()},
+            "ratio": {side: _ratio(rates[OURS], rates[side]) for side in rates if side != OURS},
+            "loss": losses,
+        }
+        print(json.dumps(found) if options.json else _table(found, rates, losses), flush=True)
+    return 0
+
+
+def measure(
+    config: Config, size: Size, cluster: launch.Cluster, *, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Return the tokens per second of each side, round by round, and the last loss of each."""
+    theirs = {THEIRS: _their_model(config, cluster.device), EAGER: _their_model(config, cluster.device, "eager")}
+    theirs[EAGER].load_state_dict(theirs[THEIRS].state_dict())
+    sides = {OURS: _our_step(config, theirs[THEIRS].state_dict(), cluster)}
+    sides |= {side: _their_step(config, model, cluster.device) for side, model in theirs.items()}
+    generator = torch.Generator().manual_seed(1234)
+    shape = (size.batch, size.seq_length + 1)
+    batches = [torch.randint(size.vocab_size, shape, generator=generator).to(cluster.device) for _ in range(size.steps)]
+    rates: dict[str, list[float]] = {side: [] for side in sides}
+    losses = {side: _run(step, batches, cluster.device)[1] for side, step in sides.items()}
+    for number in range(rounds):
+        for side in list(sides) if number % 2 else list(reversed(sides)):
+            seconds, losses[side] = _run(sides[side], batches, cluster.device)
+            rates[side].append(size.batch * size.seq_length * size.steps / seconds)
+    return rates, losses
+
+
+def _run(step: Step, batches: Sequence[torch.Tensor], device: torch.device) -> tuple[float, float]:
+    start = time.perf_counter()
+    losses = [step(batch) for batch in batches]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start, losses[-1]
+
+
+def _our_step(config: Config, values: Mapping[str, torch.Tensor], cluster: launch.Cluster) -> Step:
+    topology = topology_of(config, 1)
+    (model,) = build_models(config, cluster.device, topology=topology, mesh=None)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name].view(parameter.shape))
+    section = config.optimizer
+    betas = (section.adam_beta1, section.adam_beta2)
+    no_decay = record.no_decay_names(config.model)
+    adam = AdamSettings(section.lr, section.weight_decay, *betas, section.adam_eps, no_decay)
+    state = TrainerState(config.model, [Part(model, build_adamw(model, adam))], build_grid(topology, None))
+    axes = build_axes(config, state, topology=topology, mesh=None, cluster=cluster)
+    iteration = 0
+
+    def step(windows: torch.Tensor) -> float:
+        nonlocal iteration
+        iteration += 1
+        key = dropout_key(config.train.seed, iteration, dp=0, micro_batch=0)
+        clip_grad, lr = config.train.clip_grad, section.lr
+        result = train_step(state, [windows], keys=[key], lr=lr, clip_grad=clip_grad, axes=axes, cluster=cluster)
+        return result.loss
+
+    return step
+
+
+def _their_model(config: Config, device: torch.device, attention: str | None = None) -> nn.Module:
+    table = {**models.hf_config(config.model), "attn_implementation": attention}
+    model: nn.Module = GPT2LMHeadModel(GPT2Config.from_dict(table))
+    return model.to(device).train()
+
+
+def _their_step(config: Config, model: nn.Module, device: torch.device) -> Step:
+    section = config.optimizer
+    betas = (section.adam_beta1, section.adam_beta2)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), section.lr, betas, section.adam_eps, section.weight_decay, fused=True
+    )
+    called = torch.compile(model) if config.train.compile else model
+    is_bfloat16 = config.train.dtype is Dtype.bfloat16
+
+    def step(windows: torch.Tensor) -> float:
+        tokens = windows[:, :-1]
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_bfloat16):
+            loss = called(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_grad)
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def _config(size: Size, options: argparse.Namespace) -> Config:
+    last = size.vocab_size - 1
+    model = ModelConfig(
+        family=Family.gpt2,
+        n_layer=size.n_layer,
+        n_head=size.n_head,
+        n_kv_head=size.n_head,
+        n_embd=size.n_embd,
+        intermediate_size=4 * size.n_embd,
+        vocab_size=size.vocab_size,
+        max_position_embeddings=1024,
+        bos_token_id=last,
+        eos_token_id=last,
+        dropout=options.dropout,
+    )
+    train = TrainSection(dtype=Dtype(options.dtype), compile=options.compile, seq_length=size.seq_length)
+    return Config(model, train=train, optimizer=OptimizerSection(lr=1e-3))
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def _table(found: Mapping[str, object], rates: Mapping[str, Sequence[float]], losses: Mapping[str, float]) -> str:
+    settings = ", ".join(
+        f"{key} {found[key]}" for key in ("device", "dtype", "compile", "dropout", "threads", "rounds")
+    )
+    lines = [f"{found['size']}: {settings}"]
+    for side, values in rates.items():
+        speed = f"{statistics.median(values):>12,.0f} tokens/s ({min(values):,.0f} to {max(values):,.0f})"
+        ratio = "" if side == OURS else f", {OURS} is {_ratio(rates[OURS], values):.3f} times as fast"
+        lines.append(f"  {side:<30}{speed}, last loss {losses[side]:.4f}{ratio}")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench_train", description="Measure training GPT-2 against transformers.")
+    parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"of {', '.join(SIZES)} (all but tiny)")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads of both sides (all cores)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="timed rounds of each side (%(default)d)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32", choices=[dtype.value for dtype in Dtype])
+    parser.add_argument("--compile", action="store_true", help="compile both models")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="of both sides (%(default)g)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per size")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""A run of a few iterations as the trainer makes one, on a model that a process trains in some hundredths of a second.
+
+It starts, loads, rewinds, records, saves in the background and deletes as the trainer does, so that a thousand kills at
+every place of it take minutes. The trainer itself is killed in tests of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore
+
+from tests.crash.killing import BEFORE, Killer
+from trainer.checkpoint.board import Board, lone_board
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.choose import Source
+from trainer.checkpoint.layout import build_layout
+from trainer.checkpoint.live import Contents, Grid, aliases_of, live_tensors
+from trainer.checkpoint.placing import zeros_like_files
+from trainer.checkpoint.policy import SavePolicy
+from trainer.checkpoint.reader import FORMAT, STATE
+from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.store import CheckpointFolder
+from trainer.metrics import IterationRecord, RunLog
+
+TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does, and where one of its ranks dies.
+
+    Args:
+        seed: of the samples; another one makes another branch of the run.
+        rewind_to: the iteration to go back to; None goes on from the newest.
+        victim: the rank that dies at its call number `at`; None for none.
+    """
+
+    folder: str
+    ranks: int = 1
+    iterations: int = 4
+    keep: int = 1
+    seed: int = 1
+    rewind_to: int | None = None
+    victim: int | None = None
+    at: int | None = None
+    when: str = BEFORE
+
+    @property
+    def root(self) -> Path:
+        return Path(self.folder)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def beside(self, name: str) -> Path:
+        """Return a file beside the run's folder, which is not what is tried."""
+        return self.root.with_name(f"{self.root.name}.{name}")
+
+    def arguments(self) -> list[str]:
+        """Return the plan as the arguments of `main`."""
+        return [json.dumps(asdict(self))]
+
+
+def main(arguments: list[str]) -> None:
+    """Run one rank of a plan; its number is in the environment. Rank 0 leaves the names of its calls beside."""
+    plan = Plan(**json.loads(arguments[0]))
+    rank = int(os.environ.get("RANK", "0"))
+    torch.set_num_threads(1)
+    is_victim = rank == plan.victim
+    killer = Killer(plan.root, notes=plan.beside(f"notes{rank}"), at=plan.at if is_victim else None, when=plan.when)
+    board, store = _board(rank, plan.ranks)
+    killer.install()
+    nonce = board.from_rank0("nonce", os.urandom(4).hex().encode()).decode()
+    policy = SavePolicy(plan.checkpoints, 1, Retention(plan.keep), async_save=True, commit_timeout_s=TIMEOUT_S)
+    checkpointer = Checkpointer(policy, board, nonce=nonce)
+    try:
+        _train(plan, board, checkpointer)
+    except BaseException:
+        checkpointer.abandon()
+        raise
+    plan.beside(f"calls{rank}").write_text(" ".join(killer.calls))
+    board.agree("all are through", None)
+    board.await_others() if rank == 0 else board.fail("")
+    del store
+
+
+def _board(rank: int, ranks: int) -> tuple[Board, TCPStore | None]:
+    if ranks == 1:
+        return lone_board(), None
+    port = int(os.environ["MASTER_PORT"])
+    if rank:
+        _await_host(port)
+    store = TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=TIMEOUT_S))
+    return Board(store, rank, world_size=ranks, timeout_s=TIMEOUT_S), store
+
+
+def _await_host(port: int) -> None:
+    """Wait until the store's host listens: a client that comes too early tries again after a second only."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        os.sched_yield()
+
+
+def _train(plan: Plan, board: Board, checkpointer: Checkpointer) -> None:
+    run = _Training(plan)
+    log = RunLog(plan.root, train_iters=plan.iterations, log_interval=1, tensorboard=False, mfu_scale=None)
+    checkpointer.start()
+    committed = CheckpointFolder(plan.checkpoints, checkpointer._files).committed() if board.rank == 0 else []
+    if board.from_rank0("committed", str(len(committed)).encode()) != b"0":
+        source = Source(plan.checkpoints, plan.rewind_to)
+        checkpoint, _ = checkpointer.restore(source, check=lambda _: None, live=lambda _: run.contents().live)
+        run.iteration = checkpoint.iteration
+        checkpointer.rewind(run.iteration)
+    if board.rank == 0:
+        log.open(run.iteration, "a: 1\n")
+    while run.iteration < plan.iterations:
+        loss = run.step()
+        if board.rank == 0:
+            log.iteration(run.record(loss))
+            log.sync()
+        checkpointer.save(run.iteration, run.contents())
+        for report in checkpointer.reports():
+            if report.error is not None:
+                raise report.error
+    checkpointer.wait()
+    if checkpointer.last_error is not None:
+        raise checkpointer.last_error
+    checkpointer.close()
+    if board.rank == 0:
+        log.close()
+
+
+class _Training:
+    """A model whose state after an iteration depends on every sample so far."""
+
+    def __init__(self, plan: Plan) -> None:
+        torch.manual_seed(0)
+        self._plan = plan
+        self._net = nn.Sequential(nn.Linear(60, 50), nn.ReLU(), nn.Linear(50, 7))
+        self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=0.01, fused=True)
+        for parameter in self._net.parameters():
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            self._optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        self.iteration = 0
+        self._place_like_files()
+
+    def step(self) -> float:
+        """Train an iteration and return its loss."""
+        self.iteration += 1
+        generator = torch.Generator().manual_seed(1000 * self._plan.seed + self.iteration)
+        loss = self._net(torch.randn(4, 60, generator=generator)).square().mean()
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        return float(loss.detach())
+
+    def contents(self) -> Contents:
+        """Return what is saved; every rank is a replica."""
+        live = tuple(live_tensors(self._net, self._optimizer, grid=Grid.flat(self._plan.ranks)))
+        document = {"format": FORMAT, "iteration": self.iteration, "user": {}, "groups": []}
+        specs = tuple(tensor.spec for tensor in live)
+        return Contents(specs, live, aliases_of(self._net), {STATE: document}, (self._optimizer,))
+
+    def _place_like_files(self) -> None:
+        contents, named = self.contents(), dict(self._net.named_parameters())
+        live = [(tensor, tensor.local) for tensor in contents.live if tensor.spec.name in named]
+        for stored, memory in zeros_like_files(live, ("exp_avg", "exp_avg_sq"), build_layout(contents.specs)).items():
+            key, _, name = stored.partition(".")
+            self._optimizer.state[named[name]][key] = memory
+
+    def record(self, loss: float) -> IterationRecord:
+        """Return what is recorded of the iteration; all figures follow from the seed."""
+        return IterationRecord(
+            iteration=self.iteration,
+            loss=loss,
+            grad_norm=0.0,
+            lr=0.01,
+            consumed_samples=4 * self.iteration,
+            tokens=1,
+            seconds=float(self._plan.seed),
+            checkpoint_seconds=0.0,
+        )

@@ -1,0 +1,134 @@
+"""Damage of any kind, anywhere in a checkpoint: found before training goes on, named, and never loaded."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import TINY, compose, launch, run_ok
+from trainer.checkpoint.board import lone_board
+from trainer.checkpoint.box import whole
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.choose import Source
+from trainer.checkpoint.layout import Kind
+from trainer.checkpoint.live import LiveTensor
+from trainer.checkpoint.loader import check_tensors
+from trainer.checkpoint.policy import SavePolicy
+from trainer.checkpoint.reader import Checkpoint, read_places
+from trainer.errors import CheckpointError
+from trainer.state import checkpoint_specs
+
+FLIPS = 1000
+BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=6", "checkpoint.save_interval=2", "checkpoint.file_bytes=50000"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that two ranks wrote, with iterations 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("damage") / "run"
+    run_ok(folder, [*BASE, "parallel.zero_stage=3"], ranks=2)
+    return folder
+
+
+def files_of(iteration: Path) -> list[Path]:
+    return sorted(path for path in iteration.rglob("*") if path.is_file())
+
+
+class Loads:
+    """Loads whole checkpoints of the run's model into memory of its own."""
+
+    def __init__(self) -> None:
+        specs = list(checkpoint_specs(compose(BASE).model, with_optimizer=True))
+        self.live = [LiveTensor(s, whole(s.view), torch.zeros(s.view, dtype=s.dtype), (0,)) for s in specs]
+        self.specs = specs
+
+    def load(self, path: Path, iteration: int | None = None, *, verify_all: bool = False) -> int:
+        """Return the iteration that was loaded."""
+
+        def check(checkpoint: Checkpoint) -> None:
+            check_tensors(self.specs, read_places(checkpoint), where=checkpoint.path)
+
+        checkpointer = Checkpointer(SavePolicy(None), lone_board(), nonce="n")
+        source = Source(path, iteration)
+        return checkpointer.restore(source, check=check, live=lambda _: self.live, verify_all=verify_all)[0].iteration
+
+
+def test_every_one_of_a_thousand_flipped_bits_is_found_and_named(run: Path) -> None:
+    loads, generator = Loads(), random.Random(20240326)
+    files = files_of(run / "checkpoints/iter_0000006")
+    assert len(files) > 8
+    assert loads.load(run / "checkpoints/iter_0000006") == 6
+    for _ in range(FLIPS):
+        path = generator.choice(files)
+        at, bit = generator.randrange(path.stat().st_size), 1 << generator.randrange(8)
+        with path.open("r+b") as file:
+            file.seek(at)
+            (before,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([before ^ bit]))
+            file.flush()
+            with pytest.raises(CheckpointError) as caught:
+                loads.load(run / "checkpoints/iter_0000006")
+            assert str(path) in str(caught.value), (path, at, bit)
+            file.seek(at)
+            file.write(bytes([before]))
+    assert loads.load(run / "checkpoints/iter_0000006") == 6
+
+
+def test_a_cut_emptied_missing_or_swapped_file_is_found_and_the_older_iteration_is_loaded(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loads = Loads()
+    good = run / "checkpoints"
+    for path in files_of(good / "iter_0000006"):
+        name, other = path.relative_to(good), good / "iter_0000004" / path.relative_to(good / "iter_0000006")
+        contents = {"cut": path.read_bytes()[:-1], "empty": b"", "missing": None, "swapped": other.read_bytes()}
+        for what, content in contents.items():
+            if content == path.read_bytes():
+                continue  # the same in every iteration, such as the configuration
+            copy = tmp_path / what
+            shutil.copytree(good, copy)
+            (copy / name).unlink()
+            if content is not None:
+                (copy / name).write_bytes(content)
+            with pytest.raises(CheckpointError, match=r"."):
+                loads.load(copy / "iter_0000006")
+            caplog.clear()
+            assert loads.load(copy) == 4, (what, name)
+            assert any(
+                "iter_0000006" in record.getMessage() for record in caplog.records if record.levelname == "ERROR"
+            )
+            shutil.rmtree(copy)
+
+
+def test_full_verification_finds_what_a_load_of_the_weights_alone_does_not_read(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "checkpoints"
+    shutil.copytree(run / "checkpoints", copy)
+    path = sorted((copy / "iter_0000006/optimizer").iterdir())[-1]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    begin = [*BASE, f"checkpoint.load={copy / 'iter_0000006'}", "checkpoint.finetune=true", "train.train_iters=4"]
+    assert launch(tmp_path / "weights", begin).ok
+    for ranks in (1, 2):
+        ended = launch(tmp_path / f"full{ranks}", [*begin, "checkpoint.verify=full"], ranks=ranks)
+        assert set(ended.statuses) == {1}
+        assert path.name in ended.text
+    begin[len(BASE)] = f"checkpoint.load={copy / 'iter_0000004'}"
+    ended = launch(tmp_path / "good", [*begin, "checkpoint.verify=full"], ranks=2)
+    assert ended.ok, ended.text
+    assert "verified" in ended.text
+
+
+def test_a_load_without_verification_reads_the_same(run: Path) -> None:
+    loads, trusting = Loads(), Loads()
+    loads.load(run / "checkpoints/iter_0000006", verify_all=True)
+    checkpointer = Checkpointer(SavePolicy(None), lone_board(), nonce="n")
+    source = Source(run / "checkpoints/iter_0000006")
+    checkpointer.restore(source, check=lambda _: None, live=lambda _: trusting.live, verify=False)
+    assert {t.spec.kind for t in loads.live} == set(Kind)
+    assert all(torch.equal(a.local, b.local) for a, b in zip(loads.live, trusting.live, strict=True))

@@ -1,0 +1,130 @@
+"""One job writes to a folder: a second one is refused, a dead one replaced, and one that comes back changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.crash import small_run
+from tests.crash.small_run import Plan
+from tests.harness import Running, all_files, call_on_ranks, started
+from trainer.checkpoint.files import Files
+
+DEADLINE_S = 30.0
+TRACKED = "checkpoints/latest_checkpointed_iteration.txt"
+FIRST = 2  # iterations that are saved before; in the save of the next one a process is stopped
+
+
+def stopping(arguments: list[str]) -> None:
+    """Run a plan, and stop (SIGSTOP) at the first call of a kind with a path that matches."""
+    (kind, pattern), plan = json.loads(arguments[0]), arguments[1:]
+    real, was_stopped = getattr(Files, kind), False
+
+    def stop(self: Files, *given: Any, **keywords: Any) -> Any:
+        nonlocal was_stopped
+        paths = [os.readlink(f"/proc/self/fd/{each}") if isinstance(each, int) else str(each) for each in given]
+        if not was_stopped and any(re.search(pattern, path) for path in paths):
+            was_stopped = True
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # before this very call, not a little later
+        return real(self, *given, **keywords)
+
+    setattr(Files, kind, stop)
+    small_run.main(plan)
+
+
+# Calls of a save, in order, and what is committed when the process is stopped before it.
+MOMENTS = [
+    (("open_for_writing", "iter_0000003"), 2),
+    (("sync", "iter_0000003"), 2),
+    (("write_whole", r"manifest\.json"), 2),
+    (("rename", "/iter_0000003$"), 2),
+    (("sync_folder", "/checkpoints$"), 3),
+    (("write_whole", "latest_checkpointed"), 3),
+    (("rename", "latest_checkpointed"), 3),
+]
+QUICK = (MOMENTS[0][0], MOMENTS[3][0])
+
+
+def zombie_plan(folder: Path) -> Plan:
+    return Plan(str(folder), keep=2, iterations=5)
+
+
+@contextmanager
+def stopped(folder: Path, moment: tuple[str, str]) -> Iterator[Running]:
+    """Start a run and yield it once it is stopped."""
+    first = Plan(str(folder), keep=2, iterations=FIRST)
+    assert call_on_ranks(small_run.main, first.arguments(), folder=folder, ranks=1).ok
+    arguments = [json.dumps(moment), *zombie_plan(folder).arguments()]
+    with started(stopping, arguments, folder=folder, ranks=1) as running:
+        (process,) = running.processes
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_stopped(process.pid or 0):
+            assert process.exitcode is None, running.outputs[0].read_text()
+            assert time.monotonic() < deadline
+            os.sched_yield()
+        yield running
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+
+
+@pytest.mark.parametrize(
+    ("moment", "committed"),
+    [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in MOMENTS],
+    ids=[f"{moment[0]}-{number}" for moment, number in MOMENTS],
+)
+def test_a_job_that_comes_back_after_its_successor_changes_nothing(
+    tmp_path: Path, moment: tuple[str, str], committed: int
+) -> None:
+    folder = tmp_path / "run"
+    checkpoints = folder / "checkpoints"
+    with stopped(folder, moment) as zombie:
+        assert max(int(path.name[5:]) for path in checkpoints.glob("iter_*")) == committed
+        plan = zombie_plan(folder)
+        second = call_on_ranks(small_run.main, plan.arguments(), folder=tmp_path / "second", ranks=1)
+        assert not second.ok
+        assert f"host {socket.gethostname()}, pid {zombie.processes[0].pid}, started 20" in second.text
+        # As on a file system that carries no flock between hosts, or after somebody removed the file by hand.
+        (checkpoints / "lock").unlink()
+        successor = call_on_ranks(small_run.main, plan.arguments(), folder=tmp_path / "successor", ranks=1)
+        assert successor.ok, successor.text
+        before = all_files(folder)
+        zombie.send(0, signal.SIGCONT)
+        zombie.join(DEADLINE_S)
+    (status,) = zombie.ended().statuses
+    assert status == 1, zombie.ended().text
+    after = all_files(folder)
+    # A hint that nobody relies on: the next start mends it.
+    assert before.pop(TRACKED) == b"5\n"
+    assert after.pop(TRACKED) in (b"3\n", b"5\n")
+    assert after == before
+    assert call_on_ranks(small_run.main, plan.arguments(), folder=tmp_path / "next", ranks=1).ok
+    assert (folder / TRACKED).read_text() == "5\n"
+
+
+def test_the_folder_of_a_job_that_was_killed_while_stopped_is_taken_over(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with stopped(folder, MOMENTS[2][0]) as zombie:
+        zombie.send(0, signal.SIGKILL)
+        zombie.join(DEADLINE_S)
+    ended = call_on_ranks(small_run.main, zombie_plan(folder).arguments(), folder=tmp_path / "next", ranks=1)
+    assert ended.ok, ended.text
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "iter_0000002",  # it was resumed from
+        "iter_0000004",
+        "iter_0000005",
+        "latest_checkpointed_iteration.txt",
+        "lock",
+    ]

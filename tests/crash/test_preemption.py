@@ -1,0 +1,240 @@
+"""A signal at any moment: all ranks save the same iteration once, exit 0, and the resumed run is the unbroken one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.crash.moments import await_true, standing
+from tests.harness import TINY, Ended, all_files, curve, last_iteration, launch, run_ok, tensor_files
+
+ITERATIONS = 8
+BASE = (
+    "model=gpt2_tiny",
+    *TINY,
+    f"train.train_iters={ITERATIONS}",
+    "model.dropout=0.1",
+    "train.eval_interval=2",
+    "train.eval_iters=3",
+    "checkpoint.save_interval=4",
+)
+INLINE = "checkpoint.async_save=false"
+LAYOUTS = {
+    "one rank": (1, ()),
+    "zero1": (2, ()),
+    "zero3": (2, ("parallel.zero_stage=3",)),
+    "tp2": (2, ("parallel.tensor_model_parallel_size=2",)),
+    "pp2": (2, ("parallel.pipeline_model_parallel_size=2",)),
+}
+NOTICE_S = 25.0
+
+
+def evaluations(run: Path) -> list[tuple[int, str]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["iteration"], row["valid_loss_hex"]) for row in rows if row.get("event") == "evaluation"]
+
+
+def saved(run: Path) -> list[int]:
+    names = [path.name for path in (run / "checkpoints").iterdir() if path.is_dir()]
+    assert all(name.startswith("iter_") and name[5:].isdigit() for name in names), names
+    return sorted(int(name[5:]) for name in names)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folder of the unbroken run of each layout, made when first asked for."""
+    root = tmp_path_factory.mktemp("unbroken")
+
+    class Runs(dict[str, Path]):
+        def __missing__(self, layout: str) -> Path:
+            ranks, overrides = LAYOUTS[layout]
+            run_ok(root / layout.replace(" ", "_"), [*BASE, *overrides], ranks=ranks)
+            self[layout] = root / layout.replace(" ", "_")
+            return self[layout]
+
+    return Runs()
+
+
+def assert_resumes(run: Path, whole: Path, layout: str) -> None:
+    """Resume a run and hold it to the unbroken one, bit by bit."""
+    ranks, overrides = LAYOUTS[layout]
+    run_ok(run, [*BASE, *overrides], ranks=ranks)
+    assert curve(run) == curve(whole)
+    assert evaluations(run) == evaluations(whole)
+    last = f"checkpoints/iter_{ITERATIONS:07d}"
+    assert tensor_files(run / last) == tensor_files(whole / last)
+
+
+def interrupt(
+    run: Path, number: signal.Signals, *, layout: str, moment: str, iteration: int, to: Sequence[int]
+) -> Ended:
+    """Train, send a signal to ranks at a moment, and return how the ranks ended."""
+    ranks, overrides = LAYOUTS[layout]
+    if moment == "inline publish":
+        moment, overrides = "publish", (*overrides, INLINE)
+    gated = [0] if moment == "publish" else range(ranks)
+    with standing(run, [*BASE, *overrides], moment=moment, iteration=iteration, ranks=ranks, gated=gated) as found:
+        running, gate = found
+        gate.await_reached()
+        for rank in to:
+            running.send(rank, number)
+        gate.await_heard(to)
+        gate.open()
+        running.join(NOTICE_S)
+    return running.ended()
+
+
+TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+CASES = [
+    # layout, moment, iteration of the moment, signal, to whom, what is saved in the end
+    ("one rank", "forward", 3, TERM, [0], [3]),
+    ("one rank", "evaluation", 2, INT, [0], [2]),
+    ("one rank", "publish", 4, USR1, [0], [4, 5]),
+    ("one rank", "inline publish", 4, TERM, [0], [4, 5]),
+    ("zero1", "forward", 3, TERM, [1], [3]),
+    ("zero1", "forward", 3, INT, [0, 1], [3]),
+    ("zero3", "forward", 5, USR1, [0], [4, 5]),
+    ("zero1", "evaluation", 2, USR1, [1], [2]),
+    ("pp2", "evaluation", 6, TERM, [0, 1], [4, 6]),
+    ("zero3", "evaluation", 8, TERM, [0], [4, 8]),
+    ("tp2", "step", 6, TERM, [1], [4, 6]),
+    ("pp2", "step", 3, INT, [0], [3]),
+    ("zero1", "publish", 4, TERM, [0, 1], [4, 5]),
+    ("zero3", "inline publish", 4, INT, [1], [4, 5]),
+    ("tp2", "inline publish", 4, USR1, [0, 1], [4, 5]),
+]
+QUICK = {("zero1", "evaluation", 2), ("one rank", "forward", 3)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "moment", "iteration", "number", "to", "left"),
+    [pytest.param(*case, marks=() if case[:3] in QUICK else pytest.mark.slow) for case in CASES],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else str(value).replace(" ", ""),
+)
+def test_a_signal_saves_once_and_the_resumed_run_is_the_unbroken_one(
+    unbroken: dict[str, Path],
+    tmp_path: Path,
+    layout: str,
+    moment: str,
+    iteration: int,
+    number: signal.Signals,
+    to: Sequence[int],
+    left: list[int],
+) -> None:
+    run = tmp_path / "run"
+    ended = interrupt(run, number, layout=layout, moment=moment, iteration=iteration, to=to)
+    assert ended.statuses == (0,) * LAYOUTS[layout][0], ended.text
+    assert last_iteration(run / "metrics.jsonl") == saved(run)[-1]
+    if moment == "publish":  # in the background: how far training came meanwhile is not told
+        assert len(saved(run)) == len(left)
+        left = [*left[:-1], saved(run)[-1]]
+    assert saved(run) == left, ended.text
+    if moment == "evaluation":
+        state = json.loads((run / f"checkpoints/iter_{iteration:07d}/trainer_state.json").read_text())
+        assert state["owes_evaluation"] is True
+        assert iteration not in dict(evaluations(run))
+    assert_resumes(run, unbroken[layout], layout)
+
+
+@pytest.mark.slow
+def test_an_evaluation_may_be_broken_off_again_and_again(unbroken: dict[str, Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for name in ("first", "second"):
+        moment = standing(run, BASE, moment="evaluation", iteration=2, gates=tmp_path / name)
+        with moment as (running, gate):
+            gate.await_reached()
+            running.send(0, TERM)
+            gate.await_heard([0])
+            gate.open()
+            running.join(NOTICE_S)
+        assert running.ended().ok, running.ended().text
+        assert (saved(run), last_iteration(run / "metrics.jsonl"), evaluations(run)) == ([2], 2, [])
+    # Done at last, and then the run dies before its next save: the evaluation is done again, and recorded once.
+    launch(run, BASE, kill_after=3)
+    assert saved(run) == [2]
+    assert_resumes(run, unbroken["one rank"], "one rank")
+
+
+def test_a_run_that_no_longer_evaluates_goes_on_from_a_broken_evaluation(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert interrupt(run, TERM, layout="one rank", moment="evaluation", iteration=2, to=[0]).ok
+    run_ok(run, [*BASE, "train.eval_interval=0"])
+    assert last_iteration(run / "metrics.jsonl") == ITERATIONS
+    assert evaluations(run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("moment", "number"), [("build", TERM), ("load", INT), ("load", USR1)])
+def test_a_signal_before_the_first_iteration_ends_all_ranks_and_changes_nothing(
+    tmp_path: Path, moment: str, number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    run_ok(run, [*BASE, "train.exit_interval=4"], ranks=2)
+    before = all_files(run)
+    with standing(run, BASE, moment=moment, ranks=2) as (running, gate):
+        gate.await_reached()
+        running.send(1, number)
+        running.join(10.0, but=[0])
+        gate.open()
+        running.join(20.0)
+    ended = running.ended()
+    assert ended.statuses == (1, 128 + number), ended.text
+    assert f"received {number.name} before the first iteration" in ended.outputs[0]
+    assert {name: data for name, data in all_files(run).items() if not name.endswith("lock")} == {
+        name: data for name, data in before.items() if not name.endswith("lock")
+    }
+
+
+@pytest.mark.slow
+def test_a_second_signal_later_ends_the_process_at_once_and_its_peers_soon(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with standing(run, [*BASE, INLINE], moment="publish", iteration=4, ranks=2, gated=[0]) as (running, gate):
+        gate.await_reached()
+        start = time.monotonic()
+
+        def has_ended() -> bool:
+            running.send(0, TERM)
+            running.processes[0].join(0.05)
+            return running.processes[0].exitcode is not None
+
+        await_true(has_ended)
+        seconds = time.monotonic() - start
+        running.join(15.0)
+    ended = running.ended()
+    assert ended.statuses == (128 + TERM, 1), ended.text
+    assert 2.0 <= seconds < 4.0
+    assert "leaving at once: received SIGTERM after SIGTERM" in ended.outputs[0]
+    assert "rank 0" in ended.outputs[1].lower()
+    assert list((run / "checkpoints").glob("iter_*")) == []
+
+
+@pytest.mark.slow
+def test_a_disk_that_hangs_does_not_outlast_the_notice(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = [*BASE, INLINE, "train.exit_signal_save_seconds=1.5"]
+    with standing(run, overrides, moment="publish", iteration=8, ranks=2, gated=[0]) as (running, gate):
+        gate.await_reached()
+        before = all_files(run / "checkpoints/iter_0000004")
+        start = time.monotonic()
+        running.send(0, USR1)
+        running.join(15.0)
+        assert time.monotonic() - start < 10.0
+    ended = running.ended()
+    assert ended.statuses == (1, 1), ended.text
+    assert "train.exit_signal_save_seconds" in ended.outputs[0]
+    assert all_files(run / "checkpoints/iter_0000004") == before
+    assert list((run / "checkpoints").glob("iter_*")) == [run / "checkpoints/iter_0000004"]
+
+
+@pytest.mark.slow
+def test_a_run_whose_time_is_over_saves_and_the_next_goes_on(unbroken: dict[str, Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = run_ok(run, [*BASE, "train.exit_duration_in_mins=0.0005"], ranks=2)
+    assert saved(run) == [1]
+    assert "stopping after iteration 1: its time is over" in ended.outputs[0]
+    assert_resumes(run, unbroken["zero1"], "zero1")

@@ -1,0 +1,87 @@
+"""Jobs that are killed at random times and started again end as the unbroken one. `scripts/soak_kill.py` does it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import trainer.__main__
+from scripts.soak_kill import Job, Soak, Torchrun, main, soak
+from tests.harness import Running, started
+
+
+def run_trainer(arguments: list[str]) -> None:
+    sys.argv = arguments
+    trainer.__main__.main()
+
+
+class Forked:
+    """Two ranks of the trainer, forked from a process that has torch imported: they start in no time."""
+
+    def __init__(self, run: Path, overrides: Sequence[str]) -> None:
+        arguments = ["trainer", f"run.dir={run}", *overrides]
+        self._stack = contextlib.ExitStack()
+        self._running: Running = self._stack.enter_context(started(run_trainer, arguments, folder=run, ranks=2))
+
+    def status(self) -> int | None:
+        statuses = [process.exitcode for process in self._running.processes]
+        failed = [status for status in statuses if status]
+        return failed[0] if failed else None if None in statuses else 0
+
+    def kill(self) -> None:
+        self._stack.close()
+
+
+@pytest.mark.slow
+def test_random_kills_lose_nothing(tmp_path: Path) -> None:
+    tally = soak(Soak(tmp_path, 12, iterations=80), Forked)
+    assert tally.problems == []
+    assert tally.kills == 12
+    assert len(tally.moments) > 1
+
+
+@pytest.mark.slow
+def test_a_job_of_torchrun_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["2", "--iterations", "60", "--folder", str(tmp_path / "soak")]) == 0
+    assert "soak_kill: 2 kills" in capsys.readouterr().out
+
+
+class Broken:
+    """A job that has ended at once, and left a curve and no checkpoint."""
+
+    def __init__(self, run: Path, iterations: int, status: int) -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        row = {"loss": 1.0, "loss_hex": "0x1", "grad_norm_hex": "0x1", "lr_hex": "0x1", "consumed_samples": 4}
+        lines = [json.dumps({"iteration": number, **row}) + "\n" for number in range(1, iterations + 1)]
+        (run / "metrics.jsonl").write_text("".join(lines))
+        self._status = status
+
+    def status(self) -> int | None:
+        return self._status
+
+    def kill(self) -> None:
+        return
+
+
+@pytest.mark.parametrize(
+    ("iterations", "status", "problem"),
+    [(4, 0, "checkpoint is missing"), (3, 0, "curves differ"), (4, 1, "a start after a kill ended with status 1")],
+)
+def test_a_run_that_is_not_the_unbroken_one_is_told(tmp_path: Path, iterations: int, status: int, problem: str) -> None:
+    def launch(run: Path, _overrides: Sequence[str]) -> Job:
+        return Broken(run, 4, 0) if run.name == "unbroken" else Broken(run, iterations, status)
+
+    tally = soak(Soak(tmp_path, 1, iterations=4), launch)
+    assert any(problem in found for found in tally.problems)
+
+
+def test_no_process_of_a_killed_job_is_left(tmp_path: Path) -> None:
+    job = Torchrun(tmp_path / "run", ["train.train_itres=1"], ranks=1)
+    job.kill()
+    assert job.status() is not None
+    job.kill()

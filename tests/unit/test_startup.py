@@ -1,0 +1,50 @@
+"""Reading and checking a configuration waits for no library that only training needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = {"torch", "numpy", "tokenizers", "xxhash", "tensorboard", "matplotlib", "transformers", "safetensors"}
+
+_COMPOSE = """
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from trainer.__main__ import CONFIGS
+from trainer.config import validate
+
+with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+    validate(OmegaConf.to_object(compose("train", ["model=gpt2_124m"])), 1)
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("-m", "trainer", "--help"), ("-c", "import trainer.config"), ("-c", _COMPOSE)],
+    ids=["help", "schema", "compose and check"],
+)
+def test_a_configuration_needs_no_heavy_library(command: tuple[str, ...]) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-X", "importtime", *command],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    imported = {line.split("|")[-1].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}
+    assert "trainer.config" in imported
+    assert {name.split(".")[0] for name in imported} & HEAVY == set()
+
+
+def test_torch_comes_with_the_first_name_that_needs_it() -> None:
+    import models
+
+    assert models.build_model is models.families.build_model
+    assert models.token_loss is models.layers.token_loss
+    assert {name for name in models.__all__ if not hasattr(models, name)} == set()
+    with pytest.raises(AttributeError, match="no_such_name"):
+        getattr(models, "no_such_name")  # noqa: B009 - so that no type checker asks for it

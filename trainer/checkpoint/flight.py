@@ -1,0 +1,194 @@
+"""One save under way: write, check, commit, delete what may go. `saver.py` starts it and waits for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint import commit, json_file
+from trainer.checkpoint.board import Board
+from trainer.checkpoint.commit import Attempt
+from trainer.checkpoint.layout import Kind, Layout
+from trainer.checkpoint.live import Contents
+from trainer.checkpoint.lock import FolderLock
+from trainer.checkpoint.manifest import WrittenPiece
+from trainer.checkpoint.planning import Plan
+from trainer.checkpoint.progress_line import ProgressLine
+from trainer.checkpoint.reader import STATE
+from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.snapshot import Snapshot
+from trainer.checkpoint.store import CheckpointFolder
+from trainer.checkpoint.writer import MOST_THREADS, Writer
+from trainer.errors import CheckpointError, LockError, TrainerError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A save of one rank, and what became of it: `run` is called once, on the worker thread of every rank.
+
+    Args:
+        board: the worker thread's.
+        present: the iterations that this rank knows to be there.
+        pinned: iterations that retention leaves alone.
+        leftovers: partial folders of attempts that were given up, to be removed.
+        doomed: set by `run`: the iterations that are no longer there, as rank 0 decided it.
+        committed_at: set by `run`: when the checkpoint was there, on the clock of `time.perf_counter`.
+    """
+
+    attempt: Attempt
+    contents: Contents
+    plan: Plan
+    snapshot: Snapshot
+    board: Board
+    lock: FolderLock | None
+    retention: Retention
+    present: Collection[int]
+    pinned: Collection[int]
+    leftovers: Sequence[Path] = ()
+    doomed: list[int] = field(default_factory=list)
+    committed_at: float | None = None
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(spec.kind is Kind.OPTIMIZER for spec in self.contents.specs)
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(piece.hi - piece.lo for piece in self.plan.pieces)
+
+    def run(self) -> None:
+        """Write, check, commit, then delete what may go.
+
+        Raises:
+            TrainerError: on every rank, if the attempt did not become a checkpoint.
+        """
+        partial = self.attempt.folder.partial(self.attempt.iteration, self.attempt.name)
+        try:
+            doomed = commit.exchange(
+                self.board,
+                self.attempt,
+                work=lambda: self._write(partial),
+                publish=self._publish,
+                is_declined=lambda: self.snapshot.is_given_up,
+            )
+        except BaseException:
+            self._remove(partial)
+            raise
+        finally:
+            for path in self.leftovers:
+                self._remove(path)
+        self.committed_at = time.perf_counter()
+        if doomed is None:  # the verdict was lost: what rank 0 has deleted is gone, the rest it decides like this
+            doomed, committed = self._decide_doomed()
+            self.doomed = [*doomed, *(iteration for iteration in self.present if iteration not in committed)]
+            return
+        self.doomed = doomed
+        if self.board.rank == 0:
+            self._delete(doomed)
+
+    def _write(self, partial: Path) -> list[WrittenPiece]:
+        attempt = self.attempt
+        line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
+        try:
+            if self.board.rank == 0:
+                _require_room(attempt)
+            # A process has as many threads as its share of the cores: ranks that share them all would only queue.
+            threads = min(MOST_THREADS, torch.get_num_threads())
+            writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, threads, line.add)
+            written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
+            self.snapshot.check()
+            return written
+        finally:
+            self.snapshot.close()
+
+    def _publish(self, written: list[WrittenPiece]) -> list[int]:
+        documents, aliases = self.contents.documents, self.contents.aliases
+        commit.publish(self.attempt, written, documents=documents, aliases=aliases, lock=self.lock)
+        return self._decide_doomed()[0]
+
+    def _decide_doomed(self) -> tuple[list[int], list[int]]:
+        """Return what retention gives up now that the attempt is committed, and all that is committed."""
+        folder = self.attempt.folder
+        try:
+            committed = folder.committed()
+            held = folder.held(committed)
+        except OSError as error:
+            _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
+            return [], []
+        pinned = {*self.pinned, self.attempt.iteration, *held}
+        losses = _losses(folder, committed) if self.retention.keep_best else {}
+        return self.retention.doomed(committed, pinned=pinned, losses=losses), committed
+
+    def _delete(self, iterations: list[int]) -> None:
+        folder = self.attempt.folder
+        for iteration in iterations:
+            try:
+                if self.lock is not None:
+                    self.lock.check()
+                folder.files.remove_tree(folder.discard(iteration, self.attempt.name))
+            except (OSError, LockError) as error:
+                _log.error("iteration %d could not be deleted: %s", iteration, error)
+
+    def _remove(self, partial: Path) -> None:
+        if self.board.rank:
+            return
+        try:
+            self.attempt.folder.files.remove_tree(partial)
+        except OSError as error:
+            _log.error("%s could not be removed, the next start sweeps it: %s", partial, error)
+
+
+def cannot_write(path: Path, error: OSError) -> CheckpointError:
+    """Return what to raise where the checkpoint folder cannot be written at all."""
+    return CheckpointError(
+        f"The checkpoint folder cannot be written: {error.strerror} (errno {error.errno})",
+        where=error.filename or path,
+        fix="Mend the file system, or name another folder with checkpoint.save.",
+    )
+
+
+def _losses(folder: CheckpointFolder, iterations: Sequence[int]) -> dict[int, float]:
+    """Return the validation loss of the checkpoints that were evaluated when they were saved."""
+    found = {}
+    for iteration in iterations:
+        path = folder.iteration(iteration) / STATE
+        try:
+            loss = json_file.parse(path.read_bytes(), where=path).get("valid_loss")
+        except (OSError, TrainerError) as error:
+            _log.error("%s cannot be read, its loss counts for nothing: %s", path, error)
+            continue
+        if isinstance(loss, int | float):
+            found[iteration] = float(loss)
+    return found
+
+
+def _needed_bytes(layout: Layout) -> int:
+    """Return what a checkpoint takes at most: the tensor files, and JSON files that grow with tensors and digests."""
+    return layout.total_bytes + (64 << 10) + 1024 * len(layout.places) + layout.total_bytes // (128 << 10)
+
+
+def _require_room(attempt: Attempt) -> None:
+    """Refuse to begin where tensors and JSON files would not fit beside all that is there."""
+    folder, files = attempt.folder, attempt.folder.files
+    needed = _needed_bytes(attempt.layout)
+    try:
+        free = files.free_bytes(folder.root)
+        # Looked at afterwards: what other ranks reserve meanwhile may count twice, but is never missing.
+        taken = files.allocated_bytes(folder.partial(attempt.iteration, attempt.name))
+    except OSError as error:
+        raise cannot_write(folder.root, error) from error
+    if free + taken < needed:
+        raise CheckpointError(
+            "There is no room for a checkpoint",
+            where=folder.root,
+            expected=f"{needed} B free",
+            found=f"{free} B free",
+            fix="Make room, or lower checkpoint.max_checkpoint_keep.",
+        )

@@ -1,0 +1,75 @@
+"""What a rank writes, from the layout to the chunks: computed again only where the state has moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer.checkpoint.box import image
+from trainer.checkpoint.chunks import Chunk, cut
+from trainer.checkpoint.layout import PAGE_BYTES, Layout, TensorSpec, build_layout
+from trainer.checkpoint.live import Contents, LiveTensor, storages_of
+from trainer.checkpoint.memory import Sources
+from trainer.checkpoint.ownership import Holding, Piece, pieces_of
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is known of a save before it begins, and is the same for the next one of the same tensors.
+
+    Args:
+        chunks: by file, in the order in which they lie there, in stretches that may be written at once.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    live: tuple[LiveTensor, ...]
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    layout: Layout
+    pieces: list[Piece]
+    chunks: dict[str, list[list[Chunk]]]
+    sources: Sources
+
+    def suits(self, contents: Contents) -> bool:
+        """Return whether `contents` are the very same tensors."""
+        is_same = self.specs is contents.specs and self.live is contents.live
+        return is_same and self.optimizers == contents.optimizers
+
+    @property
+    def order(self) -> list[Chunk]:
+        """Return the chunks in the order in which they are written, about."""
+        return [chunk for stretches in self.chunks.values() for stretch in stretches for chunk in stretch]
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return the memory that takes a copy of every chunk."""
+        return sum(chunk.size + PAGE_BYTES for chunk in self.order)
+
+
+def make_plan(contents: Contents, *, rank: int, file_bytes: int, holds_steps: bool) -> Plan:
+    """Plan the saves of `contents`.
+
+    Args:
+        holds_steps: whether steps of `contents.optimizers` are held back while the save reads what only they change;
+            else all memory stays as it is until the save is over.
+    """
+    layout = build_layout(contents.specs, file_bytes=file_bytes)
+    pieces = plan(contents.live, layout, rank)
+    wanted = {piece.name for piece in pieces}
+    mine = [tensor for tensor in contents.live if tensor.spec.name in wanted]
+    sources = Sources(mine, storages_of(contents.optimizers) if holds_steps else None)
+    chunks = cut(pieces, layout)
+    return Plan(contents.specs, contents.live, contents.optimizers, layout, pieces, chunks, sources)
+
+
+def plan(live: Sequence[LiveTensor], layout: Layout, rank: int) -> list[Piece]:
+    """Return the pieces that `rank` writes."""
+    holdings = []
+    for tensor in live:
+        if tensor.is_copy:
+            continue
+        spec = tensor.spec
+        box_image = image(tensor.box, spec.view, spec.dtype.itemsize)
+        holdings.append(Holding(spec.name, box_image, layout.places[spec.name].offset, tensor.replicas))
+    return pieces_of(holdings, rank)

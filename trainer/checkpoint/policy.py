@@ -1,0 +1,56 @@
+"""When and how a run is saved, and what a save reports. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer.checkpoint.layout import DEFAULT_FILE_BYTES
+from trainer.checkpoint.retention import Retention
+from trainer.errors import TrainerError
+
+
+@dataclass(frozen=True, slots=True)
+class SavePolicy:
+    """When to save where, and what stays.
+
+    Args:
+        folder: the run's checkpoint folder; None means that saving is off.
+        save_interval: save at every multiple of it; 0 means only when `save` is called.
+        file_bytes: size in bytes at which a safetensors file is full.
+        commit_timeout_s: how long a save may take before it is given up.
+        async_save: write while training goes on.
+        staging_bytes: host memory for copies of what an optimizer step would change before it is written; None is what
+            the rank writes. With less, that step waits for the disk.
+        stall_timeout_s: how long that step waits for a disk that writes nothing before the save is given up.
+    """
+
+    folder: Path | None
+    save_interval: int = 0
+    retention: Retention = field(default_factory=Retention)
+    file_bytes: int = DEFAULT_FILE_BYTES
+    commit_timeout_s: float = 1800.0
+    async_save: bool = False
+    staging_bytes: int | None = None
+    stall_timeout_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What one save did on this rank; `error` is set if the attempt did not become a checkpoint.
+
+    Args:
+        seconds: from the call until the checkpoint was committed, or the error.
+        blocked_s: how long training stood still for it on this rank.
+        waited_s: how long training stood still before it, until the save that was under way had ended.
+        copied_bytes: what was copied so that training could go on.
+    """
+
+    iteration: int
+    path: Path
+    written_bytes: int
+    seconds: float
+    blocked_s: float = 0.0
+    waited_s: float = 0.0
+    copied_bytes: int = 0
+    error: TrainerError | None = None

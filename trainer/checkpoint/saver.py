@@ -1,0 +1,279 @@
+"""Saves the state of a run while it goes on, one save at a time. What a save does is told in `flight.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint import commit
+from trainer.checkpoint.arena import Arena
+from trainer.checkpoint.board import Board
+from trainer.checkpoint.commit import Attempt
+from trainer.checkpoint.flight import Flight
+from trainer.checkpoint.layout import Kind
+from trainer.checkpoint.live import Contents
+from trainer.checkpoint.lock import FolderLock
+from trainer.checkpoint.planning import Plan, make_plan
+from trainer.checkpoint.policy import SavePolicy, SaveReport
+from trainer.checkpoint.snapshot import Snapshot
+from trainer.checkpoint.store import CheckpointFolder
+from trainer.checkpoint.worker import Job, Worker
+from trainer.errors import CheckpointError, TrainerError
+
+_log = logging.getLogger(__name__)
+
+# The share of a save's time for which the background thread waits for a message: it knows whose it is, the main thread,
+# which waits for the rest too, does not.
+_PATIENCE = 0.8
+
+
+@dataclass(slots=True)
+class _Started:
+    """A flight with the job that runs it and what is counted on the main thread."""
+
+    flight: Flight
+    job: Job
+    hooks: list[torch.utils.hooks.RemovableHandle]
+    start: float
+    waited_s: float
+    blocked_s: float
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether there is nothing to wait for."""
+        return self.job.is_done or self.flight.snapshot.is_given_up
+
+
+class Saver:
+    """The saves of one run on one rank. All ranks make the same calls in the same order, on the main thread.
+
+    Args:
+        nonce: a name of this run of the program, equal on all ranks; attempts are named after it.
+    """
+
+    def __init__(self, policy: SavePolicy, folder: CheckpointFolder, board: Board, *, nonce: str) -> None:
+        self._policy, self._folder, self._board, self._nonce = policy, folder, board, nonce
+        self._worker = Worker("checkpoint")
+        self._worker_board = board.clone(_PATIENCE * policy.commit_timeout_s)
+        self._attempts = 0
+        self._started: _Started | None = None
+        self._stuck: Job | None = None
+        self._reports: list[SaveReport] = []
+        self._leftovers: list[Path] = []  # of attempts that were given up
+        self._plan: Plan | None = None
+        self._arena = Arena(0, is_pinned=False)
+        self._blocked_s = 0.0
+        self.last_error: TrainerError | None = None  # of the save that ended last
+        self.failed_saves = 0  # in a row
+        self._present: dict[int, bool] = {}  # iterations known to be there -> with optimizer state
+        self._pinned: set[int] = set()  # iterations that retention leaves alone
+
+    def save(self, iteration: int, contents: Contents, lock: FolderLock | None) -> SaveReport | None:
+        """Save `contents` as `iteration`, after the save that is under way; see `Checkpointer.save`."""
+        self._attempts += 1
+        asked = time.perf_counter()
+        self.wait()
+        start = time.perf_counter()
+        has_optimizer = any(spec.kind is Kind.OPTIMIZER for spec in contents.specs)
+        if iteration in self._present and self._present[iteration] >= has_optimizer:
+            _log.info("iteration %d is saved already, nothing to do", iteration)
+            return None
+        if self._plan is None or not self._plan.suits(contents):
+            self._plan = self._make_plan(contents)
+        attempt = Attempt(iteration, f"{self._nonce}-{self._attempts}", self._folder, self._plan.layout)
+        if self._stuck is not None and not self._stuck.is_done:
+            error = _hangs(attempt)
+            self._decline(attempt, error)
+            self._ended(attempt, error)
+            self._reports.append(_untried(attempt, error))
+        else:
+            self._start(self._prepare(attempt, contents, self._plan, lock), start, waited_s=start - asked)
+        self._blocked_s += time.perf_counter() - asked
+        return None if self._is_async else self._reports.pop()
+
+    def reports(self) -> list[SaveReport]:
+        """Return the reports of background saves that have ended and were not returned yet; does not wait."""
+        if self._started is not None and self._started.is_over:
+            self.wait()
+        reports, self._reports = self._reports, []
+        return reports
+
+    def wait(self) -> None:
+        """Wait for the save that is under way, unless it was given up, and take its outcome."""
+        if self._started is None:
+            return
+        started, self._started = self._started, None
+        flight = started.flight
+        error: TrainerError | None = None
+        try:
+            if flight.snapshot.is_given_up and not started.job.is_done:
+                raise _hangs(flight.attempt)
+            started.job.wait(self._policy.commit_timeout_s)
+            self._present = {found: has for found, has in self._present.items() if found not in flight.doomed}
+            self._present[flight.attempt.iteration] = flight.has_optimizer
+        except TrainerError as failure:
+            error = failure
+            if not started.job.is_done and not flight.snapshot.is_given_up:
+                flight.snapshot.give_up()
+                commit.decline(self._board, flight.attempt, failure)
+            self._leave_over(flight.attempt)
+        finally:
+            if not started.job.is_done:  # it may still read live memory, which is free to change from here on
+                flight.snapshot.give_up()
+                self._stuck = started.job
+            for hook in started.hooks:
+                hook.remove()
+        if not self._is_async:
+            started.blocked_s = time.perf_counter() - started.start
+        self._ended(flight.attempt, error)
+        self._reports.append(_report(started, error))
+
+    def loaded(self, path: Path, iteration: int, *, has_optimizer: bool) -> None:
+        """Know of a checkpoint that this process has loaded: it stays, and need not be saved again."""
+        if path.resolve() == self._folder.iteration(iteration).resolve():
+            self._present[iteration] = has_optimizer
+            self._pinned.add(iteration)
+
+    def rewound(self, iteration: int) -> None:
+        """Forget checkpoints newer than `iteration`, which are out of the way."""
+        self._present = {found: has for found, has in self._present.items() if found <= iteration}
+
+    @property
+    def is_saving(self) -> bool:
+        """Return whether a save is under way."""
+        return self._started is not None and not self._started.job.is_done
+
+    def take_blocked_s(self) -> float:
+        """Return for how long saving kept the main thread since the last call."""
+        blocked_s, self._blocked_s = self._blocked_s, 0.0
+        return blocked_s
+
+    def drain(self, timeout_s: float) -> None:
+        """Give the background thread a while to end what it does, even for a save that was given up."""
+        job = self._stuck if self._started is None else self._started.job
+        if job is not None:
+            with contextlib.suppress(TrainerError):
+                job.wait(timeout_s)
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and end the background thread."""
+        self.wait()
+        self._worker.close(self._policy.commit_timeout_s)
+        self._arena.close()
+
+    @property
+    def _is_async(self) -> bool:
+        return self._policy.async_save
+
+    def _start(self, flight: Flight, start: float, *, waited_s: float) -> None:
+        self._stuck = None
+        hooks = []
+        if self._is_async:
+            hooks = [self._hold_back(optimizer, flight) for optimizer in flight.contents.optimizers]
+        self._started = _Started(flight, self._worker.submit(flight.run), hooks, start, waited_s, 0.0)
+        if not self._is_async:
+            self.wait()
+        else:
+            self._started.blocked_s = time.perf_counter() - start
+
+    def _decline(self, attempt: Attempt, error: TrainerError) -> None:
+        """Fail an attempt in the place of the background thread, which hangs."""
+        commit.decline(self._board, attempt, error)
+        self._leave_over(attempt)
+
+    def _leave_over(self, attempt: Attempt) -> None:
+        """Let the next save remove what a slow rank may still have made of a failed attempt."""
+        self._leftovers.append(attempt.folder.partial(attempt.iteration, attempt.name))
+
+    def _ended(self, attempt: Attempt, error: TrainerError | None) -> None:
+        self.last_error = error
+        self.failed_saves = 0 if error is None else self.failed_saves + 1
+        if error is not None and self._board.rank == 0:
+            _log.error("iteration %d was not saved: %s", attempt.iteration, error)
+
+    def _make_plan(self, contents: Contents) -> Plan:
+        """Plan the saves of these tensors, with an arena that suits; an inline save needs none."""
+        made = make_plan(
+            contents, rank=self._board.rank, file_bytes=self._policy.file_bytes, holds_steps=self._is_async
+        )
+        limit = self._policy.staging_bytes
+        wanted = made.staging_bytes if limit is None else min(limit, made.staging_bytes)
+        if self._is_async and wanted > self._arena.total_bytes:
+            self._replace_arena(wanted, is_pinned=made.sources.is_on_device)
+        return made
+
+    def _replace_arena(self, wanted: int, *, is_pinned: bool) -> None:
+        """Have a larger arena; where there is no memory for it, steps wait for the disk instead."""
+        try:
+            larger = Arena(wanted, is_pinned=is_pinned)
+        except (CheckpointError, OSError) as error:
+            _log.error("no staging memory of %d bytes, steps will wait for the disk: %s", wanted, error)
+            return
+        self._arena.close()
+        self._arena = larger
+        self._worker.submit(larger.touch)
+
+    def _prepare(self, attempt: Attempt, contents: Contents, made: Plan, lock: FolderLock | None) -> Flight:
+        leftovers, self._leftovers = self._leftovers, []
+        snapshot = Snapshot(
+            made.sources.begin(), made.order, arena=self._arena, stall_timeout_s=self._policy.stall_timeout_s
+        )
+        return Flight(
+            attempt=attempt,
+            contents=contents,
+            plan=made,
+            snapshot=snapshot,
+            board=self._worker_board,
+            lock=lock,
+            retention=self._policy.retention,
+            present=frozenset(self._present),
+            pinned=frozenset(self._pinned),
+            leftovers=leftovers,
+        )
+
+    def _hold_back(self, optimizer: torch.optim.Optimizer, flight: Flight) -> torch.utils.hooks.RemovableHandle:
+        """Let the optimizer's next step begin only when live memory may change."""
+        snapshot = flight.snapshot
+
+        def release(*_: object) -> None:
+            blocked_s, was_given_up = snapshot.blocked_s, snapshot.is_given_up
+            snapshot.release()
+            self._blocked_s += snapshot.blocked_s - blocked_s
+            if snapshot.is_given_up and not was_given_up:
+                self._decline(flight.attempt, _hangs(flight.attempt))
+
+        return optimizer.register_step_pre_hook(release)
+
+
+def _report(started: _Started, error: TrainerError | None) -> SaveReport:
+    flight = started.flight
+    attempt, snapshot = flight.attempt, flight.snapshot
+    end = time.perf_counter() if flight.committed_at is None else flight.committed_at
+    return SaveReport(
+        attempt.iteration,
+        attempt.folder.iteration(attempt.iteration),
+        written_bytes=flight.written_bytes,
+        seconds=end - started.start,
+        blocked_s=started.blocked_s + snapshot.blocked_s,
+        waited_s=started.waited_s,
+        copied_bytes=snapshot.copied_bytes,
+        error=error,
+    )
+
+
+def _untried(attempt: Attempt, error: TrainerError) -> SaveReport:
+    return SaveReport(attempt.iteration, attempt.folder.iteration(attempt.iteration), 0, 0.0, error=error)
+
+
+def _hangs(attempt: Attempt) -> CheckpointError:
+    return CheckpointError(
+        "A save was given up: the disk has written nothing for a while",
+        where=attempt.folder.root,
+        expected="a chunk within the time in which a training step may wait for it",
+        fix="Training goes on and committed checkpoints are untouched; look at the file system.",
+    )

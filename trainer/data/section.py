@@ -1,0 +1,64 @@
+"""The section `data` of a configuration, and what can be wrong with it. Reads no files; `trainer.data.corpus` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class DataKind(Enum):
+    """Where tokens come from."""
+
+    stdlib = "stdlib"
+    text = "text"
+    token_file = "token_file"
+
+
+@dataclass
+class DataSection:
+    """The section ``data`` of a configuration; a key that its kind does not use must stay null.
+
+    Attributes:
+        path: ``text``: a file or a glob, ``**`` allowed.
+        tokenizer: ``text``: a tokenizer.json; null trains on bytes.
+        train: ``token_file``: a file or a glob.
+        valid: ``token_file``: a file or a glob; null means that there is nothing to evaluate on.
+        valid_fraction: share of files (of bytes, for a single file) that is held out.
+        cache: folder of prepared token files; null means `default_cache`.
+        vocab_size: what the token ids stay below; null means what the encoder says, and unknown for ``token_file``.
+    """
+
+    kind: DataKind = DataKind.stdlib
+    path: str | None = None
+    tokenizer: str | None = None
+    train: str | None = None
+    valid: str | None = None
+    valid_fraction: float = 0.05
+    cache: str | None = None
+    vocab_size: int | None = None
+
+
+_KEYS_OF_KIND = {
+    DataKind.stdlib: frozenset[str](),
+    DataKind.text: frozenset({"path", "tokenizer"}),
+    DataKind.token_file: frozenset({"train", "valid"}),
+}
+_NEEDED_KEY = {DataKind.text: "path", DataKind.token_file: "train"}
+
+
+def problems(section: DataSection) -> list[str]:
+    """Return what is wrong with the section on its own, one sentence a problem; reads no files."""
+    found = []
+    allowed = _KEYS_OF_KIND[section.kind]
+    for key in ("path", "tokenizer", "train", "valid"):
+        value = getattr(section, key)
+        if key == _NEEDED_KEY.get(section.kind) and not value:
+            found.append(f"data.{key} is not set; data.kind={section.kind.value} needs a file or a glob.")
+        elif key not in allowed and value is not None:
+            users = ", ".join(kind.value for kind, keys in _KEYS_OF_KIND.items() if key in keys)
+            found.append(f"data.{key} is set, but data.kind={section.kind.value} does not use it (only {users} does).")
+    if not 0 < section.valid_fraction < 1:
+        found.append(f"data.valid_fraction must be above 0 and below 1, found {section.valid_fraction}.")
+    if section.vocab_size is not None and section.vocab_size < 1:
+        found.append(f"data.vocab_size must be positive or null, found {section.vocab_size}.")
+    return found

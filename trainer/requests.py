@@ -1,0 +1,113 @@
+"""What people and schedulers ask of a running job: to end, or to save now. All ranks agree on it once an iteration."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.signals import SignalWatch
+
+_log = logging.getLogger(__name__)
+
+SAVE_NOW = "save_now"
+_LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked for after an iteration: by one rank of itself, or by any rank, once all agree."""
+
+    stop: bool = False
+    save: bool = False
+    give_up: bool = False
+
+    def votes(self) -> list[float]:
+        """Return it as numbers, to travel with an iteration's figures."""
+        return [float(self.stop), float(self.save), float(self.give_up)]
+
+    @staticmethod
+    def of(votes: Sequence[float]) -> Asked:
+        """Return what the greatest votes over all ranks ask for."""
+        stop, save, give_up = (vote > 0 for vote in votes)
+        return Asked(stop, save, give_up)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """When time alone asks for something; minutes, 0 for never. `give_up_after` failed saves in a row end the run."""
+
+    exit_duration_in_mins: float = 0.0
+    save_interval_mins: float = 0.0
+    give_up_after: int = 0
+
+
+class Requests:
+    """The wishes that reach one rank. Clock and files are looked at on rank 0 only: ranks would not see them alike.
+
+    Args:
+        folder: the checkpoint folder, in which a file named `save_now` asks for a save; None for none.
+    """
+
+    def __init__(
+        self,
+        rules: RequestRules,
+        watch: SignalWatch | None,
+        *,
+        rank: int,
+        folder: Path | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rules, self._watch, self._rank, self._clock = rules, watch, rank, clock
+        self._file = None if folder is None else folder / SAVE_NOW
+        self._started = self._saved = clock()
+        self._looked = clock() - _LOOK_EVERY_S
+        self._is_touched = False
+
+    def begin(self) -> None:
+        """Say that the first iteration begins."""
+        if self._watch is not None:
+            self._watch.await_iteration()
+        self._saved = self._clock()
+
+    def now(self, *, failed_saves: int = 0) -> Asked:
+        """Return what is asked of this rank, where the last `failed_saves` saves have failed."""
+        limit = self._rules.give_up_after
+        give_up = 0 < limit <= failed_saves
+        if self._rank:
+            return Asked(stop=self.is_signalled(), give_up=give_up)
+        now = self._clock()
+        duration, interval = self._rules.exit_duration_in_mins, self._rules.save_interval_mins
+        is_over = 0 < 60 * duration <= now - self._started
+        is_due = 0 < 60 * interval <= now - self._saved
+        return Asked(self.is_signalled() or is_over, is_due or self._look(now), give_up)
+
+    def saving(self) -> None:
+        """Say that a save begins: what asked for one is served."""
+        self._saved = self._clock()
+        if self._is_touched and self._file is not None:
+            self._is_touched = False
+            with contextlib.suppress(OSError):  # a folder that cannot be written is the save's business
+                self._file.unlink()
+
+    def reason(self) -> str:
+        """Return why the job is to end, as far as this rank knows."""
+        return self._signal or "its time is over, or another rank was asked to"
+
+    def is_signalled(self) -> bool:
+        """Return whether a signal has come to this rank."""
+        return self._signal is not None
+
+    @property
+    def _signal(self) -> str | None:
+        return None if self._watch is None else self._watch.name
+
+    def _look(self, now: float) -> bool:
+        if self._file is not None and now - self._looked >= _LOOK_EVERY_S and not self._is_touched:
+            self._looked = now
+            with contextlib.suppress(OSError):
+                self._is_touched = self._file.exists()
+        return self._is_touched
