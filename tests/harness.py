@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -23,7 +24,10 @@ import hydra
 from omegaconf import OmegaConf
 
 import trainer.__main__
+import trainer.loop
+from trainer.build import Run
 from trainer.config import Config
+from trainer.step import StepResult
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
@@ -85,8 +89,8 @@ def launch(
     """Run the trainer's command on `ranks` ranks with `run.dir=folder`.
 
     Args:
-        kill_after: kill all ranks with SIGKILL as soon as this iteration is recorded, in the middle of a later one,
-            and the save of iteration `saved` too.
+        kill_after: kill all ranks with SIGKILL when this iteration is recorded, in the middle of the next one.
+        saved: an earlier iteration whose save is committed and recorded before that.
         cores: the cores that each rank may use. None means all for several ranks, and one for a single rank: on models
             of this size its threads would only wait for each other.
         timeout_s: after this the ranks are killed and the test fails.
@@ -94,10 +98,11 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     arguments = ["trainer", f"run.dir={folder}", *overrides]
     kill = None if kill_after is None else _Kill(folder / "metrics.jsonl", kill_after, saved)
+    function = _train if kill_after is None else partial(_train_until_killed, after=kill_after, awaits_save=saved > 0)
     if cores is None:
         cores = ALL_CORES[:1] if ranks == 1 else ALL_CORES
     return _run_ranks(
-        _train, folder, arguments=arguments, ranks=ranks, kill=kill, cores=tuple(cores), timeout_s=timeout_s
+        function, folder, arguments=arguments, ranks=ranks, kill=kill, cores=tuple(cores), timeout_s=timeout_s
     )
 
 
@@ -261,6 +266,25 @@ def free_port() -> int:
 def _train(arguments: list[str]) -> None:
     sys.argv = arguments
     trainer.__main__.main()
+
+
+def _train_until_killed(arguments: list[str], *, after: int, awaits_save: bool) -> None:
+    """Train, but let no save be under way when iteration `after` is recorded, and never finish the one after it.
+
+    So the kill comes at the same place however fast the iterations are.
+    """
+    iterate = trainer.loop._iterate
+
+    def held(run: Run) -> StepResult:
+        while awaits_save and run.state.progress.iteration + 1 == after and run.checkpointer.is_saving:
+            os.sched_yield()
+        result = iterate(run)
+        while run.state.progress.iteration > after:
+            signal.pause()
+        return result
+
+    trainer.loop._iterate = held
+    _train(arguments)
 
 
 def _rank(
