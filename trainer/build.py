@@ -156,7 +156,7 @@ def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:
         staging_bytes=section.staging_bytes,
         stall_timeout_s=section.stall_timeout_s,
     )
-    return Checkpointer(policy, cluster.board, nonce=cluster.nonce)
+    return Checkpointer(policy, cluster.board, nonce=cluster.nonce, neighbours=cluster.neighbours)
 
 
 def _build_requests(config: Config, cluster: Cluster, watch: SignalWatch | None) -> Requests:

@@ -52,6 +52,12 @@ class Environment:
             variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
 
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """Return the ranks on this host, this one among them: torchrun numbers them one after the other."""
+        first = self.rank - self.local_rank
+        return tuple(range(first, first + self.local_world_size))
+
 
 _NUMBERS = {
     "RANK": "0",
@@ -70,6 +76,7 @@ class Cluster:
         threads: the thread count that this process was given; bits depend on it.
         nonce: a random name of this launch, equal on all ranks.
         store_host: which process the board depends on, in words.
+        neighbours: the ranks on this host, where torchrun told of them.
     """
 
     rank: int
@@ -79,6 +86,7 @@ class Cluster:
     board: Board
     nonce: str
     store_host: str = "rank 0"
+    neighbours: tuple[int, ...] = ()
 
     def gather(self, values: list[float]) -> list[list[float]]:
         """Return every rank's values in order of rank, the same bits everywhere. A collective call; float64."""
@@ -112,7 +120,8 @@ def start(
     store, name = _join(environment, chosen, timeout_s)
     board = Board(store, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
     store_host = "torchrun's agent on the first node" if environment.has_agent_store else "rank 0"
-    return Cluster(environment.rank, environment.world_size, chosen, threads, board, name, store_host)
+    neighbours = environment.neighbours
+    return Cluster(environment.rank, environment.world_size, chosen, threads, board, name, store_host, neighbours)
 
 
 def stop(cluster: Cluster) -> None:

@@ -90,6 +90,7 @@ def of_ranks(found: Mapping[str, ranks.Rounds]) -> list[Target]:
         where = f"{ranks.RANKS} ranks, {name}"
         targets += [
             Target("i", f"{where}: inline save / raw write", _ratio(rounds, ranks.INLINE, ranks.RAW), most[name]),
+            Target("i", f"{where}: first inline save / raw write", _ratio(rounds, ranks.FIRST, ranks.RAW)),
             Target("i", f"{where}: background save / raw write", _ratio(rounds, ranks.BACKGROUND, ranks.RAW)),
             Target("i", f"{where}: blocked / raw write", _ratio(rounds, ranks.BLOCKED, ranks.RAW)),
             Target("i", f"{where}: load with digests / raw read", _ratio(rounds, ranks.LOAD, ranks.READ)),

@@ -53,17 +53,20 @@ class Arena:
 
     def touch(self) -> None:
         """Have the pages there, so that the first copy into them does not fault; what they hold stays."""
-        if self.total_bytes and not self._is_pinned:
-            # An older kernel refuses, and pages come as they are used.
-            _libc.madvise(
-                ctypes.c_void_p(self._memory.ctypes.data), ctypes.c_size_t(self.total_bytes), _MADV_POPULATE_WRITE
-            )
+        if not self._is_pinned:
+            populate(self._memory)
 
     def close(self) -> None:
         """Unlock pinned memory; the arena is not to be used afterwards."""
         if self._is_pinned:
             _cudart().cudaHostUnregister(self._memory.ctypes.data)
             self._is_pinned = False
+
+
+def populate(memory: Bytes) -> None:
+    """Have the pages of a mapping there; an older kernel refuses, and they come as they are used."""
+    if memory.nbytes:
+        _libc.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes), _MADV_POPULATE_WRITE)
 
 
 def map_memory(total_bytes: int) -> Bytes:

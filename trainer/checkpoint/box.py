@@ -147,6 +147,18 @@ class Image:
         """Return the packed image's shape as an array of bytes with a dimension for every loop and one for the run."""
         return (*(count for count, _ in self.loops), self.run_bytes)
 
+    def before(self, offset: int) -> int:
+        """Return how many of its bytes lie before byte `offset` of the tensor."""
+        left, step, found = offset - self.start, self.total_bytes, 0
+        for count, stride in self.loops:
+            step //= count
+            index = max(0, left // stride)
+            if index >= count:
+                return found + count * step
+            found += index * step
+            left -= index * stride
+        return found + min(max(0, left), self.run_bytes)
+
     def spans(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
         """Yield `(offset in the tensor's bytes, offset in the packed image, length)` of packed bytes `[lo, hi)`."""
         position = lo

@@ -33,15 +33,26 @@ class Checkpointer:
 
     Args:
         nonce: a name of this run of the program, equal on all ranks; attempts are named after it.
+        neighbours: the ranks on this host, this one among them; where they are not known, columns are written by row.
     """
 
-    def __init__(self, policy: SavePolicy, board: Board, *, nonce: str, files: Files | None = None) -> None:
+    def __init__(
+        self,
+        policy: SavePolicy,
+        board: Board,
+        *,
+        nonce: str,
+        files: Files | None = None,
+        neighbours: Sequence[int] = (),
+    ) -> None:
         self._policy, self._board, self._nonce = policy, board, nonce
         self._files = files or Files()
         self._agreements = 0
         self._lock: FolderLock | None = None
         self._folder = None if policy.folder is None else CheckpointFolder(policy.folder, self._files)
-        self._saver = None if self._folder is None else Saver(policy, self._folder, board, nonce=nonce)
+        self._saver = None
+        if self._folder is not None:
+            self._saver = Saver(policy, self._folder, board, nonce=nonce, neighbours=neighbours)
 
     def start(self) -> None:
         """Take the lock and sweep what dead attempts left.

@@ -21,6 +21,7 @@ from trainer.checkpoint.planning import Plan
 from trainer.checkpoint.progress_line import ProgressLine
 from trainer.checkpoint.reader import STATE
 from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.sharing import Neighbours
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.writer import MOST_THREADS, Writer
@@ -37,6 +38,8 @@ class Flight:
         board: the worker thread's.
         present: the iterations that this rank knows to be there.
         pinned: iterations that retention leaves alone.
+        neighbours: the ranks of this host, for columns that become whole rows in memory that they share.
+        may_share: whether this rank has the memory for that.
         leftovers: partial folders of attempts that were given up, to be removed.
         doomed: set by `run`: the iterations that are no longer there, as rank 0 decided it.
         committed_at: set by `run`: when the checkpoint was there, on the clock of `time.perf_counter`.
@@ -51,6 +54,8 @@ class Flight:
     retention: Retention
     present: Collection[int]
     pinned: Collection[int]
+    neighbours: Neighbours
+    may_share: bool = False
     leftovers: Sequence[Path] = ()
     doomed: list[int] = field(default_factory=list)
     committed_at: float | None = None
@@ -79,6 +84,7 @@ class Flight:
                 is_declined=lambda: self.snapshot.is_given_up,
             )
         except BaseException:
+            self.neighbours.drop()
             self._remove(partial)
             raise
         finally:
@@ -97,11 +103,12 @@ class Flight:
         attempt = self.attempt
         line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
         try:
+            sharing = self.neighbours.join(attempt, self.plan.columns, may_share=self.may_share)
             if self.board.rank == 0:
                 _require_room(attempt)
             # A process has as many threads as its share of the cores: ranks that share them all would only queue.
             threads = min(MOST_THREADS, torch.get_num_threads())
-            writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, threads, line.add)
+            writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, threads, line.add, sharing)
             written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
             self.snapshot.check()
             return written

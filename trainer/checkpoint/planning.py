@@ -20,7 +20,8 @@ class Plan:
     """All that is known of a save before it begins, and is the same for the next one of the same tensors.
 
     Args:
-        chunks: by file, in the order in which they lie there, in stretches that may be written at once.
+        chunks: by file, in stretches that may be written at once. The files come in an order that is rotated by rank,
+            so that ranks do not queue for one.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -35,6 +36,11 @@ class Plan:
         """Return whether `contents` are the very same tensors."""
         is_same = self.specs is contents.specs and self.live is contents.live
         return is_same and self.optimizers == contents.optimizers
+
+    @property
+    def columns(self) -> list[Piece]:
+        """Return the pieces whose rows lie apart in their file."""
+        return list({chunk.parts[0].piece: None for chunk in self.order if chunk.strided is not None})
 
     @property
     def order(self) -> list[Chunk]:
@@ -59,8 +65,14 @@ def make_plan(contents: Contents, *, rank: int, file_bytes: int, holds_steps: bo
     wanted = {piece.name for piece in pieces}
     mine = [tensor for tensor in contents.live if tensor.spec.name in wanted]
     sources = Sources(mine, storages_of(contents.optimizers) if holds_steps else None)
-    chunks = cut(pieces, layout)
+    chunks = _rotated(cut(pieces, layout), rank)
     return Plan(contents.specs, contents.live, contents.optimizers, layout, pieces, chunks, sources)
+
+
+def _rotated(chunks: dict[str, list[list[Chunk]]], rank: int) -> dict[str, list[list[Chunk]]]:
+    names = list(chunks)
+    turn = rank % max(1, len(names))
+    return {name: chunks[name] for name in names[turn:] + names[:turn]}
 
 
 def plan(live: Sequence[LiveTensor], layout: Layout, rank: int) -> list[Piece]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from trainer.checkpoint.live import Contents
 from trainer.checkpoint.lock import FolderLock
 from trainer.checkpoint.planning import Plan, make_plan
 from trainer.checkpoint.policy import SavePolicy, SaveReport
+from trainer.checkpoint.sharing import Neighbours, refuse
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.worker import Job, Worker
-from trainer.errors import CheckpointError, TrainerError
+from trainer.errors import CheckpointError, LaunchError, TrainerError
 
 _log = logging.getLogger(__name__)
 
@@ -54,12 +56,16 @@ class Saver:
 
     Args:
         nonce: a name of this run of the program, equal on all ranks; attempts are named after it.
+        neighbours: the ranks on this host, this one among them; none or one where nothing is known of the others.
     """
 
-    def __init__(self, policy: SavePolicy, folder: CheckpointFolder, board: Board, *, nonce: str) -> None:
+    def __init__(
+        self, policy: SavePolicy, folder: CheckpointFolder, board: Board, *, nonce: str, neighbours: Sequence[int]
+    ) -> None:
         self._policy, self._folder, self._board, self._nonce = policy, folder, board, nonce
         self._worker = Worker("checkpoint")
         self._worker_board = board.clone(_PATIENCE * policy.commit_timeout_s)
+        self._neighbours = Neighbours(self._worker_board, neighbours)
         self._attempts = 0
         self._started: _Started | None = None
         self._stuck: Job | None = None
@@ -120,8 +126,9 @@ class Saver:
             error = failure
             if not started.job.is_done and not flight.snapshot.is_given_up:
                 flight.snapshot.give_up()
-                commit.decline(self._board, flight.attempt, failure)
-            self._leave_over(flight.attempt)
+                self._decline(flight.attempt, failure)
+            else:
+                self._leave_over(flight.attempt)
         finally:
             if not started.job.is_done:  # it may still read live memory, which is free to change from here on
                 flight.snapshot.give_up()
@@ -164,6 +171,7 @@ class Saver:
         """Wait for the save that is under way, and end the background thread."""
         self.wait()
         self._worker.close(self._policy.commit_timeout_s)
+        self._neighbours.drop()
         self._arena.close()
 
     @property
@@ -183,6 +191,8 @@ class Saver:
 
     def _decline(self, attempt: Attempt, error: TrainerError) -> None:
         """Fail an attempt in the place of the background thread, which hangs."""
+        with contextlib.suppress(LaunchError):
+            refuse(self._board, attempt, str(error))
         commit.decline(self._board, attempt, error)
         self._leave_over(attempt)
 
@@ -233,8 +243,15 @@ class Saver:
             retention=self._policy.retention,
             present=frozenset(self._present),
             pinned=frozenset(self._pinned),
+            neighbours=self._neighbours,
+            may_share=self._may_share(made),
             leftovers=leftovers,
         )
+
+    def _may_share(self, made: Plan) -> bool:
+        """Return whether there may be a second copy of the columns, beside that of the arena."""
+        limit = self._policy.staging_bytes
+        return limit is None or sum(piece.hi - piece.lo for piece in made.columns) + self._arena.total_bytes <= limit
 
     def _hold_back(self, optimizer: torch.optim.Optimizer, flight: Flight) -> torch.utils.hooks.RemovableHandle:
         """Let the optimizer's next step begin only when live memory may change."""

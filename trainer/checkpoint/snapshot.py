@@ -65,6 +65,7 @@ class Snapshot:
         self._states = {id(chunk): _State.LIVE for chunk in chunks}
         self._staged: dict[int, tuple[Bytes, torch.cuda.Event | None]] = {}
         self._is_released = self._is_closed = self._is_given_up = False
+        self._left = sum(not self._is_private(chunk) for chunk in chunks)  # how many of them need live memory
         self._read_count = 0
         self._stage_ahead()
 
@@ -181,7 +182,7 @@ class Snapshot:
 
     def _await_written(self) -> None:
         with self._changed:
-            while not (self._is_closed or self._is_given_up) and any(map(self._needs_live, self._chunks)):
+            while self._left and not (self._is_closed or self._is_given_up):
                 count = self._read_count
                 if not self._changed.wait(self._stall_timeout_s) and count == self._read_count:
                     self._is_given_up = True
@@ -192,12 +193,11 @@ class Snapshot:
         for event in events[-1:]:
             torch.cuda.current_stream().wait_event(event)
 
-    def _needs_live(self, chunk: Chunk) -> bool:
-        return self._states[id(chunk)] in _NEEDS_LIVE and not self._is_private(chunk)
-
     def _set(self, chunk: Chunk, state: _State) -> None:
         with self._changed:
-            self._states[id(chunk)] = state
+            needed, self._states[id(chunk)] = self._states[id(chunk)] in _NEEDS_LIVE, state
+            if not self._is_private(chunk):
+                self._left += (state in _NEEDS_LIVE) - needed
             self._read_count += state is _State.READ
             self._changed.notify_all()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,12 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from trainer.checkpoint.arena import Bytes, map_memory
+from trainer.checkpoint.box import Image
 from trainer.checkpoint.chunks import CHUNK_BYTES, Chunk, PieceDigests
 from trainer.checkpoint.files import Files, describe_free_space
 from trainer.checkpoint.layout import PAGE_BYTES, FileLayout, Layout
 from trainer.checkpoint.manifest import WrittenPiece
 from trainer.checkpoint.ownership import Piece
+from trainer.checkpoint.sharing import Sharing
 from trainer.checkpoint.snapshot import DIRECT_BYTES, Snapshot
+from trainer.checkpoint.strips import cut_by_strips
 from trainer.errors import CheckpointError
 
 # Stretches that a rank writes at once. More gain nothing on a local disk, and each holds a chunk that a step may wait
@@ -33,6 +36,7 @@ class Writer:
     Args:
         threads: how many stretches are written at once.
         progress: told, from any writing thread, how many more bytes are written.
+        sharing: where columns become whole rows; None where they are written row by row.
     """
 
     folder: Path
@@ -41,32 +45,37 @@ class Writer:
     rank: int
     threads: int
     progress: Callable[[int], None]
+    sharing: Sharing | None = None
 
     def write(
         self, pieces: Sequence[Piece], chunks: Mapping[str, Sequence[Sequence[Chunk]]], snapshot: Snapshot
     ) -> list[WrittenPiece]:
-        """Write and sync this rank's chunks and, on rank 0, the headers; return the pieces with their digests.
+        """Write this rank's chunks and, on rank 0, the headers, then sync; return the pieces with their digests.
 
-        Files are taken in an order rotated by rank, so that ranks do not queue for one file.
+        Nothing is synced before all is written: a step that waits for memory to be read does not wait for that.
+
+        Args:
+            chunks: by file, in the order in which they are written.
 
         Raises:
             CheckpointError: with path, errno and free space, if the file system fails.
         """
-        order = [file for file in self.layout.files if self.rank == 0 or file.name in chunks]
-        turn = self.rank % max(1, len(order))
+        order = sorted(self.layout.files, key=lambda file: _position(file.name, list(chunks)))
         digests, has_failed = dict[str, bytes](), threading.Event()
         with ExitStack() as opened, ThreadPoolExecutor(self.threads, thread_name_prefix="checkpoint-writer") as pool:
-            jobs: list[Future[None]] = []
-            for file in order[turn:] + order[:turn]:
-                stretches = chunks.get(file.name, ()) or ((),)
-                target = _Target(self, file, len(stretches))
+            jobs, targets = list[Future[None]](), list[_Target]()
+            for file in order:
+                if file.name not in chunks and self.rank:
+                    continue
+                target = _Target(self, file)
                 opened.callback(target.close)
+                targets.append(target)
                 jobs += [
                     pool.submit(self._write_stretch, target, stretch, snapshot, digests, has_failed)
-                    for stretch in stretches
+                    for stretch in chunks.get(file.name, ()) or ((),)
                 ]
-            wait(jobs)
-        _raise_first([error for job in jobs if (error := job.exception()) is not None])
+            _raise_first(jobs)
+            _raise_first([pool.submit(self._sync, target) for target in targets])
         return [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, digests[piece.name]) for piece in pieces]
 
     def _write_stretch(
@@ -85,7 +94,6 @@ class Writer:
             for chunk in chunks:
                 self._go_on(snapshot, has_failed)
                 self._write_chunk(target, chunk, snapshot=snapshot, bounce=bounce, digests=found)
-            target.finish_stretch()
             digests.update(found.all())
         except OSError as error:
             has_failed.set()
@@ -93,6 +101,12 @@ class Writer:
         except BaseException:
             has_failed.set()
             raise
+
+    def _sync(self, target: _Target) -> None:
+        try:
+            target.sync()
+        except OSError as error:
+            raise self._failure(target.path, error) from error
 
     def _go_on(self, snapshot: Snapshot, has_failed: threading.Event) -> None:
         """Refuse to go on with what has become of no use: a folder that is being removed must not come back."""
@@ -103,6 +117,7 @@ class Writer:
     def _write_chunk(
         self, target: _Target, chunk: Chunk, *, snapshot: Snapshot, bounce: Bytes, digests: PieceDigests
     ) -> None:
+        full: list[tuple[memoryview, int]] = []
         try:
             data = snapshot.take(chunk, bounce)
             at = 0
@@ -112,13 +127,31 @@ class Writer:
             if chunk.strided is None:
                 target.write(data, offset=chunk.offset)
             else:
-                (part,) = chunk.parts
-                for in_tensor, in_image, length in chunk.strided.spans(part.lo, part.hi):
-                    row = data[in_image - part.lo : in_image - part.lo + length]
-                    target.write_cached(row, offset=chunk.offset + in_tensor)
+                full = list(self._place_rows(target, chunk, chunk.strided, data))
         finally:
             snapshot.done(chunk)
+        for strip, offset in full:
+            target.write(strip, offset=offset)
         self.progress(chunk.size)
+
+    def _place_rows(
+        self, target: _Target, chunk: Chunk, packed: Image, data: memoryview
+    ) -> Iterator[tuple[memoryview, int]]:
+        """Bring rows that lie apart to memory that the host's ranks share, or into the file where that is not theirs.
+
+        Yields:
+            what is to be written now, and where: strips to which the last bytes have come.
+        """
+        (part,) = chunk.parts
+        strips = () if self.sharing is None else self.sharing.strips(part.piece.name)
+        for lo, hi, strip in cut_by_strips(packed, part.lo, part.hi, strips):
+            rows = data[lo - part.lo : hi - part.lo]
+            if strip is not None and self.sharing is not None:
+                if (full := self.sharing.memory.put(strip, packed, lo, rows)) is not None:
+                    yield full, chunk.offset + strip.lo
+                continue
+            for in_tensor, in_image, length in packed.spans(lo, hi):
+                target.write_cached(rows[in_image - lo : in_image - lo + length], offset=chunk.offset + in_tensor)
 
     def _failure(self, path: Path, error: OSError) -> CheckpointError:
         return CheckpointError(
@@ -134,23 +167,29 @@ class _Stopped(Exception):
     """Another stretch failed, so this one is of no use."""
 
 
-def _raise_first(errors: Sequence[BaseException]) -> None:
+def _raise_first(jobs: Sequence[Future[None]]) -> None:
+    """Wait for all jobs; raise what failed, and not what only stopped for it."""
+    wait(jobs)
+    errors = [error for job in jobs if (error := job.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, _Stopped)):
         raise error
 
 
+def _position(name: str, order: Sequence[str]) -> int:
+    return order.index(name) if name in order else len(order)
+
+
 class _Target:
-    """A file that is written in stretches by several threads, open from the first to the last of them.
+    """A file that is written in stretches by several threads.
 
     Whole pages go around the page cache where file system and memory allow it. Only whole pages: what lies in the rest
     of a page may be another rank's.
     """
 
-    def __init__(self, writer: Writer, file: FileLayout, stretches: int) -> None:
+    def __init__(self, writer: Writer, file: FileLayout) -> None:
         self.path = writer.folder / file.name
         self._folder, self._files, self._file = writer.folder, writer.files, file
         self._writes_header = writer.rank == 0
-        self._left = stretches
         self._lock = threading.Lock()
         self._cached: int | None = None
         self._direct: int | None = None
@@ -175,15 +214,11 @@ class _Target:
                 self._files.write(self._cached, [memoryview(self._file.header)], offset=0)
             self._is_opened = True
 
-    def finish_stretch(self) -> None:
-        """Count a stretch as written; the last one makes the file durable, however it was written, and closes it."""
-        with self._lock:
-            self._left -= 1
-            if self._left:
-                return
-            assert self._cached is not None
-            self._files.sync(self._cached)
-            self.close()
+    def sync(self) -> None:
+        """Make the file durable, however it was written, and close it."""
+        assert self._cached is not None
+        self._files.sync(self._cached)
+        self.close()
 
     def close(self) -> None:
         """Close what is open."""

@@ -1,0 +1,226 @@
+"""Memory that the ranks of one host share, in which columns become whole rows. Where is told in `strips.py`.
+
+No rank waits for another here once all have said what they write: whoever brings the last bytes of a strip writes it.
+If a rank fails, its strips stay unfilled, and its report fails the save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import mmap
+import operator
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from trainer.checkpoint.arena import populate
+from trainer.checkpoint.board import Board
+from trainer.checkpoint.box import Image, stretch
+from trainer.checkpoint.commit import Attempt, decode, encode
+from trainer.checkpoint.layout import PAGE_BYTES
+from trainer.checkpoint.manifest import WrittenPiece
+from trainer.checkpoint.ownership import Piece
+from trainer.checkpoint.strips import COUNTERS_AT, MOST_STRIPS, Strip, Strips, shared_bytes, strips_of
+from trainer.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+# All ranks come to a save from the same iteration; one that takes longer is not coming.
+_PATIENCE_S = 60.0
+_NAME_BYTES = 16
+_JOINS, _STAYS_OUT, _FAILED = b"+", b"-", b"!"
+
+
+class SharedMemory:
+    """A block of memory without a name in any file system: it is gone with the last process that has it."""
+
+    def __init__(self, descriptor: int, address: bytes) -> None:
+        self.address = address
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._memory = np.frombuffer(mmap.mmap(descriptor, COUNTERS_AT + 4 * MOST_STRIPS), np.uint8)
+
+    @staticmethod
+    def make() -> SharedMemory:
+        """Return a new one, nearly empty."""
+        descriptor = os.memfd_create("checkpoint")
+        os.ftruncate(descriptor, COUNTERS_AT + 4 * MOST_STRIPS)
+        name = secrets.token_bytes(_NAME_BYTES)
+        os.pwrite(descriptor, name, 0)
+        return SharedMemory(descriptor, b"%d %d %s" % (os.getpid(), descriptor, name.hex().encode()))
+
+    @staticmethod
+    def open(address: bytes) -> SharedMemory | None:
+        """Return that of another process of this host; None if it cannot be had, or is another one."""
+        pid, number, name = address.decode().split()
+        try:
+            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        if os.pread(descriptor, _NAME_BYTES, 0) != bytes.fromhex(name):
+            os.close(descriptor)
+            return None
+        return SharedMemory(descriptor, address)
+
+    def reach(self, total_bytes: int, *, index: int, count: int) -> None:
+        """Be at least so large, and have the pages there: share `index` of `count` is this process's to make.
+
+        Raises:
+            OSError: if there is no memory for it.
+        """
+        if self._memory.nbytes >= total_bytes:
+            return
+        if os.fstat(self._descriptor).st_size < total_bytes:  # only ever to the same size, whoever comes first
+            os.ftruncate(self._descriptor, total_bytes)
+        share = -(-total_bytes // count // PAGE_BYTES) * PAGE_BYTES
+        lo, hi = min(index * share, total_bytes), min((index + 1) * share, total_bytes)
+        if lo < hi:
+            os.posix_fallocate(self._descriptor, lo, hi - lo)
+        self._memory = np.frombuffer(mmap.mmap(self._descriptor, total_bytes), np.uint8)
+        populate(self._memory)
+
+    def put(self, strip: Strip, packed: Image, lo: int, data: memoryview) -> memoryview | None:
+        """Put bytes of a packed image, from `lo` on, into their strip; return the strip's bytes if it is full now."""
+        strides = (*(stride for _, stride in packed.loops), 1)
+        source, at = np.frombuffer(data, np.uint8), 0
+        for box in stretch(packed.packed_shape, lo, lo + data.nbytes):
+            start = packed.start + sum(map(operator.mul, box.offset, strides)) - strip.lo
+            there = np.ndarray(box.shape, np.uint8, self._memory.data, strip.place + start, strides)
+            np.copyto(there, source[at : at + box.numel].reshape(box.shape))
+            at += box.numel
+        if not self._count(strip, data.nbytes):
+            return None
+        return self._memory[strip.place : strip.place + strip.size].data
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._descriptor)
+
+    def _count(self, strip: Strip, size: int) -> bool:
+        """Count bytes that are in a strip; return whether it is full, and count from zero again if so."""
+        at = COUNTERS_AT + 4 * strip.number
+        counter = ctypes.c_uint32.from_buffer(self._memory.data, at)
+        with self._lock:  # a process's threads do not lock each other out of a file
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, at)
+            try:
+                counter.value = (counter.value + size) % strip.size
+                return counter.value == 0
+            finally:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, at)
+
+
+class Sharing:
+    """What one save puts together with the other ranks of the host."""
+
+    def __init__(self, memory: SharedMemory, strips: Strips) -> None:
+        self.memory, self._strips = memory, strips
+
+    def strips(self, tensor: str) -> Sequence[Strip]:
+        """Return the strips of a tensor, in its order."""
+        return self._strips.get(tensor, ())
+
+
+class Neighbours:
+    """The ranks of one host, seen from the worker thread of one of them, and the memory that they share.
+
+    Args:
+        board: the worker thread's.
+        ranks: all ranks of this host, this one among them; fewer than two share nothing.
+    """
+
+    def __init__(self, board: Board, ranks: Sequence[int]) -> None:
+        self._ranks, self._rank = list(ranks), board.rank
+        self._board = board.clone(min(_PATIENCE_S, board.timeout_s)) if len(ranks) > 1 else board
+        self._memory: SharedMemory | None = None
+        self._has_no_room = False
+        self._posted: list[str] = []
+
+    def join(self, attempt: Attempt, pieces: Sequence[Piece], *, may_share: bool) -> Sharing | None:
+        """Tell each other what is written in rows that lie apart; return None where that goes to the file row by row.
+
+        All ranks of the host call it, before anything else of the save that can fail.
+
+        Args:
+            pieces: this rank's that have rows apart.
+            may_share: whether this rank has the memory for it.
+
+        Raises:
+            TrainerError: if another one says that it has failed, or says nothing.
+        """
+        if len(self._ranks) < 2:
+            return None
+        self._board.forget(self._posted)  # of a save that is over
+        self._posted.clear()
+        self._meet(attempt)
+        joins = may_share and self._memory is not None and not self._has_no_room
+        mine = [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, b"") for piece in pieces]
+        report = (_JOINS if joins else _STAYS_OUT) + encode(mine, attempt.layout)
+        self._post(_key(attempt, self._rank), report)
+        everyone, theirs = [report], list(pieces)
+        for rank in self._ranks:
+            if rank != self._rank:
+                everyone.append(self._board.read(_key(attempt, rank), sender=f"rank {rank}"))
+                if everyone[-1].startswith(_FAILED):
+                    raise CheckpointError(f"Rank {rank}: {everyone[-1][1:].decode()}")
+                found = decode(everyone[-1][1:], attempt.layout)
+                theirs += [Piece(piece.name, piece.box, piece.lo, piece.hi) for piece in found]
+        if self._memory is None or not all(data.startswith(_JOINS) for data in everyone):
+            return None
+        return self._share(self._memory, strips_of(theirs, attempt.layout))
+
+    def drop(self) -> None:
+        """Have other memory for the next save: a rank that has failed may still write to this."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _share(self, memory: SharedMemory, strips: Strips) -> Sharing | None:
+        if not strips:
+            return None
+        try:
+            memory.reach(shared_bytes(strips), index=self._ranks.index(self._rank), count=len(self._ranks))
+        except OSError as error:  # the others count on this rank by now
+            self._has_no_room = True
+            raise CheckpointError(
+                "There is no memory in which the ranks of this host could put columns together",
+                expected=f"{shared_bytes(strips)} B",
+                found=error.strerror,
+                fix="The next save writes them row by row, which is slower.",
+            ) from error
+        return Sharing(memory, strips)
+
+    def _meet(self, attempt: Attempt) -> None:
+        """Have the memory of the host's first rank, made there if need be."""
+        key = f"strips/{attempt.name}/offer"
+        if self._rank == self._ranks[0]:
+            if self._memory is None:
+                with contextlib.suppress(OSError):
+                    self._memory = SharedMemory.make()
+            self._post(key, b"" if self._memory is None else self._memory.address)
+            return
+        address = self._board.read(key, sender=f"rank {self._ranks[0]}")
+        if self._memory is not None and self._memory.address != address:
+            self.drop()
+        if self._memory is None and address:
+            self._memory = SharedMemory.open(address)
+            if self._memory is None:
+                _log.warning("the memory of rank %d cannot be shared, columns are written by row", self._ranks[0])
+
+    def _post(self, key: str, data: bytes) -> None:
+        self._board.post(key, data)
+        self._posted.append(key)
+
+
+def refuse(board: Board, attempt: Attempt, reason: str) -> None:
+    """Tell the ranks of the host, in the worker's place, that this one will write nothing of an attempt."""
+    board.post(_key(attempt, board.rank), _FAILED + reason.encode())
+
+
+def _key(attempt: Attempt, rank: int) -> str:
+    return f"strips/{attempt.name}/{rank}"
