@@ -183,3 +183,17 @@ def test_stretch_gives_boxes_that_are_the_elements_in_order(shape: tuple[int, ..
 def test_whole_covers_a_tensor_of_no_dimensions() -> None:
     assert whole(()) == Box((), ())
     assert list(image(whole(()), (), 4).spans(0, 4)) == [(0, 0, 4)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(shapes_with_boxes(), st.sampled_from([1, 2, 4]))
+def test_before_counts_the_bytes_that_lie_before_an_offset(
+    drawn: tuple[tuple[int, ...], list[Box]], itemsize: int
+) -> None:
+    shape, (box,) = drawn
+    packed = image(box, shape, itemsize)
+    at = sorted(
+        place for first, _, length in packed.spans(0, packed.total_bytes) for place in range(first, first + length)
+    )
+    for offset in range(-2, math.prod(shape) * itemsize + 3):
+        assert packed.before(offset) == sum(place < offset for place in at)

@@ -1,13 +1,13 @@
 """Memory that the ranks of one host share, in which columns become whole rows. Where is told in `strips.py`.
 
-No rank waits for another here once all have said what they write: whoever brings the last bytes of a strip writes it.
-If a rank fails, its strips stay unfilled, and its report fails the save.
+No rank waits for another here once all have said what they write: each puts its columns into the strips and then, when
+it has nothing else to do, writes full strips until there are none. So all are written: the rank that fills a strip
+looks for full ones later. If a rank fails, its strips stay unfilled, and its report fails the save.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import logging
 import mmap
@@ -15,18 +15,19 @@ import operator
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer.checkpoint.arena import populate
 from trainer.checkpoint.board import Board
 from trainer.checkpoint.box import Image, stretch
 from trainer.checkpoint.commit import Attempt, decode, encode
-from trainer.checkpoint.layout import PAGE_BYTES
+from trainer.checkpoint.layout import PAGE_BYTES, Layout
 from trainer.checkpoint.manifest import WrittenPiece
 from trainer.checkpoint.ownership import Piece
-from trainer.checkpoint.strips import COUNTERS_AT, MOST_STRIPS, Strip, Strips, shared_bytes, strips_of
+from trainer.checkpoint.strips import COUNTERS_AT, STRIPS_AT, Strip, Strips, shared_bytes, strips_of
 from trainer.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -44,13 +45,13 @@ class SharedMemory:
         self.address = address
         self._descriptor = descriptor
         self._lock = threading.Lock()
-        self._memory = np.frombuffer(mmap.mmap(descriptor, COUNTERS_AT + 4 * MOST_STRIPS), np.uint8)
+        self._memory = np.frombuffer(mmap.mmap(descriptor, STRIPS_AT), np.uint8)
 
     @staticmethod
     def make() -> SharedMemory:
         """Return a new one, nearly empty."""
         descriptor = os.memfd_create("checkpoint")
-        os.ftruncate(descriptor, COUNTERS_AT + 4 * MOST_STRIPS)
+        os.ftruncate(descriptor, STRIPS_AT)
         name = secrets.token_bytes(_NAME_BYTES)
         os.pwrite(descriptor, name, 0)
         return SharedMemory(descriptor, b"%d %d %s" % (os.getpid(), descriptor, name.hex().encode()))
@@ -85,8 +86,8 @@ class SharedMemory:
         self._memory = np.frombuffer(mmap.mmap(self._descriptor, total_bytes), np.uint8)
         populate(self._memory)
 
-    def put(self, strip: Strip, packed: Image, lo: int, data: memoryview) -> memoryview | None:
-        """Put bytes of a packed image, from `lo` on, into their strip; return the strip's bytes if it is full now."""
+    def put(self, strip: Strip, packed: Image, lo: int, data: memoryview) -> None:
+        """Put bytes of a packed image, from `lo` on, into their strip."""
         strides = (*(stride for _, stride in packed.loops), 1)
         source, at = np.frombuffer(data, np.uint8), 0
         for box in stretch(packed.packed_shape, lo, lo + data.nbytes):
@@ -94,36 +95,67 @@ class SharedMemory:
             there = np.ndarray(box.shape, np.uint8, self._memory.data, strip.place + start, strides)
             np.copyto(there, source[at : at + box.numel].reshape(box.shape))
             at += box.numel
-        if not self._count(strip, data.nbytes):
-            return None
-        return self._memory[strip.place : strip.place + strip.size].data
+        with self._locked():
+            self._counters[strip.number] += data.nbytes
 
     def close(self) -> None:
         """Let go of it."""
         os.close(self._descriptor)
 
-    def _count(self, strip: Strip, size: int) -> bool:
-        """Count bytes that are in a strip; return whether it is full, and count from zero again if so."""
-        at = COUNTERS_AT + 4 * strip.number
-        counter = ctypes.c_uint32.from_buffer(self._memory.data, at)
-        with self._lock:  # a process's threads do not lock each other out of a file
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, at)
+    def is_full(self, strip: Strip) -> bool:
+        """Return whether all bytes of a strip are there, and nobody has claimed it."""
+        return int(self._counters[strip.number]) == strip.size
+
+    def claim(self, strip: Strip) -> memoryview | None:
+        """Return the bytes of a full strip to the one process and thread that is to write it."""
+        with self._locked():
+            if not self.is_full(strip):
+                return None
+            self._counters[strip.number] = 0  # as the next save wants it
+        return self._memory[strip.place : strip.place + strip.size].data
+
+    @property
+    def _counters(self) -> npt.NDArray[np.uint32]:
+        return self._memory[COUNTERS_AT:STRIPS_AT].view(np.uint32)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:  # threads do not lock each other out of what they have opened once
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             try:
-                counter.value = (counter.value + size) % strip.size
-                return counter.value == 0
+                yield
             finally:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, at)
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
 class Sharing:
-    """What one save puts together with the other ranks of the host."""
+    """What one save puts together with the other ranks of the host. Its threads may use it at once.
 
-    def __init__(self, memory: SharedMemory, strips: Strips) -> None:
-        self.memory, self._strips = memory, strips
+    Args:
+        turn: the share of the strips after which this rank begins to look for full ones, so that the ranks of a host
+            do not all look for the same.
+    """
+
+    def __init__(self, memory: SharedMemory, strips: Strips, layout: Layout, *, turn: float) -> None:
+        self.files = {layout.places[tensor].file for tensor in strips}
+        self._memory, self._strips = memory, strips
+        order = [(tensor, strip) for tensor, found in strips.items() for strip in found]
+        first = int(turn * len(order))
+        self._order = order[first:] + order[:first]
 
     def strips(self, tensor: str) -> Sequence[Strip]:
         """Return the strips of a tensor, in its order."""
         return self._strips.get(tensor, ())
+
+    def put(self, strip: Strip, packed: Image, lo: int, data: memoryview) -> None:
+        """Put bytes of a packed image, from `lo` on, into their strip."""
+        self._memory.put(strip, packed, lo, data)
+
+    def full(self) -> Iterator[tuple[str, Strip, memoryview]]:
+        """Yield the strips, with their tensors and bytes, that are for the caller to write now; no other gets them."""
+        for tensor, strip in self._order:
+            if self._memory.is_full(strip) and (data := self._memory.claim(strip)) is not None:
+                yield tensor, strip, data
 
 
 class Neighbours:
@@ -172,7 +204,7 @@ class Neighbours:
                 theirs += [Piece(piece.name, piece.box, piece.lo, piece.hi) for piece in found]
         if self._memory is None or not all(data.startswith(_JOINS) for data in everyone):
             return None
-        return self._share(self._memory, strips_of(theirs, attempt.layout))
+        return self._share(self._memory, strips_of(theirs, attempt.layout), attempt.layout)
 
     def drop(self) -> None:
         """Have other memory for the next save: a rank that has failed may still write to this."""
@@ -180,7 +212,7 @@ class Neighbours:
             self._memory.close()
             self._memory = None
 
-    def _share(self, memory: SharedMemory, strips: Strips) -> Sharing | None:
+    def _share(self, memory: SharedMemory, strips: Strips, layout: Layout) -> Sharing | None:
         if not strips:
             return None
         try:
@@ -193,11 +225,11 @@ class Neighbours:
                 found=error.strerror,
                 fix="The next save writes them row by row, which is slower.",
             ) from error
-        return Sharing(memory, strips)
+        return Sharing(memory, strips, layout, turn=self._ranks.index(self._rank) / len(self._ranks))
 
     def _meet(self, attempt: Attempt) -> None:
         """Have the memory of the host's first rank, made there if need be."""
-        key = f"strips/{attempt.name}/offer"
+        key = f"{_key(attempt, self._ranks[0])}/offer"
         if self._rank == self._ranks[0]:
             if self._memory is None:
                 with contextlib.suppress(OSError):

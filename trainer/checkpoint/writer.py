@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -63,19 +63,20 @@ class Writer:
         order = sorted(self.layout.files, key=lambda file: _position(file.name, list(chunks)))
         digests, has_failed = dict[str, bytes](), threading.Event()
         with ExitStack() as opened, ThreadPoolExecutor(self.threads, thread_name_prefix="checkpoint-writer") as pool:
-            jobs, targets = list[Future[None]](), list[_Target]()
+            jobs, targets = list[Future[None]](), dict[str, _Target]()
+            shared = set() if self.sharing is None else self.sharing.files
             for file in order:
-                if file.name not in chunks and self.rank:
+                if self.rank and file.name not in chunks and file.name not in shared:
                     continue
-                target = _Target(self, file)
+                target = targets[file.name] = _Target(self, file)
                 opened.callback(target.close)
-                targets.append(target)
                 jobs += [
                     pool.submit(self._write_stretch, target, stretch, snapshot, digests, has_failed)
                     for stretch in chunks.get(file.name, ()) or ((),)
                 ]
             _raise_first(jobs)
-            _raise_first([pool.submit(self._sync, target) for target in targets])
+            _raise_first([pool.submit(self._write_strips, targets, snapshot, has_failed) for _ in range(self.threads)])
+            _raise_first([pool.submit(self._sync, target) for target in targets.values()])
         return [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, digests[piece.name]) for piece in pieces]
 
     def _write_stretch(
@@ -102,6 +103,18 @@ class Writer:
             has_failed.set()
             raise
 
+    def _write_strips(self, targets: Mapping[str, _Target], snapshot: Snapshot, has_failed: threading.Event) -> None:
+        """Write strips that the host's ranks have filled, this one or another."""
+        for tensor, strip, data in () if self.sharing is None else self.sharing.full():
+            self._go_on(snapshot, has_failed)
+            place = self.layout.places[tensor]
+            target = targets[place.file]
+            try:
+                target.write(data, offset=place.offset + strip.lo)
+            except OSError as error:
+                has_failed.set()
+                raise self._failure(target.path, error) from error
+
     def _sync(self, target: _Target) -> None:
         try:
             target.sync()
@@ -117,7 +130,6 @@ class Writer:
     def _write_chunk(
         self, target: _Target, chunk: Chunk, *, snapshot: Snapshot, bounce: Bytes, digests: PieceDigests
     ) -> None:
-        full: list[tuple[memoryview, int]] = []
         try:
             data = snapshot.take(chunk, bounce)
             at = 0
@@ -127,28 +139,19 @@ class Writer:
             if chunk.strided is None:
                 target.write(data, offset=chunk.offset)
             else:
-                full = list(self._place_rows(target, chunk, chunk.strided, data))
+                self._place_rows(target, chunk, chunk.strided, data)
         finally:
             snapshot.done(chunk)
-        for strip, offset in full:
-            target.write(strip, offset=offset)
         self.progress(chunk.size)
 
-    def _place_rows(
-        self, target: _Target, chunk: Chunk, packed: Image, data: memoryview
-    ) -> Iterator[tuple[memoryview, int]]:
-        """Bring rows that lie apart to memory that the host's ranks share, or into the file where that is not theirs.
-
-        Yields:
-            what is to be written now, and where: strips to which the last bytes have come.
-        """
+    def _place_rows(self, target: _Target, chunk: Chunk, packed: Image, data: memoryview) -> None:
+        """Bring rows that lie apart to memory that the host's ranks share, or else into the file, one by one."""
         (part,) = chunk.parts
         strips = () if self.sharing is None else self.sharing.strips(part.piece.name)
         for lo, hi, strip in cut_by_strips(packed, part.lo, part.hi, strips):
             rows = data[lo - part.lo : hi - part.lo]
             if strip is not None and self.sharing is not None:
-                if (full := self.sharing.memory.put(strip, packed, lo, rows)) is not None:
-                    yield full, chunk.offset + strip.lo
+                self.sharing.put(strip, packed, lo, rows)
                 continue
             for in_tensor, in_image, length in packed.spans(lo, hi):
                 target.write_cached(rows[in_image - lo : in_image - lo + length], offset=chunk.offset + in_tensor)
