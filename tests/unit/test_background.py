@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 from models import build_model
-from tests.fakes import FailingFiles, StuckFiles, run_ranks
+from tests.fakes import JOIN_S, FailingFiles, StuckFiles, run_ranks
 from tests.unit.model_samples import GPT2, fill, random_values
 from trainer.checkpoint import chunks, load
 from trainer.checkpoint.board import Board, lone_board
@@ -32,6 +34,7 @@ from trainer.optim import AdamSettings, build_adamw
 from trainer.state import Part, TrainerState
 
 SMALL_CHUNK = 1 << 16
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -384,3 +387,88 @@ def test_a_state_that_moved_in_memory_is_planned_anew() -> None:
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     with pytest.raises(CheckpointError, match="not the model"):
         state.contents({}, with_optimizer=True)
+
+
+class SlowToSync(Files):
+    """A disk that takes writes at once, and makes none of them durable until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+
+    def sync(self, descriptor: int) -> None:
+        self.reached.set()
+        assert self.opened.wait(20.0)
+        super().sync(descriptor)
+
+
+def test_a_step_does_not_wait_for_bytes_to_be_durable(tmp_path: Path) -> None:
+    files, training = SlowToSync(), Training()
+    training.place_like_files()
+    checkpointer = started(SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=0.1), files)
+    expected = training.values()
+    checkpointer.save(1, training.contents())
+    assert files.reached.wait(20.0)
+    training.step()
+    assert checkpointer.is_saving
+    files.opened.set()
+    assert_same(loaded(only_report(checkpointer).path), expected)
+    checkpointer.close()
+
+
+class RefusesDirect(Files):
+    """A file system that opens a file for direct writing, and refuses the writes."""
+
+    def __init__(self) -> None:
+        self.direct = set[int]()
+        self.refused = 0
+
+    def open_direct(self, path: Path) -> int | None:
+        descriptor = super().open_direct(path)
+        if descriptor is not None:
+            self.direct.add(descriptor)
+        return descriptor
+
+    def close(self, descriptor: int) -> None:
+        self.direct.discard(descriptor)
+        super().close(descriptor)
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+        if descriptor in self.direct:
+            self.refused += 1
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        super().write(descriptor, buffers, offset=offset)
+
+
+def test_a_file_system_that_refuses_direct_writes_gets_others(tmp_path: Path) -> None:
+    files, training = RefusesDirect(), Training()
+    training.place_like_files()
+    checkpointer = started(SavePolicy(tmp_path, async_save=True), files)
+    expected = training.values()
+    checkpointer.save(1, training.contents())
+    assert_same(loaded(only_report(checkpointer).path), expected)
+    checkpointer.close()
+    # Each file's first writes only, one of each thread at most.
+    assert 0 < files.refused <= 2 * 2
+
+
+LEAVES_WITH_A_HANGING_DISK = """
+import sys, pathlib
+from tests.fakes import StuckFiles
+from tests.unit.test_background import SavePolicy, Training, started
+files, training = StuckFiles(), Training()
+policy = SavePolicy(pathlib.Path(sys.argv[1]), async_save=True, staging_bytes=0, stall_timeout_s=0.1)
+checkpointer = started(policy, files)
+checkpointer.save(1, training.contents())
+assert files.reached.wait(20.0)
+training.step()
+checkpointer.wait()
+print(checkpointer.last_error, flush=True)
+"""
+
+
+def test_a_program_ends_while_a_write_hangs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEAVES_WITH_A_HANGING_DISK, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert "the disk has written nothing" in process.stdout.readline()
+        assert process.wait(JOIN_S / 3) == 0  # the write hangs for as long as JOIN_S

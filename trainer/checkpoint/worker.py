@@ -1,4 +1,4 @@
-"""One background thread that runs one job at a time. What the jobs do is told elsewhere."""
+"""Background threads, each of which runs one job at a time. What the jobs do is told elsewhere."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Job:
     def is_done(self) -> bool:
         return self._done.is_set()
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the call and raise what it raised.
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the call, for ever if there is no timeout, and raise what it raised.
 
         Raises:
             CheckpointError: if it did not end within `timeout_s`.
@@ -52,28 +52,32 @@ def _nothing() -> None:
 
 
 class Worker:
-    """Runs jobs one after the other on a daemon thread, which starts with the first job."""
+    """Runs jobs in turn on daemon threads, which start with the first job; no exit of the program waits for them."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, threads: int = 1) -> None:
+        self._name, self._count = name, threads
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def submit(self, call: Callable[[], None]) -> Job:
         """Queue a call and return its job."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+        if not self._threads:
+            self._threads = [
+                threading.Thread(target=self._run, name=self._name, daemon=True) for _ in range(self._count)
+            ]
+            for thread in self._threads:
+                thread.start()
         job = Job(call)
         self._queue.put(job)
         return job
 
-    def close(self, timeout_s: float) -> None:
-        """Let the thread end after the jobs it has; a thread that hangs is left behind, as it is a daemon."""
-        if self._thread is not None:
+    def close(self, timeout_s: float | None = None) -> None:
+        """Let the threads end after the jobs they have; one that hangs is left behind, as it is a daemon."""
+        for _ in self._threads:
             self._queue.put(None)
-            self._thread.join(timeout_s)
-            self._thread = None
+        for thread in self._threads:
+            thread.join(timeout_s)
+        self._threads.clear()
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:

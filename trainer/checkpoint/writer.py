@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from trainer.checkpoint.ownership import Piece
 from trainer.checkpoint.sharing import Sharing
 from trainer.checkpoint.snapshot import DIRECT_BYTES, Snapshot
 from trainer.checkpoint.strips import cut_by_strips
+from trainer.checkpoint.worker import Job, Worker
 from trainer.errors import CheckpointError
 
 # Stretches that a rank writes at once. More gain nothing on a local disk, and each holds a chunk that a step may wait
@@ -62,8 +63,10 @@ class Writer:
         """
         order = sorted(self.layout.files, key=lambda file: _position(file.name, list(chunks)))
         digests, has_failed = dict[str, bytes](), threading.Event()
-        with ExitStack() as opened, ThreadPoolExecutor(self.threads, thread_name_prefix="checkpoint-writer") as pool:
-            jobs, targets = list[Future[None]](), dict[str, _Target]()
+        with ExitStack() as opened:
+            pool = Worker("checkpoint-writer", threads=self.threads)
+            opened.callback(pool.close)
+            jobs, targets = list[Job](), dict[str, _Target]()
             shared = set() if self.sharing is None else self.sharing.files
             for file in order:
                 if self.rank and file.name not in chunks and file.name not in shared:
@@ -71,12 +74,13 @@ class Writer:
                 target = targets[file.name] = _Target(self, file)
                 opened.callback(target.close)
                 jobs += [
-                    pool.submit(self._write_stretch, target, stretch, snapshot, digests, has_failed)
+                    pool.submit(partial(self._write_stretch, target, stretch, snapshot, digests, has_failed))
                     for stretch in chunks.get(file.name, ()) or ((),)
                 ]
             _raise_first(jobs)
-            _raise_first([pool.submit(self._write_strips, targets, snapshot, has_failed) for _ in range(self.threads)])
-            _raise_first([pool.submit(self._sync, target) for target in targets.values()])
+            strips = partial(self._write_strips, targets, snapshot, has_failed)
+            _raise_first([pool.submit(strips) for _ in range(self.threads)])
+            _raise_first([pool.submit(partial(self._sync, target)) for target in targets.values()])
         return [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, digests[piece.name]) for piece in pieces]
 
     def _write_stretch(
@@ -170,12 +174,16 @@ class _Stopped(Exception):
     """Another stretch failed, so this one is of no use."""
 
 
-def _raise_first(jobs: Sequence[Future[None]]) -> None:
+def _raise_first(jobs: Sequence[Job]) -> None:
     """Wait for all jobs; raise what failed, and not what only stopped for it."""
-    wait(jobs)
-    errors = [error for job in jobs if (error := job.exception()) is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, _Stopped)):
-        raise error
+    errors = []
+    for job in jobs:
+        try:
+            job.wait()
+        except BaseException as error:  # noqa: BLE001 - raised when all have ended
+            errors.append(error)
+    for first in sorted(errors, key=lambda found: isinstance(found, _Stopped)):
+        raise first
 
 
 def _position(name: str, order: Sequence[str]) -> int:
