@@ -150,8 +150,8 @@ class CheckpointSection:
         file_bytes: size at which a safetensors file is full.
         commit_timeout_s: how long a save may take before it is given up.
         async_save: write while training goes on; the next optimizer step copies what is not written by then.
-        staging_bytes: host memory for those copies on each rank; null is what the rank writes. With less, the step
-            waits for the disk.
+        staging_bytes: host memory for those copies on each rank; null is what the rank writes, and once more what it
+            has of tensors cut by columns. With less, the step waits for the disk.
         stall_timeout_s: how long that step waits for a disk that writes nothing before the save is given up.
         exit_on_save_failure: end the run after so many failed saves in a row; 0 never.
     """
