@@ -22,8 +22,8 @@ class SavePolicy:
         async_save: write while training goes on.
         staging_bytes: host memory for copies of what an optimizer step would change before it is written; None is what
             the rank writes, and once more what it has of columns: they come together with those of the host's other
-            ranks, unless that exceeds it. With less, that step waits for the disk. What may change at any time (buffers,
-            frozen parameters) is copied besides.
+            ranks, unless that exceeds it. With less, that step waits for the disk. What may change at any time
+            (buffers, frozen parameters) is copied besides.
         stall_timeout_s: how long that step waits for a disk that writes nothing before the save is given up.
     """
 
