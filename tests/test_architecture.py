@@ -95,9 +95,7 @@ MEASURED_AS_A_PEER = {("scripts.bench.peers", "torch.save"), ("scripts.bench.pee
 CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}
 
 # Dependencies that no module imports, and why they are there. One that is imported does not belong here.
-NOT_IMPORTED = {
-    "tqdm": "declared, not used so far",
-}
+NOT_IMPORTED: dict[str, str] = {}
 IMPORT_NAMES = {"hydra-core": "hydra", "tensorboard": "torch.utils.tensorboard"}
 
 

@@ -1,0 +1,322 @@
+"""Look into checkpoints and look after them: `python -m scripts.checkpoint ls|show|verify|diff|prune`.
+
+Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged or differs, 2 when
+the command cannot be carried out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from trainer.checkpoint.commit import MANIFEST
+from trainer.checkpoint.difference import state_differences, tensor_differences
+from trainer.checkpoint.files import Files
+from trainer.checkpoint.layout import DTYPE_NAMES
+from trainer.checkpoint.lock import FolderLock
+from trainer.checkpoint.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
+from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.store import HOLD, CheckpointFolder, is_iteration_name, iteration_of
+from trainer.checkpoint.verify import verify_share
+from trainer.errors import CheckpointError, TrainerError
+
+FINE, BAD, IMPOSSIBLE = 0, 1, 2
+WIDEST = 60  # of a list in a table
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says, print it and return the exit status."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(format="checkpoint: %(message)s", stream=sys.stderr)
+    call: Callable[[argparse.Namespace], int] = options.call
+    try:
+        return call(options)
+    except TrainerError as error:
+        print(f"checkpoint: {error}", file=sys.stderr)
+    except BrokenPipeError:  # the reader has seen enough
+        sys.stdout = None
+        return FINE
+    except OSError as error:
+        print(f"checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
+    return IMPOSSIBLE
+
+
+def list_run(options: argparse.Namespace) -> int:
+    """List the checkpoints of a run, without reading their tensors."""
+    folder = _folder(options.run)
+    rows = [_summary(path) for path in _iterations(folder)]
+    if not rows:
+        raise CheckpointError("A folder holds no checkpoint", where=folder, expected="an iter_ folder")
+    _print(options, rows)
+    return FINE if all(row["valid"] == "yes" for row in rows) else BAD
+
+
+def show(options: argparse.Namespace) -> int:
+    """Show what one checkpoint holds."""
+    checkpoint = open_checkpoint(_one(options.checkpoint), Files())
+    places = sorted(read_places(checkpoint).values(), key=lambda place: (place.file, place.offset))
+    tensors = [
+        {
+            "tensor": place.spec.name,
+            "dtype": DTYPE_NAMES[place.spec.dtype],
+            "shape": list(place.spec.shape),
+            "bytes": place.spec.total_bytes,
+            "file": place.file,
+        }
+        for place in places
+    ]
+    files = [{"file": name, "bytes": entry.total_bytes} for name, entry in checkpoint.manifest.files.items()]
+    aliases = dict(checkpoint.manifest.aliases)
+    if options.json:
+        print(json.dumps({"state": checkpoint.state, "files": files, "tensors": tensors, "aliases": aliases}))
+        return FINE
+    print(f"{checkpoint.path}\n")
+    _print(options, [{"field": name, "value": value} for name, value in _flat(checkpoint.state)])
+    print()
+    _print(options, files)
+    print()
+    _print(options, tensors)
+    for alias, stored in aliases.items():
+        print(f"{alias} is {stored}")
+    return FINE
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Check every byte of checkpoints against their digests."""
+    rows = []
+    for path in [path for named in options.checkpoints for path in _all(named)]:
+        row: Row = {"checkpoint": path.name, "bytes": 0, "result": "whole"}
+        try:
+            checkpoint = open_checkpoint(path, Files())
+            places = read_places(checkpoint)
+            total = sum(place.spec.total_bytes for place in places.values())
+            with tqdm(total=total, desc=path.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+                row["bytes"] = verify_share(checkpoint, places, rank=0, world_size=1, progress=bar.update)
+        except TrainerError as error:
+            row["result"] = str(error)
+        rows.append(row)
+    _print(options, rows)
+    return FINE if all(row["result"] == "whole" for row in rows) else BAD
+
+
+def diff(options: argparse.Namespace) -> int:
+    """Compare two checkpoints."""
+    a, b = (open_checkpoint(_one(path), Files()) for path in (options.a, options.b))
+    total = len(a.manifest.tensors.keys() | b.manifest.tensors.keys())
+    tensors = [
+        {
+            "tensor": found.name,
+            "found": found.found,
+            "largest difference": found.largest,
+            "differing values": found.differing,
+            "of": found.total,
+            "detail": found.detail,
+        }
+        for found in tqdm(tensor_differences(a, b), total=total, unit=" tensors", disable=None, leave=False)
+    ]
+    state = [{"field": name, "A": ours, "B": theirs} for name, ours, theirs in state_differences(a.state, b.state)]
+    equal = sum(row["found"] == "equal" for row in tensors)
+    if options.json:
+        print(json.dumps({"equal_tensors": equal, "tensors": tensors, "state": state}))
+    else:
+        unequal = [row for row in tensors if options.all or row["found"] != "equal"]
+        _print(options, unequal)
+        print(f"{equal} of {len(tensors)} tensors are equal, bit for bit")
+        _print(options, state)
+    return FINE if equal == len(tensors) and not state else BAD
+
+
+def prune(options: argparse.Namespace) -> int:
+    """Delete all but the newest checkpoints, those with a `hold` file, and every multiple of an interval."""
+    folder = CheckpointFolder(_folder(options.run), Files())
+    retention = Retention(options.keep, options.retain_interval)
+    lock = None
+    if not options.dry_run:
+        lock = FolderLock(folder.root, secrets.token_hex(4))
+        lock.acquire()
+    try:
+        committed = folder.committed()
+        doomed = retention.doomed(committed, pinned=folder.held(committed))
+        kept = set(committed) - set(doomed)
+        if doomed and not any(_is_valid(folder.iteration(iteration)) for iteration in kept):
+            raise CheckpointError("None of the checkpoints that would stay is whole", where=folder.root, found=kept)
+        rows = [
+            {"iteration": number, "bytes": _bytes(folder.iteration(number)), "deleted": not options.dry_run}
+            for number in doomed
+        ]
+        if lock is not None:
+            for iteration in doomed:
+                lock.check()
+                folder.files.remove_tree(folder.discard(iteration, secrets.token_hex(4)))
+    finally:
+        if lock is not None:
+            lock.release()
+    _print(options, rows)
+    if not options.json:
+        print(f"{len(doomed)} {'would be' if options.dry_run else 'were'} deleted, {len(kept)} stay")
+    return FINE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="checkpoint", description=(__doc__ or "").split("\n\n")[0])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, call: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=(call.__doc__ or "").rstrip("."), description=call.__doc__)
+        found.add_argument("--json", action="store_true", help="print JSON instead of tables")
+        found.set_defaults(call=call)
+        return found
+
+    command("ls", list_run).add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
+    one = "an iter_ folder, or a run for its newest"
+    command("show", show).add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=one)
+    command("verify", verify).add_argument(
+        "checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help="iter_ folders, or runs for all of theirs"
+    )
+    compared = command("diff", diff)
+    compared.add_argument("a", type=Path, metavar="A", help=one)
+    compared.add_argument("b", type=Path, metavar="B", help=one)
+    compared.add_argument("--all", action="store_true", help="list equal tensors too")
+    pruned = command("prune", prune)
+    pruned.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
+    pruned.add_argument("--keep", type=_positive, required=True, metavar="K", help="how many of the newest stay")
+    pruned.add_argument("--retain-interval", type=int, default=0, metavar="N", help="multiples of it stay too")
+    pruned.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
+
+
+def _folder(run: Path) -> Path:
+    """Return the checkpoint folder of a run that is named by its own folder or by that one."""
+    if not run.is_dir():
+        raise CheckpointError("There is no such folder", where=run)
+    inner = run / "checkpoints"
+    return inner if inner.is_dir() else run
+
+
+def _iterations(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if is_iteration_name(path.name) and path.is_dir())
+
+
+def _one(path: Path) -> Path:
+    """Return the checkpoint that is named by its own folder, or the newest of a run."""
+    if is_iteration_name(path.name):
+        return path
+    folder = CheckpointFolder(_folder(path), Files())
+    committed = folder.committed()
+    if not committed:
+        raise CheckpointError("A folder holds no checkpoint", where=folder.root, expected="an iter_ folder")
+    return folder.iteration(committed[-1])
+
+
+def _all(path: Path) -> list[Path]:
+    if is_iteration_name(path.name):
+        return [path]
+    folder = _folder(path)
+    found = _iterations(folder)
+    if not found:
+        raise CheckpointError("A folder holds no checkpoint", where=folder, expected="an iter_ folder")
+    return found
+
+
+def _summary(path: Path) -> Row:
+    """Return a line about a checkpoint: what its JSON files, headers and first blocks say of it."""
+    row: Row = {"checkpoint": path.name, "iteration": iteration_of(path), "bytes": _bytes(path)}
+    row["age"] = time.time() - _written_at(path)
+    row["topology"], row["loss"] = "", None
+    try:
+        checkpoint = open_checkpoint(path, Files())
+        check_first_blocks(checkpoint, read_places(checkpoint))
+        row |= {"iteration": checkpoint.iteration, "topology": _topology(checkpoint)}
+        row["loss"] = checkpoint.state.get("valid_loss")
+        row["valid"] = "yes"
+    except TrainerError as error:
+        row["valid"] = f"no: {error}"
+    row["notes"] = ", ".join(_notes(path))
+    return row
+
+
+def _notes(path: Path) -> list[str]:
+    notes = [HOLD] if (path / HOLD).exists() else []
+    return notes if iteration_of(path) is not None else [*notes, "superseded"]
+
+
+def _is_valid(path: Path) -> bool:
+    return bool(_summary(path)["valid"] == "yes")
+
+
+def _topology(checkpoint: Checkpoint) -> str:
+    """Return the number of ranks and the axes longer than one, in words."""
+    found = checkpoint.state.get("topology", {})
+    ranks = found.get("world_size", 1)
+    axes = [f"{name}={found[name]}" for name in ("dp", "tp", "pp", "vpp") if found.get(name, 1) > 1]
+    zero = [f"zero_stage={found['zero_stage']}"] if found.get("dp", 1) > 1 and "zero_stage" in found else []
+    return " ".join([f"{ranks} rank{'s' * (ranks != 1)}", *axes, *zero])
+
+
+def _bytes(path: Path) -> int:
+    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _written_at(path: Path) -> float:
+    """Return when a checkpoint was written, in Unix time: its folder changes when a `hold` is put there."""
+    manifest = path / MANIFEST
+    return (manifest if manifest.exists() else path).stat().st_mtime
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _flat(table: Row, path: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in table.items():
+        found += _flat(value, f"{path}{key}.") if isinstance(value, dict) and value else [(f"{path}{key}", value)]
+    return found
+
+
+def _print(options: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Print rows of equal columns as JSON or as a table."""
+    if options.json:
+        print(json.dumps(rows))
+        return
+    if not rows:
+        return
+    lines = [list(rows[0]), *([_cell(name, value) for name, value in row.items()] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _cell(name: str, value: object) -> str:
+    if name == "bytes" and isinstance(value, int):
+        return f"{value / 1e6:,.3f} MB"
+    if name == "age" and isinstance(value, float):
+        return _age(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list) and len(str(value)) > WIDEST:
+        return f"{len(value)} entries, --json shows them"
+    return "" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
