@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from trainer.checkpoint import commit, json_file
+from trainer.checkpoint.ballot import Outcome
 from trainer.checkpoint.board import Board
-from trainer.checkpoint.commit import Attempt
+from trainer.checkpoint.commit import Attempt, Poll
 from trainer.checkpoint.layout import Kind, Layout
 from trainer.checkpoint.live import Contents
 from trainer.checkpoint.lock import FolderLock
@@ -35,6 +36,7 @@ class Flight:
 
     Args:
         board: the worker thread's.
+        poll: what this rank knows of the attempt; the main thread may decline on it.
         present: the iterations that this rank knows to be there.
         pinned: iterations that retention leaves alone.
         leftovers: partial folders of attempts that were given up, to be removed.
@@ -47,6 +49,7 @@ class Flight:
     plan: Plan
     snapshot: Snapshot
     board: Board
+    poll: Poll
     lock: FolderLock | None
     retention: Retention
     present: Collection[int]
@@ -76,7 +79,7 @@ class Flight:
                 self.attempt,
                 work=lambda: self._write(partial),
                 publish=self._publish,
-                is_declined=lambda: self.snapshot.is_given_up,
+                poll=self.poll,
             )
         except BaseException:
             self._remove(partial)
@@ -85,13 +88,25 @@ class Flight:
             for path in self.leftovers:
                 self._remove(path)
         self.committed_at = time.perf_counter()
-        if doomed is None:  # the verdict was lost: what rank 0 has deleted is gone, the rest it decides like this
-            doomed, committed = self._decide_doomed()
-            self.doomed = [*doomed, *(iteration for iteration in self.present if iteration not in committed)]
+        if doomed is None:
+            self._guess_doomed()
             return
         self.doomed = doomed
         if self.board.rank == 0:
             self._delete(doomed)
+
+    def look_again(self) -> bool:
+        """Return whether it became a checkpoint after this rank had given it up. Main thread."""
+        outcome = self.poll.ballot.outcome
+        if outcome is Outcome.FAILED or (outcome is not Outcome.COMMITTED and not commit.is_committed(self.attempt)):
+            return False
+        self._guess_doomed()
+        return True
+
+    def _guess_doomed(self) -> None:
+        """Find out what the lost verdict said: what rank 0 has deleted is gone, the rest it decides like this."""
+        doomed, committed = self._decide_doomed()
+        self.doomed = [*doomed, *(iteration for iteration in self.present if iteration not in committed)]
 
     def _write(self, partial: Path) -> list[WrittenPiece]:
         attempt = self.attempt
@@ -108,9 +123,9 @@ class Flight:
         finally:
             self.snapshot.close()
 
-    def _publish(self, written: list[WrittenPiece]) -> list[int]:
+    def _publish(self, written: list[WrittenPiece], claim: Callable[[], None]) -> list[int]:
         documents, aliases = self.contents.documents, self.contents.aliases
-        commit.publish(self.attempt, written, documents=documents, aliases=aliases, lock=self.lock)
+        commit.publish(self.attempt, written, documents=documents, aliases=aliases, lock=self.lock, claim=claim)
         return self._decide_doomed()[0]
 
     def _decide_doomed(self) -> tuple[list[int], list[int]]:
