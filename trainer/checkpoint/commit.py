@@ -64,7 +64,8 @@ class Poll:
             raise CheckpointError(str(self._ballot.problem).rstrip("."))
 
 
-Publish = Callable[[list[WrittenPiece], Callable[[], None]], list[int]]
+Claim = Callable[[], None]
+Publish = Callable[[list[WrittenPiece], Claim], list[int]]
 
 
 def exchange(
@@ -237,7 +238,7 @@ def publish(
     documents: Mapping[str, json_file.Json],
     aliases: Mapping[str, str],
     lock: FolderLock | None,
-    claim: Callable[[], None],
+    claim: Claim,
 ) -> None:
     """Check that the pieces tile every tensor, write the JSON files and the manifest, sync, and rename. Rank 0 only.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 from trainer.checkpoint import commit, json_file
 from trainer.checkpoint.ballot import Outcome
 from trainer.checkpoint.board import Board
-from trainer.checkpoint.commit import Attempt, Poll
+from trainer.checkpoint.commit import Attempt, Claim, Poll
 from trainer.checkpoint.layout import Kind, Layout
 from trainer.checkpoint.live import Contents
 from trainer.checkpoint.lock import FolderLock
@@ -123,7 +123,7 @@ class Flight:
         finally:
             self.snapshot.close()
 
-    def _publish(self, written: list[WrittenPiece], claim: Callable[[], None]) -> list[int]:
+    def _publish(self, written: list[WrittenPiece], claim: Claim) -> list[int]:
         documents, aliases = self.contents.documents, self.contents.aliases
         commit.publish(self.attempt, written, documents=documents, aliases=aliases, lock=self.lock, claim=claim)
         return self._decide_doomed()[0]
