@@ -36,6 +36,7 @@ class Troubles:
 
     Args:
         work_s: how long each rank writes; None for ever.
+        disk_s: how long each of rank 0's calls to the disk takes then.
         broken: the ranks whose writing fails.
         declines_s: when the main thread of a rank gives up, if its worker is not through.
         renames: whether the rename succeeds.
@@ -46,6 +47,7 @@ class Troubles:
     ranks: int
     seed: int
     work_s: tuple[float | None, ...]
+    disk_s: float
     broken: frozenset[int]
     declines_s: tuple[float | None, ...]
     renames: bool
@@ -66,7 +68,7 @@ def troubles(draw: st.DrawFn, *, with_faults: bool = True) -> Troubles:
     ranks = draw(st.integers(1, MOST_RANKS))
     quick = st.sampled_from([0.0, 0.001, 0.02, 0.05])
     slow = st.sampled_from([0.2, 0.4, 1.0, None])
-    moment = st.sampled_from([0.0, 0.001, 0.005, 0.02, 0.05, 0.06, 0.1, 0.3, 0.5, 1.0])
+    moment = st.integers(0, 60).map(lambda number: number / 400) | st.sampled_from([0.3, 0.5, 1.0])
     call = st.tuples(st.integers(0, ranks - 1), st.integers(1, 40))
     faults = st.dictionaries(call, st.sampled_from(Fault), max_size=3)
     from_call = st.none() | st.integers(1, 60)
@@ -74,6 +76,7 @@ def troubles(draw: st.DrawFn, *, with_faults: bool = True) -> Troubles:
         ranks,
         draw(st.integers(0, 2**32)),
         tuple(draw(quick | slow if with_faults else quick) for _ in range(ranks)),
+        draw(st.sampled_from([0.0, 0.005, 0.01])),
         draw(st.frozensets(st.integers(0, 3 * ranks), max_size=1)),
         tuple(draw(st.none() | moment) for _ in range(ranks)),
         draw(st.sampled_from([True, True, True, False])),
@@ -86,22 +89,22 @@ def troubles(draw: st.DrawFn, *, with_faults: bool = True) -> Troubles:
 class Disk(Files):
     """A disk whose calls take turns, which makes nothing durable and counts the commits."""
 
-    def __init__(self, turns: Turns, *, renames: bool) -> None:
-        self._turns, self._renames = turns, renames
+    def __init__(self, turns: Turns, *, call_s: float, renames: bool) -> None:
+        self._turns, self._call_s, self._renames = turns, call_s, renames
         self.commits = 0
 
     def sync(self, descriptor: int) -> None:
-        self._turns.turn()
+        self._turns.sleep(self._call_s)
 
     def sync_folder(self, path: Path) -> None:
-        self._turns.turn()
+        self._turns.sleep(self._call_s)
 
     def write_whole(self, path: Path, data: bytes) -> None:
-        self._turns.turn()
+        self._turns.sleep(self._call_s)
         super().write_whole(path, data)
 
     def rename(self, source: Path, target: Path) -> None:
-        self._turns.turn()
+        self._turns.sleep(self._call_s)
         is_commit = target.name.startswith("iter_")
         if is_commit and not self._renames:
             raise OSError(5, "Input/output error")
@@ -136,7 +139,7 @@ class Attempted:
         told = self.told
         self.turns = Turns(told.seed, limit_s=LIMIT_S)
         self.store = FaultyStore(self.turns, told.faults, stops_at=told.stops_at, dies_at=told.dies_at)
-        self.disk = Disk(self.turns, renames=told.renames)
+        self.disk = Disk(self.turns, call_s=told.disk_s, renames=told.renames)
         spec = TensorSpec(Kind.MODEL, "w", (told.ranks,), torch.float32, (told.ranks,))
         folder = CheckpointFolder(self.root, self.disk)
         self.attempt = Attempt(7, "n-1", folder, build_layout([spec]))
@@ -247,7 +250,14 @@ def calm(ranks: int, **changes: object) -> Troubles:
     """Return an attempt in which nothing happens but the changes."""
     nobody = (None,) * ranks
     told = dict[str, object](
-        ranks=ranks, seed=1, work_s=(0.01,) * ranks, broken=frozenset(), declines_s=nobody, renames=True, faults={}
+        ranks=ranks,
+        seed=1,
+        work_s=(0.01,) * ranks,
+        disk_s=0.005,
+        broken=frozenset(),
+        declines_s=nobody,
+        renames=True,
+        faults={},
     )
     return Troubles(**{**told, "stops_at": None, "dies_at": None, **changes})  # type: ignore[arg-type]
 
@@ -276,6 +286,19 @@ def test_a_host_that_stops_leaves_no_rank_with_a_wrong_word_at_any_call() -> Non
     commits = [attempted(calm(2, stops_at=call)).disk.commits for call in range(1, total + 1)]
     assert total > 10
     assert sorted(commits) == commits  # from some call on it had been committed
+    assert set(commits) == {0, 1}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_gives_up_at_any_moment_hears_or_makes_the_outcome_of_all(number: int) -> None:
+    commits = []
+    for moment in range(40):
+        declines_s: list[float | None] = [None, None]
+        declines_s[number] = moment / 500
+        for seed in range(5):
+            found = attempted(calm(2, seed=seed, declines_s=tuple(declines_s)))
+            commits.append(found.disk.commits)
+            assert outcomes(found) == [Outcome.COMMITTED if found.disk.commits else Outcome.FAILED] * 2
     assert set(commits) == {0, 1}
 
 

@@ -88,6 +88,7 @@ class Saver:
             _log.info("iteration %d is saved already, nothing to do", iteration)
             if self._board.rank == 0:  # another rank, which gave that save up before it was committed, may try again
                 commit.excuse(self._board, name)
+                self._leftovers.append(self._folder.partial(iteration, name))
             return None
         if self._plan is None or not self._plan.suits(contents):
             self._plan = self._make_plan(contents)
