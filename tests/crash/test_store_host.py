@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from tests.crash.moments import await_true, standing
-from tests.harness import TINY, all_files, curve, last_iteration, run_ok, tensor_files
+from tests.crash.moments import Gate, await_true, standing
+from tests.harness import TINY, all_files, curve, run_ok, tensor_files
 from tests.resume.test_torchrun import TORCHRUN, descendants, kill, workers
 
+ROOT = Path(__file__).parents[2]
 ITERATIONS = 12
 BASE = (
     "model=gpt2_tiny",
@@ -23,7 +26,7 @@ BASE = (
     f"train.train_iters={ITERATIONS}",
     "checkpoint.save_interval=4",
 )
-TIMEOUT_S = 9.0
+TIMEOUT_S = 12.0
 TIMEOUT = f"train.distributed_timeout_minutes={TIMEOUT_S / 60}"
 # Beside the timeout: the guard's own pause, what the rank prints, and a busy machine.
 BOUND_S = TIMEOUT_S + 8.0
@@ -78,16 +81,20 @@ def test_a_stopped_rank_0_ends_its_peer_and_itself_and_the_run_goes_on(
     ended = running.ended()
     assert ended.statuses == (1, 1), ended.text
     assert "rank 1 leaves: the store's host, rank 0, has not answered" in ended.outputs[1]
+    assert "Rank 1 does not answer: it was killed, or hangs" in ended.outputs[0]
     assert all_files(run / FIRST) == before
     assert_goes_on(run, unbroken)
 
 
 @contextmanager
-def torchrun(run: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start two ranks under torchrun, whose agent hosts the store, and end all of it afterwards."""
-    command = [*TORCHRUN, "-m", "trainer", f"run.dir={run}", *BASE, TIMEOUT]
+def torchrun(run: Path, gate: Gate, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start two ranks with a gate under torchrun, whose agent hosts the store, and end all of it afterwards."""
+    Path(gate.folder).mkdir()
+    ranks = ["-m", "tests.crash.moments", json.dumps(asdict(gate)), f"run.dir={run}", *BASE, TIMEOUT]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, start_new_session=True, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*TORCHRUN, *ranks], cwd=ROOT, start_new_session=True, stdout=output, stderr=subprocess.STDOUT
+        )
     try:
         yield process
     finally:
@@ -104,19 +111,25 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_a_stopped_agent_of_torchrun_ends_all_ranks_and_the_run_goes_on(unbroken: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("moment", "iteration"), MOMENTS[::2], ids=["forward", "publish"])
+def test_a_stopped_agent_of_torchrun_ends_all_ranks_and_the_run_goes_on(
+    unbroken: Path, tmp_path: Path, moment: str, iteration: int
+) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
-    with torchrun(run, log) as agent:
-        await_true(lambda: last_iteration(run / "metrics.jsonl", "save") >= 4 or agent.poll() is not None)
+    gate = Gate(str(tmp_path / "gate"), moment, iteration, (0,))
+    with torchrun(run, gate, log) as agent:
+        await_true(lambda: Path(gate.folder, "reached.0").exists() or agent.poll() is not None)
+        await_true(lambda: (run / FIRST).exists() or agent.poll() is not None)
         ranks = workers(agent.pid)
+        assert len(ranks) == 2, log.read_text()
+        before = all_files(run / FIRST)
         agent.send_signal(signal.SIGSTOP)
         start = time.monotonic()
-        before = all_files(run / FIRST)
-        assert len(ranks) == 2, log.read_text()
+        gate.open()
         await_true(lambda: all(map(has_ended, ranks)))
         assert time.monotonic() - start < BOUND_S
         agent.send_signal(signal.SIGCONT)
-        assert agent.wait(BOUND_S) == 1, log.read_text()
+        assert agent.wait(30.0) == 1, log.read_text()
     text = log.read_text()
     assert "the store's host, torchrun's agent on the first node, has not answered" in text
     assert "exitcode  : 1 (pid:" in text
