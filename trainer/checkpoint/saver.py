@@ -122,6 +122,8 @@ class Saver:
             if flight.snapshot.is_given_up and not started.job.is_done:
                 raise _hangs(flight.attempt)
             started.job.wait(self._policy.commit_timeout_s)
+            self._settle()
+            self._undecided.clear()  # rank 0 makes one attempt after the other: those before this one are over
             self._note(flight)
         except TrainerError as failure:
             error = failure
