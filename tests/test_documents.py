@@ -42,7 +42,7 @@ def test_the_readme_s_example_of_an_own_model_runs(
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_every_checkpoint_option_that_a_document_names_exists(path: Path) -> None:
     known = {field.name for field in fields(CheckpointSection)}
-    named = set(re.findall(r"(?<![\w.])checkpoint\.(\w+)", path.read_text(encoding="utf-8")))
+    named = set(re.findall(r"(?<![\w./])checkpoint\.(\w+)", path.read_text(encoding="utf-8")))
     assert named - known == set()
 
 

@@ -16,6 +16,8 @@ from trainer.errors import LaunchError
 # Between two looks, and a little more for each rank, so that the store's host is asked some thousand times a second.
 _LOOK_EVERY_S = 1.0
 _PER_RANK_S = 1 / 5000
+# The pause of the guard, and what it takes at most where the process is not stopped.
+_GUARD_EVERY_S, _STOPPED_S = 1.0, 3.0
 # What the main thread gets to end by itself once a rank has given up.
 _GRACE_S = 10.0
 _MOST_ASKING = 512  # of more ranks only rank 0 asks who is missing
@@ -109,9 +111,16 @@ class PeerWatch:
                 return
 
     def _guard(self) -> None:
-        """Leave if a look at the store hangs: a stopped host blocks every call, past any timeout."""
-        while not self._is_over.wait(1.0):
-            if time.monotonic() - self._looked > self._timeout_s:
+        """Leave if a look at the store hangs: a stopped host blocks every call, past any timeout.
+
+        Time in which this process was itself stopped, alone or with all others, does not count.
+        """
+        looked, silent_s, before = self._looked, 0.0, time.monotonic()
+        while not self._is_over.wait(_GUARD_EVERY_S):
+            now = time.monotonic()
+            silent_s = silent_s + min(now - before, _STOPPED_S) if looked == self._looked else 0.0
+            looked, before = self._looked, now
+            if silent_s > self._timeout_s:
                 print(
                     f"rank {self._board.rank} leaves: the store's host, {self._store_host}, has not answered for "
                     f"{self._timeout_s:.0f} s: it hangs, or cannot be reached",

@@ -197,3 +197,7 @@ _GATES = {
     "publish": _gate_publish,
     "exit": _gate_exit,
 }
+
+
+if __name__ == "__main__":
+    train_with_gate(sys.argv[1:])

@@ -19,6 +19,7 @@ from trainer.peers import PeerWatch
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(peers, "_GRACE_S", 0.2)
+    monkeypatch.setattr(peers, "_GUARD_EVERY_S", 0.01)
 
 
 class Rank:
@@ -145,3 +146,26 @@ def test_a_store_that_hangs_ends_all_even_the_one_that_explains(capsys: pytest.C
     assert "the store's host, rank 0, has not answered" in capsys.readouterr().err
     store.flows.set()
     explaining.join(10.0)
+
+
+class Suspended:
+    """A clock of a process that is stopped for an hour before each look at it."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def monotonic(self) -> float:
+        self.looks += 1
+        return 3600.0 * self.looks
+
+
+def test_time_in_which_a_process_was_stopped_itself_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Suspended()
+    store = Brittle()
+    store.flows.clear()
+    rank = Rank(store, 1, timeout_s=60.0)
+    monkeypatch.setattr(peers, "time", clock)
+    rank.watch.start()
+    assert rank.has_left.wait(10.0)
+    assert clock.looks > 60.0 / peers._STOPPED_S
+    store.flows.set()

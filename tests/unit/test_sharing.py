@@ -23,7 +23,7 @@ from trainer.checkpoint.layout import build_layout
 from trainer.checkpoint.live import Contents
 from trainer.checkpoint.policy import SavePolicy, SaveReport
 from trainer.checkpoint.reader import FORMAT, STATE
-from trainer.checkpoint.sharing import Neighbours, SharedMemory, refuse
+from trainer.checkpoint.sharing import Neighbours, SharedMemory
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.strips import STRIPS_AT, Strip
 from trainer.errors import CheckpointError, TrainerError
@@ -204,7 +204,7 @@ def attempt(folder: Path) -> Attempt:
 def test_a_rank_that_refuses_ends_the_wait_of_the_others(tmp_path: Path) -> None:
     def run(board: Board) -> None:
         if board.rank == 1:
-            refuse(board, attempt(tmp_path), "its disk hangs")
+            Neighbours(board, [0, 1]).refuse(board, attempt(tmp_path).name, "its disk hangs")
             return
         Neighbours(board, [0, 1]).join(attempt(tmp_path), [], may_share=True)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import struct
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.checkpoint import json_file, manifest
+from trainer.checkpoint import ballot, json_file, manifest
+from trainer.checkpoint.ballot import Action, Ballot, Event, Outcome
 from trainer.checkpoint.board import Board
 from trainer.checkpoint.box import Box
 from trainer.checkpoint.files import describe_free_space
@@ -34,19 +36,47 @@ class Attempt:
     layout: Layout
 
 
+class Poll:
+    """The ballot of one attempt on one rank, for the two threads that have a say in it."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._ballot = Ballot.of(rank, world_size)
+        self._lock = threading.Lock()
+
+    @property
+    def ballot(self) -> Ballot:
+        """Return what is known now."""
+        return self._ballot
+
+    def take(self, event: Event) -> Action:
+        """Take an event in, whole and alone, and return what is to be done."""
+        with self._lock:
+            self._ballot, action = ballot.advance(self._ballot, event)
+            return action
+
+    def claim(self) -> None:
+        """Say that the rename comes next: whoever declines from here on comes too late.
+
+        Raises:
+            CheckpointError: if the attempt was declined before.
+        """
+        if self.take(ballot.Prepared()) is not Action.RENAME:
+            raise CheckpointError(str(self._ballot.problem).rstrip("."))
+
+
+Claim = Callable[[], None]
+Publish = Callable[[list[WrittenPiece], Claim], list[int]]
+
+
 def exchange(
-    board: Board,
-    attempt: Attempt,
-    *,
-    work: Callable[[], list[WrittenPiece]],
-    publish: Callable[[list[WrittenPiece]], list[int]],
-    is_declined: Callable[[], bool] = lambda: False,
+    board: Board, attempt: Attempt, *, work: Callable[[], list[WrittenPiece]], publish: Publish, poll: Poll
 ) -> list[int] | None:
     """Run `work` on every rank and, if all succeed, `publish` on rank 0; all ranks learn the outcome.
 
     Args:
-        is_declined: tells, when `work` has failed, whether `decline` has told the others meanwhile; what they then
-            answer may be gone by now, so it is not waited for.
+        publish: makes the checkpoint of all ranks' pieces; it calls what it is given right before the rename, and ends
+            if that raises.
+        poll: of this attempt on this rank; another thread may `decline` on it meanwhile.
 
     Returns:
         What `publish` returned, the iterations that are to be deleted now; None where that message was lost.
@@ -55,67 +85,129 @@ def exchange(
         TrainerError: on every rank, if the attempt did not become a checkpoint.
         BaseException: on the rank where `work` or `publish` raised it; the others get a CheckpointError that names it.
     """
-    key = f"save/{attempt.name}"
-    problem: BaseException | None = None
-    report = b""
-    try:
-        report = _OK + encode(work(), attempt.layout)
-    except BaseException as error:  # noqa: BLE001 - raised again once the peers know
-        problem, report = error, _FAILED + _text(error)
-    if board.rank == 0:
-        return _decide(board, key, attempt, report=report, problem=problem, publish=publish)
-    if problem is not None and is_declined():
-        raise problem
-    verdict = b""
-    try:
-        board.collect(f"{key}/report", report)
-        verdict = board.from_rank0(f"{key}/verdict", None)
-    except LaunchError as error:
-        if problem is None and _is_committed(attempt):  # the rename is the truth, whatever became of the message
-            return None
-        problem = error if problem is None else problem
-    if problem is not None:
-        raise problem
-    if not verdict.startswith(_OK):
-        raise CheckpointError(verdict[2:].decode().rstrip("."))
-    return [int(number) for number in verdict[2:].split()]
+    part = _Part(board, attempt, work, publish, poll)
+    action = poll.take(part.work())
+    while action is not Action.END:
+        for event in part.perform(action):
+            action = poll.take(event)
+    if poll.ballot.outcome is Outcome.COMMITTED:
+        return part.doomed
+    raise part.error or CheckpointError(str(poll.ballot.problem).rstrip("."))
 
 
-def _decide(
-    board: Board,
-    key: str,
-    attempt: Attempt,
-    *,
-    report: bytes,
-    problem: BaseException | None,
-    publish: Callable[[list[WrittenPiece]], list[int]],
-) -> list[int]:
-    doomed: list[int] = []
-    try:
-        reports = board.collect(f"{key}/report", report)
-        for rank, data in enumerate(reports):
-            if not data.startswith(_OK):
-                raise CheckpointError(f"Rank {rank}: {data[2:].decode().rstrip('.')}")
-        doomed = publish([piece for data in reports for piece in decode(data[2:], attempt.layout)])
-    except BaseException as error:  # noqa: BLE001 - raised again once the peers know
-        problem = error if problem is None else problem
-    if problem is not None:
-        _announce(board, key, _FAILED + _text(problem))
-        raise problem
-    _announce(board, key, _OK + " ".join(map(str, doomed)).encode())
-    return doomed
+class _Part:
+    """What one rank does for an attempt, and what came of it; `error` is what it met first."""
+
+    def __init__(
+        self,
+        board: Board,
+        attempt: Attempt,
+        work: Callable[[], list[WrittenPiece]],
+        publish: Publish,
+        poll: Poll,
+    ) -> None:
+        self._board, self._attempt, self._work, self._publish, self._poll = board, attempt, work, publish, poll
+        self._key = _key(attempt.name)
+        self._reports = [b""]
+        self.doomed: list[int] | None = None
+        self.error: BaseException | None = None
+
+    def work(self) -> Event:
+        """Write this rank's part."""
+        try:
+            self._reports = [_OK + encode(self._work(), self._attempt.layout)]
+        except BaseException as error:  # noqa: BLE001 - raised again once the peers know
+            self.error = error
+            self._reports = [_FAILED + _text(error)]
+            return ballot.Failed(_text(error).decode())
+        return ballot.Wrote()
+
+    def perform(self, action: Action) -> list[Event]:
+        """Do what is to be done next, and return what came of it."""
+        try:
+            match action:
+                case Action.REPORT:
+                    self._board.collect(f"{self._key}/report", self._reports[0])
+                    return [ballot.Reported()]
+                case Action.AWAIT_VERDICT:
+                    return [self._heard(self._board.from_rank0(f"{self._key}/verdict", None))]
+                case Action.LOOK:
+                    return [ballot.FoundCommitted() if is_committed(self._attempt) else ballot.FoundNothing()]
+                case Action.COLLECT:
+                    return self._collect()
+                case Action.PUBLISH:
+                    return [self._make()]
+                case Action.ANNOUNCE:
+                    _announce(self._board, self._key, self._verdict())
+                    return [ballot.Announced()]
+        except LaunchError as error:
+            self.error = self.error or error
+            return [ballot.Silence(str(error))]
+        raise AssertionError(f"{action} is nothing to perform")
+
+    def _collect(self) -> list[Event]:
+        try:
+            self._reports = self._board.collect(f"{self._key}/report", self._reports[0])
+            return [ballot.Report(rank, _problem(data)) for rank, data in enumerate(self._reports) if rank]
+        except LaunchError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised again once the peers know
+            self.error = self.error or error
+            return [ballot.Failed(_text(error).decode())]
+
+    def _make(self) -> Event:
+        layout = self._attempt.layout
+        try:
+            pieces = [piece for data in self._reports for piece in decode(data[2:], layout)]
+            self.doomed = self._publish(pieces, self._poll.claim)
+        except BaseException as error:  # noqa: BLE001 - raised again once the peers know
+            self.error = error
+            return ballot.Failed(_text(error).decode())
+        return ballot.Renamed()
+
+    def _verdict(self) -> bytes:
+        known = self._poll.ballot
+        if known.outcome is Outcome.COMMITTED:
+            return _OK + " ".join(map(str, self.doomed or [])).encode()
+        return _FAILED + str(known.problem).encode()
+
+    def _heard(self, verdict: bytes) -> Event:
+        problem = _problem(verdict)
+        if problem is None:
+            self.doomed = [int(number) for number in verdict[2:].split()]
+        return ballot.Verdict(problem)
 
 
-def decline(board: Board, attempt: Attempt, error: TrainerError) -> None:
-    """Tell the other ranks in the worker's place, which hangs, that this rank's part of an attempt has failed."""
-    key = f"save/{attempt.name}"
-    if board.rank == 0:
-        _announce(board, key, _FAILED + _text(error))
-        return
-    try:
-        board.post(f"{key}/report/{board.rank}", _FAILED + _text(error))
-    except LaunchError as lost:
-        _log.error("the failure of %s did not go out: %s", key, lost)
+def decline(board: Board, attempt: Attempt, error: TrainerError, poll: Poll) -> bool:
+    """Fail an attempt in the place of the worker, which hangs, and tell the other ranks.
+
+    Returns:
+        Whether it has failed for certain: a rank whose report is out, or that renames already, comes too late.
+    """
+    action = poll.take(ballot.Declined(str(error)))
+    key, text = _key(attempt.name), _FAILED + _text(error)
+    if action is Action.ANNOUNCE:
+        _announce(board, key, text)
+    if action is Action.REPORT:
+        try:
+            board.post(f"{key}/report/{board.rank}", text)
+        except LaunchError as lost:
+            _log.error("the failure of %s did not go out: %s", key, lost)
+    return poll.ballot.outcome is Outcome.FAILED
+
+
+def excuse(board: Board, name: str) -> None:
+    """Tell a rank that tries to save, as attempt `name`, what rank 0 knows to be there, that it is. Rank 0 only."""
+    _announce(board, _key(name), _OK)
+
+
+def _key(name: str) -> str:
+    return f"save/{name}"
+
+
+def _problem(message: bytes) -> str | None:
+    """Return what a report or a verdict complains of."""
+    return None if message.startswith(_OK) else message[2:].decode().rstrip(".")
 
 
 def _announce(board: Board, key: str, verdict: bytes) -> None:
@@ -130,7 +222,8 @@ def _text(error: BaseException) -> bytes:
     return (str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}").encode()
 
 
-def _is_committed(attempt: Attempt) -> bool:
+def is_committed(attempt: Attempt) -> bool:
+    """Return whether the checkpoint that is there is this attempt's: the rename is the truth."""
     path = attempt.folder.iteration(attempt.iteration) / MANIFEST
     try:
         return manifest.from_bytes(path.read_bytes(), where=path).attempt == attempt.name
@@ -145,8 +238,12 @@ def publish(
     documents: Mapping[str, json_file.Json],
     aliases: Mapping[str, str],
     lock: FolderLock | None,
+    claim: Claim,
 ) -> None:
     """Check that the pieces tile every tensor, write the JSON files and the manifest, sync, and rename. Rank 0 only.
+
+    Args:
+        claim: called right before the rename; nothing is renamed if it raises.
 
     Raises:
         CheckpointError: if the pieces do not tile, the lock is lost, or the file system fails.
@@ -168,6 +265,7 @@ def publish(
             files.sync_folder(path)
         if lock is not None:
             lock.check()
+        claim()
         attempt.folder.commit(attempt.iteration, attempt.name)
     except OSError as error:
         where = error.filename or folder

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from trainer.checkpoint import commit, json_file
+from trainer.checkpoint.ballot import Outcome
 from trainer.checkpoint.board import Board
-from trainer.checkpoint.commit import Attempt
+from trainer.checkpoint.commit import Attempt, Claim, Poll
 from trainer.checkpoint.layout import Kind, Layout
 from trainer.checkpoint.live import Contents
 from trainer.checkpoint.lock import FolderLock
@@ -36,6 +37,7 @@ class Flight:
 
     Args:
         board: the worker thread's.
+        poll: what this rank knows of the attempt; the main thread may decline on it.
         present: the iterations that this rank knows to be there.
         pinned: iterations that retention leaves alone.
         neighbours: the ranks of this host, for columns that become whole rows in memory that they share.
@@ -50,6 +52,7 @@ class Flight:
     plan: Plan
     snapshot: Snapshot
     board: Board
+    poll: Poll
     lock: FolderLock | None
     retention: Retention
     present: Collection[int]
@@ -81,7 +84,7 @@ class Flight:
                 self.attempt,
                 work=lambda: self._write(partial),
                 publish=self._publish,
-                is_declined=lambda: self.snapshot.is_given_up,
+                poll=self.poll,
             )
         except BaseException:
             self.neighbours.drop()
@@ -91,13 +94,25 @@ class Flight:
             for path in self.leftovers:
                 self._remove(path)
         self.committed_at = time.perf_counter()
-        if doomed is None:  # the verdict was lost: what rank 0 has deleted is gone, the rest it decides like this
-            doomed, committed = self._decide_doomed()
-            self.doomed = [*doomed, *(iteration for iteration in self.present if iteration not in committed)]
+        if doomed is None:
+            self._guess_doomed()
             return
         self.doomed = doomed
         if self.board.rank == 0:
             self._delete(doomed)
+
+    def look_again(self) -> bool:
+        """Return whether it became a checkpoint after this rank had given it up. Main thread."""
+        outcome = self.poll.ballot.outcome
+        if outcome is Outcome.FAILED or (outcome is not Outcome.COMMITTED and not commit.is_committed(self.attempt)):
+            return False
+        self._guess_doomed()
+        return True
+
+    def _guess_doomed(self) -> None:
+        """Find out what the lost verdict said: what rank 0 has deleted is gone, the rest it decides like this."""
+        doomed, committed = self._decide_doomed()
+        self.doomed = [*doomed, *(iteration for iteration in self.present if iteration not in committed)]
 
     def _write(self, partial: Path) -> list[WrittenPiece]:
         attempt = self.attempt
@@ -115,9 +130,9 @@ class Flight:
         finally:
             self.snapshot.close()
 
-    def _publish(self, written: list[WrittenPiece]) -> list[int]:
+    def _publish(self, written: list[WrittenPiece], claim: Claim) -> list[int]:
         documents, aliases = self.contents.documents, self.contents.aliases
-        commit.publish(self.attempt, written, documents=documents, aliases=aliases, lock=self.lock)
+        commit.publish(self.attempt, written, documents=documents, aliases=aliases, lock=self.lock, claim=claim)
         return self._decide_doomed()[0]
 
     def _decide_doomed(self) -> tuple[list[int], list[int]]:

@@ -13,19 +13,20 @@ import torch
 
 from trainer.checkpoint import commit
 from trainer.checkpoint.arena import Arena
+from trainer.checkpoint.ballot import Outcome
 from trainer.checkpoint.board import Board
-from trainer.checkpoint.commit import Attempt
+from trainer.checkpoint.commit import Attempt, Poll
 from trainer.checkpoint.flight import Flight
 from trainer.checkpoint.layout import Kind
 from trainer.checkpoint.live import Contents
 from trainer.checkpoint.lock import FolderLock
 from trainer.checkpoint.planning import Plan, make_plan
 from trainer.checkpoint.policy import SavePolicy, SaveReport
-from trainer.checkpoint.sharing import Neighbours, refuse
+from trainer.checkpoint.sharing import Neighbours
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.worker import Job, Worker
-from trainer.errors import CheckpointError, LaunchError, TrainerError
+from trainer.errors import CheckpointError, TrainerError
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Saver:
         self._stuck: Job | None = None
         self._reports: list[SaveReport] = []
         self._leftovers: list[Path] = []  # of attempts that were given up
+        self._undecided: list[Flight] = []  # given up when they may still have been committed
         self._plan: Plan | None = None
         self._arena = Arena(0, is_pinned=False)
         self._blocked_s = 0.0
@@ -84,17 +86,25 @@ class Saver:
         self._attempts += 1
         asked = time.perf_counter()
         self.wait()
+        self._settle()
         start = time.perf_counter()
         has_optimizer = any(spec.kind is Kind.OPTIMIZER for spec in contents.specs)
+        name = f"{self._nonce}-{self._attempts}"
         if iteration in self._present and self._present[iteration] >= has_optimizer:
             _log.info("iteration %d is saved already, nothing to do", iteration)
+            # Another rank, which gave that save up before it was committed, may try again.
+            self._neighbours.refuse(self._board, name, "that iteration is saved already")
+            if self._board.rank == 0:
+                commit.excuse(self._board, name)
+                self._leftovers.append(self._folder.partial(iteration, name))
             return None
         if self._plan is None or not self._plan.suits(contents):
             self._plan = self._make_plan(contents)
-        attempt = Attempt(iteration, f"{self._nonce}-{self._attempts}", self._folder, self._plan.layout)
+        attempt = Attempt(iteration, name, self._folder, self._plan.layout)
         if self._stuck is not None and not self._stuck.is_done:
             error = _hangs(attempt)
-            self._decline(attempt, error)
+            self._decline(attempt, error, self._new_poll())
+            self._leave_over(attempt)
             self._ended(attempt, error)
             self._reports.append(_untried(attempt, error))
         else:
@@ -120,15 +130,18 @@ class Saver:
             if flight.snapshot.is_given_up and not started.job.is_done:
                 raise _hangs(flight.attempt)
             started.job.wait(self._policy.commit_timeout_s)
-            self._present = {found: has for found, has in self._present.items() if found not in flight.doomed}
-            self._present[flight.attempt.iteration] = flight.has_optimizer
+            self._settle()
+            self._undecided.clear()  # rank 0 makes one attempt after the other: those before this one are over
+            self._note(flight)
         except TrainerError as failure:
             error = failure
             if not started.job.is_done and not flight.snapshot.is_given_up:
                 flight.snapshot.give_up()
-                self._decline(flight.attempt, failure)
-            else:
-                self._leave_over(flight.attempt)
+                if not self._decline(flight.attempt, failure, flight.poll):
+                    error = _is_undecided(flight.attempt)
+            if flight.poll.ballot.outcome is not Outcome.FAILED:
+                self._undecided.append(flight)
+            self._leave_over(flight.attempt)
         finally:
             if not started.job.is_done:  # it may still read live memory, which is free to change from here on
                 flight.snapshot.give_up()
@@ -149,6 +162,7 @@ class Saver:
     def rewound(self, iteration: int) -> None:
         """Forget checkpoints newer than `iteration`, which are out of the way."""
         self._present = {found: has for found, has in self._present.items() if found <= iteration}
+        self._undecided = [flight for flight in self._undecided if flight.attempt.iteration <= iteration]
 
     @property
     def is_saving(self) -> bool:
@@ -189,12 +203,28 @@ class Saver:
         else:
             self._started.blocked_s = time.perf_counter() - start
 
-    def _decline(self, attempt: Attempt, error: TrainerError) -> None:
-        """Fail an attempt in the place of the background thread, which hangs."""
-        with contextlib.suppress(LaunchError):
-            refuse(self._board, attempt, str(error))
-        commit.decline(self._board, attempt, error)
-        self._leave_over(attempt)
+    def _note(self, flight: Flight) -> None:
+        """Know what is there, and what no longer is, after a save that was committed."""
+        self._present = {found: has for found, has in self._present.items() if found not in flight.doomed}
+        self._present[flight.attempt.iteration] = flight.has_optimizer
+
+    def _settle(self) -> None:
+        """Know of saves that were given up here and committed all the same."""
+        undecided, self._undecided = self._undecided, []
+        for flight in undecided:
+            if flight.look_again():
+                _log.info("iteration %d, given up on rank %d, is there", flight.attempt.iteration, self._board.rank)
+                self._note(flight)
+            elif flight.poll.ballot.outcome is not Outcome.FAILED:
+                self._undecided.append(flight)
+
+    def _new_poll(self) -> Poll:
+        return Poll(self._board.rank, self._board.world_size)
+
+    def _decline(self, attempt: Attempt, error: TrainerError, poll: Poll) -> bool:
+        """Fail an attempt in the place of the background thread, which hangs; return whether that is in time."""
+        self._neighbours.refuse(self._board, attempt.name, str(error))
+        return commit.decline(self._board, attempt, error, poll)
 
     def _leave_over(self, attempt: Attempt) -> None:
         """Let the next save remove what a slow rank may still have made of a failed attempt."""
@@ -239,6 +269,7 @@ class Saver:
             plan=made,
             snapshot=snapshot,
             board=self._worker_board,
+            poll=self._new_poll(),
             lock=lock,
             retention=self._policy.retention,
             present=frozenset(self._present),
@@ -262,7 +293,7 @@ class Saver:
             snapshot.release()
             self._blocked_s += snapshot.blocked_s - blocked_s
             if snapshot.is_given_up and not was_given_up:
-                self._decline(flight.attempt, _hangs(flight.attempt))
+                self._decline(flight.attempt, _hangs(flight.attempt), flight.poll)
 
         return optimizer.register_step_pre_hook(release)
 
@@ -293,4 +324,13 @@ def _hangs(attempt: Attempt) -> CheckpointError:
         where=attempt.folder.root,
         expected="a chunk within the time in which a training step may wait for it",
         fix="Training goes on and committed checkpoints are untouched; look at the file system.",
+    )
+
+
+def _is_undecided(attempt: Attempt) -> CheckpointError:
+    return CheckpointError(
+        "A save did not end in time, and may still be committed",
+        where=attempt.folder.iteration(attempt.iteration),
+        expected="an end within checkpoint.commit_timeout_s",
+        fix="The disk or a peer hangs; the next save looks for it.",
     )

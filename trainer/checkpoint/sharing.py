@@ -28,7 +28,7 @@ from trainer.checkpoint.layout import PAGE_BYTES, Layout
 from trainer.checkpoint.manifest import WrittenPiece
 from trainer.checkpoint.ownership import Piece
 from trainer.checkpoint.strips import COUNTERS_AT, STRIPS_AT, Strip, Strips, shared_bytes, strips_of
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, LaunchError
 
 _log = logging.getLogger(__name__)
 
@@ -193,11 +193,11 @@ class Neighbours:
         joins = may_share and self._memory is not None and not self._has_no_room
         mine = [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, b"") for piece in pieces]
         report = (_JOINS if joins else _STAYS_OUT) + encode(mine, attempt.layout)
-        self._post(_key(attempt, self._rank), report)
+        self._post(_key(attempt.name, self._rank), report)
         everyone, theirs = [report], list(pieces)
         for rank in self._ranks:
             if rank != self._rank:
-                everyone.append(self._board.read(_key(attempt, rank), sender=f"rank {rank}"))
+                everyone.append(self._board.read(_key(attempt.name, rank), sender=f"rank {rank}"))
                 if everyone[-1].startswith(_FAILED):
                     raise CheckpointError(f"Rank {rank}: {everyone[-1][1:].decode()}")
                 found = decode(everyone[-1][1:], attempt.layout)
@@ -205,6 +205,14 @@ class Neighbours:
         if self._memory is None or not all(data.startswith(_JOINS) for data in everyone):
             return None
         return self._share(self._memory, strips_of(theirs, attempt.layout), attempt.layout)
+
+    def refuse(self, board: Board, attempt: str, reason: str) -> None:
+        """Tell the ranks of the host that this one will write nothing of an attempt. Main thread, on a board of its."""
+        if len(self._ranks) > 1:
+            try:
+                board.post(_key(attempt, self._rank), _FAILED + reason.encode())
+            except LaunchError as lost:
+                _log.error("the refusal of %s did not go out: %s", attempt, lost)
 
     def drop(self) -> None:
         """Have other memory for the next save: a rank that has failed may still write to this."""
@@ -229,7 +237,7 @@ class Neighbours:
 
     def _meet(self, attempt: Attempt) -> None:
         """Have the memory of the host's first rank, made there if need be."""
-        key = f"{_key(attempt, self._ranks[0])}/offer"
+        key = f"{_key(attempt.name, self._ranks[0])}/offer"
         if self._rank == self._ranks[0]:
             if self._memory is None:
                 with contextlib.suppress(OSError):
@@ -249,10 +257,5 @@ class Neighbours:
         self._posted.append(key)
 
 
-def refuse(board: Board, attempt: Attempt, reason: str) -> None:
-    """Tell the ranks of the host, in the worker's place, that this one will write nothing of an attempt."""
-    board.post(_key(attempt, board.rank), _FAILED + reason.encode())
-
-
-def _key(attempt: Attempt, rank: int) -> str:
-    return f"strips/{attempt.name}/{rank}"
+def _key(attempt: str, rank: int) -> str:
+    return f"strips/{attempt}/{rank}"
