@@ -19,7 +19,7 @@ from trainer.checkpoint.box import Box
 from trainer.checkpoint.commit import Attempt, Poll
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.layout import Kind, TensorSpec, build_layout
-from trainer.checkpoint.manifest import DIGEST_BYTES, WrittenPiece
+from trainer.checkpoint.manifest import DIGEST_BYTES, Written, WrittenPiece
 from trainer.checkpoint.reader import FORMAT, STATE
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.errors import CheckpointError, TrainerError
@@ -173,7 +173,7 @@ class Attempted:
         )
         rank.has_returned = True
 
-    def _work(self, number: int) -> list[WrittenPiece]:
+    def _work(self, number: int) -> Written:
         work_s = self.told.work_s[number]
         if work_s is None:
             self.turns.hang()
@@ -183,7 +183,7 @@ class Attempted:
             raise CheckpointError("There is no room")
         self.attempt.folder.partial(7, "n-1").mkdir(exist_ok=True)
         self.written.add(number)
-        return [WrittenPiece("w", Box((number,), (1,)), 0, 4, bytes(DIGEST_BYTES))]
+        return Written([WrittenPiece("w", Box((number,), (1,)), 0, 4, bytes(DIGEST_BYTES))], 4)
 
     def _publish(self, pieces: list[WrittenPiece], claim: commit.Claim) -> list[int]:
         documents = {STATE: {"format": FORMAT, "iteration": 7}}

@@ -264,3 +264,20 @@ def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
         thread.join()
     assert len(claims) == 1
     assert not memory.is_full(strip)
+
+
+def test_a_strip_that_nobody_writes_is_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim, lost = SharedMemory.claim, list[Strip]()
+
+    def lose_one(self: SharedMemory, strip: Strip) -> memoryview | None:
+        data = claim(self, strip)
+        if data is not None and not lost:
+            lost.append(strip)
+            return None
+        return data
+
+    monkeypatch.setattr(SharedMemory, "claim", lose_one)
+    for reports in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
+        assert "have not written every byte once" in str(reports[0].error)
+        assert reports[1].error is None
+    assert not (tmp_path / "iter_0000001").exists()

@@ -15,7 +15,7 @@ from trainer.checkpoint.box import Box
 from trainer.checkpoint.files import describe_free_space
 from trainer.checkpoint.layout import Layout, model_index
 from trainer.checkpoint.lock import FolderLock
-from trainer.checkpoint.manifest import DIGEST_BYTES, FileEntry, Manifest, WrittenPiece
+from trainer.checkpoint.manifest import DIGEST_BYTES, FileEntry, Manifest, Written, WrittenPiece
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.errors import CheckpointError, LaunchError, TrainerError
 
@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
 _OK, _FAILED = b"ok", b"no"  # the first two bytes of a report and of a verdict
+_TOTAL = struct.Struct("<Q")  # in a report, before its pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ Publish = Callable[[list[WrittenPiece], Claim], list[int]]
 
 
 def exchange(
-    board: Board, attempt: Attempt, *, work: Callable[[], list[WrittenPiece]], publish: Publish, poll: Poll
+    board: Board, attempt: Attempt, *, work: Callable[[], Written], publish: Publish, poll: Poll
 ) -> list[int] | None:
     """Run `work` on every rank and, if all succeed, `publish` on rank 0; all ranks learn the outcome.
 
@@ -102,7 +103,7 @@ class _Part:
         self,
         board: Board,
         attempt: Attempt,
-        work: Callable[[], list[WrittenPiece]],
+        work: Callable[[], Written],
         publish: Publish,
         poll: Poll,
     ) -> None:
@@ -115,7 +116,8 @@ class _Part:
     def work(self) -> Event:
         """Write this rank's part."""
         try:
-            self._reports = [_OK + encode(self._work(), self._attempt.layout)]
+            written = self._work()
+            self._reports = [_OK + _TOTAL.pack(written.total_bytes) + encode(written.pieces, self._attempt.layout)]
         except BaseException as error:  # noqa: BLE001 - raised again once the peers know
             self.error = error
             self._reports = [_FAILED + _text(error)]
@@ -158,7 +160,9 @@ class _Part:
     def _make(self) -> Event:
         layout = self._attempt.layout
         try:
-            pieces = [piece for data in self._reports for piece in decode(data[2:], layout)]
+            reports = [data[len(_OK) :] for data in self._reports]
+            _check_total(sum(_TOTAL.unpack_from(data)[0] for data in reports), layout)
+            pieces = [piece for data in reports for piece in decode(data[_TOTAL.size :], layout)]
             self.doomed = self._publish(pieces, self._poll.claim)
         except BaseException as error:  # noqa: BLE001 - raised again once the peers know
             self.error = error
@@ -176,6 +180,18 @@ class _Part:
         if problem is None:
             self.doomed = [int(number) for number in verdict[2:].split()]
         return ballot.Verdict(problem)
+
+
+def _check_total(written_bytes: int, layout: Layout) -> None:
+    """Refuse a save in which some rank has counted on another to write its bytes, and that has not."""
+    expected = sum(place.spec.total_bytes for place in layout.places.values())
+    if written_bytes != expected:
+        raise CheckpointError(
+            "The ranks have not written every byte once",
+            expected=f"{expected} B of tensors",
+            found=f"{written_bytes} B",
+            fix="Nothing was committed; this is a defect of whoever wrote them.",
+        )
 
 
 def decline(board: Board, attempt: Attempt, error: TrainerError, poll: Poll) -> bool:

@@ -17,7 +17,7 @@ from trainer.checkpoint.commit import Attempt, Claim, Poll
 from trainer.checkpoint.layout import Kind, Layout
 from trainer.checkpoint.live import Contents
 from trainer.checkpoint.lock import FolderLock
-from trainer.checkpoint.manifest import WrittenPiece
+from trainer.checkpoint.manifest import Written, WrittenPiece
 from trainer.checkpoint.planning import Plan
 from trainer.checkpoint.progress_line import ProgressLine
 from trainer.checkpoint.reader import STATE
@@ -114,7 +114,7 @@ class Flight:
         doomed, committed = self._decide_doomed()
         self.doomed = [*doomed, *(iteration for iteration in self.present if iteration not in committed)]
 
-    def _write(self, partial: Path) -> list[WrittenPiece]:
+    def _write(self, partial: Path) -> Written:
         attempt = self.attempt
         line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
         try:

@@ -39,6 +39,17 @@ class WrittenPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """What a rank has done for a save: its pieces, and how many bytes of tensors it has put into the files.
+
+    These need not be those of its pieces: ranks of one host write for each other. In sum over all ranks they are.
+    """
+
+    pieces: list[WrittenPiece]
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class FileEntry:
     """Size of a file in bytes, and the digest of its safetensors header or, for any other file, of all of it."""
 

@@ -17,7 +17,7 @@ from trainer.checkpoint.box import Image
 from trainer.checkpoint.chunks import CHUNK_BYTES, Chunk, PieceDigests
 from trainer.checkpoint.files import Files, describe_free_space
 from trainer.checkpoint.layout import PAGE_BYTES, FileLayout, Layout
-from trainer.checkpoint.manifest import WrittenPiece
+from trainer.checkpoint.manifest import Written, WrittenPiece
 from trainer.checkpoint.ownership import Piece
 from trainer.checkpoint.sharing import Sharing
 from trainer.checkpoint.snapshot import DIRECT_BYTES, Snapshot
@@ -50,7 +50,7 @@ class Writer:
 
     def write(
         self, pieces: Sequence[Piece], chunks: Mapping[str, Sequence[Sequence[Chunk]]], snapshot: Snapshot
-    ) -> list[WrittenPiece]:
+    ) -> Written:
         """Write this rank's chunks and, on rank 0, the headers, then sync; return the pieces with their digests.
 
         Nothing is synced before all is written: a step that waits for memory to be read does not wait for that.
@@ -81,7 +81,10 @@ class Writer:
             strips = partial(self._write_strips, targets, snapshot, has_failed)
             _raise_first([pool.submit(strips) for _ in range(self.threads)])
             _raise_first([pool.submit(partial(self._sync, target)) for target in targets.values()])
-        return [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, digests[piece.name]) for piece in pieces]
+        return Written(
+            [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, digests[piece.name]) for piece in pieces],
+            sum(target.written_bytes for target in targets.values()),
+        )
 
     def _write_stretch(
         self,
@@ -206,6 +209,7 @@ class _Target:
         self._direct: int | None = None
         self._refused: int | None = None  # by the file system, at the first write
         self._is_tried = self._is_opened = False
+        self.written_bytes = 0  # without the header
 
     def open(self) -> None:
         """Open the file, reserve its blocks and, on rank 0, write its header, unless another stretch has done so."""
@@ -255,6 +259,11 @@ class _Target:
         if data.nbytes:
             assert self._cached is not None
             self._files.write(self._cached, [data], offset=offset)
+            self._count(data.nbytes)
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self.written_bytes += size
 
     def _write_direct(self, pages: memoryview, *, offset: int) -> bool:
         """Write whole pages; return False where that cannot be done, from now on if the file system refuses it."""
@@ -270,4 +279,5 @@ class _Target:
                 if self._direct is not None:
                     self._refused, self._direct = direct, None
             return False
+        self._count(pages.nbytes)
         return True
