@@ -1,4 +1,4 @@
-"""A gradient that is no finite number: the run stops and names it, or leaves that iteration's step out, on all ranks."""
+"""A gradient that is no finite number: all ranks stop and name it, or leave that iteration's step out."""
 
 from __future__ import annotations
 
