@@ -1,4 +1,4 @@
-"""Sees that no rank outlives the others: a thread looks for one that gave up or is lost, whatever the main thread does."""
+"""Sees that no rank outlives the others: a thread looks for one that gave up or is lost, whatever the main one does."""
 
 from __future__ import annotations
 

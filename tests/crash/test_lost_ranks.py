@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.crash.moments import KILLED, STOPPED, standing
-from tests.harness import TINY, run_ok
+from tests.harness import TINY, Ended, run_ok
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 5.0
 # Some wait twice; beside that there are the roll call, the farewell and a rank's grace.
 BOUND_S = 2 * TIMEOUT_S + 15.0
 BASE = (
@@ -17,39 +19,41 @@ BASE = (
     *TINY,
     "train.train_iters=4",
     "checkpoint.save_interval=2",
-    f"train.distributed_timeout_minutes={TIMEOUT_S / 60}",
     "checkpoint.commit_timeout_s=2",
+    f"train.distributed_timeout_minutes={TIMEOUT_S / 60}",
 )
-ZERO3 = ("parallel.zero_stage=3",)
-TP2 = ("parallel.tensor_model_parallel_size=2",)
-PP2 = ("parallel.pipeline_model_parallel_size=2",)
-CASES = [
-    # moment, what becomes of the rank, which rank, topology
-    ("meet", KILLED, 1, ()),
-    ("meet", KILLED, 0, ()),
-    ("meet", STOPPED, 1, ()),
-    ("meet", STOPPED, 0, ()),
-    ("group", KILLED, 1, ()),
-    ("group", STOPPED, 1, ()),
-    ("data", KILLED, 1, ()),
-    ("data", STOPPED, 1, ()),
-    ("build", KILLED, 1, ()),
-    ("build", STOPPED, 1, ()),
-    ("load", KILLED, 1, ()),
-    ("load", STOPPED, 1, ()),
-    ("forward", KILLED, 1, ()),
-    ("forward", KILLED, 0, ZERO3),
-    ("forward", KILLED, 1, PP2),
-    ("forward", STOPPED, 1, ZERO3),
-    ("forward", STOPPED, 1, TP2),
-    ("forward", STOPPED, 0, PP2),
-    ("save", KILLED, 1, ()),
-    ("save", STOPPED, 1, ()),
-    ("publish", STOPPED, 0, ()),
-    ("exit", KILLED, 1, ()),
-    ("exit", STOPPED, 1, ()),
-]
-QUICK = ("forward", KILLED, 1, ())
+ZERO3 = "parallel.zero_stage=3"
+TP2 = "parallel.tensor_model_parallel_size=2"
+PP2 = "parallel.pipeline_model_parallel_size=2"
+ITERATION = {"forward": 2, "save": 2, "publish": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What becomes of which of two ranks, and when; `status` is how the other is to end."""
+
+    moment: str
+    deed: str
+    rank: int = 1
+    topology: str = "parallel.zero_stage=1"
+    status: int = 1
+
+
+# The losses of a group happen in jobs side by side: they mostly wait.
+GROUPS: dict[str, list[Loss]] = {
+    "train": [Loss("forward", KILLED)],
+    "meet": [Loss("meet", KILLED), Loss("meet", STOPPED), Loss("meet", KILLED, 0), Loss("meet", STOPPED, 0)],
+    "group": [Loss("group", KILLED), Loss("group", STOPPED)],
+    "data": [Loss("data", KILLED), Loss("data", STOPPED)],
+    "build": [Loss("build", KILLED), Loss("build", STOPPED)],
+    "load": [Loss("load", KILLED), Loss("load", STOPPED)],
+    "train sharded": [Loss("forward", KILLED, topology=PP2), Loss("forward", STOPPED, topology=TP2)],
+    "train with zero3": [Loss("forward", KILLED, 0, ZERO3), Loss("forward", STOPPED, topology=ZERO3)],
+    "save": [Loss("save", KILLED), Loss("save", STOPPED), Loss("publish", STOPPED, 0)],
+    "exit": [Loss("exit", KILLED), Loss("exit", STOPPED)],
+    # All is saved, and all ranks know: the other has done what it was to do.
+    "after the last barrier": [Loss("farewell", KILLED, status=0), Loss("farewell", STOPPED, 0, status=0)],
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,41 +64,37 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run / "checkpoints/iter_0000002"
 
 
+def lose(losses: list[Loss], folder: Path, saved: Path) -> list[Ended]:
+    """Run a job for each loss, and return how they ended once all other ranks have, in bounded time."""
+    with ExitStack() as stack:
+        jobs = []
+        for number, loss in enumerate(losses):
+            load = [f"checkpoint.load={saved}", "checkpoint.reshard=true"] if loss.moment == "load" else []
+            job = standing(
+                folder / f"run{number}",
+                [*BASE, loss.topology, *load],
+                moment=loss.moment,
+                iteration=ITERATION.get(loss.moment, 0),
+                ranks=2,
+                gated=[loss.rank],
+                deed=loss.deed,
+            )
+            jobs.append(stack.enter_context(job))
+        for _, gate in jobs:
+            gate.await_reached()
+        for loss, (running, _) in zip(losses, jobs, strict=True):
+            running.join(BOUND_S, but=[loss.rank])
+        return [running.ended() for running, _ in jobs]
+
+
 @pytest.mark.parametrize(
-    ("moment", "deed", "lost", "topology"),
-    [pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow) for case in CASES],
-    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
+    "group", [pytest.param(name, marks=pytest.mark.slow if at else ()) for at, name in enumerate(GROUPS)]
 )
-def test_the_others_end_soon_and_name_the_lost_rank(
-    saved: Path, tmp_path: Path, moment: str, deed: str, lost: int, topology: tuple[str, ...]
-) -> None:
-    run = tmp_path / "run"
-    overrides = [
-        *BASE,
-        *topology,
-        *([f"checkpoint.load={saved}", "checkpoint.reshard=true"] if moment == "load" else []),
-    ]
-    iteration = {"forward": 2, "save": 2, "publish": 2}.get(moment, 0)
-    with standing(run, overrides, moment=moment, iteration=iteration, ranks=2, gated=[lost], deed=deed) as found:
-        running, gate = found
-        gate.await_reached()
-        running.join(BOUND_S, but=[lost])
-        left = running.ended()
-    other = 1 - lost
-    assert left.statuses[other] == 1, left.text
-    assert f"rank {lost}" in left.outputs[other].lower(), left.text
-    for name in ("model.safetensors", "manifest.json"):
-        assert all((path / name).exists() for path in run.glob("checkpoints/iter_*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("deed", [KILLED, STOPPED])
-def test_a_rank_lost_after_the_last_barrier_holds_nobody(tmp_path: Path, deed: str, lost: int) -> None:
-    run = tmp_path / "run"
-    with standing(run, BASE, moment="farewell", ranks=2, gated=[lost], deed=deed) as (running, gate):
-        gate.await_reached()
-        running.join(BOUND_S, but=[lost])
-        ended = running.ended()
-    assert ended.statuses[1 - lost] == 0, ended.text
-    assert (run / "checkpoints/iter_0000004/manifest.json").exists()
+def test_the_other_rank_ends_soon_and_names_the_lost_one(saved: Path, tmp_path: Path, group: str) -> None:
+    for loss, ended in zip(GROUPS[group], lose(GROUPS[group], tmp_path, saved), strict=True):
+        said = ended.outputs[1 - loss.rank]
+        assert ended.statuses[1 - loss.rank] == loss.status, f"{loss}\n{ended.text}"
+        assert loss.status == 0 or f"rank {loss.rank}" in said.lower(), f"{loss}\n{said}"
+    assert all((path / "manifest.json").exists() for path in tmp_path.glob("run*/checkpoints/iter_*"))
+    if group == "after the last barrier":
+        assert len(list(tmp_path.glob("run*/checkpoints/iter_0000004"))) == 2
