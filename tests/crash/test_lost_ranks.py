@@ -41,14 +41,16 @@ class Loss:
 
 # The losses of a group happen in jobs side by side: they mostly wait.
 GROUPS: dict[str, list[Loss]] = {
-    "train": [Loss("forward", KILLED)],
+    "train, one": [Loss("forward", KILLED)],
     "meet": [Loss("meet", KILLED), Loss("meet", STOPPED), Loss("meet", KILLED, 0), Loss("meet", STOPPED, 0)],
-    "group": [Loss("group", KILLED), Loss("group", STOPPED)],
-    "data": [Loss("data", KILLED), Loss("data", STOPPED)],
-    "build": [Loss("build", KILLED), Loss("build", STOPPED)],
-    "load": [Loss("load", KILLED), Loss("load", STOPPED)],
-    "train sharded": [Loss("forward", KILLED, topology=PP2), Loss("forward", STOPPED, topology=TP2)],
-    "train with zero3": [Loss("forward", KILLED, 0, ZERO3), Loss("forward", STOPPED, topology=ZERO3)],
+    "group and data": [Loss("group", KILLED), Loss("group", STOPPED), Loss("data", KILLED), Loss("data", STOPPED)],
+    "build and load": [Loss("build", KILLED), Loss("build", STOPPED), Loss("load", KILLED), Loss("load", STOPPED)],
+    "train": [
+        Loss("forward", KILLED, 0, ZERO3),
+        Loss("forward", STOPPED, topology=ZERO3),
+        Loss("forward", KILLED, topology=PP2),
+        Loss("forward", STOPPED, topology=TP2),
+    ],
     "save": [Loss("save", KILLED), Loss("save", STOPPED), Loss("publish", STOPPED, 0)],
     "exit": [Loss("exit", KILLED), Loss("exit", STOPPED)],
     # All is saved, and all ranks know: the other has done what it was to do.

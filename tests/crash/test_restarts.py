@@ -73,21 +73,24 @@ def gate(folder: Path, moment: str, iteration: int, ranks: Sequence[int], **deed
     return Gate(str(folder), moment, iteration, tuple(ranks), **deed)
 
 
-@pytest.mark.parametrize("topology", [[], ["parallel.tensor_model_parallel_size=2"]], ids=["dp2", "tp2"])
-def test_a_job_restarted_by_torchrun_ends_as_the_unbroken_one(tmp_path: Path, topology: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("topology", "kills"),
+    [([], [("forward", 4, 1), ("step", 7, 0)]), (["parallel.tensor_model_parallel_size=2"], [("step", 5, 0)])],
+    ids=["dp2", "tp2"],
+)
+def test_a_job_restarted_by_torchrun_ends_as_the_unbroken_one(
+    tmp_path: Path, topology: list[str], kills: list[tuple[str, int, int]]
+) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     run_ok(whole, [*BASE, *topology], ranks=2)
-    gates = [
-        gate(tmp_path / "first", "forward", 4, [1], deed=KILLED),
-        gate(tmp_path / "second", "step", 7, [0], deed=KILLED),
-    ]
+    gates = [gate(tmp_path / f"kill{at}", moment, at, [rank], deed=KILLED) for moment, at, rank in kills]
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
     with started(options, gates, run, [*BASE, *topology]) as agent:
         status, text = agent.finish()
     assert status == 0, text
     assert all(list(Path(each.folder).glob("reached.*")) for each in gates)
     assert text.count("starting fresh") == 1
-    assert text.count("tensors, ") == 2  # loaded by both that came after
+    assert text.count("tensors, ") == len(kills)  # loaded by each that came after
     assert curve(run) == curve(whole)
     assert tensor_files(run / LAST) == tensor_files(whole / LAST)
 
