@@ -65,7 +65,8 @@ class TrainSection:
         exit_signal_save_seconds: SIGTERM, SIGINT or SIGUSR1 to any rank saves and exits; a process that is not through
             after so long is left with status 1. torchrun kills 30 s after SIGTERM.
         on_nonfinite: `stop` ends the run, with nothing saved of that iteration; `skip` goes on without its step.
-        distributed_timeout_minutes: how long a rank waits for the others in a collective or for a message.
+        distributed_timeout_minutes: how long a rank waits for the others in a collective or for a message, and after
+            which one that shows no sign of life is lost.
         device: `auto` takes a CUDA device where there is one; else `cpu` or `cuda`.
         dry_run: train nothing; print what every coordinate of `dry_run_ranks` ranks would hold and write.
     """

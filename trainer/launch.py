@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +18,9 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from trainer.checkpoint.board import Board, lone_board
 from trainer.errors import LaunchError
 from trainer.meeting import meet
+
+# What ranks get to find out who is missing.
+_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,11 @@ class Environment:
     address: str
     port: int
     has_agent_store: bool
+
+    @property
+    def store_host(self) -> str:
+        """Return which process has the store, in words."""
+        return "torchrun's agent on the first node" if self.has_agent_store else "rank 0"
 
     @staticmethod
     def read(variables: Mapping[str, str]) -> Environment:
@@ -117,11 +128,20 @@ def start(
         _make_deterministic(chosen)
     if environment.world_size == 1:
         return Cluster(0, 1, chosen, threads, lone_board(), secrets.token_hex(4))
-    store, name = _join(environment, chosen, timeout_s)
-    board = Board(store, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
-    store_host = "torchrun's agent on the first node" if environment.has_agent_store else "rank 0"
-    neighbours = environment.neighbours
-    return Cluster(environment.rank, environment.world_size, chosen, threads, board, name, store_host, neighbours)
+    with _bounded(environment, 2 * timeout_s + _GRACE_S):
+        store, name = _meet(environment, timeout_s)
+        board = Board(store, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
+        _form_group(environment, chosen, store=store, board=board, timeout_s=timeout_s)
+    return Cluster(
+        environment.rank,
+        environment.world_size,
+        chosen,
+        threads,
+        board,
+        name,
+        environment.store_host,
+        environment.neighbours,
+    )
 
 
 def stop(cluster: Cluster) -> None:
@@ -167,8 +187,30 @@ def _make_deterministic(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _join(environment: Environment, device: torch.device, timeout_s: float) -> tuple[PrefixStore, str]:
-    """Form the process group on a store of our own making; return that and the launch's name.
+@contextmanager
+def _bounded(environment: Environment, seconds: float) -> Iterator[None]:
+    """Leave the process if this takes longer: a stopped store host blocks every call, past any timeout."""
+
+    def leave() -> None:
+        print(
+            f"rank {environment.rank} leaves: the ranks did not meet within {seconds:.0f} s, the store's host, "
+            f"{environment.store_host} at {environment.address}:{environment.port}, hangs, or cannot be reached",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _meet(environment: Environment, timeout_s: float) -> tuple[PrefixStore, str]:
+    """Find the other ranks; return a store of our own making and the launch's name.
 
     torchrun's agent keeps its store over restarts, and gloo fails or hangs on the keys of a dead launch: so each
     launch has a prefix of its own.
@@ -184,7 +226,16 @@ def _join(environment: Environment, device: torch.device, timeout_s: float) -> t
             wait_for_workers=False,
         )
         name = meet(server, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
-        store = PrefixStore(name, server)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise _not_met(environment, error, []) from error
+    return PrefixStore(name, server), name
+
+
+def _form_group(
+    environment: Environment, device: torch.device, *, store: PrefixStore, board: Board, timeout_s: float
+) -> None:
+    """Form the process group of ranks that have met; those who fail together find out who is missing."""
+    try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -194,10 +245,18 @@ def _join(environment: Environment, device: torch.device, timeout_s: float) -> t
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise LaunchError(
-            "The ranks did not meet",
-            where=f"rank {environment.rank}, {environment.address}:{environment.port}",
-            found=str(error).splitlines()[0],
-            fix="Look at the other ranks' logs.",
-        ) from error
-    return store, name
+        board.fail(str(error))
+        silent = board.silent_ranks(_GRACE_S)
+        board.await_others(but=silent)
+        raise _not_met(environment, error, silent) from error
+
+
+def _not_met(environment: Environment, error: Exception, silent: Sequence[int]) -> LaunchError:
+    """Return the error of ranks that did not come together, of whom the `silent` do not answer."""
+    missing = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
+    return LaunchError(
+        "The ranks did not meet",
+        where=f"rank {environment.rank}, {environment.address}:{environment.port}",
+        found=missing + str(error).splitlines()[0],
+        fix=f"Look at the other ranks' logs; the store's host is {environment.store_host}.",
+    )

@@ -1,7 +1,8 @@
-"""Sees that no rank outlives the others: a thread looks for a rank that gave up, whatever the main thread waits for."""
+"""Sees that no rank outlives the others: a thread looks for one that gave up or is lost, whatever the main one does."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -21,17 +22,18 @@ _GUARD_EVERY_S, _STOPPED_S = 1.0, 3.0
 # What the main thread gets to end by itself once a rank has given up.
 _GRACE_S = 10.0
 _MOST_ASKING = 512  # of more ranks only rank 0 asks who is missing
+_BEATS = 8  # in the time after which a rank without any is lost
 
 
 class PeerWatch:
-    """Ends this process some seconds after any rank has given up, or the store's host is gone.
+    """Ends this process some seconds after any rank has given up or was lost, or the store's host is gone.
 
     A rank in a collective hears of a peer that died if the connection breaks, and of one that hangs only when the
     collective times out; one that waits for a message does not hear of either.
 
     Args:
         board: a board for this thread alone.
-        timeout_s: how long the store's host may not answer.
+        timeout_s: how long the store's host may not answer, and a rank may show no sign of life.
         store_host: which process that is, in words.
         leave: ends the process with a status.
     """
@@ -41,6 +43,7 @@ class PeerWatch:
     ) -> None:
         self._board, self._timeout_s, self._store_host, self._leave = board, timeout_s, store_host, leave
         self._pause_s = _LOOK_EVERY_S + board.world_size * _PER_RANK_S
+        self._pulse = _Pulse(board.clone(0.0), timeout_s, look_s=self._pause_s)
         self._is_over = threading.Event()  # nothing is looked at any more
         self._is_ending = threading.Event()  # the main thread ends by itself
         self._looked = time.monotonic()
@@ -97,10 +100,10 @@ class PeerWatch:
         leaves_at = 0.0
         while not self._is_over.wait(self._pause_s):
             try:
-                failure = failure or self._board.failure()
+                failure = failure or self._board.failure() or self._lost_rank()
                 if failure is not None:
                     self._board.answer()
-            except dist.DistError:
+            except (dist.DistError, LaunchError):
                 failure = failure or self._is_gone()
             self._looked = time.monotonic()
             leaves_at = leaves_at or (0.0 if failure is None else self._looked + _GRACE_S)
@@ -109,6 +112,14 @@ class PeerWatch:
                 self._board.fail(failure)
                 self._leave(1)
                 return
+
+    def _lost_rank(self) -> str | None:
+        """Tell all ranks if the next one is lost; return that, or what another rank said before."""
+        lost = self._pulse.look()
+        if lost is None:
+            return None
+        text = f"Rank {lost} has shown no sign of life for {self._timeout_s:.0f} s: it was killed, or hangs"
+        return self._board.fail(text) or text
 
     def _guard(self) -> None:
         """Leave if a look at the store hangs: a stopped host blocks every call, past any timeout.
@@ -129,6 +140,46 @@ class PeerWatch:
                 )
                 self._leave(1)
                 return
+
+
+class _Pulse:
+    """Shows that this rank lives, and sees whether the next one does, so that each is seen by one other.
+
+    What counts is this rank's own looks, not time: a job that is stopped as a whole and goes on has lost nobody.
+
+    Args:
+        board: one that waits for no message.
+        timeout_s: after this without a sign a rank is lost.
+        look_s: how often `look` is called.
+    """
+
+    def __init__(self, board: Board, timeout_s: float, *, look_s: float) -> None:
+        self._board, self._next = board, (board.rank + 1) % board.world_size
+        self._looks_per_beat = max(1, int(timeout_s / _BEATS / look_s))
+        self._patience = math.ceil(timeout_s / look_s) + self._looks_per_beat
+        self._looks = self._beats = 0
+        self._seen, self._seen_at = b"", 0
+
+    def look(self) -> int | None:
+        """Give a sign if one is due and return the next rank if it is lost.
+
+        Raises:
+            LaunchError: if the store is gone.
+        """
+        if self._looks % self._looks_per_beat == 0:
+            self._beats += 1
+            self._board.post(f"pulse/{self._board.rank}", str(self._beats).encode())
+            found = self._read()
+            if found != self._seen:
+                self._seen, self._seen_at = found, self._looks
+        self._looks += 1
+        return self._next if self._looks - self._seen_at > self._patience else None
+
+    def _read(self) -> bytes:
+        try:
+            return self._board.read(f"pulse/{self._next}")
+        except LaunchError:  # nothing hangs there yet
+            return b""
 
 
 def _is_lost_peer(error: BaseException) -> bool:

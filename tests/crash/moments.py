@@ -1,9 +1,13 @@
-"""Ranks that stand still at a chosen moment of training until a test has done something to them."""
+"""Ranks that stand still, are killed or hang at a chosen moment of a run.
+
+`python -m tests.crash.moments GATES OVERRIDE...` is the trainer's command with gates.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -11,6 +15,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed
 
 import trainer.__main__
 import trainer.build
@@ -22,11 +29,30 @@ import trainer.restore
 import trainer.step
 from tests.harness import ALL_CORES, Running, started
 from trainer.checkpoint.files import Files
+from trainer.feed import Feed
+from trainer.parallel.pipeline import Pipeline
 from trainer.signals import SignalWatch
 from trainer.state import TrainerState
 
 DEADLINE_S = 40.0
-MOMENTS = ("build", "load", "forward", "step", "evaluation", "save", "publish", "exit")
+MOMENTS = (
+    "meet",
+    "group",
+    "data",
+    "build",
+    "load",
+    "forward",
+    "step",
+    "evaluation",
+    "save",
+    "publish",
+    "exit",
+    "farewell",
+    "feed",
+)
+
+
+WAIT, KILLED, STOPPED = "wait", "killed", "stopped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +60,31 @@ class Gate:
     """Where ranks stand still: `folder` holds what they say and what they wait for.
 
     Args:
-        moment: one of MOMENTS; `load` is when a checkpoint is chosen and not yet read, `forward` between two micro
-            batches, `save` before a file is synced, `publish` before rank 0 writes the manifest, `exit` where all is
-            done but the farewell.
+        moment: one of MOMENTS; `meet` is when the store is there and nobody has been met, `group` before the process
+            group, `data` before the data are prepared, `load` when a checkpoint is chosen and not yet read, `forward`
+            between two micro batches (in a pipeline, before the first), `save` before a file is synced, `publish`
+            before rank 0 writes the manifest, `exit` where all is done but the farewell, `farewell` after the last
+            barrier. At `feed` nobody stands still: which samples a rank is fed is noted in `fed.PID`.
         iteration: the iteration of it, where there are several.
         ranks: who stands still.
+        deed: what the ranks do there: WAIT, or be KILLED or STOPPED by a signal of their own.
     """
 
     folder: str
     moment: str
     iteration: int
     ranks: tuple[int, ...]
+    deed: str = WAIT
 
     def stand(self) -> None:
-        """Say that this rank is here and wait for the gate to open, the first time only."""
+        """Say that this rank is here and do the deed, the first time only."""
         here = Path(self.folder, f"reached.{os.environ.get('RANK', '0')}")
         if int(os.environ.get("RANK", "0")) in self.ranks and not here.exists():
             here.touch()
-            await_true(lambda: Path(self.folder, "open").exists())
+            if self.deed == WAIT:
+                await_true(lambda: Path(self.folder, "open").exists())
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if self.deed == KILLED else signal.SIGSTOP)
 
     def await_reached(self, ranks: Collection[int] | None = None) -> None:
         """Return once these ranks, or all that are to, stand still."""
@@ -85,25 +118,36 @@ def standing(
     ranks: int = 1,
     gated: Collection[int] | None = None,
     gates: Path | None = None,
+    deed: str = WAIT,
 ) -> Iterator[tuple[Running, Gate]]:
-    """Start the trainer's command on ranks that all, or the `gated` ones, stand still at a moment.
+    """Start the trainer's command on ranks that all, or the `gated` ones, stand still or are lost at a moment.
 
     Args:
         gates: a new folder for what they say, beside `folder` if not given.
     """
     gates = gates or folder.with_name(f"{folder.name}.gate")
     gates.mkdir(parents=True)
-    gate = Gate(str(gates), moment, iteration, tuple(range(ranks) if gated is None else gated))
-    arguments = [json.dumps(asdict(gate)), f"run.dir={folder}", *overrides]
+    gate = Gate(str(gates), moment, iteration, tuple(range(ranks) if gated is None else gated), deed)
+    arguments = [describe([gate]), f"run.dir={folder}", *overrides]
     cores = ALL_CORES[:1] if ranks == 1 else ALL_CORES
     with started(train_with_gate, arguments, folder=folder, ranks=ranks, cores=cores) as running:
         yield running, gate
 
 
+def describe(gates: Collection[Gate]) -> str:
+    """Return gates as an argument of the command."""
+    return json.dumps([asdict(gate) for gate in gates])
+
+
 def train_with_gate(arguments: list[str]) -> None:
-    """Build the gate that the first argument describes, then run the trainer's command with the others."""
-    members = json.loads(arguments[0])
-    gate = Gate(**{**members, "ranks": tuple(members["ranks"])})
+    """Build the gates that the first argument describes, then run the trainer's command with the others."""
+    for members in json.loads(arguments[0]):
+        _build(Gate(**{**members, "ranks": tuple(members["ranks"])}))
+    sys.argv = ["trainer", *arguments[1:]]
+    trainer.__main__.main()
+
+
+def _build(gate: Gate) -> None:
     heard = SignalWatch.heard
 
     def say(self: SignalWatch, number: int) -> None:
@@ -112,8 +156,6 @@ def train_with_gate(arguments: list[str]) -> None:
 
     SignalWatch.heard = say  # type: ignore[method-assign]
     _GATES[gate.moment](gate)
-    sys.argv = ["trainer", *arguments[1:]]
-    trainer.__main__.main()
 
 
 def _before(owner: Any, name: str, stand: Callable[..., None]) -> None:
@@ -125,6 +167,18 @@ def _before(owner: Any, name: str, stand: Callable[..., None]) -> None:
         return call(*positional, **named)
 
     setattr(owner, name, first)
+
+
+def _gate_meet(gate: Gate) -> None:
+    _before(trainer.launch, "meet", lambda *_, **__: gate.stand())
+
+
+def _gate_group(gate: Gate) -> None:
+    _before(torch.distributed, "init_process_group", lambda *_, **__: gate.stand())
+
+
+def _gate_data(gate: Gate) -> None:
+    _before(trainer.build, "_build_feeds", lambda *_, **__: gate.stand())
 
 
 def _gate_build(gate: Gate) -> None:
@@ -155,8 +209,12 @@ def _gate_forward(gate: Gate) -> None:
         at["micro_batch"] += 1
         _stand_if(gate, at == {"iteration": gate.iteration, "micro_batch": 2})
 
+    def stand_first(*_: object, **__: object) -> None:
+        _stand_if(gate, at["iteration"] == gate.iteration)
+
     _before(trainer.loop, "train_step", count)
     _before(trainer.step, "set_gradient_sync", stand)
+    _before(Pipeline, "forward_backward", stand_first)
 
 
 def _gate_evaluation(gate: Gate) -> None:
@@ -182,12 +240,45 @@ def _gate_exit(gate: Gate) -> None:
     _before(trainer.launch, "part", lambda *_: gate.stand())
 
 
+def _gate_farewell(gate: Gate) -> None:
+    _before(trainer.launch, "leave", lambda *_: gate.stand())
+
+
+def _note_feed(gate: Gate) -> None:
+    """Note in a file of this process which samples it is fed."""
+    positions, shuffled = list[int](), Feed.shuffled
+    of_micro_batch = Feed._positions
+
+    def noted(self: Feed, consumed_samples: int, number: int) -> range:
+        found = of_micro_batch(self, consumed_samples, number)
+        positions.extend(found)
+        return found
+
+    def feed(self: Feed, consumed_samples: int, seed: int) -> list[torch.Tensor]:
+        positions.clear()
+        windows = shuffled(self, consumed_samples, seed)
+        row = {
+            "iteration": consumed_samples // self.global_batch_size + 1,
+            "world_size": int(os.environ["WORLD_SIZE"]),
+            "positions": positions,
+        }
+        with Path(gate.folder, f"fed.{os.getpid()}").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        return windows
+
+    Feed._positions = noted  # type: ignore[method-assign]
+    Feed.shuffled = feed  # type: ignore[method-assign]
+
+
 def _stand_if(gate: Gate, is_here: bool) -> None:
     if is_here:
         gate.stand()
 
 
 _GATES = {
+    "meet": _gate_meet,
+    "group": _gate_group,
+    "data": _gate_data,
     "build": _gate_build,
     "load": _gate_load,
     "forward": _gate_forward,
@@ -196,6 +287,8 @@ _GATES = {
     "save": _gate_save,
     "publish": _gate_publish,
     "exit": _gate_exit,
+    "farewell": _gate_farewell,
+    "feed": _note_feed,
 }
 
 

@@ -85,6 +85,29 @@ def test_a_lost_message_follows_from_the_rank_that_gave_up_first() -> None:
     assert cause == "Rank 0 failed: no room"
 
 
+def test_a_rank_that_shows_no_sign_of_life_is_named_to_all(capsys: pytest.CaptureFixture[str]) -> None:
+    store = HashStore()
+    ranks = [Rank(store, rank, world_size=3, timeout_s=0.5) for rank in range(3)]
+    for rank in ranks[:2]:
+        rank.watch.start()  # rank 2 is stopped before it does
+    for rank in ranks[:2]:
+        assert rank.has_left.wait(10.0)
+        assert rank.statuses == [1]
+    said = capsys.readouterr().err
+    assert "rank 0 leaves: Rank 1 failed: Rank 2 has shown no sign of life for 0 s" in said
+    assert "rank 1 leaves: Rank 2 has shown no sign of life" in said
+
+
+def test_a_rank_that_stops_to_show_signs_of_life_is_lost_and_one_that_shows_them_is_not() -> None:
+    store = HashStore()
+    boards = [Board(store, rank, world_size=2, timeout_s=0.0) for rank in range(2)]
+    first, second = (peers._Pulse(board, 8.0, look_s=1.0) for board in boards)
+    for _ in range(50):
+        assert (first.look(), second.look()) == (None, None)
+    looks = next(count for count in range(1, 50) if first.look() == 1)
+    assert 8 <= looks <= 10
+
+
 class Brittle(Store):  # type: ignore[misc]
     """A store whose host may die or hang."""
 
