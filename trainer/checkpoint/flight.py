@@ -160,11 +160,11 @@ def _losses(folder: CheckpointFolder, iterations: Sequence[int]) -> dict[int, fl
     for iteration in iterations:
         path = folder.iteration(iteration) / STATE
         try:
-            loss = json_file.parse(path.read_bytes(), where=path).get("valid_loss")
-        except (OSError, TrainerError) as error:
+            loss = json_file.read(path).get("valid_loss")
+        except TrainerError as error:
             _log.error("%s cannot be read, its loss counts for nothing: %s", path, error)
             continue
-        if isinstance(loss, int | float):
+        if isinstance(loss, float):  # as a loss is written; `json_file` lets no NaN through
             found[iteration] = float(loss)
     return found
 
