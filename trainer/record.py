@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 
@@ -167,6 +166,6 @@ def _natural(value: object) -> int:
 
 
 def _number(value: object) -> float:
-    if type(value) not in (int, float) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
         raise TypeError(f"{value!r} is no number of a schedule or an optimizer")
     return value

@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.checkpoint import header, json_file, manifest
 from trainer.checkpoint.box import image
-from trainer.checkpoint.commit import MANIFEST
+from trainer.checkpoint.commit import INDEX, MANIFEST
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.gather import Gatherer
 from trainer.checkpoint.json_file import Json
@@ -62,6 +62,8 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
     for name, entry in found.files.items():
         data = _checked_file(path, name, entry, files)
         document = data if name == STATE else document
+        if name == INDEX:
+            _check_index(json_file.parse(data, where=path / name), found, where=path / name)
     if not document:
         raise CheckpointError("A checkpoint has no state file", where=path / STATE)
     state = json_file.parse(document, where=path / STATE)
@@ -79,6 +81,20 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
             "A state file has no iteration", where=path / STATE, expected="a natural number", found=repr(iteration)
         )
     return Checkpoint(path, files, found, state)
+
+
+def _check_index(index: Json, found: Manifest, *, where: Path) -> None:
+    """Refuse an index that sends other loaders to a tensor or a file that the checkpoint does not have."""
+    weight_map = index.get("weight_map")
+    for name, file in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", None)]:
+        entry = found.files.get(file) if isinstance(file, str) else None
+        if name not in found.tensors or entry is None or not entry.is_tensor_file:
+            raise CheckpointError(
+                "The index names a tensor or a file that the checkpoint does not have",
+                where=f"{where}, {name}",
+                expected="one of the manifest's",
+                found=repr(file),
+            )
 
 
 def _read(path: Path, files: Files) -> bytes:
