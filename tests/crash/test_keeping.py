@@ -12,7 +12,7 @@ import pytest
 import trainer.__main__
 import trainer.build
 import trainer.loop
-from tests.harness import TINY, Ended, call_on_ranks, curve, run_ok
+from tests.harness import TINY, Ended, call_on_ranks, curve
 from trainer.build import Run
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.store import HOLD, TRACKER, CheckpointFolder, iteration_name
@@ -136,7 +136,7 @@ def test_a_held_checkpoint_is_loaded_as_any_other(tmp_path: Path) -> None:
 def test_save_now_saves_without_stopping_and_is_taken_away(tmp_path: Path, ranks: int) -> None:
     run, unbroken = tmp_path / "run", tmp_path / "unbroken"
     rare = ("checkpoint.save_interval=5",)
-    run_ok(unbroken, [*BASE, *rare], ranks=ranks)
+    train(unbroken, {}, *rare, ranks=ranks)
     ended = train(run, {"touch": {"3": SAVE_NOW, "7": SAVE_NOW}}, *rare, ranks=ranks)
     assert committed(unbroken) == [5, 8]
     assert committed(run) == [3, 5, 7, 8]
