@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TypeGuard
 
 from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.layout import DTYPES, METADATA, Kind, TensorSpec
-from trainer.checkpoint.manifest import MOST_DIMENSIONS, is_shape
+from trainer.checkpoint.layout import DTYPES, METADATA, MOST_DIMENSIONS, Kind, TensorSpec
+from trainer.checkpoint.manifest import is_shape
 from trainer.errors import CheckpointError
 
 

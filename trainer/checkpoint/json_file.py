@@ -21,10 +21,14 @@ def to_bytes(value: Json) -> bytes:
     """Return `value` as readable standard JSON that ends with a line break.
 
     Raises:
-        CheckpointError: for NaN, Infinity or a value that JSON does not have.
+        CheckpointError: for NaN, Infinity or a value that JSON does not have, and for all else that `parse` refuses.
     """
     try:
-        return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        data = (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        _check_depth(value)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"{len(data)} B of JSON, more than {MAX_BYTES} B")
+        return data
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(
             "A value cannot be stored as JSON",
@@ -88,8 +92,10 @@ def _check_depth(value: object) -> None:
         level = [
             child
             for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list) else ())
-            if isinstance(child, dict | list)
+            for child in (
+                parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list | tuple) else ()
+            )
+            if isinstance(child, dict | list | tuple)
         ]
         if not level:
             return

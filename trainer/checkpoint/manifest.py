@@ -17,13 +17,12 @@ import xxhash
 
 from trainer.checkpoint import json_file
 from trainer.checkpoint.box import Box, image
-from trainer.checkpoint.layout import DTYPE_NAMES, Layout, Place
+from trainer.checkpoint.layout import DTYPE_NAMES, MOST_DIMENSIONS, Layout, Place
 from trainer.errors import CheckpointError, MismatchError
 
 FORMAT = "reprise-manifest/1"
 BLOCK_BYTES = 4 << 20
 DIGEST_BYTES = 8
-MOST_DIMENSIONS = 31  # numpy's 32 of its first version, less the one for the bytes of an item
 MOST_ELEMENTS = 2**63 - 1  # what a size of torch's holds
 _ITEMSIZES = sorted({dtype.itemsize for dtype in DTYPE_NAMES})
 _TAIL = ',"xxh3_64":"%s"}\n'
