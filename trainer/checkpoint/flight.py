@@ -67,7 +67,8 @@ class Flight:
         """Write, check, commit, then delete what may go.
 
         Raises:
-            TrainerError: on every rank, if the attempt did not become a checkpoint.
+            TrainerError: on every rank, if the attempt did not become a checkpoint; a LockError on rank 0, if another
+                job has taken the folder over meanwhile.
         """
         partial = self.attempt.folder.partial(self.attempt.iteration, self.attempt.name)
         try:
@@ -78,8 +79,10 @@ class Flight:
                 publish=self._publish,
                 is_declined=lambda: self.snapshot.is_given_up,
             )
-        except BaseException:
+        except BaseException as error:
             self._remove(partial)
+            if isinstance(error, TrainerError) and self.lock is not None:
+                self.lock.refuse_if_taken()  # a successor sweeps what is being written: that was no fault of the disk
             raise
         finally:
             for path in self.leftovers:
