@@ -360,7 +360,7 @@ def test_the_trainer_refuses_a_state_of_another_kind_before_it_reads_a_tensor(tm
         (checkpoint / STATE).write_bytes(data)
         files = {**found.files, STATE: FileEntry(len(data), digest_of(data), is_tensor_file=False)}
         (checkpoint / MANIFEST).write_bytes(manifest.to_bytes(replace(found, files=files)))
-        ended = launch(run, [*BASE, "train.train_iters=6", "schedule.lr_decay_iters=4", flag])
+        ended = launch(run, [*BASE, "train.train_iters=6", "schedule.lr_decay_iters=4", "checkpoint.ckpt_step=4", flag])
         assert ended.statuses == (1,), ended.text
         assert text in ended.text
         assert "Traceback" not in ended.text
