@@ -5,6 +5,9 @@ Where an error is decided is the business of the module that knows the rule; thi
 
 from __future__ import annotations
 
+# What a file says may be of any length, a message may not: it is logged, and travels between ranks.
+_MOST_CHARACTERS = 4000
+
 
 class TrainerError(Exception):
     """A refusal or failure that a user, a file or a peer caused.
@@ -27,13 +30,20 @@ class TrainerError(Exception):
         self.expected = expected
         self.found = found
         self.fix = fix
-        parts = [what if where is None else f"{what} ({where})"]
+        parts = [what if where is None else f"{what} ({_shortened(where)})"]
         if expected is not None:
-            parts.append(f"expected {expected}")
+            parts.append(f"expected {_shortened(expected)}")
         if found is not None:
-            parts.append(f"found {found}")
+            parts.append(f"found {_shortened(found)}")
         text = ", ".join(parts) + "."
         super().__init__(text if fix is None else f"{text}{'' if fix.startswith(chr(10)) else ' '}{fix}")
+
+
+def _shortened(value: object) -> str:
+    text = str(value)
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"{text[: _MOST_CHARACTERS // 2]} ... {text[-_MOST_CHARACTERS // 2 :]}"
 
 
 class ConfigError(TrainerError):

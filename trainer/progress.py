@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+_MOST = 2**63 - 1  # what numpy and torch count with
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -67,10 +69,18 @@ class Progress:
 
 
 def _loss(value: object) -> float | None:
-    return None if value is None else float(str(value))
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST:
+        return float(value)
+    if not isinstance(value, float) or not math.isfinite(value):
+        raise TypeError(f"{value!r} is no loss")
+    return value
 
 
 def _integer(value: object) -> int:
-    if not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{value!r} is no integer")
+    if not 0 <= value <= _MOST:
+        raise ValueError(f"{value!r} is no number of iterations, samples or tokens")
     return value

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 
 from models import ModelConfig, stored_tensors
 from trainer.checkpoint.compat import Rule, Verdict
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.reader import FORMAT
 from trainer.config import CheckpointSection, Config
+from trainer.errors import CheckpointError
 from trainer.progress import Progress
-from trainer.schedule import Schedule
+from trainer.schedule import DecayStyle, Schedule
 from trainer.topology import Topology
 
 _ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
@@ -114,3 +115,57 @@ def describe(config: Config, *, schedule: Schedule, topology: Topology, fingerpr
 def state_record(progress: Progress, lr: float, description: Json) -> Json:
     """Return the whole `trainer_state.json`."""
     return {"format": FORMAT, **progress.record(), "lr": lr, **description}
+
+
+def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
+    """Return the progress that a state file holds; where the sample length is another, the position is in tokens.
+
+    Raises:
+        CheckpointError: if it holds none, or one that no run can come to.
+    """
+    try:
+        saved = Progress.from_record(state)
+        saved_length = _natural(state["batch"]["seq_length"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError("A state file has no progress", where=where, found=repr(error)) from error
+    if saved_length == seq_length:
+        return saved
+    return Progress(saved.iteration, saved.consumed_tokens // seq_length, saved.consumed_tokens, saved.best_loss)
+
+
+def saved_schedule(state: Json, *, where: object) -> tuple[Schedule, dict[str, float]]:
+    """Return the learning-rate schedule and the numbers of Adam that a state file holds.
+
+    Raises:
+        CheckpointError: if it does not hold them all, or anything that is no such number.
+    """
+    try:
+        values, adam = _table(state["schedule"]), _table(state["adam"])
+        expected = {field.name for field in fields(Schedule)}
+        if values.keys() != expected:
+            raise ValueError(f"a schedule of {sorted(values)}")
+        names = ("warmup_iters", "decay_iters", "wsd_decay_iters")
+        counts = {name: _natural(values[name]) for name in names}
+        style = DecayStyle(values["style"]).value
+        schedule = Schedule(style=style, lr=_number(values["lr"]), min_lr=_number(values["min_lr"]), **counts)
+        return schedule, {name: _number(adam[name]) for name in ("weight_decay", "beta1", "beta2", "eps")}
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError("A state file has no schedule", where=where, found=repr(error)) from error
+
+
+def _table(value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{value!r} is no object")
+    return value
+
+
+def _natural(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise TypeError(f"{value!r} is no natural number")
+    return value
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
+        raise TypeError(f"{value!r} is no number of a schedule or an optimizer")
+    return value

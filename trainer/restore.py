@@ -12,7 +12,6 @@ from trainer.build import Run
 from trainer.checkpoint.choose import Source
 from trainer.checkpoint.compat import differences, settle
 from trainer.checkpoint.files import Files
-from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.live import LiveTensor, local_of, parameter_names
 from trainer.checkpoint.loader import LoadReport, check_tensors
 from trainer.checkpoint.reader import Checkpoint, read_places
@@ -20,9 +19,7 @@ from trainer.checkpoint.store import CheckpointFolder
 from trainer.config import CheckpointSection, Verify
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.metrics import last_recorded_iteration
-from trainer.progress import Progress
 from trainer.random import fill_initial_values
-from trainer.schedule import Schedule
 from trainer.state import checkpoint_specs
 
 _log = logging.getLogger(__name__)
@@ -145,9 +142,10 @@ def _load(run: Run, origin: Origin) -> None:
     _log_load(run, checkpoint, report)
     if section.finetune:
         return
-    run.state.progress = _progress_from(run, checkpoint.state)
+    seq_length = run.config.train.seq_length
+    run.state.progress = record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
     if section.use_checkpoint_scheduler:
-        _take_schedule(run, checkpoint.state)
+        _take_schedule(run, checkpoint)
 
 
 def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:
@@ -162,23 +160,14 @@ def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -
             fix="To go on with zero moments set checkpoint.no_load_optim=true; to start at iteration 0 from its "
             "weights set checkpoint.finetune=true.",
         )
+    if not section.finetune:
+        record.saved_progress(checkpoint.state, seq_length=run.config.train.seq_length, where=checkpoint.path)
+    if section.use_checkpoint_scheduler:
+        record.saved_schedule(checkpoint.state, where=checkpoint.path)
 
 
-def _progress_from(run: Run, state: Json) -> Progress:
-    """Return the saved progress; where the sample length changed, the position is that of the tokens consumed."""
-    try:
-        saved = Progress.from_record(state)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError("A state file has no progress", found=repr(error)) from error
-    seq_length = run.config.train.seq_length
-    if state["batch"]["seq_length"] == seq_length:
-        return saved
-    return Progress(saved.iteration, saved.consumed_tokens // seq_length, saved.consumed_tokens, saved.best_loss)
-
-
-def _take_schedule(run: Run, state: Json) -> None:
-    run.schedule = Schedule(**state["schedule"])
-    adam = state["adam"]
+def _take_schedule(run: Run, checkpoint: Checkpoint) -> None:
+    run.schedule, adam = record.saved_schedule(checkpoint.state, where=checkpoint.path)
     no_decay = record.no_decay_names(run.config.model)
     for part in run.state.parts:
         names = parameter_names(part.model)
@@ -186,7 +175,7 @@ def _take_schedule(run: Run, state: Json) -> None:
             group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
             # Which group decays is told by its names: the rate that the command gave it may be 0.
             group["weight_decay"] = 0.0 if names[group["params"][0]] in no_decay else adam["weight_decay"]
-    taken = {key: state[key] for key in ("schedule", "adam", "optimizer")}
+    taken = {key: checkpoint.state[key] for key in ("schedule", "adam", "optimizer")}
     run.description = {**run.description, **taken}
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.crash.killing import AFTER
 from tests.crash.matrix import Scenario, Trial, sample, scenarios
 
 NAMES = [scenario.name for scenario in scenarios(Path())]
@@ -28,6 +29,23 @@ def test_a_kill_at_some_calls_is_survived(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kill_at_many_calls_is_survived(tmp_path: Path, name: str) -> None:
     kill_some(tmp_path, name, 24 if "1 rank" in name else 12)
+
+
+@pytest.mark.slow
+def test_a_kill_at_every_call_of_a_rewind_is_survived(tmp_path: Path) -> None:
+    (scenario,) = [found for found in scenarios(tmp_path) if found.name == "rewind, 1 rank"]
+    trial = Trial(scenario)
+    calls = trial.calls[0]
+    # From the first checkpoint that is renamed out of the way to the first folder of a new one. In between lie the
+    # tracker, the abandoned lines' side file and the metrics without them; the one folder made there is the run's.
+    first = calls.index("rename")
+    recording = calls.index("mkdir", first)
+    end = calls.index("mkdir", recording + 1)
+    assert calls[first:end].count("rename") >= 5
+    cases = [case for case in trial.cases() if first <= case[1] < end and case[2] != AFTER]
+    assert len(cases) > end - first
+    broken = {case: found for case in cases if (found := trial.run(*case))}
+    assert broken == {}
 
 
 class Blind(Trial):

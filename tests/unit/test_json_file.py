@@ -19,10 +19,21 @@ def test_json_round_trips_as_readable_text() -> None:
     assert json_file.parse(data, where="x") == value
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), object(), {1, 2}, b"x"])
+def nested(depth: int) -> object:
+    return [nested(depth - 1)] if depth else 1
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), float("-inf"), object(), {1, 2}, b"x", "\ud800", nested(64), (nested(63),)]
+)
 def test_to_bytes_refuses_what_standard_json_does_not_have(value: object) -> None:
     with pytest.raises(CheckpointError, match="cannot be stored as JSON"):
         json_file.to_bytes({"a": [value]})
+
+
+def test_what_nests_as_deep_as_may_be_comes_back() -> None:
+    value: Json = {"a": nested(json_file.MAX_DEPTH - 1)}
+    assert json_file.parse(json_file.to_bytes(value), where="x") == value
 
 
 @pytest.mark.parametrize(
@@ -39,6 +50,9 @@ def test_to_bytes_refuses_what_standard_json_does_not_have(value: object) -> Non
         (b'{"a": 1', "delimiter"),
         (b'{"a": 1} x', "Extra data"),
         (b'{"a": "\xff"}', "utf-8"),
+        (b'{"a": 1e999}', "beyond what a float holds"),
+        (b'{"a": "\\ud800"}', "surrogates"),
+        (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "nests deeper than 64"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion"),
     ],
 )

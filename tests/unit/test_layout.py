@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import sample_specs, sample_state
-from trainer.checkpoint.layout import DTYPES, Kind, Layout, TensorSpec, build_layout, file_name, model_index
+from trainer.checkpoint.layout import (
+    DTYPES,
+    MOST_DIMENSIONS,
+    Kind,
+    Layout,
+    TensorSpec,
+    build_layout,
+    file_name,
+    model_index,
+)
 from trainer.errors import CheckpointError
 
 
@@ -120,6 +129,12 @@ def test_layout_refuses_a_name_twice_and_a_reserved_name() -> None:
         build_layout([spec("w", (1,)), spec("w", (1,), kind=Kind.OPTIMIZER)])
     with pytest.raises(CheckpointError, match="__metadata__"):
         build_layout([spec("__metadata__", (1,))])
+
+
+def test_layout_refuses_more_dimensions_than_readers_take() -> None:
+    build_layout([spec("w", (1,) * MOST_DIMENSIONS)])
+    with pytest.raises(CheckpointError, match=r"too many dimensions \(w\)"):
+        build_layout([spec("w", (1,) * (MOST_DIMENSIONS + 1))])
 
 
 def test_layout_of_nothing_is_no_file() -> None:

@@ -96,6 +96,20 @@ def test_a_holder_on_another_host_that_fell_silent_is_taken_for_dead(tmp_path: P
     lock.release()
 
 
+def test_after_a_failure_only_a_lock_that_can_be_read_tells_of_another_holder(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    lock.refuse_if_taken()
+    kept = (tmp_path / "lock").rename(tmp_path / "kept")
+    lock.refuse_if_taken()  # gone, as with a folder that was deleted: the save has failed by that, and is tried again
+    assert not (tmp_path / "lock").exists()
+    for content in (b"", kept.read_bytes().replace(b"mine", b"theirs")):
+        (tmp_path / "lock").write_bytes(content)
+        with pytest.raises(LockError, match="Another job writes"):
+            lock.refuse_if_taken()
+    lock.release()
+
+
 def test_a_lock_that_was_taken_over_is_noticed_and_left_alone(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path, "mine")
     lock.acquire()

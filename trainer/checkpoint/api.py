@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from trainer.checkpoint.loader import check_tensors
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.reader import FORMAT, STATE, Checkpoint, read_places
 from trainer.checkpoint.retention import Retention
-from trainer.errors import MismatchError
+from trainer.errors import CheckpointError, MismatchError
 
 _COMMIT_TIMEOUT_S = 1800.0
 
@@ -90,9 +91,8 @@ def load(
     def live(checkpoint: Checkpoint) -> list[LiveTensor]:
         places = read_places(checkpoint)
         if optimizer is not None:
-            _make_state(
-                model, optimizer, {name: p.spec.shape for name, p in places.items() if p.spec.kind is Kind.OPTIMIZER}
-            )
+            shapes = {name: p.spec.shape for name, p in places.items() if p.spec.kind is Kind.OPTIMIZER}
+            _make_state(model, optimizer, shapes, where=checkpoint.path)
         found = list(live_tensors(model, optimizer, grid=Grid.flat(board.world_size)))
         names = {t.spec.name for t in found}
         known = places if strict else {name: place for name, place in places.items() if name in names}
@@ -100,7 +100,9 @@ def load(
         return found
 
     def check(checkpoint: Checkpoint) -> None:
+        _user(checkpoint)
         if optimizer is not None:
+            _saved_groups(checkpoint)
             _check_optimizer(checkpoint, optimizer)
 
     try:
@@ -108,8 +110,8 @@ def load(
     finally:
         checkpointer.close()
     if optimizer is not None:
-        _set_groups(model, optimizer, checkpoint.state.get("groups", []))
-    return {**checkpoint.state.get("user", {}), "iteration": checkpoint.iteration}
+        _set_groups(model, optimizer, _saved_groups(checkpoint))
+    return {**_user(checkpoint), "iteration": checkpoint.iteration}
 
 
 def _board() -> tuple[Board, str]:
@@ -130,7 +132,8 @@ def _check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -
         raise MismatchError(
             "The checkpoint was saved without an optimizer", where=checkpoint.path, fix="Load the model alone."
         )
-    saved, given = checkpoint.state.get("optimizer", {}).get("name"), type(optimizer).__name__
+    named = checkpoint.state.get("optimizer", {})
+    saved, given = named.get("name") if isinstance(named, dict) else named, type(optimizer).__name__
     if saved is not None and saved != given:
         raise MismatchError(
             "The checkpoint was saved with an optimizer of another class",
@@ -158,6 +161,30 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
+def _user(checkpoint: Checkpoint) -> Json:
+    """Return the `state` that was given to `save`."""
+    user = checkpoint.state.get("user", {})
+    if not isinstance(user, dict):
+        raise _malformed(checkpoint, "user", user)
+    return user
+
+
+def _saved_groups(checkpoint: Checkpoint) -> list[Json]:
+    """Return the parameter groups as `_groups` has written them."""
+    groups = checkpoint.state.get("groups", [])
+    for group in groups if isinstance(groups, list) else [groups]:
+        names, numbers = (group.get(key) for key in ("names", "numbers")) if isinstance(group, dict) else (None, None)
+        is_named = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not (is_named and isinstance(numbers, dict) and all(map(_is_plain, numbers.values()))):
+            raise _malformed(checkpoint, "groups", group)
+    return list(groups)
+
+
+def _malformed(checkpoint: Checkpoint, member: str, found: object) -> CheckpointError:
+    where = f"{checkpoint.path / STATE}, {member}"
+    return CheckpointError("A state file is malformed", where=where, expected="what `save` writes", found=repr(found))
+
+
 def _set_groups(model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[Json]) -> None:
     """Set each parameter group's numbers from the saved group that held its first parameter."""
     names = parameter_names(model)
@@ -166,17 +193,33 @@ def _set_groups(model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[
         numbers = by_name.get(names[group["params"][0]], {}) if group["params"] else {}
         for key, value in numbers.items():
             if key in group:
-                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+                group[key] = tuple(value) if isinstance(value, list) and isinstance(group[key], tuple) else value
 
 
-def _make_state(model: nn.Module, optimizer: torch.optim.Optimizer, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Make the optimizer state that the checkpoint has and the optimizer lacks, as zeros, without a fake step."""
+def _make_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shapes: Mapping[str, tuple[int, ...]], *, where: Path
+) -> None:
+    """Make the optimizer state that the checkpoint has and the optimizer lacks, as zeros, without a fake step.
+
+    Raises:
+        MismatchError: for state that is larger than a square matrix over a dimension of its parameter, the largest
+            that optimizers keep: memory is not for the asking.
+    """
     by_name = {name: parameter for parameter, name in parameter_names(model).items()}
     for full_name, shape in shapes.items():
         key, _, name = full_name.partition(".")
         parameter = by_name.get(name)
         if parameter is None or key in optimizer.state[parameter]:
             continue
+        most = max(parameter.numel(), max(parameter.shape, default=1) ** 2)
+        if math.prod(shape) > most:
+            raise MismatchError(
+                "The checkpoint has optimizer state that is too large for its parameter",
+                where=f"{where}, tensor {full_name}",
+                expected=f"at most {most} elements",
+                found=f"shape {list(shape)}",
+                fix="Load the model alone.",
+            )
         if shape == tuple(parameter.shape) and key != "step":
             optimizer.state[parameter][key] = torch.zeros_like(parameter.detach())
         else:

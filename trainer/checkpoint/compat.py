@@ -9,6 +9,8 @@ from enum import Enum
 from trainer.checkpoint.json_file import Json
 from trainer.errors import MismatchError
 
+_MOST_CHARACTERS = 500  # of a value in a message; a file may hold any
+
 
 class Verdict(Enum):
     """What becomes of a difference."""
@@ -113,4 +115,5 @@ def _flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def _text(value: object) -> str:
-    return "nothing" if value is None else str(value)
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."

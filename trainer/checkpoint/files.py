@@ -41,8 +41,8 @@ class Files:
             return None
 
     def open_for_reading(self, path: Path) -> int:
-        """Open a file for reading."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        """Open a file for reading; a link is refused, as `size` refuses it."""
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)

@@ -75,7 +75,8 @@ class Flight:
         """Write, check, commit, then delete what may go.
 
         Raises:
-            TrainerError: on every rank, if the attempt did not become a checkpoint.
+            TrainerError: on every rank, if the attempt did not become a checkpoint; a LockError on rank 0, if another
+                job has taken the folder over meanwhile.
         """
         partial = self.attempt.folder.partial(self.attempt.iteration, self.attempt.name)
         try:
@@ -86,9 +87,11 @@ class Flight:
                 publish=self._publish,
                 poll=self.poll,
             )
-        except BaseException:
+        except BaseException as error:
             self.neighbours.drop()
             self._remove(partial)
+            if isinstance(error, TrainerError) and self.lock is not None:
+                self.lock.refuse_if_taken()  # a successor sweeps what is being written: that was no fault of the disk
             raise
         finally:
             for path in self.leftovers:
@@ -182,11 +185,11 @@ def _losses(folder: CheckpointFolder, iterations: Sequence[int]) -> dict[int, fl
     for iteration in iterations:
         path = folder.iteration(iteration) / STATE
         try:
-            loss = json_file.parse(path.read_bytes(), where=path).get("valid_loss")
-        except (OSError, TrainerError) as error:
+            loss = json_file.read(path).get("valid_loss")
+        except TrainerError as error:
             _log.error("%s cannot be read, its loss counts for nothing: %s", path, error)
             continue
-        if isinstance(loss, int | float):
+        if isinstance(loss, float):  # as a loss is written; `json_file` lets no NaN through
             found[iteration] = float(loss)
     return found
 

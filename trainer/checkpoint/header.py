@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TypeGuard
 
 from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.layout import DTYPES, METADATA, Kind, TensorSpec
+from trainer.checkpoint.layout import DTYPES, METADATA, MOST_DIMENSIONS, Kind, TensorSpec
+from trainer.checkpoint.manifest import is_shape
 from trainer.errors import CheckpointError
 
 
@@ -40,6 +41,8 @@ def _parse_entry(name: str, entry: object, kind: Kind, *, where: str) -> tuple[T
         raise _malformed(where, "a dtype of " + ", ".join(sorted(DTYPES)), dtype)
     if not _are_naturals(shape):
         raise _malformed(where, "a shape of natural numbers", shape)
+    if not is_shape(shape):
+        raise _malformed(where, f"a shape of at most {MOST_DIMENSIONS} dimensions and 2^63 - 1 elements", shape)
     if not _are_naturals(offsets) or len(offsets) != 2:
         raise _malformed(where, "two data_offsets", offsets)
     spec = TensorSpec(kind, name, tuple(shape), DTYPES[dtype], tuple(shape))

@@ -41,6 +41,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float8_e5m2: "F8_E5M2",
 }
 METADATA = "__metadata__"
+MOST_DIMENSIONS = 31  # numpy's 32 of its first version, less the one for the bytes of an item
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -108,7 +109,7 @@ def build_layout(specs: Sequence[TensorSpec], *, file_bytes: int = DEFAULT_FILE_
     A tensor is never split over files; one larger than `file_bytes` has a file of its own.
 
     Raises:
-        CheckpointError: for a name that occurs twice or a dtype that safetensors cannot hold.
+        CheckpointError: for a name that occurs twice, a dtype that safetensors cannot hold or too many dimensions.
     """
     _refuse_unstorable(specs)
     files: list[FileLayout] = []
@@ -143,6 +144,13 @@ def _refuse_unstorable(specs: Iterable[TensorSpec]) -> None:
         seen.add(spec.name)
         if spec.name == METADATA:
             raise CheckpointError("A tensor has a name that safetensors keeps for itself", where=spec.name)
+        if max(len(spec.shape), len(spec.view)) > MOST_DIMENSIONS:
+            raise CheckpointError(
+                "A tensor has too many dimensions",
+                where=spec.name,
+                expected=f"at most {MOST_DIMENSIONS}",
+                found=max(len(spec.shape), len(spec.view)),
+            )
         if spec.dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 "A tensor has a dtype that safetensors cannot hold",

@@ -70,6 +70,20 @@ class FolderLock:
         if self._descriptor is None or holder is None or holder.nonce != self._me.nonce:
             raise self._refusal(holder)
 
+    def refuse_if_taken(self) -> None:
+        """Refuse to go on where the lock can be read and is not ours; where it cannot be, nobody knows.
+
+        Raises:
+            LockError: if somebody took it over, who may have let it go again since.
+        """
+        try:
+            self._path.read_bytes()
+        except OSError:
+            return
+        holder = self._holder()
+        if holder is None or holder.nonce != self._me.nonce:
+            raise self._refusal(holder)
+
     def release(self) -> None:
         """Let go; doing so twice is fine."""
         self._stop.set()

@@ -17,12 +17,13 @@ import xxhash
 
 from trainer.checkpoint import json_file
 from trainer.checkpoint.box import Box, image
-from trainer.checkpoint.layout import DTYPE_NAMES, Layout, Place
+from trainer.checkpoint.layout import DTYPE_NAMES, MOST_DIMENSIONS, Layout, Place
 from trainer.errors import CheckpointError, MismatchError
 
 FORMAT = "reprise-manifest/1"
 BLOCK_BYTES = 4 << 20
 DIGEST_BYTES = 8
+MOST_ELEMENTS = 2**63 - 1  # what a size of torch's holds
 _ITEMSIZES = sorted({dtype.itemsize for dtype in DTYPE_NAMES})
 _TAIL = ',"xxh3_64":"%s"}\n'
 
@@ -108,6 +109,13 @@ class Manifest:
 def digest_of(data: bytes | memoryview) -> str:
     """Return the `xxh3_64` digest of `data` as 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(data)
+
+
+def is_shape(sizes: Sequence[int]) -> bool:
+    """Return whether a tensor can have these sizes, natural numbers all: so many dimensions, so many elements."""
+    if len(sizes) > MOST_DIMENSIONS or any(size > MOST_ELEMENTS for size in sizes):
+        return False
+    return math.prod(sizes) <= MOST_ELEMENTS
 
 
 def block_count(total_bytes: int) -> int:
@@ -237,20 +245,24 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
     for name, entry in table["files"].items():
         is_tensor_file = "header_xxh3_64" in entry
         digest = entry["header_xxh3_64" if is_tensor_file else "xxh3_64"]
-        files[_inside(name)] = FileEntry(_natural(entry["bytes"]), digest, is_tensor_file)
+        files[_inside(name)] = FileEntry(_natural(entry["bytes"]), str(digest), is_tensor_file)
+    if sum(entry.total_bytes for entry in files.values() if not entry.is_tensor_file) > json_file.MAX_BYTES:
+        raise ValueError(f"the files that hold no tensors are larger than {json_file.MAX_BYTES} B")
     tensors = {name: _tensor_entry(entry) for name, entry in table["tensors"].items()}
     return Manifest(str(table["attempt"]), files, tensors, dict(table["aliases"]))
 
 
 def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
     view = tuple(_natural(n) for n in entry["view"])
+    if not is_shape(view):
+        raise ValueError(f"a view of {len(view)} dimensions has more of them, or of elements, than a tensor can")
     cuts = tuple(tuple(_natural(n) for n in marks) for marks in entry["cuts"])
     if len(cuts) != len(view) or any(
         marks[0] != 0 or marks[-1] != n or list(marks) != sorted(set(marks))
         for marks, n in zip(cuts, view, strict=True)
     ):
         raise ValueError(f"cuts {cuts} do not fit a tensor of {view}")
-    shares = {int(cell): tuple(_natural(n) for n in offsets) for cell, offsets in entry.get("shares", {}).items()}
+    shares = {_cell(key): tuple(_natural(n) for n in offsets) for key, offsets in entry.get("shares", {}).items()}
     found = TensorEntry(view, cuts, shares, bytes.fromhex(entry["digests"]))
     # Only the headers know the item size; `reader.read_places` asks again with it.
     if not any(found.fits(itemsize) for itemsize in _ITEMSIZES):
@@ -259,9 +271,16 @@ def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
 
 
 def _natural(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no natural number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_ELEMENTS:
+        raise ValueError(f"{value!r} is no natural number that a tensor can have")
     return value
+
+
+def _cell(key: str) -> int:
+    cell = int(key)
+    if str(cell) != key:
+        raise ValueError(f"{key!r} is no number of a cell")
+    return cell
 
 
 def _inside(name: str) -> str:

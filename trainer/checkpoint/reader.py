@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from trainer.checkpoint import header, json_file, manifest
 from trainer.checkpoint.box import image
-from trainer.checkpoint.commit import MANIFEST
+from trainer.checkpoint.commit import INDEX, MANIFEST
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.gather import Gatherer
 from trainer.checkpoint.json_file import Json
@@ -52,18 +53,20 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
         CheckpointError: naming the first file that is missing or damaged.
     """
     try:
-        files.size(path / MANIFEST)  # refuses a link, as for every other file
-        found = manifest.from_bytes((path / MANIFEST).read_bytes(), where=path / MANIFEST)
+        found = manifest.from_bytes(_read(path / MANIFEST, files), where=path / MANIFEST)
     except OSError as error:
         raise CheckpointError(
             "A folder is no checkpoint", where=path, expected=MANIFEST, found=error.strerror, fix="Name another one."
         ) from error
-    documents: dict[str, bytes] = {}
+    document: bytes | None = None
     for name, entry in found.files.items():
-        documents[name] = _checked_file(path / name, entry, files)
-    if STATE not in documents:
+        data = _checked_file(path, name, entry, files)
+        document = data if name == STATE else document
+        if name == INDEX:
+            _check_index(json_file.parse(data, where=path / name), found, where=path / name)
+    if not document:
         raise CheckpointError("A checkpoint has no state file", where=path / STATE)
-    state = json_file.parse(documents[STATE], where=path / STATE)
+    state = json_file.parse(document, where=path / STATE)
     if state.get("format") != FORMAT:
         raise MismatchError(
             "A checkpoint has another format version",
@@ -72,14 +75,69 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
             found=state.get("format"),
             fix="Load it with the version of this program that wrote it, or a newer one.",
         )
+    iteration = state.get("iteration")
+    if type(iteration) is not int or not 0 <= iteration <= manifest.MOST_ELEMENTS:
+        raise CheckpointError(
+            "A state file has no iteration", where=path / STATE, expected="a natural number", found=repr(iteration)
+        )
     return Checkpoint(path, files, found, state)
 
 
-def _checked_file(path: Path, entry: manifest.FileEntry, files: Files) -> bytes:
-    """Check a file's size and, if it is no tensor file, its digest; return the content of the latter."""
+def _check_index(index: Json, found: Manifest, *, where: Path) -> None:
+    """Refuse an index that sends other loaders to a tensor or a file that the checkpoint does not have."""
+    weight_map = index.get("weight_map")
+    for name, file in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", None)]:
+        entry = found.files.get(file) if isinstance(file, str) else None
+        if name not in found.tensors or entry is None or not entry.is_tensor_file:
+            raise CheckpointError(
+                "The index names a tensor or a file that the checkpoint does not have",
+                where=f"{where}, {name}",
+                expected="one of the manifest's",
+                found=repr(file),
+            )
+
+
+def _read(path: Path, files: Files) -> bytes:
+    """Return the content of a file that holds no tensors.
+
+    Raises:
+        OSError: if it is missing, or no regular file.
+        CheckpointError: if it is larger than such a file can be; it is not read then.
+    """
+    size = files.size(path)
+    if size > json_file.MAX_BYTES:
+        raise CheckpointError(
+            "A JSON file is too large", where=path, expected=f"<= {json_file.MAX_BYTES} B", found=size
+        )
+    data = bytearray(size)
+    descriptor = files.open_for_reading(path)
     try:
+        return bytes(data[: files.read(descriptor, memoryview(data), offset=0)])
+    finally:
+        files.close(descriptor)
+
+
+def _refuse_links(root: Path, name: str) -> None:
+    """Refuse a file in a folder that is a link: it may lie anywhere. Of the file itself, `Files.size` asks.
+
+    Raises:
+        OSError: if there is no such folder.
+        CheckpointError: if one of the folders between `root` and the file is a link.
+    """
+    folder = root
+    for part in name.split("/")[:-1]:
+        folder /= part
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            raise CheckpointError("A file of a checkpoint lies in what is no folder", where=folder, expected="a folder")
+
+
+def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files) -> bytes:
+    """Check a file's size and, if it is no tensor file, its digest; return the content of the latter."""
+    path = root / name
+    try:
+        _refuse_links(root, name)
         size = files.size(path)
-        data = b"" if entry.is_tensor_file or size != entry.total_bytes else path.read_bytes()
+        data = b"" if entry.is_tensor_file or size != entry.total_bytes else _read(path, files)
     except OSError as error:
         raise CheckpointError("A file of a checkpoint is missing", where=path, found=error.strerror) from error
     if size != entry.total_bytes:

@@ -6,8 +6,10 @@ The format is that of llm.c (``dev/data/data_common.py``, ``write_datafile``): 2
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +60,10 @@ def open_token_file(path: str | Path) -> TokenFile:
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        # What is no regular file, a pipe for one, may keep whoever opens it waiting for ever.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
             # Touching a map behind the end of its file kills the process (SIGBUS), so the size is checked first.
             form, count = _check_header(path, file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size)
             mapped = np.memmap(file, dtype=form.dtype, mode="r", offset=HEADER_BYTES, shape=(count,))

@@ -1,0 +1,366 @@
+"""Checkpoints and token files of strangers: a `TrainerError`, in bounded time and memory, and no file of others opened.
+
+All digests fit, as those of a stranger would. `scripts/fuzz_inputs.py` tries the same with coverage as its guide.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scripts.fuzz.mutate import mutate
+from scripts.fuzz.targets import MODEL, OPTIMIZER, Inputs, Opened, seal
+from tests.harness import TINY, launch, run_ok
+from trainer.checkpoint import json_file, load, manifest
+from trainer.checkpoint.commit import INDEX, MANIFEST
+from trainer.checkpoint.manifest import FileEntry, digest_of
+from trainer.checkpoint.reader import STATE
+from trainer.data.token_file import open_token_file
+from trainer.errors import TrainerError
+
+MOST_MEMORY = 64 << 20
+MOST_SECONDS = 30
+FILES = (MANIFEST, STATE, INDEX, MODEL, OPTIMIZER)
+JSON_FILES = ("manifest", "state", "index", "header", "optimizer_header", "trainer_state")
+TARGETS = (*JSON_FILES, "tokens")
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> tuple[Inputs, Opened]:
+    """Return inputs that are read once, so that all modules are imported, and what is opened from here on."""
+    folder = Path(os.path.realpath(tmp_path_factory.mktemp("hostile")))
+    inputs = Inputs(folder)
+    assert all(inputs.attempt(target, data) for target, data in inputs.seeds.items())
+    return inputs, Opened(folder)
+
+
+@pytest.fixture
+def inputs(tried: tuple[Inputs, Opened]) -> Iterator[Inputs]:
+    tried[0].restore()
+    yield tried[0]
+    tried[0].restore()
+
+
+@contextmanager
+def bounded(opened: Opened) -> Iterator[None]:
+    """Fail what takes too long or too much memory, or opens a file elsewhere."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"it took more than {MOST_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(MOST_SECONDS)
+    tracemalloc.start()
+    opened.outside.clear()
+    opened.watching = True
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        opened.watching = False
+        tracemalloc.stop()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert peak < MOST_MEMORY
+    assert opened.outside == []
+
+
+def refused(tried: tuple[Inputs, Opened]) -> str:
+    """Load the checkpoint as it lies, which must be refused; return the message."""
+    with bounded(tried[1]), pytest.raises(TrainerError) as caught:
+        tried[0].load()
+    assert len(str(caught.value)) < 20_000
+    return str(caught.value)
+
+
+MEMBERS = {
+    "NaN": b'"x":NaN',
+    "infinity": b'"x":-Infinity',
+    "a number beyond a float": b'"x":1e999',
+    "a number of many digits": b'"x":' + b"9" * 5000,
+    "a key twice": b'"x":1,"x":1',
+    "a key twice, deep inside": b'"x":{"y":{"z":1,"z":2}}',
+    "lists as deep as the stack": b'"x":' + b"[" * 100_000 + b"]" * 100_000,
+    "lists as deep as nearly the stack": b'"x":' + b"[" * 700 + b"]" * 700,
+    "objects just too deep": b'"x":' + b'{"y":' * 64 + b"1" + b"}" * 64,
+    "half a surrogate pair": rb'"\ud800":1',
+    "half a surrogate pair as a value": rb'"x":["\udfff"]',
+    "no UTF-8": b'"x":"\xff"',
+    "a comma too many": b'"x":1,',
+}
+
+
+@pytest.mark.parametrize("target", JSON_FILES)
+@pytest.mark.parametrize("member", MEMBERS.values(), ids=[name.replace(" ", "-") for name in MEMBERS])
+def test_what_is_no_standard_json_is_refused_in_every_file(
+    tried: tuple[Inputs, Opened], inputs: Inputs, target: str, member: bytes
+) -> None:
+    good = inputs.seeds[target]
+    with bounded(tried[1]):
+        assert not inputs.attempt(target, b"{" + member + b"," + good.lstrip()[1:])
+    assert inputs.attempt(target, good)
+
+
+PATHS = (
+    "../secret",
+    "../../secret",
+    "/etc/passwd",
+    "optimizer/../../secret",
+    "./secret",
+    "optimizer//secret",
+    "..",
+    "",
+    "a\0b",
+    "x" * 5000,
+    "a/" * 100_000 + "b",
+)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=range(len(PATHS)))
+@pytest.mark.parametrize("is_tensor_file", [True, False])
+def test_a_path_that_leaves_the_folder_is_refused_and_not_opened(
+    tried: tuple[Inputs, Opened], inputs: Inputs, path: str, is_tensor_file: bool
+) -> None:
+    (inputs.checkpoint.parent / "secret").write_bytes(b"secret")
+    inputs.seal_file(path, FileEntry(6, digest_of(b"secret"), is_tensor_file))
+    refused(tried)
+    index = json.dumps({"metadata": {}, "weight_map": {"weight": path}}).encode()
+    with bounded(tried[1]):
+        assert not inputs.attempt("index", index)
+
+
+@pytest.mark.parametrize("name", [*FILES, "optimizer"])
+def test_a_link_out_of_the_folder_is_refused_and_not_followed(
+    tried: tuple[Inputs, Opened], inputs: Inputs, tmp_path: Path, name: str
+) -> None:
+    path = inputs.checkpoint / name
+    shutil.move(path, tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    refused(tried)
+
+
+def test_an_iteration_that_is_a_link_out_of_the_run_is_none(
+    tried: tuple[Inputs, Opened], inputs: Inputs, tmp_path: Path
+) -> None:
+    shutil.move(inputs.checkpoint, tmp_path / "elsewhere")
+    inputs.checkpoint.symlink_to(tmp_path / "elsewhere")
+    with bounded(tried[1]), pytest.raises(TrainerError, match="holds no checkpoint"):
+        load(inputs.checkpoint.parent, inputs.fresh()[0])
+    inputs.checkpoint.unlink()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_in_place_of_a_file_keeps_nobody_waiting(
+    tried: tuple[Inputs, Opened], inputs: Inputs, name: str
+) -> None:
+    (inputs.checkpoint / name).unlink()
+    os.mkfifo(inputs.checkpoint / name)
+    assert "no regular file" in refused(tried) or "not a regular file" in refused(tried)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("size", [1 << 40, json_file.MAX_BYTES + 1])
+def test_a_file_as_large_as_it_says_is_not_read_into_memory(
+    tried: tuple[Inputs, Opened], inputs: Inputs, name: str, size: int
+) -> None:
+    if name != MANIFEST:
+        entry = inputs.good_manifest.files[name]
+        inputs.seal_file(name, replace(entry, total_bytes=size))
+    os.truncate(inputs.checkpoint / name, size)
+    refused(tried)
+
+
+def test_a_header_of_a_declared_size_beyond_any_is_not_read(tried: tuple[Inputs, Opened], inputs: Inputs) -> None:
+    path = inputs.checkpoint / MODEL
+    entry = inputs.good_manifest.files[MODEL]
+    for length in (1 << 63, (100 << 20) + 1, entry.total_bytes - 7):
+        with path.open("r+b") as file:
+            file.write(length.to_bytes(8, "little"))
+        assert f"a length of {length} B" in refused(tried)
+    os.truncate(path, 1 << 40)
+    inputs.seal_file(MODEL, replace(entry, total_bytes=1 << 40))
+    with path.open("r+b") as file:
+        file.write((1 << 39).to_bytes(8, "little"))
+    assert "a length of" in refused(tried)
+
+
+def test_state_of_a_declared_size_makes_the_optimizer_ask_for_no_memory(
+    tried: tuple[Inputs, Opened], inputs: Inputs
+) -> None:
+    table = json.loads(inputs.seeds["optimizer_header"])
+    numel = 1 << 38
+    table = {"exp_avg.weight": {"dtype": "F32", "shape": [numel], "data_offsets": [0, 4 * numel]}}
+    data = json.dumps(table).encode()
+    head = len(data).to_bytes(8, "little") + data
+    inputs.write(OPTIMIZER, head)
+    os.truncate(inputs.checkpoint / OPTIMIZER, len(head) + 4 * numel)
+    tensors = {name: entry for name, entry in inputs.good_manifest.tensors.items() if "." not in name}
+    blocks = 4 * numel // manifest.BLOCK_BYTES
+    zero_block = bytes.fromhex(digest_of(bytes(manifest.BLOCK_BYTES)))
+    tensors["exp_avg.weight"] = manifest.TensorEntry((numel,), ((0, numel),), {}, zero_block * blocks)
+    entry = FileEntry(len(head) + 4 * numel, digest_of(head), is_tensor_file=True)
+    files = {**inputs.good_manifest.files, OPTIMIZER: entry}
+    index = json.loads(inputs.seeds["index"])
+    assert set(index["weight_map"]) == set(tensors) - {"exp_avg.weight"}
+    inputs.write(MANIFEST, manifest.to_bytes(replace(inputs.good_manifest, files=files, tensors=tensors)))
+    assert "too large for its parameter" in refused(tried)
+
+
+def weight(**members: object) -> Callable[[dict[str, Any]], None]:
+    """Return a change of the manifest's entry of one tensor, of shape [3, 4]."""
+    return lambda table: table["tensors"]["weight"].update(members)
+
+
+D = "00" * 8
+PIECES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "missing tensor": lambda table: table["tensors"].pop("weight"),
+    "unknown tensor": lambda table: table["tensors"].update(ghost=table["tensors"]["weight"]),
+    "no piece": weight(cuts=[[0], [0]], digests=""),
+    "missing rows": weight(cuts=[[0, 2], [0, 4]]),
+    "rows beyond the end": weight(cuts=[[0, 4], [0, 4]]),
+    "rows twice": weight(cuts=[[0, 2, 1, 3], [0, 4]], digests=D * 3),
+    "the same cut twice": weight(cuts=[[0, 3, 3], [0, 4]], digests=D * 2),
+    "overlapping shares": weight(shares={"0": [24, 12]}, digests=D * 3),
+    "a share beyond the end": weight(shares={"0": [64]}, digests=D * 2),
+    "shares of another cell": weight(shares={"1": [12]}, digests=D * 2),
+    "shares of a cell by two names": weight(shares={"0": [12], "00": [24]}, digests=D * 2),
+    "too few digests": weight(digests=""),
+    "too many digests": weight(digests=D * 2),
+    "another view": weight(view=[2, 5], cuts=[[0, 2], [0, 5]]),
+    "a view of countless elements": weight(view=[1 << 62, 1 << 62], cuts=[[0, 1 << 62], [0, 1 << 62]]),
+    "a view of countless dimensions": weight(view=[1] * 20_000, cuts=[[0, 1]] * 20_000),
+    "countless cells": weight(view=[99] * 9, cuts=[list(range(100))] * 9),
+    "a size below zero": lambda table: table["files"][MODEL].update(bytes=-1),
+    "a size of two to the power of 64": lambda table: table["files"][MODEL].update(bytes=1 << 64),
+    "no files": lambda table: table.update(files={}),
+    "files in a list": lambda table: table.update(files=[]),
+    "a state file with tensors": lambda table: table["files"].update({STATE: table["files"][MODEL]}),
+    "aliases in a number": lambda table: table.update(aliases=1),
+    "a format of another kind": lambda table: table.update(format=[["reprise-manifest/1"]] * 10_000),
+}
+
+
+@pytest.mark.parametrize("change", PIECES.values(), ids=[name.replace(" ", "-") for name in PIECES])
+def test_pieces_that_are_not_the_tensors_are_refused(
+    tried: tuple[Inputs, Opened], inputs: Inputs, change: Callable[[dict[str, Any]], None]
+) -> None:
+    table = json.loads(inputs.seeds["manifest"] + b"}")
+    change(table)
+    inputs.write(MANIFEST, seal(json.dumps(table).encode()[:-1]))
+    refused(tried)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [3, 4], "data_offsets": [12, 60]},
+        {"dtype": "F32", "shape": [3, 4], "data_offsets": [1 << 60, (1 << 60) + 48]},
+        {"dtype": "F32", "shape": [1 << 62, 1 << 62], "data_offsets": [0, 48]},
+        {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [int("9" * 4000)] * 300, "data_offsets": [0, 48]},
+        {"dtype": "F32", "shape": [0, 10**400], "data_offsets": [60, 60]},
+        {"dtype": [["F32"] * 9] * 9, "shape": [3, 4], "data_offsets": [0, 48]},
+    ],
+    ids=["overlapping", "far-away", "countless", "dimensions", "digits", "empty", "lists"],
+)
+def test_a_header_that_does_not_describe_its_file_is_refused(
+    tried: tuple[Inputs, Opened], inputs: Inputs, entry: dict[str, Any]
+) -> None:
+    table = json.loads(inputs.seeds["header"])
+    for changed in ({**table, "weight": entry}, {**table, "ghost": entry}):
+        with bounded(tried[1]):
+            assert not inputs.attempt("header", json.dumps(changed).encode())
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"iteration": None},
+        {"iteration": True},
+        {"iteration": -1},
+        {"iteration": 1 << 63},
+        {"iteration": "4"},
+        {"format": {"a": [1] * 9}},
+        {"user": [1]},
+        {"groups": {"names": []}},
+        {"groups": [{"names": "weight", "numbers": {}}]},
+        {"groups": [{"names": [["weight"]], "numbers": {}}]},
+        {"groups": [{"names": ["weight"], "numbers": {"lr": {}}}]},
+        {"groups": [{"names": ["weight"]}]},
+        {"optimizer": "SGD"},
+        {"optimizer": {"name": ["AdamW"]}},
+    ],
+    ids=lambda members: json.dumps(members)[:40],
+)
+def test_members_of_another_kind_are_refused_by_the_library(
+    tried: tuple[Inputs, Opened], inputs: Inputs, members: dict[str, object]
+) -> None:
+    with bounded(tried[1]):
+        assert not inputs.attempt("state", json.dumps({**json.loads(inputs.seeds["state"]), **members}).encode())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(chance=st.randoms(use_true_random=False))
+def test_no_change_of_a_file_raises_anything_else(
+    tried: tuple[Inputs, Opened], target: str, chance: random.Random
+) -> None:
+    inputs, opened = tried
+    opened.outside.clear()
+    opened.watching = True
+    try:
+        inputs.attempt(target, mutate(inputs.seeds[target], chance))
+    finally:
+        opened.watching = False
+    assert opened.outside == []
+
+
+def test_a_pipe_in_place_of_tokens_keeps_nobody_waiting(tried: tuple[Inputs, Opened], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.bin")
+    with pytest.raises(TrainerError, match="not a regular file"):
+        open_token_file(tmp_path / "pipe.bin")
+
+
+def test_a_token_file_as_large_as_it_says_is_not_read_into_memory(tried: tuple[Inputs, Opened], inputs: Inputs) -> None:
+    os.truncate(inputs.tokens, 1 << 40)
+    with bounded(tried[1]), pytest.raises(TrainerError, match="not what its header says"):
+        open_token_file(inputs.tokens)
+
+
+BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=4", "checkpoint.save_interval=2"]
+STATES = [
+    ("batch", 5, "checkpoint.override_batch_size=true", "has no progress"),
+    ("consumed_samples", -1, "checkpoint.reshard=true", "has no progress"),
+    ("schedule", {"lr": "fast"}, "checkpoint.use_checkpoint_scheduler=true", "has no schedule"),
+]
+
+
+@pytest.mark.slow
+def test_the_trainer_refuses_a_state_of_another_kind_before_it_reads_a_tensor(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_ok(run, BASE)
+    checkpoint = run / "checkpoints/iter_0000004"
+    good, sealed = (checkpoint / STATE).read_bytes(), (checkpoint / MANIFEST).read_bytes()
+    found = manifest.from_bytes(sealed, where=checkpoint)
+    for member, value, flag, text in STATES:
+        data = json.dumps({**json.loads(good), member: value}).encode()
+        (checkpoint / STATE).write_bytes(data)
+        files = {**found.files, STATE: FileEntry(len(data), digest_of(data), is_tensor_file=False)}
+        (checkpoint / MANIFEST).write_bytes(manifest.to_bytes(replace(found, files=files)))
+        ended = launch(run, [*BASE, "train.train_iters=6", "schedule.lr_decay_iters=4", "checkpoint.ckpt_step=4", flag])
+        assert ended.statuses == (1,), ended.text
+        assert text in ended.text
+        assert "Traceback" not in ended.text
