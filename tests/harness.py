@@ -99,10 +99,8 @@ def launch(
     arguments = ["trainer", f"run.dir={folder}", *overrides]
     kill = None if kill_after is None else _Kill(folder / "metrics.jsonl", kill_after, saved)
     function = _train if kill_after is None else partial(_train_until_killed, after=kill_after, awaits_save=saved > 0)
-    if cores is None:
-        cores = ALL_CORES[:1] if ranks == 1 else ALL_CORES
     return _run_ranks(
-        function, folder, arguments=arguments, ranks=ranks, kill=kill, cores=tuple(cores), timeout_s=timeout_s
+        function, folder, arguments=arguments, ranks=ranks, kill=kill, cores=_cores(ranks, cores), timeout_s=timeout_s
     )
 
 
@@ -116,8 +114,14 @@ def call_on_ranks(
 ) -> Ended:
     """Call `function(arguments)`, a module's own, on `ranks` ranks; their outputs go beside `folder`."""
     return _run_ranks(
-        function, folder, arguments=list(arguments), ranks=ranks, kill=None, cores=ALL_CORES, timeout_s=timeout_s
+        function, folder, arguments=list(arguments), ranks=ranks, kill=None, cores=_cores(ranks), timeout_s=timeout_s
     )
+
+
+def _cores(ranks: int, cores: Collection[int] | None = None) -> tuple[int, ...]:
+    if cores is None:
+        return ALL_CORES[:1] if ranks == 1 else ALL_CORES
+    return tuple(cores)
 
 
 def _run_ranks(
@@ -172,14 +176,16 @@ def started(
     *,
     folder: Path,
     ranks: int,
-    cores: Collection[int] = ALL_CORES,
+    cores: Collection[int] | None = None,
 ) -> Iterator[Running]:
     """Start ranks that call `function(arguments)`, their outputs beside `folder`, and kill what is left of them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     outputs = [folder.with_name(f"{folder.name}.rank{rank}.log") for rank in range(ranks)]
     port = free_port()
     processes = [
-        _context.Process(target=_rank, args=(rank, ranks, port, function, arguments, str(outputs[rank]), tuple(cores)))
+        _context.Process(
+            target=_rank, args=(rank, ranks, port, function, arguments, str(outputs[rank]), _cores(ranks, cores))
+        )
         for rank in range(ranks)
     ]
     try:
