@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 
 from trainer.checkpoint import commit, json_file
 from trainer.checkpoint.ballot import Outcome
@@ -25,7 +24,7 @@ from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.sharing import Neighbours
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
-from trainer.checkpoint.writer import MOST_THREADS, Writer
+from trainer.checkpoint.writer import THREADS, Writer
 from trainer.errors import CheckpointError, LockError, TrainerError
 
 _log = logging.getLogger(__name__)
@@ -124,9 +123,7 @@ class Flight:
             sharing = self.neighbours.join(attempt, self.plan.columns, may_share=self.may_share)
             if self.board.rank == 0:
                 _require_room(attempt)
-            # A process has as many threads as its share of the cores: ranks that share them all would only queue.
-            threads = min(MOST_THREADS, torch.get_num_threads())
-            writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, threads, line.add, sharing)
+            writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, THREADS, line.add, sharing)
             written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
             self.snapshot.check()
             return written
