@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
 from trainer.checkpoint import commit, json_file
 from trainer.checkpoint.ballot import Outcome
 from trainer.checkpoint.board import Board
