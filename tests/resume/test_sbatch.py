@@ -1,0 +1,91 @@
+"""The job for SLURM, on stand-ins for its commands: it signals the ranks, they save, it is queued again."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import TINY, curve, last_iteration, run_ok
+from tests.resume.test_torchrun import ROOT, await_iteration, started
+
+JOB = ROOT / "scripts/train.sbatch"
+BASE = ["model=gpt2_tiny", *TINY, "checkpoint.save_interval=5", "train.train_iters=3000"]
+TIMEOUT_S = 90.0
+
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+SCONTROL = """#!/usr/bin/env bash
+case $1 in
+    show) echo 127.0.0.1 ;;
+    requeue) touch "$REQUEUED" ;;
+esac
+"""
+# As pkill, but among the processes of this test only.
+PKILL = """#!{python}
+import os, re, signal, sys
+from pathlib import Path
+assert sys.argv[1:3] == ["-USR1", "--full"]
+for entry in Path("/proc").iterdir():
+    try:
+        command = (entry / "cmdline").read_bytes().replace(b"\\0", b" ").decode()
+        if os.environ["REQUEUED"].encode() in (entry / "environ").read_bytes() and re.search(sys.argv[3], command):
+            os.kill(int(entry.name), signal.SIGUSR1)
+            print("signalled", entry.name, flush=True)
+    except (OSError, ValueError):
+        pass
+"""
+
+
+def test_the_document_and_the_job_name_the_ranks_alike() -> None:
+    (pattern,) = re.findall(r"WORKERS='(.*)'", JOB.read_text())
+    assert f"pkill -USR1 --full '{pattern}'" in (ROOT / "docs/launching.md").read_text()
+    assert re.search(pattern, "/some/where/bin/python3.11 -u -m trainer run.name=a")
+    assert not re.search(pattern, "/some/where/bin/python /some/where/bin/torchrun --nnodes 2 -m trainer run.name=a")
+    assert not re.search(pattern, "/some/where/bin/python -u -m torch.distributed.run --nnodes 2 -m trainer run.name=a")
+
+
+@pytest.mark.slow
+def test_a_job_that_is_asked_to_stop_saves_and_queues_itself_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "pkill": PKILL.format(python=sys.executable)}.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    requeued = tmp_path / f"requeued-{secrets.token_hex(4)}"
+    monkeypatch.setenv("PATH", f"{commands}:{Path(sys.executable).parent}:/usr/bin:/bin")
+    monkeypatch.setenv("REQUEUED", str(requeued))
+    for name, value in {"NNODES": "1", "JOB_ID": "7", "JOB_NODELIST": "localhost"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    job = tmp_path / "job"
+    text = JOB.read_text().replace("--nproc-per-node 8", "--nproc-per-node 2")
+    job.write_text(text.replace('"$head:29500"', '"$head:0"'))
+    with started(["bash", str(job), "run.dir=run", *BASE], tmp_path) as process:
+        await_iteration(process, tmp_path / "run/metrics.jsonl", 7, saved=5)
+        process.send_signal(signal.SIGUSR1)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    assert output.count("signalled ") == 2, output
+    assert requeued.exists()
+    stopped = last_iteration(tmp_path / "run/metrics.jsonl")
+    assert last_iteration(tmp_path / "run/metrics.jsonl", "save") == stopped < 3000
+    # The same job, when it is started again, goes on from there, and its curve is that of an unbroken run.
+    end = stopped + 5
+    again = [*BASE[:-1], f"train.train_iters={end}", "schedule.lr_decay_iters=3000"]
+    ended = run_ok(tmp_path / "run", again, ranks=2)
+    assert f"iteration {stopped} from" in ended.outputs[0]
+    run_ok(tmp_path / "unbroken", again, ranks=2)
+    assert curve(tmp_path / "run") == curve(tmp_path / "unbroken")
+
+
+def test_the_job_is_a_script_that_bash_understands() -> None:
+    subprocess.run(["bash", "-n", str(JOB)], check=True)
