@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from scripts.bench import ranks
 from scripts.bench.rounds import ROUND, Figure, Rounds
 from scripts.bench.training import BackToBack, Trained
-from scripts.bench.ways import AT_ONCE, BACKGROUND, INLINE, RAW
+from scripts.bench.ways import AT_ONCE, BACKGROUND, DIRECT, INLINE, RAW
 
 HEAD = ("", "figure", "measured", "target", "verdict")
 
@@ -45,6 +45,7 @@ def of_rounds(found: Rounds, *, total_bytes: int) -> list[Target]:
     told = Figure.TOLD_BLOCKED
     return [
         Target("a", "inline save / raw write", found.ratio(INLINE, Figure.DURABLE, RAW, Figure.DURABLE), 0.85),
+        Target("a", "inline save / direct write", found.ratio(INLINE, Figure.DURABLE, DIRECT, Figure.DURABLE)),
         Target(
             "b", "load with digests / raw read, fresh memory", found.ratio(INLINE, Figure.LOAD, RAW, Figure.LOAD), 0.55
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import os
 import shutil
@@ -10,14 +12,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from scripts.bench.probe import Loop, PeakMemory, files_of, fill_from, seconds_of, sync_folder
 from scripts.bench.subject import Subject
+from trainer.checkpoint.arena import map_memory
 from trainer.checkpoint.board import lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.choose import Source
+from trainer.checkpoint.files import Files
+from trainer.checkpoint.layout import PAGE_BYTES
 from trainer.checkpoint.policy import SavePolicy, SaveReport
 
-RAW, INLINE, BACKGROUND, AT_ONCE = "raw write + fsync", "ours, inline", "ours, background", "ours, step at once"
+RAW, DIRECT = "raw write + fsync", "raw write, O_DIRECT"
+INLINE, BACKGROUND, AT_ONCE = "ours, inline", "ours, background", "ours, step at once"
+_DIRECT_BYTES = 8 << 20  # in one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,7 @@ def own_ways(subject: Subject) -> Mapping[str, Way]:
     load = functools.partial(load_ours, subject)
     return {
         RAW: Way(blocking(functools.partial(write_raw, subject)), functools.partial(read_raw, subject), fills=False),
+        DIRECT: Way(_direct_write(subject), functools.partial(read_raw, subject), fills=False, may_raise=(OSError,)),
         INLINE: Way(functools.partial(_save_inline, subject), load),
         BACKGROUND: Way(functools.partial(_save_in_background, subject, steps_at_once=False), load),
         AT_ONCE: Way(functools.partial(_save_in_background, subject, steps_at_once=True), load),
@@ -84,6 +94,31 @@ def write_raw(subject: Subject, folder: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
+
+
+def _direct_write(subject: Subject) -> Callable[[Path, Loop], Saved]:
+    """Return what the disk itself takes: as many bytes from page-aligned memory, around the page cache."""
+    data = map_memory(-(-subject.own_bytes // PAGE_BYTES) * PAGE_BYTES)
+    data[: subject.own_bytes] = np.concatenate(list(subject.flat()))
+    files = Files()
+
+    def write(folder: Path) -> None:
+        descriptor = files.open_for_writing(folder / "direct")
+        try:
+            files.reserve(descriptor, data.nbytes)
+            direct = files.open_direct(folder / "direct")
+            if direct is None:
+                raise OSError(errno.EOPNOTSUPP, "no O_DIRECT", str(folder))
+            with contextlib.ExitStack() as stack:
+                stack.callback(files.close, direct)
+                for at in range(0, data.nbytes, _DIRECT_BYTES):
+                    files.write(direct, [data[at : at + _DIRECT_BYTES].data], offset=at)
+            files.sync(descriptor)
+        finally:
+            files.close(descriptor)
+        sync_folder(folder)
+
+    return blocking(write)
 
 
 def read_raw(subject: Subject, folder: Path) -> None:

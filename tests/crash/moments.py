@@ -27,7 +27,7 @@ import trainer.launch
 import trainer.loop
 import trainer.restore
 import trainer.step
-from tests.harness import ALL_CORES, Running, started
+from tests.harness import Running, started
 from trainer.checkpoint.files import Files
 from trainer.feed import Feed
 from trainer.parallel.pipeline import Pipeline
@@ -129,8 +129,7 @@ def standing(
     gates.mkdir(parents=True)
     gate = Gate(str(gates), moment, iteration, tuple(range(ranks) if gated is None else gated), deed)
     arguments = [describe([gate]), f"run.dir={folder}", *overrides]
-    cores = ALL_CORES[:1] if ranks == 1 else ALL_CORES
-    with started(train_with_gate, arguments, folder=folder, ranks=ranks, cores=cores) as running:
+    with started(train_with_gate, arguments, folder=folder, ranks=ranks) as running:
         yield running, gate
 
 

@@ -12,7 +12,7 @@ import pytest
 import trainer.__main__
 import trainer.build
 import trainer.loop
-from tests.harness import ALL_CORES, TINY, Ended, curve, started
+from tests.harness import TINY, Ended, curve, started
 from trainer.build import Run
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.store import HOLD, TRACKER, CheckpointFolder, iteration_name
@@ -85,8 +85,7 @@ _ACTS: dict[str, Callable[..., None]] = {
 
 def train(run: Path, told: dict[str, object], *overrides: str, ranks: int = 1) -> Ended:
     arguments = [json.dumps(told), f"run.dir={run}", *BASE, *overrides]
-    cores = ALL_CORES[:1] if ranks == 1 else ALL_CORES
-    with started(train_told, arguments, folder=run, ranks=ranks, cores=cores) as running:
+    with started(train_told, arguments, folder=run, ranks=ranks) as running:
         running.join(60.0)
     ended = running.ended()
     assert ended.ok, ended.text

@@ -11,7 +11,7 @@ import pytest
 
 import trainer.__main__
 from tests.crash.killing import AFTER, BEFORE, Killer
-from tests.harness import ALL_CORES, TINY, call_on_ranks, curve, run_ok, started, tensor_files
+from tests.harness import TINY, call_on_ranks, curve, run_ok, started, tensor_files
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.store import CheckpointFolder
 
@@ -70,7 +70,7 @@ def kill_at_some(folder: Path, layout: str, kills: int) -> None:
         committed = CheckpointFolder(run / "checkpoints", Files()).committed()
         # What has recorded iterations and no checkpoint is not taken for a fresh start unless the command says so.
         again = settings if committed else [*settings, "checkpoint.load=none"]
-        run_ok(run, again, ranks=ranks, cores=ALL_CORES)
+        run_ok(run, again, ranks=ranks)
         assert curve(run) == curve(unbroken)
         assert tensor_files(run / last) == tensor_files(unbroken / last)
         left = [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]

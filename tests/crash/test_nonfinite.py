@@ -14,7 +14,7 @@ import torch
 
 import trainer.__main__
 import trainer.step
-from tests.harness import ALL_CORES, TINY, Ended, call_on_ranks, curve, last_iteration, launch, run_ok, tensor_files
+from tests.harness import TINY, Ended, call_on_ranks, curve, last_iteration, launch, run_ok, tensor_files
 from trainer.checkpoint.live import local_of, parameter_names
 from trainer.state import TrainerState
 
@@ -79,7 +79,7 @@ def slow_but_for_one_rank() -> list[Any]:
 def test_a_run_stops_names_the_parameter_and_saves_nothing_of_it(tmp_path: Path, layout: str) -> None:
     ranks, topology, *_ = LAYOUTS[layout]
     whole, run, every = tmp_path / "whole", tmp_path / "run", "checkpoint.save_interval=2"
-    run_ok(whole, [*BASE, *topology, every], ranks=ranks, cores=ALL_CORES)
+    run_ok(whole, [*BASE, *topology, every], ranks=ranks)
     ended = poisoned(run, layout, [every], iteration=5)
     assert ended.statuses == (1,) * ranks, ended.text
     for output in ended.outputs:
@@ -89,7 +89,7 @@ def test_a_run_stops_names_the_parameter_and_saves_nothing_of_it(tmp_path: Path,
     assert saved(run) == ["iter_0000002", "iter_0000004"]
     for name in saved(run):
         assert tensor_files(run / "checkpoints" / name) == tensor_files(whole / "checkpoints" / name)
-    run_ok(run, [*BASE, *topology, every], ranks=ranks, cores=ALL_CORES)
+    run_ok(run, [*BASE, *topology, every], ranks=ranks)
     assert curve(run) == curve(whole)
     last = f"checkpoints/iter_{ITERATIONS:07d}"
     assert tensor_files(run / last) == tensor_files(whole / last)
@@ -110,7 +110,7 @@ def test_a_skipped_iteration_changes_no_bit_and_a_resume_is_the_unbroken_run(tmp
     assert [row[4] for row in curve(whole)] == [12 * number for number in range(1, ITERATIONS + 1)]
     assert poisoned(run, layout, [SKIP, "train.exit_interval=3"], iteration=3).ok
     assert saved(run) == ["iter_0000003"]
-    run_ok(run, [*BASE, *topology, SKIP], ranks=ranks, cores=ALL_CORES)
+    run_ok(run, [*BASE, *topology, SKIP], ranks=ranks)
     assert curve(run) == curve(whole)
     last = f"checkpoints/iter_{ITERATIONS:07d}"
     assert tensor_files(run / last) == tensor_files(whole / last)

@@ -21,7 +21,7 @@ import trainer.__main__
 from tests.crash import small_run
 from tests.crash.moments import standing
 from tests.crash.small_run import Plan
-from tests.harness import ALL_CORES, TINY, Running, all_files, call_on_ranks, started
+from tests.harness import TINY, Running, all_files, call_on_ranks, started
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.lock import STALE_S
 
@@ -174,8 +174,7 @@ def test_a_stopped_trainer_that_was_taken_for_dead_ends_with_a_lock_error(
         holder = json.loads(lock.read_text())
         let_the_holder_seem_dead(lock)
         arguments = [f"run.dir={run}", *BASE]
-        cores = ALL_CORES[:1] if ranks == 1 else ALL_CORES
-        with started(run_trainer, arguments, folder=tmp_path / "successor", ranks=ranks, cores=cores) as running:
+        with started(run_trainer, arguments, folder=tmp_path / "successor", ranks=ranks) as running:
             running.join(60.0)
         successor = running.ended()
         assert successor.ok, successor.text
