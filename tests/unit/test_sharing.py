@@ -13,7 +13,6 @@ import pytest
 
 from tests.fakes import Axis, FailingFiles, Sharding, run_ranks, sample_specs, sample_state
 from tests.harness import tensor_files
-from trainer.checkpoint import sharing as sharing_module
 from trainer.checkpoint import strips as striping
 from trainer.checkpoint.board import Board, lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -213,14 +212,12 @@ def test_a_rank_that_refuses_ends_the_wait_of_the_others(tmp_path: Path) -> None
     assert str(outcome).startswith("Rank 1: its disk hangs")
 
 
-def test_a_rank_that_says_nothing_is_given_up_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing_module, "_PATIENCE_S", 0.2)
-
+def test_a_rank_that_says_nothing_is_given_up_by_name(tmp_path: Path) -> None:
     def run(board: Board) -> None:
         if board.rank == 0:
             Neighbours(board, [0, 1]).join(attempt(tmp_path), [], may_share=True)
 
-    outcome, _ = run_ranks(2, run)
+    outcome, _ = run_ranks(2, run, timeout_s=0.2)
     assert isinstance(outcome, TrainerError)
     assert "rank 1" in str(outcome)
 
@@ -236,6 +233,10 @@ def test_memory_is_had_by_address_only_where_that_is_still_the_same() -> None:
     pid, number, name = first.address.split()
     assert SharedMemory.open(b" ".join([pid, number, b"00" * 16])) is None
     assert SharedMemory.open(b" ".join([b"999999999", number, name])) is None
+    reader, writer = os.pipe()  # what another container's process has under that number
+    assert SharedMemory.open(b" ".join([pid, str(reader).encode(), name])) is None
+    os.close(reader)
+    os.close(writer)
     first.close()
 
 

@@ -32,8 +32,7 @@ from trainer.errors import CheckpointError, LaunchError
 
 _log = logging.getLogger(__name__)
 
-# All ranks come to a save from the same iteration; one that takes longer is not coming.
-_PATIENCE_S = 60.0
+_NAME = "checkpoint"
 _NAME_BYTES = 16
 _JOINS, _STAYS_OUT, _FAILED = b"+", b"-", b"!"
 
@@ -50,7 +49,7 @@ class SharedMemory:
     @staticmethod
     def make() -> SharedMemory:
         """Return a new one, nearly empty."""
-        descriptor = os.memfd_create("checkpoint")
+        descriptor = os.memfd_create(_NAME)
         os.ftruncate(descriptor, STRIPS_AT)
         name = secrets.token_bytes(_NAME_BYTES)
         os.pwrite(descriptor, name, 0)
@@ -60,8 +59,11 @@ class SharedMemory:
     def open(address: bytes) -> SharedMemory | None:
         """Return that of another process of this host; None if it cannot be had, or is another one."""
         pid, number, name = address.decode().split()
+        path = f"/proc/{pid}/fd/{number}"
         try:
-            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # a process of another container has that number
+                return None
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return None
         if os.pread(descriptor, _NAME_BYTES, 0) != bytes.fromhex(name):
@@ -168,7 +170,7 @@ class Neighbours:
 
     def __init__(self, board: Board, ranks: Sequence[int]) -> None:
         self._ranks, self._rank = list(ranks), board.rank
-        self._board = board.clone(min(_PATIENCE_S, board.timeout_s)) if len(ranks) > 1 else board
+        self._board = board
         self._memory: SharedMemory | None = None
         self._has_no_room = False
         self._posted: list[str] = []
