@@ -21,12 +21,26 @@ from trainer.checkpoint.reader import FORMAT, STATE
 from trainer.errors import LaunchError
 
 ROWS = Sharding("rows over 2", (Axis("row", 2),))
+COLUMNS = Sharding("columns over 2", (Axis("column", 2),))
 SPEC = TensorSpec(Kind.MODEL, "w", (50, 40), torch.float32, (50, 40))
 SOON_S, LONG_S = 0.2, 60.0
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["apart", "on one host"])
+def _hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Given, "sharding", COLUMNS if request.param else ROWS)
+    monkeypatch.setattr(Given, "neighbours", (0, 1) if request.param else ())
+
+
+class Given:
+    """How the ranks of the tests hold the state, and which are said to be on one host."""
+
+    sharding = ROWS
+    neighbours: tuple[int, ...] = ()
+
+
 def contents(rank: int, iteration: int) -> Contents:
-    live = tuple(ROWS.live(rank, [SPEC], {"w": torch.full(SPEC.shape, float(iteration))}))
+    live = tuple(Given.sharding.live(rank, [SPEC], {"w": torch.full(SPEC.shape, float(iteration))}))
     return Contents((SPEC,), live, {}, {STATE: {"format": FORMAT, "iteration": iteration}})
 
 
@@ -65,7 +79,7 @@ class Deaf(Board):
 
 def started(board: Board, root: Path, files: Files, *, timeout_s: float) -> Checkpointer:
     policy = SavePolicy(root, async_save=True, commit_timeout_s=timeout_s)
-    checkpointer = Checkpointer(policy, board, nonce="n", files=files)
+    checkpointer = Checkpointer(policy, board, nonce="n", files=files, neighbours=Given.neighbours)
     checkpointer.start()
     return checkpointer
 

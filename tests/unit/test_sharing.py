@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from tests.fakes import Axis, FailingFiles, Sharding, run_ranks, sample_specs, sample_state
-from tests.harness import tensor_files
+from tests.fakes import Axis, FailingFiles, Sharding, all_ranks, run_ranks, sample_specs, sample_state
+from tests.harness import call_on_ranks, tensor_files
+from trainer import launch
+from trainer.checkpoint import sharing as sharing_module
 from trainer.checkpoint import strips as striping
 from trainer.checkpoint.board import Board, lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.chunks import cut
 from trainer.checkpoint.commit import Attempt
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.layout import build_layout
 from trainer.checkpoint.live import Contents
+from trainer.checkpoint.ownership import Piece
+from trainer.checkpoint.planning import plan
 from trainer.checkpoint.policy import SavePolicy, SaveReport
 from trainer.checkpoint.reader import FORMAT, STATE
-from trainer.checkpoint.sharing import Neighbours, SharedMemory
+from trainer.checkpoint.sharing import Neighbours, SharedMemory, Sharing
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.strips import STRIPS_AT, Strip
 from trainer.errors import CheckpointError, TrainerError
@@ -67,15 +74,18 @@ def save(
     iterations: Sequence[int] = (1,),
     files: Callable[[int], Files] = lambda _: Files(),
     staging_bytes: Callable[[int], int | None] = lambda _: None,
+    async_save: bool = False,
 ) -> list[Saved]:
     """Save from all ranks, some of them on one host; return each rank's reports."""
 
     def run(board: Board) -> Saved:
-        policy = SavePolicy(folder, staging_bytes=staging_bytes(board.rank))
+        policy = SavePolicy(folder, staging_bytes=staging_bytes(board.rank), async_save=async_save)
         neighbours = next((host for host in hosts if board.rank in host), ())
         checkpointer = Checkpointer(policy, board, nonce="n", files=files(board.rank), neighbours=neighbours)
         checkpointer.start()
         found = [checkpointer.save(iteration, contents(sharding, board.rank, iteration)) for iteration in iterations]
+        checkpointer.wait()
+        found += checkpointer.reports()
         checkpointer.close()
         return [report for report in found if report is not None]
 
@@ -101,6 +111,7 @@ def assert_saved(saved: list[Saved]) -> None:
             assert report.error is None, str(report.error)
 
 
+@pytest.mark.parametrize("async_save", [False, True], ids=["inline", "in the background"])
 @pytest.mark.parametrize(
     ("sharding", "hosts"),
     [
@@ -114,9 +125,9 @@ def assert_saved(saved: list[Saved]) -> None:
     ],
 )
 def test_the_files_are_those_of_one_rank(
-    tmp_path: Path, expected: dict[str, bytes], sharding: Sharding, hosts: list[list[int]]
+    tmp_path: Path, expected: dict[str, bytes], sharding: Sharding, hosts: list[list[int]], async_save: bool
 ) -> None:
-    assert_saved(save(tmp_path, sharding, hosts=hosts, iterations=(1, 2, 3)))
+    assert_saved(save(tmp_path, sharding, hosts=hosts, iterations=(1, 2, 3), async_save=async_save))
     for iteration in (1, 2, 3):
         assert tensor_files(tmp_path / f"iter_{iteration:07d}") == expected
 
@@ -173,20 +184,33 @@ def test_where_there_is_no_memory_the_save_fails_and_the_next_one_writes_rows(
     def refuse_memory(*_: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse_memory)
+    monkeypatch.setattr(SharedMemory, "reach", refuse_memory)
     for reports in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
         assert "no memory in which the ranks" in str(reports[0].error)
         assert reports[1].error is None
     assert tensor_files(tmp_path / "iter_0000002") == expected
 
 
-def test_memory_that_cannot_be_opened_has_all_write_rows(
-    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_memory_that_cannot_be_opened_fails_the_save_and_the_next_one_writes_rows(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedMemory, "open", staticmethod(lambda _: None))
+    for reports in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
+        assert "that of rank 0" in str(reports[0].error)
+        assert reports[1].error is None
+    assert tensor_files(tmp_path / "iter_0000002") == expected
+
+
+def test_where_there_is_no_memory_of_that_kind_rows_are_written(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: str) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
     assert_saved(save(tmp_path, COLUMNS, hosts=[[0, 1]]))
     assert tensor_files(tmp_path / "iter_0000001") == expected
-    assert "cannot be shared" in caplog.text
+    assert "columns are written row by row" in caplog.text
 
 
 def test_many_saves_leave_no_descriptor_behind(tmp_path: Path) -> None:
@@ -196,35 +220,126 @@ def test_many_saves_leave_no_descriptor_behind(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def attempt(folder: Path) -> Attempt:
-    return Attempt(1, "n-1", CheckpointFolder(folder, Files()), build_layout(SPECS, file_bytes=1 << 20))
+def attempt(folder: Path, number: int = 1) -> Attempt:
+    return Attempt(1, f"n-{number}", CheckpointFolder(folder, Files()), build_layout(SPECS, file_bytes=1 << 20))
 
 
-def test_a_rank_that_refuses_ends_the_wait_of_the_others(tmp_path: Path) -> None:
-    def run(board: Board) -> None:
+def met(board: Board, ranks: Sequence[int]) -> Neighbours:
+    found = Neighbours(board, ranks)
+    found.meet(board, "hosts")
+    board.agree("all have met", None)
+    found.part(board)
+    return found
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_rank_that_refuses_ends_the_wait_of_the_others(tmp_path: Path, culprit: int) -> None:
+    def run(board: Board) -> Sharing | None:
+        neighbours = met(board, [0, 1, 2])
+        pieces = columns_of(GRID, board.rank)
+        if board.rank == culprit:
+            neighbours.refuse(board, "n-1")
+            return None
+        return neighbours.join(attempt(tmp_path), pieces, may_share=True)
+
+    assert run_ranks(3, run, timeout_s=20.0) == [None] * 3
+
+
+def test_a_rank_that_has_refused_does_not_join_and_one_that_joins_is_not_refused_for(tmp_path: Path) -> None:
+    def run(board: Board) -> bool:
+        neighbours = met(board, [0, 1])
+        pieces = columns_of(COLUMNS, board.rank)
+        assert neighbours.join(attempt(tmp_path), pieces, may_share=True) is not None
+        neighbours.refuse(board, "n-1")  # too late
         if board.rank == 1:
-            Neighbours(board, [0, 1]).refuse(board, attempt(tmp_path).name, "its disk hangs")
-            return
-        Neighbours(board, [0, 1]).join(attempt(tmp_path), [], may_share=True)
+            neighbours.refuse(board, "n-2")
+        try:
+            return neighbours.join(attempt(tmp_path, 2), pieces, may_share=True) is None
+        except CheckpointError as error:
+            return "has given the save up" in str(error)
 
-    outcome, _ = run_ranks(2, run)
-    assert isinstance(outcome, CheckpointError)
-    assert str(outcome).startswith("Rank 1: its disk hangs")
+    assert run_ranks(2, run) == [True, True]
 
 
-def test_a_rank_that_says_nothing_is_given_up_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_rank_that_says_nothing_is_given_up_by_name(tmp_path: Path, silent: int) -> None:
     def run(board: Board) -> None:
-        if board.rank == 0:
-            Neighbours(board, [0, 1]).join(attempt(tmp_path), [], may_share=True)
+        neighbours = met(board, [0, 1])
+        if board.rank != silent:
+            neighbours.join(attempt(tmp_path), [], may_share=True)
 
-    outcome, _ = run_ranks(2, run, timeout_s=0.2)
+    outcome = run_ranks(2, run, timeout_s=0.3)[1 - silent]
     assert isinstance(outcome, TrainerError)
-    assert "rank 1" in str(outcome)
+    assert f"rank {silent}" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    "claims", [((0, 1), (1,)), ((0,), (0, 1)), ((0, 1), (0, 1, 2))], ids=["alone", "alone, too", "others"]
+)
+def test_ranks_that_do_not_agree_on_who_is_here_share_nothing(
+    tmp_path: Path, claims: tuple[tuple[int, ...], ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(board: Board) -> Sharing | None:
+        neighbours = met(board, claims[board.rank] if board.rank < 2 else (0, 1, 2))
+        return neighbours.join(attempt(tmp_path), [], may_share=True)
+
+    assert run_ranks(3 if (0, 1, 2) in claims else 2, run) == [None] * (3 if (0, 1, 2) in claims else 2)
+    assert "are not all on one host" in caplog.text
+
+
+def test_ranks_of_other_hosts_share_nothing(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing_module, "_host", lambda: str(threading.get_ident()))
+    assert_saved(save(tmp_path, COLUMNS, hosts=[[0, 1]]))
+    assert tensor_files(tmp_path / "iter_0000001") == expected
 
 
 def test_a_rank_that_is_alone_on_its_host_asks_nobody(tmp_path: Path) -> None:
     for ranks in ([], [0]):
-        assert Neighbours(lone_board(), ranks).join(attempt(tmp_path), [], may_share=True) is None
+        assert met(lone_board(), ranks).join(attempt(tmp_path), [], may_share=True) is None
+
+
+def test_one_rank_without_columns_does_not_keep_the_others_from_sharing(tmp_path: Path) -> None:
+    def run(board: Board) -> int:
+        pieces = columns_of(COLUMNS, board.rank) if board.rank < 2 else []
+        sharing = met(board, [0, 1, 2]).join(attempt(tmp_path), pieces, may_share=True)
+        assert sharing is not None
+        return len(sharing.strips("embedding"))
+
+    found = all_ranks(3, run)
+    assert found == [found[0]] * 3
+    assert found[0] > 50
+
+
+def test_ranks_that_have_no_columns_share_nothing(tmp_path: Path) -> None:
+    assert all_ranks(2, lambda board: met(board, [0, 1]).join(attempt(tmp_path), [], may_share=True)) == [None, None]
+
+
+def test_saves_leave_nothing_in_the_store(tmp_path: Path) -> None:
+    store = HashStore()
+
+    def run(board: Board) -> list[int]:
+        neighbours, keys = met(board, [0, 1]), list[int]()
+        for number in range(1, 5):
+            neighbours.join(attempt(tmp_path, number), columns_of(COLUMNS, board.rank), may_share=True)
+            board.agree(f"all are through {number}", None)
+            keys.append(store.num_keys())
+            board.agree(f"all have counted {number}", None)
+        return keys
+
+    for keys in all_ranks(2, run, store=lambda: store):
+        assert keys[1:] == [keys[1]] * 3
+
+
+def columns_of(sharding: Sharding, rank: int) -> list[Piece]:
+    """Return the pieces of a rank that have rows apart."""
+    layout = build_layout(SPECS, file_bytes=1 << 20)
+    if rank >= sharding.world_size:
+        return []
+    chunks = cut(plan(sharding.live(rank, SPECS, STATE_BYTES), layout, rank), layout)
+    apart = [chunk for file in chunks.values() for stretch in file for chunk in stretch if chunk.strided is not None]
+    return list(dict.fromkeys(chunk.parts[0].piece for chunk in apart))
 
 
 def test_memory_is_had_by_address_only_where_that_is_still_the_same() -> None:
@@ -243,7 +358,7 @@ def test_memory_is_had_by_address_only_where_that_is_still_the_same() -> None:
 def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
     memory = SharedMemory.make()
     strip = Strip(3, 0, 4096, STRIPS_AT)
-    memory.reach(STRIPS_AT + 4096, index=0, count=1)
+    memory.reach(STRIPS_AT + 4096)
     others = [SharedMemory.open(memory.address) for _ in range(3)]
     claims: list[memoryview] = []
     start = threading.Barrier(8)
@@ -251,7 +366,7 @@ def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
     def claim(number: int) -> None:
         mine = others[number % 3]
         assert mine is not None
-        mine.reach(STRIPS_AT + 4096, index=0, count=1)
+        mine.reach(STRIPS_AT + 4096)
         start.wait()
         for _ in range(200):
             if (found := mine.claim(strip)) is not None:
@@ -282,3 +397,30 @@ def test_a_strip_that_nobody_writes_is_never_committed(tmp_path: Path, monkeypat
         assert "have not written every byte once" in str(reports[0].error)
         assert reports[1].error is None
     assert not (tmp_path / "iter_0000001").exists()
+
+
+def save_as_rank(arguments: list[str]) -> None:
+    """Be one of two processes that save columns, and say how often it wrote."""
+    striping.STRIP_BYTES = 1 << 16
+    cluster = launch.start("cpu", deterministic=False)
+    files = CountingFiles()
+    policy = SavePolicy(Path(arguments[0]), async_save=True)
+    checkpointer = Checkpointer(policy, cluster.board, nonce=cluster.nonce, files=files, neighbours=cluster.neighbours)
+    checkpointer.start()
+    for iteration in (1, 2):
+        checkpointer.save(iteration, contents(COLUMNS, cluster.rank, iteration))
+    checkpointer.close()
+    assert checkpointer.last_error is None
+    print(f"wrote {files.writes.total()} times")
+    launch.stop(cluster)
+
+
+def test_processes_of_one_host_write_whole_strips(tmp_path: Path, expected: dict[str, bytes]) -> None:
+    folder = tmp_path / "checkpoints"
+    ended = call_on_ranks(save_as_rank, [str(folder)], folder=tmp_path / "run", ranks=2)
+    assert ended.ok, ended.text
+    for iteration in (1, 2):
+        assert tensor_files(folder / f"iter_{iteration:07d}") == expected
+    writes = [int(count) for count in re.findall(r"wrote (\d+) times", ended.text)]
+    assert len(writes) == 2
+    assert sum(writes) < 2 * (3 * (4_804_000 + 480_400) // (1 << 16) + 60)

@@ -74,7 +74,10 @@ class Checkpointer:
                 problem = error
             except OSError as error:
                 problem = cannot_write(self._folder.root, error)
+        assert self._saver is not None
+        self._saver.meet()
         self._agree(problem)
+        self._saver.part()
 
     def is_due(self, iteration: int) -> bool:
         """Return whether the policy asks for a save after `iteration`."""

@@ -81,6 +81,14 @@ class Saver:
         self._present: dict[int, bool] = {}  # iterations known to be there -> with optimizer state
         self._pinned: set[int] = set()  # iterations that retention leaves alone
 
+    def meet(self) -> None:
+        """Find out who is on this host. Main thread, all ranks, once."""
+        self._neighbours.meet(self._board, f"hosts/{self._nonce}")
+
+    def part(self) -> None:
+        """Take down what `meet` has said, when all ranks are through with it."""
+        self._neighbours.part(self._board)
+
     def save(self, iteration: int, contents: Contents, lock: FolderLock | None) -> SaveReport | None:
         """Save `contents` as `iteration`, after the save that is under way; see `Checkpointer.save`."""
         self._attempts += 1
@@ -92,8 +100,7 @@ class Saver:
         name = f"{self._nonce}-{self._attempts}"
         if iteration in self._present and self._present[iteration] >= has_optimizer:
             _log.info("iteration %d is saved already, nothing to do", iteration)
-            # Another rank, which gave that save up before it was committed, may try again.
-            self._neighbours.refuse(self._board, name, "that iteration is saved already")
+            self._neighbours.refuse(self._board, name)  # another, which gave that save up too early, may try again
             if self._board.rank == 0:
                 commit.excuse(self._board, name)
                 self._leftovers.append(self._folder.partial(iteration, name))
@@ -184,8 +191,10 @@ class Saver:
     def close(self) -> None:
         """Wait for the save that is under way, and end the background thread."""
         self.wait()
-        self._worker.close(self._policy.commit_timeout_s)
-        self._neighbours.drop()
+        hangs = self._stuck is not None and not self._stuck.is_done
+        self._worker.close(0.0 if hangs else self._policy.commit_timeout_s)
+        if not hangs:
+            self._neighbours.drop()
         self._arena.close()
 
     @property
@@ -223,7 +232,7 @@ class Saver:
 
     def _decline(self, attempt: Attempt, error: TrainerError, poll: Poll) -> bool:
         """Fail an attempt in the place of the background thread, which hangs; return whether that is in time."""
-        self._neighbours.refuse(self._board, attempt.name, str(error))
+        self._neighbours.refuse(self._board, attempt.name)
         return commit.decline(self._board, attempt, error, poll)
 
     def _leave_over(self, attempt: Attempt) -> None:

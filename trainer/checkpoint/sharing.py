@@ -8,6 +8,7 @@ looks for full ones later. If a rank fails, its strips stay unfilled, and its re
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import mmap
@@ -16,6 +17,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,8 @@ from trainer.checkpoint.arena import populate
 from trainer.checkpoint.board import Board
 from trainer.checkpoint.box import Image, stretch
 from trainer.checkpoint.commit import Attempt, decode, encode
-from trainer.checkpoint.layout import PAGE_BYTES, Layout
+from trainer.checkpoint.files import Files
+from trainer.checkpoint.layout import Layout
 from trainer.checkpoint.manifest import WrittenPiece
 from trainer.checkpoint.ownership import Piece
 from trainer.checkpoint.strips import COUNTERS_AT, STRIPS_AT, Strip, Strips, shared_bytes, strips_of
@@ -34,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 _NAME = "checkpoint"
 _NAME_BYTES = 16
-_JOINS, _STAYS_OUT, _FAILED = b"+", b"-", b"!"
+_JOINS, _STAYS_OUT = b"+", b"-"
 
 
 class SharedMemory:
@@ -48,12 +51,16 @@ class SharedMemory:
 
     @staticmethod
     def make() -> SharedMemory:
-        """Return a new one, nearly empty."""
-        descriptor = os.memfd_create(_NAME)
-        os.ftruncate(descriptor, STRIPS_AT)
+        """Return a new one, nearly empty.
+
+        Raises:
+            OSError: if there is none to be had.
+        """
         name = secrets.token_bytes(_NAME_BYTES)
-        os.pwrite(descriptor, name, 0)
-        return SharedMemory(descriptor, b"%d %d %s" % (os.getpid(), descriptor, name.hex().encode()))
+        with _closing_on_error(os.memfd_create(_NAME)) as descriptor:
+            os.ftruncate(descriptor, STRIPS_AT)
+            os.pwrite(descriptor, name, 0)
+            return SharedMemory(descriptor, b"%d %d %s" % (os.getpid(), descriptor, name.hex().encode()))
 
     @staticmethod
     def open(address: bytes) -> SharedMemory | None:
@@ -61,32 +68,25 @@ class SharedMemory:
         pid, number, name = address.decode().split()
         path = f"/proc/{pid}/fd/{number}"
         try:
-            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # a process of another container has that number
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # the number means something else here
                 return None
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            with _closing_on_error(os.open(path, os.O_RDWR | os.O_CLOEXEC)) as descriptor:
+                if os.pread(descriptor, _NAME_BYTES, 0) != bytes.fromhex(name):
+                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+                return SharedMemory(descriptor, address)
         except OSError:
             return None
-        if os.pread(descriptor, _NAME_BYTES, 0) != bytes.fromhex(name):
-            os.close(descriptor)
-            return None
-        return SharedMemory(descriptor, address)
 
-    def reach(self, total_bytes: int, *, index: int, count: int) -> None:
-        """Be at least so large, and have the pages there: share `index` of `count` is this process's to make.
+    def reach(self, total_bytes: int) -> None:
+        """Be at least so large, and have the pages there.
 
         Raises:
             OSError: if there is no memory for it.
         """
-        if self._memory.nbytes >= total_bytes:
-            return
-        if os.fstat(self._descriptor).st_size < total_bytes:  # only ever to the same size, whoever comes first
-            os.ftruncate(self._descriptor, total_bytes)
-        share = -(-total_bytes // count // PAGE_BYTES) * PAGE_BYTES
-        lo, hi = min(index * share, total_bytes), min((index + 1) * share, total_bytes)
-        if lo < hi:
-            os.posix_fallocate(self._descriptor, lo, hi - lo)
-        self._memory = np.frombuffer(mmap.mmap(self._descriptor, total_bytes), np.uint8)
-        populate(self._memory)
+        if self._memory.nbytes < total_bytes:
+            Files().reserve(self._descriptor, total_bytes)  # only ever to the same size, whoever comes first
+            self._memory = np.frombuffer(mmap.mmap(self._descriptor, total_bytes), np.uint8)
+            populate(self._memory)
 
     def put(self, strip: Strip, packed: Image, lo: int, data: memoryview) -> None:
         """Put bytes of a packed image, from `lo` on, into their strip."""
@@ -101,7 +101,8 @@ class SharedMemory:
             self._counters[strip.number] += data.nbytes
 
     def close(self) -> None:
-        """Let go of it."""
+        """Let go of it; nobody may be using it."""
+        self._memory = np.empty(0, np.uint8)
         os.close(self._descriptor)
 
     def is_full(self, strip: Strip) -> bool:
@@ -128,6 +129,15 @@ class SharedMemory:
                 yield
             finally:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
+def _closing_on_error(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 class Sharing:
@@ -161,58 +171,87 @@ class Sharing:
 
 
 class Neighbours:
-    """The ranks of one host, seen from the worker thread of one of them, and the memory that they share.
+    """The ranks of one host, seen from one of them, and the memory that they share.
+
+    The first of them decides, for each save, whether columns come together: each of the others tells it what it writes
+    and whether it takes part, and hears what all write, and in which memory. A rank that will not write says so, too.
 
     Args:
         board: the worker thread's.
-        ranks: all ranks of this host, this one among them; fewer than two share nothing.
+        ranks: those that are said to be on this host, this one among them; fewer than two share nothing.
     """
 
     def __init__(self, board: Board, ranks: Sequence[int]) -> None:
-        self._ranks, self._rank = list(ranks), board.rank
-        self._board = board
+        self._board, self._rank = board, board.rank
+        self._ranks = tuple(ranks) if len(ranks) > 1 else (board.rank,)
         self._memory: SharedMemory | None = None
-        self._has_no_room = False
+        self._stays_out = False
+        self._table: tuple[Layout, bytes, Strips] | None = None
+        self._lock = threading.Lock()
+        self._spoken = ""  # the last attempt about which this rank has said something
         self._posted: list[str] = []
+        self._older: list[str] = []  # posted for the save before the last: nobody waits for these any more
+
+    def meet(self, board: Board, name: str) -> None:
+        """Make sure that they are on one host, each by what the others say of themselves. Main thread, all ranks.
+
+        Args:
+            name: not used before on this board.
+
+        Raises:
+            LaunchError: if one of them says nothing.
+        """
+        if board.world_size == 1:
+            return
+        here = f"{_host()} {self._ranks}".encode()
+        self._post(board, f"{name}/{self._rank}", here)
+        others = [rank for rank in self._ranks if rank != self._rank]
+        if any(board.read(f"{name}/{rank}", sender=f"rank {rank}") != here for rank in others):
+            _log.warning("ranks %s are not all on one host, columns are written row by row", self._ranks)
+            self._ranks = (self._rank,)
+
+    def part(self, board: Board) -> None:
+        """Take down what was said, once all ranks have heard it."""
+        with self._lock:
+            board.forget([*self._older, *self._posted])
+            self._older, self._posted = [], []
 
     def join(self, attempt: Attempt, pieces: Sequence[Piece], *, may_share: bool) -> Sharing | None:
         """Tell each other what is written in rows that lie apart; return None where that goes to the file row by row.
 
-        All ranks of the host call it, before anything else of the save that can fail.
+        All ranks of the host call it, before anything else of the save that can fail. Worker thread.
 
         Args:
             pieces: this rank's that have rows apart.
             may_share: whether this rank has the memory for it.
 
         Raises:
-            TrainerError: if another one says that it has failed, or says nothing.
+            TrainerError: if another one says nothing, this one has refused, or there is no memory.
         """
         if len(self._ranks) < 2:
             return None
-        self._board.forget(self._posted)  # of a save that is over
-        self._posted.clear()
-        self._meet(attempt)
-        joins = may_share and self._memory is not None and not self._has_no_room
+        self._begin(attempt.name)
         mine = [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, b"") for piece in pieces]
-        report = (_JOINS if joins else _STAYS_OUT) + encode(mine, attempt.layout)
-        self._post(_key(attempt.name, self._rank), report)
-        everyone, theirs = [report], list(pieces)
-        for rank in self._ranks:
-            if rank != self._rank:
-                everyone.append(self._board.read(_key(attempt.name, rank), sender=f"rank {rank}"))
-                if everyone[-1].startswith(_FAILED):
-                    raise CheckpointError(f"Rank {rank}: {everyone[-1][1:].decode()}")
-                found = decode(everyone[-1][1:], attempt.layout)
-                theirs += [Piece(piece.name, piece.box, piece.lo, piece.hi) for piece in found]
-        if self._memory is None or not all(data.startswith(_JOINS) for data in everyone):
+        takes_part = may_share and not self._stays_out
+        report = (_JOINS + encode(mine, attempt.layout)) if takes_part else _STAYS_OUT
+        if self._rank == self._ranks[0]:
+            verdict = self._decide(attempt, report)
+            self._speak(self._board, attempt.name, verdict)
+        else:
+            self._speak(self._board, attempt.name, report)
+            verdict = self._board.read(_key(attempt.name, self._ranks[0]), sender=f"rank {self._ranks[0]}")
+        if not verdict.startswith(_JOINS):
             return None
-        return self._share(self._memory, strips_of(theirs, attempt.layout), attempt.layout)
+        address, _, everyone = verdict[len(_JOINS) :].partition(b"\n")
+        return self._share(self._open(address), everyone, attempt.layout)
 
-    def refuse(self, board: Board, attempt: str, reason: str) -> None:
-        """Tell the ranks of the host that this one will write nothing of an attempt. Main thread, on a board of its."""
+    def refuse(self, board: Board, attempt: str) -> None:
+        """Tell the ranks of the host that this one writes nothing of an attempt, so that none waits. Main thread."""
         if len(self._ranks) > 1:
             try:
-                board.post(_key(attempt, self._rank), _FAILED + reason.encode())
+                self._speak(board, attempt, _STAYS_OUT)
+            except CheckpointError:  # it has said that it does, and they will hear that it has failed
+                return
             except LaunchError as lost:
                 _log.error("the refusal of %s did not go out: %s", attempt, lost)
 
@@ -222,41 +261,88 @@ class Neighbours:
             self._memory.close()
             self._memory = None
 
-    def _share(self, memory: SharedMemory, strips: Strips, layout: Layout) -> Sharing | None:
+    def _decide(self, attempt: Attempt, mine: bytes) -> bytes:
+        """Return what all ranks of the host are to do: the memory's address and everybody's pieces, or to stay out."""
+        others = self._ranks[1:]
+        reports = [mine, *(self._board.read(_key(attempt.name, rank), sender=f"rank {rank}") for rank in others)]
+        if not all(report.startswith(_JOINS) for report in reports):
+            return _STAYS_OUT
+        try:
+            self._memory = self._memory or SharedMemory.make()
+        except OSError as error:
+            _log.warning("no memory to share, columns are written row by row: %s", error.strerror)
+            self._stays_out = True
+            return _STAYS_OUT
+        return _JOINS + self._memory.address + b"\n" + b"".join(report[len(_JOINS) :] for report in reports)
+
+    def _open(self, address: bytes) -> SharedMemory:
+        if self._memory is not None and self._memory.address != address:
+            self.drop()
+        if self._memory is None:
+            self._memory = SharedMemory.open(address)
+        if self._memory is None:
+            raise self._cannot_share(f"that of rank {self._ranks[0]}", "it cannot be opened")
+        return self._memory
+
+    def _share(self, memory: SharedMemory, everyone: bytes, layout: Layout) -> Sharing | None:
+        if self._table is None or self._table[0] is not layout or self._table[1] != everyone:
+            pieces = [Piece(piece.name, piece.box, piece.lo, piece.hi) for piece in decode(everyone, layout)]
+            self._table = layout, everyone, strips_of(pieces, layout)
+        strips = self._table[2]
         if not strips:
             return None
         try:
-            memory.reach(shared_bytes(strips), index=self._ranks.index(self._rank), count=len(self._ranks))
-        except OSError as error:  # the others count on this rank by now
-            self._has_no_room = True
-            raise CheckpointError(
-                "There is no memory in which the ranks of this host could put columns together",
-                expected=f"{shared_bytes(strips)} B",
-                found=error.strerror,
-                fix="The next save writes them row by row, which is slower.",
-            ) from error
+            memory.reach(shared_bytes(strips))
+        except OSError as error:
+            raise self._cannot_share(f"{shared_bytes(strips)} B", error.strerror) from error
         return Sharing(memory, strips, layout, turn=self._ranks.index(self._rank) / len(self._ranks))
 
-    def _meet(self, attempt: Attempt) -> None:
-        """Have the memory of the host's first rank, made there if need be."""
-        key = f"{_key(attempt.name, self._ranks[0])}/offer"
-        if self._rank == self._ranks[0]:
-            if self._memory is None:
-                with contextlib.suppress(OSError):
-                    self._memory = SharedMemory.make()
-            self._post(key, b"" if self._memory is None else self._memory.address)
-            return
-        address = self._board.read(key, sender=f"rank {self._ranks[0]}")
-        if self._memory is not None and self._memory.address != address:
-            self.drop()
-        if self._memory is None and address:
-            self._memory = SharedMemory.open(address)
-            if self._memory is None:
-                _log.warning("the memory of rank %d cannot be shared, columns are written by row", self._ranks[0])
+    def _cannot_share(self, expected: str, found: str | None) -> CheckpointError:
+        """Stay out from now on, and return why this save fails: the others count on this rank by now."""
+        self._stays_out = True
+        return CheckpointError(
+            "There is no memory in which the ranks of this host could put columns together",
+            expected=expected,
+            found=found,
+            fix="From the next save on they are written row by row, which is slower.",
+        )
 
-    def _post(self, key: str, data: bytes) -> None:
-        self._board.post(key, data)
+    def _begin(self, attempt: str) -> None:
+        """Take down what nobody reads any more.
+
+        Raises:
+            CheckpointError: if this attempt was given up before it began.
+        """
+        with self._lock:
+            if self._spoken == attempt:
+                raise CheckpointError("This rank has given the save up")
+            self._board.forget(self._older)
+            self._older, self._posted = self._posted, []
+
+    def _speak(self, board: Board, attempt: str, data: bytes) -> None:
+        """Say this rank's one word on an attempt, be it of the worker or of the main thread in its place.
+
+        Raises:
+            CheckpointError: if the other thread has said another.
+        """
+        with self._lock:
+            if self._spoken == attempt:
+                raise CheckpointError("This rank has given the save up")
+            self._spoken = attempt
+            self._post(board, _key(attempt, self._rank), data)
+
+    def _post(self, board: Board, key: str, data: bytes) -> None:
+        board.post(key, data)
         self._posted.append(key)
+
+
+def _host() -> str:
+    """Return what is the same in processes that see each other's `/proc`, and different in any others."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    try:
+        return f"{boot.read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino} {os.getuid()}"
+    except OSError:
+        return secrets.token_hex(8)
 
 
 def _key(attempt: str, rank: int) -> str:
