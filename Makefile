@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Many tests mostly wait for processes; the files of tests are dealt out to two.
+SIDE_BY_SIDE := -n 2 --dist loadfile
 
 .PHONY: setup demo test test-slow bench check format clean
 
@@ -17,11 +19,11 @@ demo: setup
 	$(BIN)/python -m scripts.demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(SIDE_BY_SIDE)
 
 # Every topology against every other, and what else takes minutes of many processes.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE)
 
 # Some minutes, 8 GB of memory and 10 GB of disk: best with nothing beside it.
 bench: setup

@@ -118,9 +118,13 @@ def call_on_ranks(
     )
 
 
+# Which of the processes that run the tests side by side this is.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+
+
 def _cores(ranks: int, cores: Collection[int] | None = None) -> tuple[int, ...]:
     if cores is None:
-        return ALL_CORES[:1] if ranks == 1 else ALL_CORES
+        return (ALL_CORES[_WORKER % len(ALL_CORES)],) if ranks == 1 else ALL_CORES
     return tuple(cores)
 
 

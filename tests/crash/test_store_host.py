@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from tests.crash.moments import Gate, await_true, standing
+from tests.crash.moments import Gate, await_true, describe, standing
 from tests.harness import TINY, all_files, curve, run_ok, tensor_files
 from tests.resume.test_torchrun import TORCHRUN, descendants, kill, workers
 
@@ -90,7 +88,7 @@ def test_a_stopped_rank_0_ends_its_peer_and_itself_and_the_run_goes_on(
 def torchrun(run: Path, gate: Gate, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start two ranks with a gate under torchrun, whose agent hosts the store, and end all of it afterwards."""
     Path(gate.folder).mkdir()
-    ranks = ["-m", "tests.crash.moments", json.dumps(asdict(gate)), f"run.dir={run}", *BASE, TIMEOUT]
+    ranks = ["-m", "tests.crash.moments", describe([gate]), f"run.dir={run}", *BASE, TIMEOUT]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*TORCHRUN, *ranks], cwd=ROOT, start_new_session=True, stdout=output, stderr=subprocess.STDOUT

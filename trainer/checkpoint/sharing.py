@@ -8,7 +8,6 @@ looks for full ones later. If a rank fails, its strips stay unfilled, and its re
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import mmap
@@ -57,10 +56,14 @@ class SharedMemory:
             OSError: if there is none to be had.
         """
         name = secrets.token_bytes(_NAME_BYTES)
-        with _closing_on_error(os.memfd_create(_NAME)) as descriptor:
+        descriptor = os.memfd_create(_NAME)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(os.close, descriptor)
             os.ftruncate(descriptor, STRIPS_AT)
             os.pwrite(descriptor, name, 0)
-            return SharedMemory(descriptor, b"%d %d %s" % (os.getpid(), descriptor, name.hex().encode()))
+            found = SharedMemory(descriptor, b"%d %d %s" % (os.getpid(), descriptor, name.hex().encode()))
+            on_error.pop_all()
+        return found
 
     @staticmethod
     def open(address: bytes) -> SharedMemory | None:
@@ -70,12 +73,16 @@ class SharedMemory:
         try:
             if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # the number means something else here
                 return None
-            with _closing_on_error(os.open(path, os.O_RDWR | os.O_CLOEXEC)) as descriptor:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            with contextlib.ExitStack() as on_error:
+                on_error.callback(os.close, descriptor)
                 if os.pread(descriptor, _NAME_BYTES, 0) != bytes.fromhex(name):
-                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-                return SharedMemory(descriptor, address)
+                    return None
+                found = SharedMemory(descriptor, address)
+                on_error.pop_all()
         except OSError:
             return None
+        return found
 
     def reach(self, total_bytes: int) -> None:
         """Be at least so large, and have the pages there.
@@ -129,15 +136,6 @@ class SharedMemory:
                 yield
             finally:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-
-
-@contextlib.contextmanager
-def _closing_on_error(descriptor: int) -> Iterator[int]:
-    try:
-        yield descriptor
-    except BaseException:
-        os.close(descriptor)
-        raise
 
 
 class Sharing:
