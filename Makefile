@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Many tests mostly wait for processes; the files of tests are dealt out to two.
+# Many tests mostly wait for processes: pytest-xdist deals their files out to two.
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
 .PHONY: setup demo test test-slow bench check format clean

@@ -439,8 +439,9 @@ def test_every_dependency_is_used() -> None:
     assert set(unused_dependencies(project["dependencies"], PRODUCT, "")) == set(NOT_IMPORTED)
     assert unused_dependencies([*extras["plot"], *extras["text"]], PRODUCT, "") == []
     tests = [requirement for requirement in extras["test"] if not requirement.startswith(project["name"])]
-    assert unused_dependencies(tests, TESTS, "") == []
-    assert unused_dependencies(extras["check"], [], (ROOT / "Makefile").read_text()) == []
+    makefile = (ROOT / "Makefile").read_text()
+    assert unused_dependencies(tests, TESTS, makefile) == []
+    assert unused_dependencies(extras["check"], [], makefile) == []
 
 
 def test_a_dependency_that_nobody_imports_is_named() -> None:
