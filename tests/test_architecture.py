@@ -50,7 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.step", "trainer.evaluate", "trainer.parts", "trainer.tied"),
     ("trainer.build", "trainer.dry_run"),
     ("trainer.restore", "trainer.loop"),
-    ("trainer.__main__", "scripts.compare_loss"),
+    ("trainer.__main__", "trainer.doctor", "scripts.compare_loss"),
     ("scripts",),
 )
 
