@@ -255,11 +255,14 @@ def publish(
     aliases: Mapping[str, str],
     lock: FolderLock | None,
     claim: Claim,
-) -> None:
+) -> bool:
     """Check that the pieces tile every tensor, write the JSON files and the manifest, sync, and rename. Rank 0 only.
 
     Args:
         claim: called right before the rename; nothing is renamed if it raises.
+
+    Returns:
+        Whether the checkpoint, which is there, is durable: nothing is to be deleted for one that may not be.
 
     Raises:
         CheckpointError: if the pieces do not tile, the lock is lost, or the file system fails.
@@ -282,7 +285,7 @@ def publish(
         if lock is not None:
             lock.check()
         claim()
-        attempt.folder.commit(attempt.iteration, attempt.name)
+        return attempt.folder.commit(attempt.iteration, attempt.name)
     except OSError as error:
         where = error.filename or folder
         raise CheckpointError(

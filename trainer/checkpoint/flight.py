@@ -131,8 +131,10 @@ class Flight:
 
     def _publish(self, written: list[WrittenPiece], claim: Claim) -> list[int]:
         documents, aliases = self.contents.documents, self.contents.aliases
-        commit.publish(self.attempt, written, documents=documents, aliases=aliases, lock=self.lock, claim=claim)
-        return self._decide_doomed()[0]
+        is_durable = commit.publish(
+            self.attempt, written, documents=documents, aliases=aliases, lock=self.lock, claim=claim
+        )
+        return self._decide_doomed()[0] if is_durable else []
 
     def _decide_doomed(self) -> tuple[list[int], list[int]]:
         """Return what retention gives up now that the attempt is committed, and all that is committed."""
