@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from models import build_model
 from tests.fakes import JOIN_S, FailingFiles, StuckFiles, run_ranks
@@ -309,6 +310,37 @@ def test_a_stalled_disk_of_one_rank_ends_the_attempt_of_all(tmp_path: Path, culp
 
     assert run_ranks(2, call, timeout_s=20.0) == [[False, False, True]] * 2
     assert [path.name for path in tmp_path.glob("*iter_*")] == ["iter_0000003"]
+
+
+def keys_left(root: Path, culprit: int, failures: int) -> int:
+    """Return how many keys hang in the store after so many saves that a rank gave up, and a good one."""
+    store, stuck = HashStore(), StuckFiles()
+
+    def call(board: Board) -> list[bool]:
+        training = Training()
+        training.place_like_files()
+        files = stuck if board.rank == culprit else None
+        policy = SavePolicy(root, async_save=True, staging_bytes=0, stall_timeout_s=0.1, commit_timeout_s=20.0)
+        checkpointer = started(policy, files, board)
+        for iteration in range(failures):
+            checkpointer.save(iteration, training.contents(ranks=2))
+            training.step()
+            checkpointer.wait()
+        board.agree("both are through", None)
+        stuck.released.set()
+        checkpointer.drain(20.0)
+        checkpointer.save(failures, training.contents(ranks=2))
+        checkpointer.close()
+        return [report.error is None for report in checkpointer.reports()]
+
+    outcomes = run_ranks(2, call, store=lambda: store, timeout_s=20.0)
+    assert outcomes == [[False] * failures + [True]] * 2
+    return int(store.num_keys())
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_saves_that_were_given_up_leave_nothing_in_the_store_once_one_is_good(tmp_path: Path, culprit: int) -> None:
+    assert keys_left(tmp_path / "one", culprit, 1) == keys_left(tmp_path / "five", culprit, 5)
 
 
 def test_leaving_waits_for_the_commit(tmp_path: Path) -> None:

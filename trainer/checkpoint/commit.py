@@ -217,6 +217,11 @@ def excuse(board: Board, name: str) -> None:
     _announce(board, _key(name), _OK)
 
 
+def keys_of(name: str, rank: int) -> list[str]:
+    """Return the keys of what a rank may have posted about attempt `name`: they hang until rank 0 has collected."""
+    return [f"{_key(name)}/verdict"] if rank == 0 else [f"{_key(name)}/report/{rank}"]
+
+
 def _key(name: str) -> str:
     return f"save/{name}"
 

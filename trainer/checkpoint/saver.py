@@ -26,7 +26,7 @@ from trainer.checkpoint.sharing import Neighbours
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.worker import Job, Worker
-from trainer.errors import CheckpointError, TrainerError
+from trainer.errors import CheckpointError, LaunchError, TrainerError
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class Saver:
         self._worker_board = board.clone(_PATIENCE * policy.commit_timeout_s)
         self._neighbours = Neighbours(self._worker_board, neighbours)
         self._attempts = 0
+        self._names: list[str] = []  # of attempts about which notices of this rank may hang
         self._started: _Started | None = None
         self._stuck: Job | None = None
         self._reports: list[SaveReport] = []
@@ -90,6 +91,7 @@ class Saver:
         start = time.perf_counter()
         has_optimizer = any(spec.kind is Kind.OPTIMIZER for spec in contents.specs)
         name = f"{self._nonce}-{self._attempts}"
+        self._names.append(name)
         if iteration in self._present and self._present[iteration] >= has_optimizer:
             _log.info("iteration %d is saved already, nothing to do", iteration)
             # Another rank, which gave that save up before it was committed, may try again.
@@ -133,6 +135,7 @@ class Saver:
             self._settle()
             self._undecided.clear()  # rank 0 makes one attempt after the other: those before this one are over
             self._note(flight)
+            self._discard_before(flight.attempt.name)
         except TrainerError as failure:
             error = failure
             if not started.job.is_done and not flight.snapshot.is_given_up:
@@ -217,6 +220,14 @@ class Saver:
                 self._note(flight)
             elif flight.poll.ballot.outcome is not Outcome.FAILED:
                 self._undecided.append(flight)
+
+    def _discard_before(self, name: str) -> None:
+        """Take down what hangs of attempts before this one, which was committed: all ranks are past them."""
+        old, self._names = [found for found in self._names if found != name], [name]
+        try:
+            self._board.discard([key for found in old for key in commit.keys_of(found, self._board.rank)])
+        except LaunchError as lost:
+            _log.error("what is left of saves before %s stays in the store: %s", name, lost)
 
     def _new_poll(self) -> Poll:
         return Poll(self._board.rank, self._board.world_size)
