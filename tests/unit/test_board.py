@@ -97,10 +97,12 @@ def test_discard_takes_down_what_hangs_and_waits_for_nothing() -> None:
         counts.append(int(board._store.num_keys()))
         board.from_rank0("told", b"x")
         board.discard(["told"])
+        board.post("go", b"")
         board.collect("after what was told is gone", b"")
         return counts
 
     def peer(board: Board) -> list[int]:
+        board.read("go")
         board.collect("after what was told is gone", b"")
         return []
 
