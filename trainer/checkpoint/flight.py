@@ -30,6 +30,51 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
+class Outlook:
+    """What it takes to learn later what became of a save: nothing of its bytes.
+
+    Args:
+        present: the iterations that this rank knows to be there.
+        pinned: iterations that retention leaves alone.
+        doomed: the iterations that are no longer there because of it, as far as that is known.
+    """
+
+    attempt: Attempt
+    poll: Poll
+    has_optimizer: bool
+    retention: Retention
+    present: Collection[int]
+    pinned: Collection[int]
+    doomed: list[int] = field(default_factory=list)
+
+    def look_again(self) -> bool:
+        """Return whether it became a checkpoint after this rank had given it up. Main thread."""
+        outcome = self.poll.ballot.outcome
+        if outcome is Outcome.FAILED or (outcome is not Outcome.COMMITTED and not commit.is_committed(self.attempt)):
+            return False
+        self.doomed = self.guess_doomed()
+        return True
+
+    def guess_doomed(self) -> list[int]:
+        """Find out what the lost verdict said: what rank 0 has deleted is gone, the rest it decides like this."""
+        doomed, committed = self.decide_doomed()
+        return [*doomed, *(iteration for iteration in self.present if iteration not in committed)]
+
+    def decide_doomed(self) -> tuple[list[int], list[int]]:
+        """Return what retention gives up now that the attempt is committed, and all that is committed."""
+        folder = self.attempt.folder
+        try:
+            committed = folder.committed()
+            held = folder.held(committed)
+        except OSError as error:
+            _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
+            return [], []
+        pinned = {*self.pinned, self.attempt.iteration, *held}
+        losses = _losses(folder, committed) if self.retention.keep_best else {}
+        return self.retention.doomed(committed, pinned=pinned, losses=losses), committed
+
+
+@dataclass(slots=True)
 class Flight:
     """A save of one rank, and what became of it: `run` is called once, on the worker thread of every rank.
 
@@ -96,24 +141,15 @@ class Flight:
                 self._remove(path)
         self.committed_at = time.perf_counter()
         if doomed is None:
-            self._guess_doomed()
+            self.doomed = self.outlook.guess_doomed()
             return
         self.doomed = doomed
         if self.board.rank == 0:
             self._delete(doomed)
 
-    def look_again(self) -> bool:
-        """Return whether it became a checkpoint after this rank had given it up. Main thread."""
-        outcome = self.poll.ballot.outcome
-        if outcome is Outcome.FAILED or (outcome is not Outcome.COMMITTED and not commit.is_committed(self.attempt)):
-            return False
-        self._guess_doomed()
-        return True
-
-    def _guess_doomed(self) -> None:
-        """Find out what the lost verdict said: what rank 0 has deleted is gone, the rest it decides like this."""
-        doomed, committed = self._decide_doomed()
-        self.doomed = [*doomed, *(iteration for iteration in self.present if iteration not in committed)]
+    @property
+    def outlook(self) -> Outlook:
+        return Outlook(self.attempt, self.poll, self.has_optimizer, self.retention, self.present, self.pinned)
 
     def _write(self, partial: Path) -> Written:
         attempt = self.attempt
@@ -134,20 +170,7 @@ class Flight:
         is_durable = commit.publish(
             self.attempt, written, documents=documents, aliases=aliases, lock=self.lock, claim=claim
         )
-        return self._decide_doomed()[0] if is_durable else []
-
-    def _decide_doomed(self) -> tuple[list[int], list[int]]:
-        """Return what retention gives up now that the attempt is committed, and all that is committed."""
-        folder = self.attempt.folder
-        try:
-            committed = folder.committed()
-            held = folder.held(committed)
-        except OSError as error:
-            _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
-            return [], []
-        pinned = {*self.pinned, self.attempt.iteration, *held}
-        losses = _losses(folder, committed) if self.retention.keep_best else {}
-        return self.retention.doomed(committed, pinned=pinned, losses=losses), committed
+        return self.outlook.decide_doomed()[0] if is_durable else []
 
     def _delete(self, iterations: list[int]) -> None:
         folder = self.attempt.folder

@@ -16,7 +16,7 @@ from trainer.checkpoint.arena import Arena
 from trainer.checkpoint.ballot import Outcome
 from trainer.checkpoint.board import Board
 from trainer.checkpoint.commit import Attempt, Poll
-from trainer.checkpoint.flight import Flight
+from trainer.checkpoint.flight import Flight, Outlook
 from trainer.checkpoint.layout import Kind
 from trainer.checkpoint.live import Contents
 from trainer.checkpoint.lock import FolderLock
@@ -73,9 +73,10 @@ class Saver:
         self._stuck: Job | None = None
         self._reports: list[SaveReport] = []
         self._leftovers: list[Path] = []  # of attempts that were given up
-        self._undecided: list[Flight] = []  # given up when they may still have been committed
+        self._undecided: list[Outlook] = []  # given up when they may still have been committed
         self._plan: Plan | None = None
         self._arena = Arena(0, is_pinned=False)
+        self._is_arena_settled = False  # for that plan
         self._blocked_s = 0.0
         self.last_error: TrainerError | None = None  # of the save that ended last
         self.failed_saves = 0  # in a row
@@ -110,6 +111,7 @@ class Saver:
             self._ended(attempt, error)
             self._reports.append(_untried(attempt, error))
         else:
+            self._settle_arena(self._plan)
             self._start(self._prepare(attempt, contents, self._plan, lock), start, waited_s=start - asked)
         self._blocked_s += time.perf_counter() - asked
         return None if self._is_async else self._reports.pop()
@@ -143,7 +145,7 @@ class Saver:
                 if not self._decline(flight.attempt, failure, flight.poll):
                     error = _is_undecided(flight.attempt)
             if flight.poll.ballot.outcome is not Outcome.FAILED:
-                self._undecided.append(flight)
+                self._undecided.append(flight.outlook)
             self._leave_over(flight.attempt)
         finally:
             if not started.job.is_done:  # it may still read live memory, which is free to change from here on
@@ -165,7 +167,7 @@ class Saver:
     def rewound(self, iteration: int) -> None:
         """Forget checkpoints newer than `iteration`, which are out of the way."""
         self._present = {found: has for found, has in self._present.items() if found <= iteration}
-        self._undecided = [flight for flight in self._undecided if flight.attempt.iteration <= iteration]
+        self._undecided = [found for found in self._undecided if found.attempt.iteration <= iteration]
 
     @property
     def is_saving(self) -> bool:
@@ -189,7 +191,8 @@ class Saver:
         self.wait()
         self._worker.close(self._policy.commit_timeout_s)
         self._neighbours.drop()
-        self._arena.close()
+        if self._stuck is None or self._stuck.is_done:
+            self._arena.close()
 
     @property
     def _is_async(self) -> bool:
@@ -206,7 +209,7 @@ class Saver:
         else:
             self._started.blocked_s = time.perf_counter() - start
 
-    def _note(self, flight: Flight) -> None:
+    def _note(self, flight: Flight | Outlook) -> None:
         """Know what is there, and what no longer is, after a save that was committed."""
         self._present = {found: has for found, has in self._present.items() if found not in flight.doomed}
         self._present[flight.attempt.iteration] = flight.has_optimizer
@@ -214,12 +217,12 @@ class Saver:
     def _settle(self) -> None:
         """Know of saves that were given up here and committed all the same."""
         undecided, self._undecided = self._undecided, []
-        for flight in undecided:
-            if flight.look_again():
-                _log.info("iteration %d, given up on rank %d, is there", flight.attempt.iteration, self._board.rank)
-                self._note(flight)
-            elif flight.poll.ballot.outcome is not Outcome.FAILED:
-                self._undecided.append(flight)
+        for found in undecided:
+            if found.look_again():
+                _log.info("iteration %d, given up on rank %d, is there", found.attempt.iteration, self._board.rank)
+                self._note(found)
+            elif found.poll.ballot.outcome is not Outcome.FAILED:
+                self._undecided.append(found)
 
     def _discard_before(self, name: str) -> None:
         """Take down what hangs of attempts before this one, which was committed: all ranks are past them."""
@@ -242,21 +245,29 @@ class Saver:
         self._leftovers.append(attempt.folder.partial(attempt.iteration, attempt.name))
 
     def _ended(self, attempt: Attempt, error: TrainerError | None) -> None:
+        if error is not None:
+            error.__traceback__ = None  # its frames hold the save, and the error is kept
         self.last_error = error
         self.failed_saves = 0 if error is None else self.failed_saves + 1
         if error is not None and self._board.rank == 0:
             _log.error("iteration %d was not saved: %s", attempt.iteration, error)
 
     def _make_plan(self, contents: Contents) -> Plan:
-        """Plan the saves of these tensors, with an arena that suits; an inline save needs none."""
-        made = make_plan(
+        """Plan the saves of these tensors."""
+        self._is_arena_settled = False
+        return make_plan(
             contents, rank=self._board.rank, file_bytes=self._policy.file_bytes, holds_steps=self._is_async
         )
+
+    def _settle_arena(self, made: Plan) -> None:
+        """Have an arena that suits a plan; an inline save needs none. Not while a thread that hangs may use the old."""
+        if self._is_arena_settled:
+            return
+        self._is_arena_settled = True
         limit = self._policy.staging_bytes
         wanted = made.staging_bytes if limit is None else min(limit, made.staging_bytes)
         if self._is_async and wanted > self._arena.total_bytes:
             self._replace_arena(wanted, is_pinned=made.sources.is_on_device)
-        return made
 
     def _replace_arena(self, wanted: int, *, is_pinned: bool) -> None:
         """Have a larger arena; where there is no memory for it, steps wait for the disk instead."""
