@@ -16,7 +16,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from trainer.errors import CheckpointError, LaunchError, LockError, MismatchError, TrainerError
 
 # A TCPStore resets the connection on values over 8 MiB.
-CHUNK_BYTES = 4 << 20
+MESSAGE_BYTES = 4 << 20
 _FAILED = "failed"
 _FAREWELL_S = 5.0
 
@@ -34,9 +34,9 @@ class Board:
     make the same calls of `collect`, `from_rank0` and `agree` in the same order on a board, or on clones of it.
 
     Rank 0's notices come down at the end of its next `collect`: a rank that has posted to that one is done with all
-    before it. So what was posted after a board's last `collect` is left on the store, and what was posted to a `collect`
-    that rank 0 never made or left with an error: a report has some bytes for every digest. Whoever posted such notices
-    is to `discard` them when all ranks are past them.
+    before it. So what was posted after a board's last `collect` is left on the store, and what was posted to a
+    `collect` that rank 0 never made or left with an error, such as a report with bytes for every digest. Whoever posted
+    such notices is to `discard` them when all ranks are past them.
     """
 
     def __init__(self, store: Store, rank: int, *, world_size: int, timeout_s: float) -> None:
@@ -58,7 +58,7 @@ class Board:
         Raises:
             LaunchError: if the store does not hold it.
         """
-        chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+        chunks = [data[at : at + MESSAGE_BYTES] for at in range(0, len(data), MESSAGE_BYTES)]
         try:
             for index, chunk in enumerate(chunks):
                 self._store.set(f"{key}/{index}", chunk)  # type: ignore[arg-type]
