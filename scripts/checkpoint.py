@@ -271,10 +271,9 @@ def _is_valid(path: Path) -> bool:
 def _topology(checkpoint: Checkpoint) -> str:
     """Return the number of ranks and the axes longer than one, in words; what is no topology of ours, as it is."""
     found = checkpoint.state.get("topology", {})
-    sizes = found if isinstance(found, dict) else {"world_size": None}
-    sizes = {"world_size": 1} | {name: size for name, size in sizes.items() if name in _SIZES}
-    if any(type(size) is not int for size in sizes.values()):
+    if not isinstance(found, dict) or any(type(found.get(name, 1)) is not int for name in _SIZES):
         return _short(found)
+    sizes: dict[str, int] = {"world_size": 1, **found}
     ranks = sizes["world_size"]
     axes = [f"{name}={sizes[name]}" for name in ("dp", "tp", "pp", "vpp") if sizes.get(name, 1) > 1]
     zero = [f"zero_stage={sizes['zero_stage']}"] if sizes.get("dp", 1) > 1 and "zero_stage" in sizes else []
