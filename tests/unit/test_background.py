@@ -350,6 +350,7 @@ def test_a_save_that_may_still_be_committed_does_not_keep_its_memory(tmp_path: P
     Slow.opened.set()
     checkpointer.drain(JOIN_S)
     assert len(checkpointer._saver._undecided) == 1
+    checkpointer._saver._policy = SavePolicy(tmp_path, async_save=True)
     gc.collect()
     assert snapshot() is None
     checkpointer.save(1, training.contents())  # it is there

@@ -24,7 +24,7 @@ from trainer.checkpoint.sharing import Neighbours
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.writer import THREADS, Writer
-from trainer.errors import CheckpointError, LockError, TrainerError
+from trainer.errors import CheckpointError, LaunchError, LockError, TrainerError
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +86,8 @@ class Flight:
         neighbours: the ranks of this host, for columns that become whole rows in memory that they share.
         may_share: whether this rank has the memory for that.
         leftovers: partial folders of attempts that were given up, to be removed.
+        stale: keys of what this rank has posted about attempts that failed; emptied by `run` once they are taken down,
+            after the commit, as all ranks are past them then.
         doomed: set by `run`: the iterations that are no longer there, as rank 0 decided it.
         committed_at: set by `run`: when the checkpoint was there, on the clock of `time.perf_counter`.
     """
@@ -103,6 +105,7 @@ class Flight:
     neighbours: Neighbours
     may_share: bool = False
     leftovers: Sequence[Path] = ()
+    stale: Sequence[str] = ()
     doomed: list[int] = field(default_factory=list)
     committed_at: float | None = None
 
@@ -146,6 +149,7 @@ class Flight:
         self.doomed = doomed
         if self.board.rank == 0:
             self._delete(doomed)
+        self._discard_stale()
 
     @property
     def outlook(self) -> Outlook:
@@ -181,6 +185,13 @@ class Flight:
                 folder.files.remove_tree(folder.discard(iteration, self.attempt.name))
             except (OSError, LockError) as error:
                 _log.error("iteration %d could not be deleted: %s", iteration, error)
+
+    def _discard_stale(self) -> None:
+        try:
+            self.board.discard(self.stale)
+            self.stale = ()
+        except LaunchError as error:
+            _log.error("what is left of failed saves stays in the store: %s", error)
 
     def _remove(self, partial: Path) -> None:
         if self.board.rank:

@@ -26,7 +26,7 @@ from trainer.checkpoint.sharing import Neighbours
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.worker import Job, Worker
-from trainer.errors import CheckpointError, LaunchError, TrainerError
+from trainer.errors import CheckpointError, TrainerError
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Saver:
         self._worker_board = board.clone(_PATIENCE * policy.commit_timeout_s)
         self._neighbours = Neighbours(self._worker_board, neighbours)
         self._attempts = 0
-        self._names: list[str] = []  # of attempts about which notices of this rank may hang
+        self._stale: list[str] = []  # keys of notices about attempts that failed, which may hang
         self._started: _Started | None = None
         self._stuck: Job | None = None
         self._reports: list[SaveReport] = []
@@ -92,13 +92,13 @@ class Saver:
         start = time.perf_counter()
         has_optimizer = any(spec.kind is Kind.OPTIMIZER for spec in contents.specs)
         name = f"{self._nonce}-{self._attempts}"
-        self._names.append(name)
         if iteration in self._present and self._present[iteration] >= has_optimizer:
             _log.info("iteration %d is saved already, nothing to do", iteration)
             # Another rank, which gave that save up before it was committed, may try again.
             self._neighbours.refuse(self._board, name, "that iteration is saved already")
             if self._board.rank == 0:
                 commit.excuse(self._board, name)
+                self._stale += commit.keys_of(name, 0)
                 self._leftovers.append(self._folder.partial(iteration, name))
             return None
         if self._plan is None or not self._plan.suits(contents):
@@ -107,6 +107,7 @@ class Saver:
         if self._stuck is not None and not self._stuck.is_done:
             error = _hangs(attempt)
             self._decline(attempt, error, self._new_poll())
+            self._stale += commit.keys_of(name, self._board.rank)
             self._leave_over(attempt)
             self._ended(attempt, error)
             self._reports.append(_untried(attempt, error))
@@ -129,15 +130,18 @@ class Saver:
             return
         started, self._started = self._started, None
         flight = started.flight
+        mine = commit.keys_of(flight.attempt.name, self._board.rank)
+        self._stale += [*flight.stale, *mine]
         error: TrainerError | None = None
         try:
             if flight.snapshot.is_given_up and not started.job.is_done:
                 raise _hangs(flight.attempt)
             started.job.wait(self._policy.commit_timeout_s)
+            may_be_excused = bool(self._undecided)  # then rank 0 has not collected its report
             self._settle()
             self._undecided.clear()  # rank 0 makes one attempt after the other: those before this one are over
             self._note(flight)
-            self._discard_before(flight.attempt.name)
+            self._stale = [*flight.stale, *(mine if may_be_excused else ())]
         except TrainerError as failure:
             error = failure
             if not started.job.is_done and not flight.snapshot.is_given_up:
@@ -224,14 +228,6 @@ class Saver:
             elif found.poll.ballot.outcome is not Outcome.FAILED:
                 self._undecided.append(found)
 
-    def _discard_before(self, name: str) -> None:
-        """Take down what hangs of attempts before this one, which was committed: all ranks are past them."""
-        old, self._names = [found for found in self._names if found != name], [name]
-        try:
-            self._board.discard([key for found in old for key in commit.keys_of(found, self._board.rank)])
-        except LaunchError as lost:
-            _log.error("what is left of saves before %s stays in the store: %s", name, lost)
-
     def _new_poll(self) -> Poll:
         return Poll(self._board.rank, self._board.world_size)
 
@@ -282,6 +278,7 @@ class Saver:
 
     def _prepare(self, attempt: Attempt, contents: Contents, made: Plan, lock: FolderLock | None) -> Flight:
         leftovers, self._leftovers = self._leftovers, []
+        stale, self._stale = self._stale, []
         snapshot = Snapshot(
             made.sources.begin(), made.order, arena=self._arena, stall_timeout_s=self._policy.stall_timeout_s
         )
@@ -299,6 +296,7 @@ class Saver:
             neighbours=self._neighbours,
             may_share=self._may_share(made),
             leftovers=leftovers,
+            stale=stale,
         )
 
     def _may_share(self, made: Plan) -> bool:
