@@ -454,7 +454,7 @@ def idle_threads() -> Iterator[None]:
     deadline = time.monotonic() + 10.0
     while threading.active_count() > threads and time.monotonic() < deadline:
         os.sched_yield()  # the lock's heartbeat ends by itself
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # the heartbeat of an earlier test may have ended meanwhile
     assert len(descriptors()) == files
 
 
