@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import secrets
 import sys
 import time
@@ -31,6 +32,7 @@ from trainer.errors import CheckpointError, TrainerError
 
 FINE, BAD, IMPOSSIBLE = 0, 1, 2
 WIDEST = 60  # of a list in a table
+_SIZES = ("world_size", "dp", "tp", "pp", "vpp", "zero_stage")  # of a topology, all of them integers
 Row = dict[str, Any]
 
 
@@ -78,7 +80,7 @@ def show(options: argparse.Namespace) -> int:
     files = [{"file": name, "bytes": entry.total_bytes} for name, entry in checkpoint.manifest.files.items()]
     aliases = dict(checkpoint.manifest.aliases)
     if options.json:
-        print(json.dumps({"state": checkpoint.state, "files": files, "tensors": tensors, "aliases": aliases}))
+        print(_json({"state": checkpoint.state, "files": files, "tensors": tensors, "aliases": aliases}))
         return FINE
     print(f"{checkpoint.path}\n")
     _print(options, [{"field": name, "value": value} for name, value in _flat(checkpoint.state)])
@@ -127,7 +129,7 @@ def diff(options: argparse.Namespace) -> int:
     state = [{"field": name, "A": ours, "B": theirs} for name, ours, theirs in state_differences(a.state, b.state)]
     equal = sum(row["found"] == "equal" for row in tensors)
     if options.json:
-        print(json.dumps({"equal_tensors": equal, "tensors": tensors, "state": state}))
+        print(_json({"equal_tensors": equal, "tensors": tensors, "state": state}))
     else:
         unequal = [row for row in tensors if options.all or row["found"] != "equal"]
         _print(options, unequal)
@@ -190,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     pruned = command("prune", prune)
     pruned.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
     pruned.add_argument("--keep", type=_positive, required=True, metavar="K", help="how many of the newest stay")
-    pruned.add_argument("--retain-interval", type=int, default=0, metavar="N", help="multiples of it stay too")
+    pruned.add_argument("--retain-interval", type=_natural, default=0, metavar="N", help="multiples of it stay too")
     pruned.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     return parser
 
@@ -198,6 +200,12 @@ def _parser() -> argparse.ArgumentParser:
 def _positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
+
+
+def _natural(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
     return number
 
 
@@ -261,12 +269,20 @@ def _is_valid(path: Path) -> bool:
 
 
 def _topology(checkpoint: Checkpoint) -> str:
-    """Return the number of ranks and the axes longer than one, in words."""
+    """Return the number of ranks and the axes longer than one, in words; what is no topology of ours, as it is."""
     found = checkpoint.state.get("topology", {})
-    ranks = found.get("world_size", 1)
-    axes = [f"{name}={found[name]}" for name in ("dp", "tp", "pp", "vpp") if found.get(name, 1) > 1]
-    zero = [f"zero_stage={found['zero_stage']}"] if found.get("dp", 1) > 1 and "zero_stage" in found else []
+    if not isinstance(found, dict) or any(type(found.get(name, 1)) is not int for name in _SIZES):
+        return _short(found)
+    sizes: dict[str, int] = {"world_size": 1, **found}
+    ranks = sizes["world_size"]
+    axes = [f"{name}={sizes[name]}" for name in ("dp", "tp", "pp", "vpp") if sizes.get(name, 1) > 1]
+    zero = [f"zero_stage={sizes['zero_stage']}"] if sizes.get("dp", 1) > 1 and "zero_stage" in sizes else []
     return " ".join([f"{ranks} rank{'s' * (ranks != 1)}", *axes, *zero])
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= WIDEST else f"{text[:WIDEST]}..."
 
 
 def _bytes(path: Path) -> int:
@@ -296,7 +312,7 @@ def _flat(table: Row, path: str = "") -> list[tuple[str, Any]]:
 def _print(options: argparse.Namespace, rows: Sequence[Row]) -> None:
     """Print rows of equal columns as JSON or as a table."""
     if options.json:
-        print(json.dumps(rows))
+        print(_json(rows))
         return
     if not rows:
         return
@@ -304,6 +320,19 @@ def _print(options: argparse.Namespace, rows: Sequence[Row]) -> None:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _json(value: object) -> str:
+    """Return standard JSON, which has no infinity and no NaN: null stands for them."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(member) for member in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _cell(name: str, value: object) -> str:

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
-import json
 import os
 import random
 import re
@@ -147,7 +146,6 @@ def _fuzz_with_our_own(options: argparse.Namespace) -> int:
                 seen |= taken
                 corpus.append(data)
             executions += 1
-    print(json.dumps({"corpus": len(corpus)}))
     print(f"stat::number_of_executed_units: {executions}\ncov: {len(seen)}")
     return 0
 

@@ -100,7 +100,8 @@ class Inputs:
         return True
 
     def restore(self) -> None:
-        """Make the checkpoint the good one again, with no file beside its own."""
+        """Make checkpoint and tokens the good ones again, with no file beside their own."""
+        self.tokens.write_bytes(self._token_bytes)
         shutil.rmtree(self.checkpoint, ignore_errors=True)
         for name, data in self._kept.items():
             self.write(str(name), data)

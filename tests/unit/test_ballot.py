@@ -40,6 +40,7 @@ class Troubles:
         broken: the ranks whose writing fails.
         declines_s: when the main thread of a rank gives up, if its worker is not through.
         renames: whether the rename succeeds.
+        syncs: whether it is made durable after that; `takes_back`: whether it can be undone if not.
         faults: what a rank's call of the store, by number, meets.
         stops_at: the call of anybody from which on the store's host stands still; `dies_at` is gone.
     """
@@ -51,6 +52,8 @@ class Troubles:
     broken: frozenset[int]
     declines_s: tuple[float | None, ...]
     renames: bool
+    syncs: bool
+    takes_back: bool
     faults: dict[tuple[int, int], Fault]
     stops_at: int | None
     dies_at: int | None
@@ -79,7 +82,7 @@ def troubles(draw: st.DrawFn, *, with_faults: bool = True) -> Troubles:
         draw(st.sampled_from([0.0, 0.005, 0.01])),
         draw(st.frozensets(st.integers(0, 3 * ranks), max_size=1)),
         tuple(draw(st.none() | moment) for _ in range(ranks)),
-        draw(st.sampled_from([True, True, True, False])),
+        *(draw(st.sampled_from([True, True, True, False])) for _ in ("renames", "syncs", "takes_back")),
         draw(faults) if with_faults else {},
         draw(from_call) if with_faults else None,
         draw(from_call) if with_faults else None,
@@ -89,15 +92,19 @@ def troubles(draw: st.DrawFn, *, with_faults: bool = True) -> Troubles:
 class Disk(Files):
     """A disk whose calls take turns, which makes nothing durable and counts the commits."""
 
-    def __init__(self, turns: Turns, *, call_s: float, renames: bool) -> None:
-        self._turns, self._call_s, self._renames = turns, call_s, renames
+    def __init__(self, turns: Turns, root: Path, told: Troubles) -> None:
+        self._turns, self._root, self._told = turns, root, told
+        self._call_s = told.disk_s
         self.commits = 0
+        self.is_taken_back = False
 
     def sync(self, descriptor: int) -> None:
         self._turns.sleep(self._call_s)
 
     def sync_folder(self, path: Path) -> None:
         self._turns.sleep(self._call_s)
+        if path == self._root and not self._told.syncs:
+            raise OSError(5, "Input/output error")
 
     def write_whole(self, path: Path, data: bytes) -> None:
         self._turns.sleep(self._call_s)
@@ -105,11 +112,12 @@ class Disk(Files):
 
     def rename(self, source: Path, target: Path) -> None:
         self._turns.sleep(self._call_s)
-        is_commit = target.name.startswith("iter_")
-        if is_commit and not self._renames:
+        is_commit, takes_back = target.name.startswith("iter_"), source.name.startswith("iter_")
+        if (is_commit and not self._told.renames) or (takes_back and not self._told.takes_back):
             raise OSError(5, "Input/output error")
         super().rename(source, target)
-        self.commits += is_commit
+        self.commits += is_commit - takes_back
+        self.is_taken_back |= takes_back
 
 
 @dataclass
@@ -139,7 +147,7 @@ class Attempted:
         told = self.told
         self.turns = Turns(told.seed, limit_s=LIMIT_S)
         self.store = FaultyStore(self.turns, told.faults, stops_at=told.stops_at, dies_at=told.dies_at)
-        self.disk = Disk(self.turns, call_s=told.disk_s, renames=told.renames)
+        self.disk = Disk(self.turns, self.root, told)
         spec = TensorSpec(Kind.MODEL, "w", (told.ranks,), torch.float32, (told.ranks,))
         folder = CheckpointFolder(self.root, self.disk)
         self.attempt = Attempt(7, "n-1", folder, build_layout([spec]))
@@ -192,8 +200,10 @@ class Attempted:
             claim()
             self.written_at_commit = set(self.written)
 
-        commit.publish(self.attempt, pieces, documents=documents, aliases={}, lock=None, claim=claim_and_note)
-        return DOOMED
+        is_durable = commit.publish(
+            self.attempt, pieces, documents=documents, aliases={}, lock=None, claim=claim_and_note
+        )
+        return DOOMED if is_durable else []
 
     def _decline(self, rank: Rank) -> None:
         self.turns.sleep(self.told.declines_s[rank.number] or 0.0)
@@ -216,7 +226,8 @@ def attempted(told: Troubles) -> Attempted:
             assert rank.worker is not None
             outcome = rank.poll.ballot.outcome
             if rank.has_returned or outcome is Outcome.COMMITTED:
-                assert is_committed
+                # A rank that hears nothing may look just before what is not durable is taken back.
+                assert is_committed or (rank.number > 0 and found.disk.is_taken_back and not told.are_messages_safe)
             if rank.is_decline_certain or outcome is Outcome.FAILED:
                 assert not is_committed
             for task in (rank.worker, rank.main):
@@ -243,7 +254,7 @@ def test_where_messages_arrive_all_ranks_hear_one_outcome(told: Troubles) -> Non
     with_committed = Outcome.COMMITTED if found.disk.commits else Outcome.FAILED
     assert [rank.poll.ballot.outcome for rank in found.ranks] == [with_committed] * told.ranks
     if found.disk.commits:
-        assert [rank.doomed for rank in found.ranks] == [DOOMED] * told.ranks
+        assert [rank.doomed for rank in found.ranks] == [DOOMED if told.syncs else []] * told.ranks
 
 
 def calm(ranks: int, **changes: object) -> Troubles:
@@ -257,6 +268,8 @@ def calm(ranks: int, **changes: object) -> Troubles:
         broken=frozenset(),
         declines_s=nobody,
         renames=True,
+        syncs=True,
+        takes_back=True,
         faults={},
     )
     return Troubles(**{**told, "stops_at": None, "dies_at": None, **changes})  # type: ignore[arg-type]
@@ -270,6 +283,13 @@ def test_without_troubles_all_ranks_commit_and_hear_what_is_to_be_deleted() -> N
     found = attempted(calm(3))
     assert outcomes(found) == [Outcome.COMMITTED] * 3
     assert [rank.doomed for rank in found.ranks] == [DOOMED] * 3
+
+
+@pytest.mark.parametrize("takes_back", [True, False])
+def test_a_name_that_is_not_durable_is_one_thing_to_all_ranks(takes_back: bool) -> None:
+    found = attempted(calm(3, syncs=False, takes_back=takes_back))
+    assert outcomes(found) == [Outcome.FAILED if takes_back else Outcome.COMMITTED] * 3
+    assert [rank.doomed for rank in found.ranks] == [None if takes_back else []] * 3
 
 
 @pytest.mark.parametrize("number", range(3))

@@ -88,6 +88,29 @@ def test_forget_takes_all_chunks_down() -> None:
     assert run_ranks(2, lambda board: call(board) if board.rank == 0 else 0, store=tcp_store)[0] == 4
 
 
+def test_discard_takes_down_what_hangs_and_waits_for_nothing() -> None:
+    def call(board: Board) -> list[int]:
+        board.timeout_s = 3600.0  # a board that waited would outlast the test
+        counts = [int(board._store.num_keys())]
+        board.post("k", bytes(9 << 20))
+        board.discard(["none", "k", "k"])
+        counts.append(int(board._store.num_keys()))
+        board.from_rank0("told", b"x")
+        board.discard(["told"])
+        board.post("go", b"")
+        board.collect("after what was told is gone", b"")
+        return counts
+
+    def peer(board: Board) -> list[int]:
+        board.read("go")
+        board.collect("after what was told is gone", b"")
+        return []
+
+    outcome = run_ranks(2, lambda board: peer(board) if board.rank else call(board), store=tcp_store)[0]
+    assert isinstance(outcome, list), outcome
+    assert outcome[0] == outcome[1]
+
+
 def test_post_under_a_key_that_is_taken_is_an_error() -> None:
     def call(board: Board) -> None:
         if board.rank == 0:

@@ -36,7 +36,10 @@ def save(run: Path, iterations: list[int], values: dict[str, torch.Tensor] = VAL
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> Any:
-    return json.loads(capsys.readouterr().out)
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(capsys.readouterr().out, parse_constant=refuse)
 
 
 def test_ls_says_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +139,7 @@ def test_diff_tells_how_tensors_and_state_differ(tmp_path: Path, capsys: pytest.
         "larger": ("values", 6.0, 2),
         "lost": ("only in A", None, 0),
         "new": ("only in B", None, 0),
-        "number": ("values", float("inf"), 1),
+        "number": ("values", None, 1),
         "same": ("equal", 0.0, 0),
         "wide": ("shape", None, 0),
     }
@@ -144,6 +147,34 @@ def test_diff_tells_how_tensors_and_state_differ(tmp_path: Path, capsys: pytest.
         {"field": "extra", "A": "(absent)", "B": {"deep": 1}},
         {"field": "lr", "A": 1.0, "B": 2.0},
     ]
+
+
+def test_what_is_no_number_in_two_dtypes_is_equal_in_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inf, nan = torch.inf, torch.nan
+    values = {"same": torch.tensor([nan, inf, -inf, 1.0]), "other": torch.tensor([nan, inf, 1.0, inf])}
+    others = {"same": values["same"].bfloat16(), "other": torch.tensor([1.0, -inf, nan, inf]).bfloat16()}
+    left, right = save(tmp_path / "a", [5], values), save(tmp_path / "b", [5], others)
+    assert main(["diff", str(left), str(right), "--json"]) == BAD
+    rows = {row["tensor"]: row for row in shown(capsys)["tensors"]}
+    found = {name: (row["found"], row["largest difference"], row["differing values"]) for name, row in rows.items()}
+    assert found == {"same": ("dtype", 0.0, 0), "other": ("dtype", None, 3)}
+    assert main(["diff", str(left), str(right)]) == BAD
+    assert "inf" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("topology", [
+    7, None, "dp=2", [1, 2], {"dp": "2"}, {"dp": None, "world_size": [1]}, {"world_size": "x" * 100}, {"tp": True},
+])  # fmt: skip
+def test_a_topology_of_odd_types_is_shown_as_it_is(
+    tmp_path: Path, topology: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "run", [5], topology=topology, valid_loss=topology)
+    assert main(["ls", str(tmp_path / "run"), "--json"]) == FINE
+    (row,) = shown(capsys)
+    assert row["topology"].startswith(json.dumps(topology)[:40])
+    assert len(row["topology"]) < 70
+    for command in ("ls", "show"):
+        assert main([command, str(tmp_path / "run")]) == FINE
 
 
 def test_prune_keeps_what_it_says_and_says_what_it_deletes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,3 +210,5 @@ def test_prune_deletes_nothing_where_only_damaged_ones_would_stay(
     assert len(list(folder.glob("iter_*"))) == 2
     with pytest.raises(SystemExit):
         main(["prune", str(folder), "--keep", "0"])
+    with pytest.raises(SystemExit):
+        main(["prune", str(folder), "--keep", "1", "--retain-interval", "-1"])

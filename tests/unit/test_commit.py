@@ -137,6 +137,41 @@ def test_a_deletion_that_fails_is_no_checkpoint_on_any_rank(tmp_path: Path) -> N
     assert all_ranks(2, call) == [True, True]
 
 
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_name_that_is_not_durable_is_no_checkpoint_or_one_that_deletes_nothing(
+    tmp_path: Path, is_stuck: bool
+) -> None:
+    class Unsynced(Files):
+        is_armed = False
+
+        def sync_folder(self, path: Path) -> None:
+            if self.is_armed and path == tmp_path:
+                raise OSError(5, "Input/output error")
+            super().sync_folder(path)
+
+        def rename(self, source: Path, target: Path) -> None:
+            if self.is_armed and is_stuck and source.name == "iter_0000002":
+                raise OSError(5, "Input/output error")
+            super().rename(source, target)
+
+    def call(board: Board) -> list[bool]:
+        files = Unsynced()
+        checkpointer = started(board, SavePolicy(tmp_path, retention=Retention(1)), files)
+        errors = []
+        for iteration in (1, 2):
+            files.is_armed = iteration == 2
+            report = checkpointer.save(iteration, contents(board.rank, iteration))
+            assert report is not None
+            errors.append(report.error is not None)
+        files.is_armed = False
+        checkpointer.close()
+        return errors
+
+    assert all_ranks(2, call) == [[False, not is_stuck]] * 2
+    left = ["iter_0000001", "iter_0000002"] if is_stuck else ["iter_0000001"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == left
+
+
 def keys_after(root: Path, saves: int) -> int:
     """Return how many keys hang in the store after so many saves over three ranks."""
     store = tcp_store()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.fakes import JOIN_S, Axis, Sharding, all_ranks
 from trainer.checkpoint import saver
@@ -169,7 +170,7 @@ def test_what_a_rank_gives_up_too_late_is_there_on_that_rank_too(
 
 
 def test_a_rank_that_saves_again_before_it_is_committed_hears_that_it_is(tmp_path: Path) -> None:
-    gate = Gate("iter_0000001")
+    gate, store = Gate("iter_0000001"), HashStore()
 
     def call(board: Board) -> list[list[str | None]]:
         board = Deaf(board._source, board.rank, world_size=2, timeout_s=LONG_S)
@@ -190,5 +191,9 @@ def test_a_rank_that_saves_again_before_it_is_committed_hears_that_it_is(tmp_pat
         checkpointer.close()
         return found
 
-    assert all_ranks(2, call) == [[[None], [], [None]], [["No message from rank 0."], [None], [None]]]
+    outcomes = all_ranks(2, call, store=lambda: store)
+    assert outcomes == [[[None], [], [None]], [["No message from rank 0."], [None], [None]]]
+    for kind in ("report/1", "verdict"):
+        assert not store.check([f"save/n-1/{kind}"])
+        assert not store.check([f"save/n-2/{kind}"])
     assert names(tmp_path) == ["iter_0000001", "iter_0000002"]

@@ -130,7 +130,7 @@ def test_a_commit_whose_partial_folder_was_swept_changes_nothing(tmp_path: Path)
 
 def test_commit_names_the_folder_and_replaces_the_tracker(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, ".iter_0000007.n-1.partial")
-    assert folder.commit(7, "n-1") == tmp_path / "iter_0000007"
+    assert folder.commit(7, "n-1")
     assert (tmp_path / TRACKER).read_text() == "7\n"
     assert folder.tracker() == 7
     assert names_in(tmp_path) == {"iter_0000007", TRACKER}
@@ -157,6 +157,79 @@ def test_commit_that_fails_gives_the_old_checkpoint_its_name_back(tmp_path: Path
         CheckpointFolder(tmp_path, OneRename()).commit(7, "n-2")
     assert names_in(tmp_path) == {"iter_0000007", ".iter_0000007.n-2.partial"}
     assert (tmp_path / "iter_0000007/content").read_text() == "iter_0000007"
+
+
+class Unsynced(Files):
+    """A file system that cannot make names in a folder durable, nor rename into the names that are refused."""
+
+    def __init__(self, root: Path, *refused: str) -> None:
+        self._root, self._refused = root, refused
+
+    def sync_folder(self, path: Path) -> None:
+        if path == self._root:
+            raise OSError(errno.EIO, "Input/output error")
+
+    def rename(self, source: Path, target: Path) -> None:
+        if target.name.endswith(self._refused):
+            raise OSError(errno.EIO, "Input/output error")
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("before", [[], ["iter_0000007"]])
+def test_a_commit_that_is_not_durable_is_taken_back(tmp_path: Path, before: list[str]) -> None:
+    folder_with(tmp_path, *before, ".iter_0000007.n-2.partial")
+    with pytest.raises(OSError, match="Input/output"):
+        CheckpointFolder(tmp_path, Unsynced(tmp_path)).commit(7, "n-2")
+    assert names_in(tmp_path) == {*before, ".iter_0000007.n-2.partial"}
+    assert all((tmp_path / name / "content").read_text() == name for name in names_in(tmp_path))
+
+
+@pytest.mark.parametrize("before", [[], ["iter_0000007"]])
+def test_a_commit_that_cannot_be_taken_back_stands(
+    tmp_path: Path, before: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder_with(tmp_path, *before, ".iter_0000007.n-2.partial")
+    assert not CheckpointFolder(tmp_path, Unsynced(tmp_path, ".partial")).commit(7, "n-2")
+    assert "iter_0000007 is there, but may not be durable" in caplog.text
+    assert (tmp_path / "iter_0000007/content").read_text() == ".iter_0000007.n-2.partial"
+    assert names_in(tmp_path) - {TRACKER} == {"iter_0000007", *(f"{name}.superseded-1" for name in before)}
+
+
+def test_a_replaced_checkpoint_that_cannot_come_back_does_so_at_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder_with(tmp_path, "iter_0000007", ".iter_0000007.n-2.partial")
+
+    class Once(Unsynced):
+        def rename(self, source: Path, target: Path) -> None:
+            if source.name.endswith(".replaced"):
+                raise OSError(errno.EIO, "Input/output error")
+            super().rename(source, target)
+
+    with pytest.raises(OSError, match="Input/output"):
+        CheckpointFolder(tmp_path, Once(tmp_path)).commit(7, "n-2")
+    assert "waits as" in caplog.text
+    CheckpointFolder(tmp_path, Files()).sweep()
+    assert (tmp_path / "iter_0000007/content").read_text() == "iter_0000007"
+    assert names_in(tmp_path) - {TRACKER} == {"iter_0000007"}
+
+
+def test_what_was_replaced_and_cannot_be_named_does_not_undo_a_commit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder_with(tmp_path, "iter_0000007", ".iter_0000007.n-2.partial")
+
+    class Nameless(Files):
+        def rename(self, source: Path, target: Path) -> None:
+            if ".superseded-" in target.name:
+                raise OSError(errno.EIO, "Input/output error")
+            super().rename(source, target)
+
+    assert CheckpointFolder(tmp_path, Nameless()).commit(7, "n-2")
+    assert "waits as" in caplog.text
+    CheckpointFolder(tmp_path, Files()).sweep()
+    contents = {name: (tmp_path / name / "content").read_text() for name in names_in(tmp_path) - {TRACKER}}
+    assert contents == {"iter_0000007": ".iter_0000007.n-2.partial", "iter_0000007.superseded-1": "iter_0000007"}
 
 
 def test_a_tracker_that_cannot_be_written_does_not_undo_a_commit(

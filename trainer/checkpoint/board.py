@@ -16,7 +16,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from trainer.errors import CheckpointError, LaunchError, LockError, MismatchError, TrainerError
 
 # A TCPStore resets the connection on values over 8 MiB.
-CHUNK_BYTES = 4 << 20
+MESSAGE_BYTES = 4 << 20
 _FAILED = "failed"
 _FAREWELL_S = 5.0
 
@@ -34,7 +34,9 @@ class Board:
     make the same calls of `collect`, `from_rank0` and `agree` in the same order on a board, or on clones of it.
 
     Rank 0's notices come down at the end of its next `collect`: a rank that has posted to that one is done with all
-    before it. So a board leaves only what was posted after its last `collect`, of some bytes each, on the store.
+    before it. So what was posted after a board's last `collect` is left on the store, and what was posted to a
+    `collect` that rank 0 never made or left with an error, such as a report with bytes for every digest. Whoever posted
+    such notices is to `discard` them when all ranks are past them.
     """
 
     def __init__(self, store: Store, rank: int, *, world_size: int, timeout_s: float) -> None:
@@ -56,7 +58,7 @@ class Board:
         Raises:
             LaunchError: if the store does not hold it.
         """
-        chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+        chunks = [data[at : at + MESSAGE_BYTES] for at in range(0, len(data), MESSAGE_BYTES)]
         try:
             for index, chunk in enumerate(chunks):
                 self._store.set(f"{key}/{index}", chunk)  # type: ignore[arg-type]
@@ -89,9 +91,20 @@ class Board:
         """Take notices down that everybody has read."""
         for key in keys:
             try:
-                count = int(self._get(key))
-                for name in [key, *(f"{key}/{index}" for index in range(count))]:
-                    self._store.delete_key(name)
+                self._take_down(key, int(self._get(key)))
+            except dist.DistError as error:
+                raise self._lost(key, error) from error
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """Take those notices down that hang, and that nobody looks for any more; waits for none.
+
+        Raises:
+            LaunchError: if the store is gone.
+        """
+        for key in keys:
+            try:
+                if self._store.check([key]):
+                    self._take_down(key, int(self._store.get(key)))
             except dist.DistError as error:
                 raise self._lost(key, error) from error
 
@@ -101,7 +114,8 @@ class Board:
             self.post(f"{key}/{self.rank}", data)
             return []
         others = [self.read(f"{key}/{rank}", sender=f"rank {rank}") for rank in range(1, self.world_size)]
-        self.forget([*(f"{key}/{rank}" for rank in range(1, self.world_size)), *self._hanging])
+        self.forget([f"{key}/{rank}" for rank in range(1, self.world_size)])
+        self.discard(self._hanging)  # some may have been discarded before
         self._hanging.clear()
         return [data, *others]
 
@@ -179,6 +193,10 @@ class Board:
     def _lost(self, key: str, error: Exception | None) -> LaunchError:
         found = None if error is None else str(error).splitlines()[0]
         return LaunchError("The store lost a message", where=f"key {key}, rank {self.rank}", found=found)
+
+    def _take_down(self, key: str, count: int) -> None:
+        for name in [key, *(f"{key}/{index}" for index in range(count))]:
+            self._store.delete_key(name)
 
     def _get(self, key: str) -> bytes:
         if not self._await([key], self.timeout_s, watch=True):

@@ -217,6 +217,11 @@ def excuse(board: Board, name: str) -> None:
     _announce(board, _key(name), _OK)
 
 
+def keys_of(name: str, rank: int) -> list[str]:
+    """Return the keys of what a rank may have posted about attempt `name`: they hang until rank 0 has collected."""
+    return [f"{_key(name)}/verdict"] if rank == 0 else [f"{_key(name)}/report/{rank}"]
+
+
 def _key(name: str) -> str:
     return f"save/{name}"
 
@@ -255,11 +260,14 @@ def publish(
     aliases: Mapping[str, str],
     lock: FolderLock | None,
     claim: Claim,
-) -> None:
+) -> bool:
     """Check that the pieces tile every tensor, write the JSON files and the manifest, sync, and rename. Rank 0 only.
 
     Args:
         claim: called right before the rename; nothing is renamed if it raises.
+
+    Returns:
+        Whether the checkpoint, which is there, is durable: nothing is to be deleted for one that may not be.
 
     Raises:
         CheckpointError: if the pieces do not tile, the lock is lost, or the file system fails.
@@ -282,7 +290,7 @@ def publish(
         if lock is not None:
             lock.check()
         claim()
-        attempt.folder.commit(attempt.iteration, attempt.name)
+        return attempt.folder.commit(attempt.iteration, attempt.name)
     except OSError as error:
         where = error.filename or folder
         raise CheckpointError(

@@ -62,7 +62,7 @@ def _compare(a: Checkpoint, ours: Place, b: Checkpoint, theirs: Place) -> Tensor
         if is_same_dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
             continue
         distance = (x.double() - y.double()).abs()
-        unlike = _unlike(x, y) if is_same_dtype else distance != 0
+        unlike = _unlike(x, y) if is_same_dtype else _unlike_values(x.double(), y.double())
         distance[~unlike] = 0.0
         differing += int(unlike.sum())
         largest = max(largest, float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max()))
@@ -76,6 +76,11 @@ def _unlike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return where two tensors of one dtype have other bits."""
     bits = (x.view(torch.uint8) != y.view(torch.uint8)).reshape(x.numel(), -1)
     return bits.any(dim=1)
+
+
+def _unlike_values(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return where two tensors have other values; what is no number in both is alike."""
+    return (x != y) & ~(x.isnan() & y.isnan())
 
 
 def _values(checkpoint: Checkpoint, place: Place) -> Iterator[torch.Tensor]:

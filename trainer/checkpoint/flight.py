@@ -24,9 +24,54 @@ from trainer.checkpoint.sharing import Neighbours
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.writer import THREADS, Writer
-from trainer.errors import CheckpointError, LockError, TrainerError
+from trainer.errors import CheckpointError, LaunchError, LockError, TrainerError
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Outlook:
+    """What it takes to learn later what became of a save: nothing of its bytes.
+
+    Args:
+        present: the iterations that this rank knows to be there.
+        pinned: iterations that retention leaves alone.
+        doomed: the iterations that are no longer there because of it, as far as that is known.
+    """
+
+    attempt: Attempt
+    poll: Poll
+    has_optimizer: bool
+    retention: Retention
+    present: Collection[int]
+    pinned: Collection[int]
+    doomed: list[int] = field(default_factory=list)
+
+    def look_again(self) -> bool:
+        """Return whether it became a checkpoint after this rank had given it up. Main thread."""
+        outcome = self.poll.ballot.outcome
+        if outcome is Outcome.FAILED or (outcome is not Outcome.COMMITTED and not commit.is_committed(self.attempt)):
+            return False
+        self.doomed = self.guess_doomed()
+        return True
+
+    def guess_doomed(self) -> list[int]:
+        """Find out what the lost verdict said: what rank 0 has deleted is gone, the rest it decides like this."""
+        doomed, committed = self.decide_doomed()
+        return [*doomed, *(iteration for iteration in self.present if iteration not in committed)]
+
+    def decide_doomed(self) -> tuple[list[int], list[int]]:
+        """Return what retention gives up now that the attempt is committed, and all that is committed."""
+        folder = self.attempt.folder
+        try:
+            committed = folder.committed()
+            held = folder.held(committed)
+        except OSError as error:
+            _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
+            return [], []
+        pinned = {*self.pinned, self.attempt.iteration, *held}
+        losses = _losses(folder, committed) if self.retention.keep_best else {}
+        return self.retention.doomed(committed, pinned=pinned, losses=losses), committed
 
 
 @dataclass(slots=True)
@@ -41,6 +86,8 @@ class Flight:
         neighbours: the ranks of this host, for columns that become whole rows in memory that they share.
         may_share: whether this rank has the memory for that.
         leftovers: partial folders of attempts that were given up, to be removed.
+        stale: keys of what this rank has posted about attempts that failed; emptied by `run` once they are taken down,
+            after the commit, as all ranks are past them then.
         doomed: set by `run`: the iterations that are no longer there, as rank 0 decided it.
         committed_at: set by `run`: when the checkpoint was there, on the clock of `time.perf_counter`.
     """
@@ -58,6 +105,7 @@ class Flight:
     neighbours: Neighbours
     may_share: bool = False
     leftovers: Sequence[Path] = ()
+    stale: Sequence[str] = ()
     doomed: list[int] = field(default_factory=list)
     committed_at: float | None = None
 
@@ -96,24 +144,16 @@ class Flight:
                 self._remove(path)
         self.committed_at = time.perf_counter()
         if doomed is None:
-            self._guess_doomed()
+            self.doomed = self.outlook.guess_doomed()
             return
         self.doomed = doomed
         if self.board.rank == 0:
             self._delete(doomed)
+        self._discard_stale()
 
-    def look_again(self) -> bool:
-        """Return whether it became a checkpoint after this rank had given it up. Main thread."""
-        outcome = self.poll.ballot.outcome
-        if outcome is Outcome.FAILED or (outcome is not Outcome.COMMITTED and not commit.is_committed(self.attempt)):
-            return False
-        self._guess_doomed()
-        return True
-
-    def _guess_doomed(self) -> None:
-        """Find out what the lost verdict said: what rank 0 has deleted is gone, the rest it decides like this."""
-        doomed, committed = self._decide_doomed()
-        self.doomed = [*doomed, *(iteration for iteration in self.present if iteration not in committed)]
+    @property
+    def outlook(self) -> Outlook:
+        return Outlook(self.attempt, self.poll, self.has_optimizer, self.retention, self.present, self.pinned)
 
     def _write(self, partial: Path) -> Written:
         attempt = self.attempt
@@ -131,21 +171,10 @@ class Flight:
 
     def _publish(self, written: list[WrittenPiece], claim: Claim) -> list[int]:
         documents, aliases = self.contents.documents, self.contents.aliases
-        commit.publish(self.attempt, written, documents=documents, aliases=aliases, lock=self.lock, claim=claim)
-        return self._decide_doomed()[0]
-
-    def _decide_doomed(self) -> tuple[list[int], list[int]]:
-        """Return what retention gives up now that the attempt is committed, and all that is committed."""
-        folder = self.attempt.folder
-        try:
-            committed = folder.committed()
-            held = folder.held(committed)
-        except OSError as error:
-            _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
-            return [], []
-        pinned = {*self.pinned, self.attempt.iteration, *held}
-        losses = _losses(folder, committed) if self.retention.keep_best else {}
-        return self.retention.doomed(committed, pinned=pinned, losses=losses), committed
+        is_durable = commit.publish(
+            self.attempt, written, documents=documents, aliases=aliases, lock=self.lock, claim=claim
+        )
+        return self.outlook.decide_doomed()[0] if is_durable else []
 
     def _delete(self, iterations: list[int]) -> None:
         folder = self.attempt.folder
@@ -156,6 +185,13 @@ class Flight:
                 folder.files.remove_tree(folder.discard(iteration, self.attempt.name))
             except (OSError, LockError) as error:
                 _log.error("iteration %d could not be deleted: %s", iteration, error)
+
+    def _discard_stale(self) -> None:
+        try:
+            self.board.discard(self.stale)
+            self.stale = ()
+        except LaunchError as error:
+            _log.error("what is left of failed saves stays in the store: %s", error)
 
     def _remove(self, partial: Path) -> None:
         if self.board.rank:

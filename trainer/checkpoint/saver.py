@@ -16,7 +16,7 @@ from trainer.checkpoint.arena import Arena
 from trainer.checkpoint.ballot import Outcome
 from trainer.checkpoint.board import Board
 from trainer.checkpoint.commit import Attempt, Poll
-from trainer.checkpoint.flight import Flight
+from trainer.checkpoint.flight import Flight, Outlook
 from trainer.checkpoint.layout import Kind
 from trainer.checkpoint.live import Contents
 from trainer.checkpoint.lock import FolderLock
@@ -68,13 +68,15 @@ class Saver:
         self._worker_board = board.clone(_PATIENCE * policy.commit_timeout_s)
         self._neighbours = Neighbours(self._worker_board, neighbours)
         self._attempts = 0
+        self._stale: list[str] = []  # keys of notices about attempts that failed, which may hang
         self._started: _Started | None = None
         self._stuck: Job | None = None
         self._reports: list[SaveReport] = []
         self._leftovers: list[Path] = []  # of attempts that were given up
-        self._undecided: list[Flight] = []  # given up when they may still have been committed
+        self._undecided: list[Outlook] = []  # given up when they may still have been committed
         self._plan: Plan | None = None
         self._arena = Arena(0, is_pinned=False)
+        self._is_arena_settled = False  # for that plan
         self._blocked_s = 0.0
         self.last_error: TrainerError | None = None  # of the save that ended last
         self.failed_saves = 0  # in a row
@@ -103,6 +105,7 @@ class Saver:
             self._neighbours.refuse(self._board, name)  # another, which gave that save up too early, may try again
             if self._board.rank == 0:
                 commit.excuse(self._board, name)
+                self._stale += commit.keys_of(name, 0)
                 self._leftovers.append(self._folder.partial(iteration, name))
             return None
         if self._plan is None or not self._plan.suits(contents):
@@ -111,10 +114,12 @@ class Saver:
         if self._stuck is not None and not self._stuck.is_done:
             error = _hangs(attempt)
             self._decline(attempt, error, self._new_poll())
+            self._stale += commit.keys_of(name, self._board.rank)
             self._leave_over(attempt)
             self._ended(attempt, error)
             self._reports.append(_untried(attempt, error))
         else:
+            self._settle_arena(self._plan)
             self._start(self._prepare(attempt, contents, self._plan, lock), start, waited_s=start - asked)
         self._blocked_s += time.perf_counter() - asked
         return None if self._is_async else self._reports.pop()
@@ -132,14 +137,18 @@ class Saver:
             return
         started, self._started = self._started, None
         flight = started.flight
+        mine = commit.keys_of(flight.attempt.name, self._board.rank)
+        self._stale += [*flight.stale, *mine]
         error: TrainerError | None = None
         try:
             if flight.snapshot.is_given_up and not started.job.is_done:
                 raise _hangs(flight.attempt)
             started.job.wait(self._policy.commit_timeout_s)
+            may_be_excused = bool(self._undecided)  # then rank 0 has not collected its report
             self._settle()
             self._undecided.clear()  # rank 0 makes one attempt after the other: those before this one are over
             self._note(flight)
+            self._stale = [*flight.stale, *(mine if may_be_excused else ())]
         except TrainerError as failure:
             error = failure
             if not started.job.is_done and not flight.snapshot.is_given_up:
@@ -147,7 +156,7 @@ class Saver:
                 if not self._decline(flight.attempt, failure, flight.poll):
                     error = _is_undecided(flight.attempt)
             if flight.poll.ballot.outcome is not Outcome.FAILED:
-                self._undecided.append(flight)
+                self._undecided.append(flight.outlook)
             self._leave_over(flight.attempt)
         finally:
             if not started.job.is_done:  # it may still read live memory, which is free to change from here on
@@ -169,7 +178,7 @@ class Saver:
     def rewound(self, iteration: int) -> None:
         """Forget checkpoints newer than `iteration`, which are out of the way."""
         self._present = {found: has for found, has in self._present.items() if found <= iteration}
-        self._undecided = [flight for flight in self._undecided if flight.attempt.iteration <= iteration]
+        self._undecided = [found for found in self._undecided if found.attempt.iteration <= iteration]
 
     @property
     def is_saving(self) -> bool:
@@ -195,7 +204,7 @@ class Saver:
         self._worker.close(0.0 if hangs else self._policy.commit_timeout_s)
         if not hangs:
             self._neighbours.drop()
-        self._arena.close()
+            self._arena.close()
 
     @property
     def _is_async(self) -> bool:
@@ -212,7 +221,7 @@ class Saver:
         else:
             self._started.blocked_s = time.perf_counter() - start
 
-    def _note(self, flight: Flight) -> None:
+    def _note(self, flight: Flight | Outlook) -> None:
         """Know what is there, and what no longer is, after a save that was committed."""
         self._present = {found: has for found, has in self._present.items() if found not in flight.doomed}
         self._present[flight.attempt.iteration] = flight.has_optimizer
@@ -220,12 +229,12 @@ class Saver:
     def _settle(self) -> None:
         """Know of saves that were given up here and committed all the same."""
         undecided, self._undecided = self._undecided, []
-        for flight in undecided:
-            if flight.look_again():
-                _log.info("iteration %d, given up on rank %d, is there", flight.attempt.iteration, self._board.rank)
-                self._note(flight)
-            elif flight.poll.ballot.outcome is not Outcome.FAILED:
-                self._undecided.append(flight)
+        for found in undecided:
+            if found.look_again():
+                _log.info("iteration %d, given up on rank %d, is there", found.attempt.iteration, self._board.rank)
+                self._note(found)
+            elif found.poll.ballot.outcome is not Outcome.FAILED:
+                self._undecided.append(found)
 
     def _new_poll(self) -> Poll:
         return Poll(self._board.rank, self._board.world_size)
@@ -240,21 +249,29 @@ class Saver:
         self._leftovers.append(attempt.folder.partial(attempt.iteration, attempt.name))
 
     def _ended(self, attempt: Attempt, error: TrainerError | None) -> None:
+        if error is not None:
+            error.__traceback__ = None  # its frames hold the save, and the error is kept
         self.last_error = error
         self.failed_saves = 0 if error is None else self.failed_saves + 1
         if error is not None and self._board.rank == 0:
             _log.error("iteration %d was not saved: %s", attempt.iteration, error)
 
     def _make_plan(self, contents: Contents) -> Plan:
-        """Plan the saves of these tensors, with an arena that suits; an inline save needs none."""
-        made = make_plan(
+        """Plan the saves of these tensors."""
+        self._is_arena_settled = False
+        return make_plan(
             contents, rank=self._board.rank, file_bytes=self._policy.file_bytes, holds_steps=self._is_async
         )
+
+    def _settle_arena(self, made: Plan) -> None:
+        """Have an arena that suits a plan; an inline save needs none. Not while a thread that hangs may use the old."""
+        if self._is_arena_settled:
+            return
+        self._is_arena_settled = True
         limit = self._policy.staging_bytes
         wanted = made.staging_bytes if limit is None else min(limit, made.staging_bytes)
         if self._is_async and wanted > self._arena.total_bytes:
             self._replace_arena(wanted, is_pinned=made.sources.is_on_device)
-        return made
 
     def _replace_arena(self, wanted: int, *, is_pinned: bool) -> None:
         """Have a larger arena; where there is no memory for it, steps wait for the disk instead."""
@@ -269,6 +286,7 @@ class Saver:
 
     def _prepare(self, attempt: Attempt, contents: Contents, made: Plan, lock: FolderLock | None) -> Flight:
         leftovers, self._leftovers = self._leftovers, []
+        stale, self._stale = self._stale, []
         snapshot = Snapshot(
             made.sources.begin(), made.order, arena=self._arena, stall_timeout_s=self._policy.stall_timeout_s
         )
@@ -286,6 +304,7 @@ class Saver:
             neighbours=self._neighbours,
             may_share=self._may_share(made),
             leftovers=leftovers,
+            stale=stale,
         )
 
     def _may_share(self, made: Plan) -> bool:

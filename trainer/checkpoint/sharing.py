@@ -211,7 +211,7 @@ class Neighbours:
     def part(self, board: Board) -> None:
         """Take down what was said, once all ranks have heard it."""
         with self._lock:
-            board.forget([*self._older, *self._posted])
+            board.discard([*self._older, *self._posted])
             self._older, self._posted = [], []
 
     def join(self, attempt: Attempt, pieces: Sequence[Piece], *, may_share: bool) -> Sharing | None:
@@ -314,7 +314,7 @@ class Neighbours:
         with self._lock:
             if self._spoken == attempt:
                 raise CheckpointError("This rank has given the save up")
-            self._board.forget(self._older)
+            self._board.discard(self._older)
             self._older, self._posted = self._posted, []
 
     def _speak(self, board: Board, attempt: str, data: bytes) -> None:

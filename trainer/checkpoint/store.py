@@ -71,24 +71,40 @@ class CheckpointFolder:
         except (OSError, ValueError):
             return None
 
-    def commit(self, iteration: int, attempt: str) -> Path:
+    def commit(self, iteration: int, attempt: str) -> bool:
         """Give a complete, synced partial folder its name. From here on the checkpoint exists.
 
         Invariant: a process whose partial folder was swept by its successor changes nothing here.
 
+        Returns:
+            Whether the name is durable. If not, and it could not be taken back either, the checkpoint is there, but a
+            power failure may undo it.
+
         Raises:
-            OSError: if the folder could not be renamed; a checkpoint of that name stays what it was.
+            OSError: if the folder could not be renamed, or its name was not durable and was taken back; a checkpoint
+                of that name stays what it was.
         """
         partial, target = self.partial(iteration, attempt), self.iteration(iteration)
+        aside: Path | None = None
         try:
             self.files.rename(partial, target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            self._replace(partial, target, self.root / f".{target.name}.{attempt}.replaced")
-        self.files.sync_folder(self.root)
+            aside = self.root / f".{target.name}.{attempt}.replaced"
+            self._replace(partial, target, aside)
+        is_durable = True
+        try:
+            self.files.sync_folder(self.root)
+        except OSError as error:
+            if self._take_back(partial, target, aside):
+                raise
+            _log.error("%s is there, but may not be durable: its folder cannot be synced: %s", target, error)
+            is_durable = False
+        if aside is not None:
+            self._keep_replaced(aside, target)
         self._mend_tracker()
-        return target
+        return is_durable
 
     def supersede(self, iterations: list[int]) -> list[Path]:
         """Rename committed folders that a new branch of the run overtakes, and return their new names."""
@@ -127,14 +143,34 @@ class CheckpointFolder:
         return removed
 
     def _replace(self, partial: Path, target: Path, aside: Path) -> None:
-        """Rename over a checkpoint that is there, which is kept; `_settle` ends it where the process is killed."""
+        """Rename over a checkpoint that is there, which is put aside; `_settle` ends it where the process is killed."""
         self.files.rename(target, aside)
         try:
             self.files.rename(partial, target)
         except OSError:
             self.files.rename(aside, target)
             raise
-        self.files.rename(aside, self._free_name(target))
+
+    def _take_back(self, partial: Path, target: Path, aside: Path | None) -> bool:
+        """Undo a commit; return whether it is undone."""
+        try:
+            self.files.rename(target, partial)
+        except OSError as error:
+            _log.error("%s cannot be taken back: %s", target, error)
+            return False
+        try:
+            if aside is not None:
+                self.files.rename(aside, target)
+        except OSError as error:
+            _log.error("%s waits as %s for the next start: %s", target, aside, error)
+        return True
+
+    def _keep_replaced(self, aside: Path, target: Path) -> None:
+        """Give what was replaced a name of its own; `_settle` does it where that fails."""
+        try:
+            self.files.rename(aside, self._free_name(target))
+        except OSError as error:
+            _log.error("what was %s waits as %s for the next start: %s", target, aside, error)
 
     def _settle(self, path: Path) -> None:
         match = _REPLACED.fullmatch(path.name)

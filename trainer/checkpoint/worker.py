@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -22,6 +23,7 @@ class Job:
         try:
             self._call()
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            _clear_frames(error)  # the error may be kept for long, what the call had in hand is of no use
             self._error = error
         finally:
             self._call = _nothing  # what it holds is not needed any more
@@ -41,10 +43,22 @@ class Job:
             raise CheckpointError(
                 "A save did not end in time",
                 expected=f"an end within checkpoint.commit_timeout_s={timeout_s:.0f}",
-                fix="The disk or a peer hangs; nothing was committed.",
+                fix="The disk or a peer hangs; committed checkpoints are untouched.",
             )
         if self._error is not None:
             raise self._error
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of what the functions that an error and its causes came through had in hand."""
+    queue, seen = [error], set[int]()
+    while queue:
+        found = queue.pop()
+        seen.add(id(found))
+        traceback.clear_frames(found.__traceback__)
+        for before in (found.__cause__, found.__context__):
+            if before is not None and id(before) not in seen:
+                queue.append(before)
 
 
 def _nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,6 +30,8 @@ from trainer.errors import CheckpointError
 # (with one thread each, 2 ranks at zero3 took 1.32 times as long as plain writing; with two, as long). More gain
 # nothing on a local disk, and each holds a chunk that a step may wait for.
 THREADS = 2
+# Files that a rank keeps open at once, each with two descriptors, of the 1024 that a process usually has.
+MOST_OPEN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +67,16 @@ class Writer:
         """
         order = sorted(self.layout.files, key=lambda file: _position(file.name, list(chunks)))
         digests, has_failed = dict[str, bytes](), threading.Event()
-        with ExitStack() as opened:
+        with ExitStack() as ending:
             pool = Worker("checkpoint-writer", threads=self.threads)
-            opened.callback(pool.close)
+            ending.callback(pool.close)
             jobs, targets = list[Job](), dict[str, _Target]()
             shared = set() if self.sharing is None else self.sharing.files
             for file in order:
                 if self.rank and file.name not in chunks and file.name not in shared:
                     continue
-                target = targets[file.name] = _Target(self, file)
-                opened.callback(target.close)
+                target = targets[file.name] = _Target(self, file, stays_open=len(order) <= MOST_OPEN)
+                ending.callback(target.close)
                 jobs += [
                     pool.submit(partial(self._write_stretch, target, stretch, snapshot, digests, has_failed))
                     for stretch in chunks.get(file.name, ()) or ((),)
@@ -99,10 +102,10 @@ class Writer:
         try:
             bounce = map_memory(CHUNK_BYTES + PAGE_BYTES)
             self._go_on(snapshot, has_failed)
-            target.open()
-            for chunk in chunks:
-                self._go_on(snapshot, has_failed)
-                self._write_chunk(target, chunk, snapshot=snapshot, bounce=bounce, digests=found)
+            with target:
+                for chunk in chunks:
+                    self._go_on(snapshot, has_failed)
+                    self._write_chunk(target, chunk, snapshot=snapshot, bounce=bounce, digests=found)
             digests.update(found.all())
         except OSError as error:
             has_failed.set()
@@ -118,7 +121,8 @@ class Writer:
             place = self.layout.places[tensor]
             target = targets[place.file]
             try:
-                target.write(data, offset=place.offset + strip.lo)
+                with target:
+                    target.write(data, offset=place.offset + strip.lo)
             except OSError as error:
                 has_failed.set()
                 raise self._failure(target.path, error) from error
@@ -165,8 +169,17 @@ class Writer:
                 target.write_cached(rows[in_image - lo : in_image - lo + length], offset=chunk.offset + in_tensor)
 
     def _failure(self, path: Path, error: OSError) -> CheckpointError:
+        problem = f"Writing a checkpoint failed: {error.strerror} (errno {error.errno})"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return CheckpointError(
+                problem,
+                where=path,
+                expected="a descriptor to spare",
+                found=f"a limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files in this process",
+                fix="Committed checkpoints are untouched; raise the limit of open files with `ulimit -n`.",
+            )
         return CheckpointError(
-            f"Writing a checkpoint failed: {error.strerror} (errno {error.errno})",
+            problem,
             where=path,
             expected=f"room for {self.layout.total_bytes} B",
             found=describe_free_space(self.files, self.folder.parent),
@@ -195,55 +208,78 @@ def _position(name: str, order: Sequence[str]) -> int:
 
 
 class _Target:
-    """A file that is written in stretches by several threads.
+    """A file that is written in stretches by several threads, and open in a `with` of any of them.
 
     Whole pages go around the page cache where file system and memory allow it. Only whole pages: what lies in the rest
     of a page may be another rank's.
+
+    Args:
+        stays_open: keep it open until `close`, so that an error of the page cache is not forgotten before `sync`. Where
+            there are more files than a process may have open, that is left to the system.
     """
 
-    def __init__(self, writer: Writer, file: FileLayout) -> None:
+    def __init__(self, writer: Writer, file: FileLayout, *, stays_open: bool) -> None:
+        self._stays_open = stays_open
         self.path = writer.folder / file.name
         self._folder, self._files, self._file = writer.folder, writer.files, file
         self._writes_header = writer.rank == 0
         self._lock = threading.Lock()
+        self._users = 0
         self._cached: int | None = None
         self._direct: int | None = None
-        self._refused: int | None = None  # by the file system, at the first write
-        self._is_tried = self._is_opened = False
+        self._refuses_direct = False  # as the file system may say with the first write
+        self._is_begun = self._is_reserved = False
         self.written_bytes = 0  # without the header
 
-    def open(self) -> None:
-        """Open the file, reserve its blocks and, on rank 0, write its header, unless another stretch has done so."""
+    def __enter__(self) -> None:
+        """Have the file open; the first time, reserve its blocks too and, on rank 0, write its header."""
         with self._lock:
-            if self._is_tried:
-                if not self._is_opened:
-                    raise _Stopped
-                return
-            self._is_tried = True
-            self._files.make_folder(self._folder)  # never the one above: if that is gone, this is no place to write to
-            if self.path.parent != self._folder:
-                self._files.make_folder(self.path.parent)
-            self._cached = self._files.open_for_writing(self.path)
-            self._direct = self._files.open_direct(self.path)
-            self._files.reserve(self._cached, self._file.total_bytes)
-            if self._writes_header:
-                self._files.write(self._cached, [memoryview(self._file.header)], offset=0)
-            self._is_opened = True
+            if self._cached is None:
+                try:
+                    self._open()
+                except BaseException:
+                    self.close()
+                    raise
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file if no other thread uses it."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and not self._stays_open:
+                self.close()
 
     def sync(self) -> None:
-        """Make the file durable, however it was written, and close it."""
-        assert self._cached is not None
+        """Make the file durable, however it was written."""
+        if self._cached is None:
+            self._cached = self._files.open_for_writing(self.path)
         self._files.sync(self._cached)
         self.close()
 
+    def _open(self) -> None:
+        if self._is_begun and not self._is_reserved:
+            raise _Stopped
+        if not self._is_begun:
+            self._is_begun = True
+            self._files.make_folder(self._folder)  # never the one above: if that is gone, this is no place to write to
+            if self.path.parent != self._folder:
+                self._files.make_folder(self.path.parent)
+        self._cached = self._files.open_for_writing(self.path)
+        self._direct = None if self._refuses_direct else self._files.open_direct(self.path)
+        if not self._is_reserved:
+            self._files.reserve(self._cached, self._file.total_bytes)
+            if self._writes_header:
+                self._files.write(self._cached, [memoryview(self._file.header)], offset=0)
+            self._is_reserved = True
+
     def close(self) -> None:
         """Close what is open."""
-        known = (self._cached, self._direct, self._refused)
-        self._cached = self._direct = self._refused = None
-        with ExitStack() as closing:
+        known = (self._cached, self._direct)
+        self._cached = self._direct = None
+        with ExitStack() as ending:
             for descriptor in known:
                 if descriptor is not None:
-                    closing.callback(self._files.close, descriptor)
+                    ending.callback(self._files.close, descriptor)
 
     def write(self, data: memoryview, *, offset: int) -> None:
         """Write `data` at `offset`."""
@@ -269,16 +305,14 @@ class _Target:
     def _write_direct(self, pages: memoryview, *, offset: int) -> bool:
         """Write whole pages; return False where that cannot be done, from now on if the file system refuses it."""
         direct = self._direct
-        if direct is None or np.frombuffer(pages, np.uint8).ctypes.data % DIRECT_BYTES:
+        if direct is None or self._refuses_direct or np.frombuffer(pages, np.uint8).ctypes.data % DIRECT_BYTES:
             return False
         try:
             self._files.write(direct, [pages], offset=offset)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            with self._lock:  # another thread may be writing to it: it stays open until the end
-                if self._direct is not None:
-                    self._refused, self._direct = direct, None
+            self._refuses_direct = True  # another thread may be writing to it: it stays open until nobody does
             return False
         self._count(pages.nbytes)
         return True
