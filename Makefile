@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Many tests mostly wait for processes: pytest-xdist deals their files out to two.
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
-.PHONY: setup demo test test-slow bench check format clean
+.PHONY: setup demo test test-slow test-soak bench check format clean
 
 setup: $(STAMP)
 
@@ -23,7 +23,11 @@ test: setup
 
 # Every topology against every other, and what else takes minutes of many processes.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "slow and not soak" $(SIDE_BY_SIDE)
+
+# What takes minutes each.
+test-soak: setup
+	$(BIN)/python -m pytest -m soak
 
 # Some minutes, 8 GB of memory and 10 GB of disk: best with nothing beside it.
 bench: setup
@@ -33,7 +37,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py tests/test_configs.py
+	$(BIN)/python -m pytest tests/test_architecture.py
 
 format: setup
 	$(BIN)/ruff format .
