@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.checkpoint.arena import Arena, map_like_file
+from trainer.checkpoint.arena import Arena, map_like_file, map_memory
 from trainer.checkpoint.layout import PAGE_BYTES
 
 STRETCHES = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 20_000)), max_size=12)
@@ -58,3 +60,15 @@ def test_memory_like_a_file_is_congruent_to_it_and_neighbours_stay_neighbours(st
     for (offset, size), memory, (next_offset, _), next_memory in ends:
         if next_offset == offset + size:
             assert next_memory.ctypes.data == memory.ctypes.data + size
+
+
+def test_memory_is_private_so_that_it_may_lie_on_huge_pages() -> None:
+    memory = map_memory(4 << 20)
+    at = memory.ctypes.data
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, *_ = line.split()
+        first, last = (int(end, 16) for end in span.split("-"))
+        if first <= at < last:
+            assert rights == "rw-p"
+            return
+    raise AssertionError("it is mapped nowhere")

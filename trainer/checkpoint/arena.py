@@ -71,7 +71,8 @@ def populate(memory: Bytes) -> None:
 
 def map_memory(total_bytes: int) -> Bytes:
     """Return zeros that begin on a page, on huge pages where the system has them."""
-    mapping = mmap.mmap(-1, max(total_bytes, 1))
+    # Private: what is shared, as mmap.mmap has it otherwise, gets small pages only.
+    mapping = mmap.mmap(-1, max(total_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, dtype=np.uint8)[:total_bytes]
