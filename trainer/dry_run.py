@@ -142,7 +142,7 @@ def holdings_of(model: ModelConfig, held: Sequence[Boxes], layout: Layout, grid:
 
 
 def _stored_image(box: Box, spec: TensorSpec) -> Image:
-    return image(intersect(box, whole(spec.view)), spec.view, spec.dtype.itemsize)
+    return spec.image(intersect(box, whole(spec.view)))
 
 
 def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, parameters: int) -> int:

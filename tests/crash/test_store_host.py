@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.soak_kill import descendants
 from tests.crash.moments import Gate, await_true, describe, standing
 from tests.harness import TINY, all_files, curve, run_ok, tensor_files
-from tests.resume.test_torchrun import TORCHRUN, descendants, kill, workers
+from tests.resume.test_torchrun import TORCHRUN, kill, workers
 
 ROOT = Path(__file__).parents[2]
 ITERATIONS = 12

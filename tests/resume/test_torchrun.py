@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.soak_kill import descendants
 from tests.harness import TINY, curve, last_iteration, run_ok
 
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=30", "checkpoint.save_interval=5"]
@@ -34,16 +35,6 @@ def started(command: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]
         for pid in (process.pid, *descendants(process.pid)):
             kill(pid)
         process.communicate()
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the processes below one."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:
-        return []
-    return [*children, *(below for child in children for below in descendants(child))]
 
 
 def kill(pid: int) -> None:

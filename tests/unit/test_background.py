@@ -248,14 +248,19 @@ def test_a_writer_that_fails_does_not_hold_a_step_and_is_reported(tmp_path: Path
     checkpointer.close()
 
 
-def test_a_stalled_disk_ends_the_attempt_and_not_the_iteration(tmp_path: Path) -> None:
-    files = StuckFiles()
-    training = Training()
+def stalled(folder: Path) -> tuple[StuckFiles, Training, Checkpointer]:
+    """Save to a disk that hangs, and take a step that changes what is not written."""
+    files, training = StuckFiles(), Training()
     training.place_like_files()
-    checkpointer = started(SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=0.1), files)
+    checkpointer = started(SavePolicy(folder, async_save=True, staging_bytes=0, stall_timeout_s=0.1), files)
     checkpointer.save(1, training.contents())
     assert files.reached.wait(20.0)
     training.step()
+    return files, training, checkpointer
+
+
+def test_a_stalled_disk_ends_the_attempt_and_not_the_iteration(tmp_path: Path) -> None:
+    files, training, checkpointer = stalled(tmp_path)
     (report,) = checkpointer.reports()
     assert "the disk has written nothing" in str(report.error)
     checkpointer.save(2, training.contents())  # the thread still hangs: this one is not tried
@@ -268,13 +273,7 @@ def test_a_stalled_disk_ends_the_attempt_and_not_the_iteration(tmp_path: Path) -
 
 
 def test_saving_works_again_once_the_disk_does(tmp_path: Path) -> None:
-    files = StuckFiles()
-    training = Training()
-    training.place_like_files()
-    checkpointer = started(SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=0.1), files)
-    checkpointer.save(1, training.contents())
-    assert files.reached.wait(20.0)
-    training.step()
+    files, training, checkpointer = stalled(tmp_path)
     assert [report.error is None for report in checkpointer.reports()] == [False]
     files.released.set()
     checkpointer.drain(20.0)

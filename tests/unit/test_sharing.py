@@ -16,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from tests.fakes import Axis, FailingFiles, Sharding, all_ranks, run_ranks, sample_specs, sample_state
 from tests.harness import call_on_ranks, tensor_files
 from trainer import launch
+from trainer.checkpoint import planning
 from trainer.checkpoint import sharing as sharing_module
 from trainer.checkpoint import strips as striping
 from trainer.checkpoint.board import Board, lone_board
@@ -337,9 +338,7 @@ def columns_of(sharding: Sharding, rank: int) -> list[Piece]:
     layout = build_layout(SPECS, file_bytes=1 << 20)
     if rank >= sharding.world_size:
         return []
-    chunks = cut(plan(sharding.live(rank, SPECS, STATE_BYTES), layout, rank), layout)
-    apart = [chunk for file in chunks.values() for stretch in file for chunk in stretch if chunk.strided is not None]
-    return list(dict.fromkeys(chunk.parts[0].piece for chunk in apart))
+    return planning.columns_of(cut(plan(sharding.live(rank, SPECS, STATE_BYTES), layout, rank), layout))
 
 
 def test_memory_is_had_by_address_only_where_that_is_still_the_same() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -13,8 +12,8 @@ from trainer.checkpoint import strips as striping
 from trainer.checkpoint.chunks import cut
 from trainer.checkpoint.layout import PAGE_BYTES, Layout, build_layout
 from trainer.checkpoint.ownership import Piece
-from trainer.checkpoint.planning import plan
-from trainer.checkpoint.strips import STRIPS_AT, Strips, cut_by_strips, image_of, shared_bytes, strips_of
+from trainer.checkpoint.planning import columns_of, plan
+from trainer.checkpoint.strips import STRIPS_AT, Strips, cut_by_strips, shared_bytes, strips_of
 
 SPECS = sample_specs()
 LAYOUT = build_layout(SPECS, file_bytes=1 << 20)
@@ -31,10 +30,7 @@ def columns(sharding: Sharding, ranks: Sequence[int]) -> list[Piece]:
     state = sample_state(SPECS, seed=1)
     found = []
     for rank in ranks:
-        chunks = cut(plan(sharding.live(rank, SPECS, state), LAYOUT, rank), LAYOUT)
-        stretches = itertools.chain(*chunks.values())
-        apart = [chunk for chunk in itertools.chain(*stretches) if chunk.strided is not None]
-        found += list(dict.fromkeys(chunk.parts[0].piece for chunk in apart))
+        found += columns_of(cut(plan(sharding.live(rank, SPECS, state), LAYOUT, rank), LAYOUT))
     return found
 
 
@@ -44,7 +40,7 @@ def held(pieces: Sequence[Piece], layout: Layout, name: str) -> set[int]:
         at
         for piece in pieces
         if piece.name == name
-        for first, _, length in image_of(piece, layout).spans(piece.lo, piece.hi)
+        for first, _, length in layout.places[name].spec.image(piece.box).spans(piece.lo, piece.hi)
         for at in range(first, first + length)
     }
 
@@ -111,7 +107,7 @@ def test_a_piece_is_cut_by_strips_without_gap_and_each_part_lies_in_its_strip(sh
     pieces = columns(sharding, range(sharding.world_size - 1))
     strips = strips_of(pieces, LAYOUT)
     for piece in pieces:
-        packed, reached, ways = image_of(piece, LAYOUT), piece.lo, Counter[bool]()
+        packed, reached, ways = LAYOUT.places[piece.name].spec.image(piece.box), piece.lo, Counter[bool]()
         for lo, hi, strip in cut_by_strips(packed, piece.lo, piece.hi, strips.get(piece.name, ())):
             assert lo == reached < hi
             reached = hi

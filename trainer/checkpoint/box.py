@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -158,6 +159,21 @@ class Image:
             found += index * step
             left -= index * stride
         return found + min(max(0, left), self.run_bytes)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Return by how many bytes the dimensions of the packed image lie apart in the tensor."""
+        return (*(stride for _, stride in self.loops), 1)
+
+    def boxes(self, lo: int, hi: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
+        """Yield packed bytes `[lo, hi)` in arrays, as few as can be, that lie in the tensor by `strides`.
+
+        Each is its shape, the offset of its first byte in the tensor's bytes, and that in the packed image.
+        """
+        strides, at = self.strides, lo
+        for box in stretch(self.packed_shape, lo, hi):
+            yield box.shape, self.start + sum(map(operator.mul, box.offset, strides)), at
+            at += box.numel
 
     def spans(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
         """Yield `(offset in the tensor's bytes, offset in the packed image, length)` of packed bytes `[lo, hi)`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from trainer.checkpoint.box import Image, image
+from trainer.checkpoint.box import Image
 from trainer.checkpoint.layout import PAGE_BYTES, Layout
 from trainer.checkpoint.manifest import BLOCK_BYTES, DIGEST_BYTES
 from trainer.checkpoint.ownership import Piece
@@ -70,7 +70,7 @@ class _Placed:
     @staticmethod
     def of(piece: Piece, layout: Layout) -> _Placed:
         place = layout.places[piece.name]
-        packed = image(piece.box, place.spec.view, place.spec.dtype.itemsize)
+        packed = place.spec.image(piece.box)
         first, _, length = next(packed.spans(piece.lo, piece.hi))
         is_contiguous = length == piece.hi - piece.lo
         return _Placed(place.file, place.offset + first, place.offset, piece, packed, is_contiguous)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.checkpoint.box import Image, stretch
+from trainer.checkpoint.box import Image
 
 Bytes = npt.NDArray[np.uint8]
 Read = Callable[[memoryview, int], None]  # fills a buffer from an offset in the file
@@ -32,12 +33,9 @@ class Gatherer:
         if source.is_contiguous:
             read(into.data, offset + source.start + lo)
             return
-        strides = (*(stride for _, stride in source.loops), 1)
-        at = 0
-        for box in stretch(source.packed_shape, lo, lo + into.size):
-            start = offset + source.start + sum(map(int.__mul__, box.offset, strides))
-            self._cover(read, start, strides, into[at : at + box.numel].reshape(box.shape))
-            at += box.numel
+        for shape, start, at in source.boxes(lo, lo + into.size):
+            part = into[at - lo : at - lo + math.prod(shape)].reshape(shape)
+            self._cover(read, offset + start, source.strides, part)
 
     def _cover(self, read: Read, start: int, strides: Sequence[int], into: Bytes) -> None:
         """Fill the C-ordered array `into` from the bytes that lie at `start` by `strides`, the last of which is 1."""

@@ -17,6 +17,7 @@ from enum import Enum
 
 import torch
 
+from trainer.checkpoint.box import Box, Image, image
 from trainer.errors import CheckpointError
 
 PAGE_BYTES = 4096
@@ -70,6 +71,10 @@ class TensorSpec:
     @property
     def total_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def image(self, box: Box) -> Image:
+        """Return which bytes of the tensor a box in the coordinates of `view` occupies."""
+        return image(box, self.view, self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ def _blocks(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequen
 
 
 def _piece(place: Place, written: WrittenPiece, box: Box, *, common: Box, target: Target) -> _Piece:
-    source = image(written.box, place.spec.view, place.spec.dtype.itemsize)
+    source = place.spec.image(written.box)
     if common == box:
         return _Piece(place, written, source, box, common, target, 0, source.total_bytes, target.memory(common))
     wanted = image(relative(common, box), box.shape, 1)

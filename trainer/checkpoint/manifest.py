@@ -160,7 +160,7 @@ def _tile_tensor(place: Place, pieces: list[WrittenPiece]) -> TensorEntry:
     shares: dict[int, tuple[int, ...]] = {}
     digests: list[bytes] = []
     for cell, box in enumerate(_cells(cuts)):
-        total = image(box, spec.view, spec.dtype.itemsize).total_bytes
+        total = spec.image(box).total_bytes
         members = sorted(by_box.pop(box, []), key=lambda p: p.lo)
         bounds = [piece.lo for piece in members] + [total]
         if total and (not members or bounds[0] != 0 or [p.hi for p in members] != bounds[1:]):

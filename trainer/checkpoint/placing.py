@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 
 from trainer.checkpoint.arena import map_like_file
-from trainer.checkpoint.box import image
 from trainer.checkpoint.layout import Layout
 from trainer.checkpoint.live import LiveTensor
 
@@ -47,7 +46,7 @@ def _offset_in_file(live: LiveTensor, name: str, layout: Layout) -> int | None:
     """Return where a box begins in the file of `name`, or None if its bytes do not lie there in one stretch."""
     if live.is_copy or name not in layout.places:
         return None
-    packed = image(live.box, live.spec.view, live.spec.dtype.itemsize)
+    packed = live.spec.image(live.box)
     if not (packed.is_contiguous and packed.total_bytes):
         return None
     return layout.places[name].offset + next(packed.spans(0, 1))[0]

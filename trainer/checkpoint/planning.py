@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from trainer.checkpoint.box import image
 from trainer.checkpoint.chunks import Chunk, cut
 from trainer.checkpoint.layout import PAGE_BYTES, Layout, TensorSpec, build_layout
 from trainer.checkpoint.live import Contents, LiveTensor, storages_of
@@ -22,6 +22,7 @@ class Plan:
     Args:
         chunks: by file, in stretches that may be written at once. The files come in an order that is rotated by rank,
             so that ranks do not queue for one.
+        columns: the pieces whose rows lie apart in their file.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -30,17 +31,13 @@ class Plan:
     layout: Layout
     pieces: list[Piece]
     chunks: dict[str, list[list[Chunk]]]
+    columns: list[Piece]
     sources: Sources
 
     def suits(self, contents: Contents) -> bool:
         """Return whether `contents` are the very same tensors."""
         is_same = self.specs is contents.specs and self.live is contents.live
         return is_same and self.optimizers == contents.optimizers
-
-    @property
-    def columns(self) -> list[Piece]:
-        """Return the pieces whose rows lie apart in their file."""
-        return list({chunk.parts[0].piece: None for chunk in self.order if chunk.strided is not None})
 
     @property
     def order(self) -> list[Chunk]:
@@ -66,7 +63,13 @@ def make_plan(contents: Contents, *, rank: int, file_bytes: int, holds_steps: bo
     mine = [tensor for tensor in contents.live if tensor.spec.name in wanted]
     sources = Sources(mine, storages_of(contents.optimizers) if holds_steps else None)
     chunks = _rotated(cut(pieces, layout), rank)
-    return Plan(contents.specs, contents.live, contents.optimizers, layout, pieces, chunks, sources)
+    return Plan(contents.specs, contents.live, contents.optimizers, layout, pieces, chunks, columns_of(chunks), sources)
+
+
+def columns_of(chunks: Mapping[str, Sequence[Sequence[Chunk]]]) -> list[Piece]:
+    """Return the pieces whose rows lie apart in their file."""
+    stretches = itertools.chain(*chunks.values())
+    return list({chunk.parts[0].piece: None for chunk in itertools.chain(*stretches) if chunk.strided is not None})
 
 
 def _rotated(chunks: dict[str, list[list[Chunk]]], rank: int) -> dict[str, list[list[Chunk]]]:
@@ -82,6 +85,6 @@ def plan(live: Sequence[LiveTensor], layout: Layout, rank: int) -> list[Piece]:
         if tensor.is_copy:
             continue
         spec = tensor.spec
-        box_image = image(tensor.box, spec.view, spec.dtype.itemsize)
+        box_image = spec.image(tensor.box)
         holdings.append(Holding(spec.name, box_image, layout.places[spec.name].offset, tensor.replicas))
     return pieces_of(holdings, rank)

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from trainer.checkpoint import header, json_file, manifest
-from trainer.checkpoint.box import image
 from trainer.checkpoint.commit import INDEX, MANIFEST
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.gather import Gatherer
@@ -225,7 +224,7 @@ def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> N
         piece = next(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize))
         hi = min(piece.hi, piece.lo + BLOCK_BYTES)
         block = np.empty(hi - piece.lo, dtype=np.uint8)
-        packed = image(piece.box, spec.view, spec.dtype.itemsize)
+        packed = spec.image(piece.box)
         with opened(checkpoint, checkpoint.path / place.file) as file:
             gatherer.gather(file.read, packed, piece.lo, block, offset=place.offset)
         check_block(checkpoint, place, block.data, digest=piece.digests[:DIGEST_BYTES], at=(piece.lo, hi))

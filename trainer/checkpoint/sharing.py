@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import logging
 import mmap
-import operator
 import os
 import secrets
 import threading
@@ -23,7 +22,7 @@ import numpy.typing as npt
 
 from trainer.checkpoint.arena import populate
 from trainer.checkpoint.board import Board
-from trainer.checkpoint.box import Image, stretch
+from trainer.checkpoint.box import Image
 from trainer.checkpoint.commit import Attempt, decode, encode
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.layout import Layout
@@ -97,13 +96,11 @@ class SharedMemory:
 
     def put(self, strip: Strip, packed: Image, lo: int, data: memoryview) -> None:
         """Put bytes of a packed image, from `lo` on, into their strip."""
-        strides = (*(stride for _, stride in packed.loops), 1)
-        source, at = np.frombuffer(data, np.uint8), 0
-        for box in stretch(packed.packed_shape, lo, lo + data.nbytes):
-            start = packed.start + sum(map(operator.mul, box.offset, strides)) - strip.lo
-            there = np.ndarray(box.shape, np.uint8, self._memory.data, strip.place + start, strides)
-            np.copyto(there, source[at : at + box.numel].reshape(box.shape))
-            at += box.numel
+        source = np.frombuffer(data, np.uint8)
+        for shape, start, at in packed.boxes(lo, lo + data.nbytes):
+            place = strip.place + start - strip.lo
+            there = np.ndarray(shape, np.uint8, self._memory.data, place, packed.strides)
+            np.copyto(there, source[at - lo : at - lo + there.size].reshape(shape))
         with self._locked():
             self._counters[strip.number] += data.nbytes
 
@@ -312,8 +309,7 @@ class Neighbours:
             CheckpointError: if this attempt was given up before it began.
         """
         with self._lock:
-            if self._spoken == attempt:
-                raise CheckpointError("This rank has given the save up")
+            self._require_silence(attempt)
             self._board.discard(self._older)
             self._older, self._posted = self._posted, []
 
@@ -324,10 +320,13 @@ class Neighbours:
             CheckpointError: if the other thread has said another.
         """
         with self._lock:
-            if self._spoken == attempt:
-                raise CheckpointError("This rank has given the save up")
+            self._require_silence(attempt)
             self._spoken = attempt
             self._post(board, _key(attempt, self._rank), data)
+
+    def _require_silence(self, attempt: str) -> None:
+        if self._spoken == attempt:
+            raise CheckpointError("This rank has given the save up")
 
     def _post(self, board: Board, key: str, data: bytes) -> None:
         board.post(key, data)

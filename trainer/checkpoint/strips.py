@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.checkpoint.box import Image, image
+from trainer.checkpoint.box import Image
 from trainer.checkpoint.layout import PAGE_BYTES, Layout
 from trainer.checkpoint.ownership import Piece
 
@@ -50,8 +50,8 @@ def strips_of(pieces: Sequence[Piece], layout: Layout) -> Strips:
     """
     filled: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for piece in pieces:
-        at = layout.places[piece.name].offset
-        for number, count in _shares(piece, image_of(piece, layout), at):
+        place = layout.places[piece.name]
+        for number, count in _shares(piece, place.spec.image(piece.box), place.offset):
             filled[piece.name][number] += count
     found: dict[str, list[Strip]] = {}
     number, end = 0, STRIPS_AT
@@ -70,12 +70,6 @@ def strips_of(pieces: Sequence[Piece], layout: Layout) -> Strips:
 def shared_bytes(strips: Strips) -> int:
     """Return the size of the memory that has room for all strips."""
     return max((strip.place + strip.size for found in strips.values() for strip in found), default=STRIPS_AT)
-
-
-def image_of(piece: Piece, layout: Layout) -> Image:
-    """Return the packed image of a piece's box."""
-    spec = layout.places[piece.name].spec
-    return image(piece.box, spec.view, spec.dtype.itemsize)
 
 
 def cut_by_strips(packed: Image, lo: int, hi: int, strips: Sequence[Strip]) -> Iterator[tuple[int, int, Strip | None]]:

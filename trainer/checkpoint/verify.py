@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.checkpoint.box import image
 from trainer.checkpoint.gather import Gatherer
 from trainer.checkpoint.layout import Place
 from trainer.checkpoint.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
@@ -50,7 +49,7 @@ def verify_share(
             for block in blocks:
                 data = buffer[: block.hi - block.lo]
                 spec = block.place.spec
-                packed = image(block.piece.box, spec.view, spec.dtype.itemsize)
+                packed = spec.image(block.piece.box)
                 gatherer.gather(file.read, packed, block.lo, data, offset=block.place.offset)
                 check_block(checkpoint, block.place, data.data, digest=block.digest, at=(block.lo, block.hi))
                 checked_bytes += data.nbytes

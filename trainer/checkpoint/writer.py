@@ -65,7 +65,8 @@ class Writer:
         Raises:
             CheckpointError: with path, errno and free space, if the file system fails.
         """
-        order = sorted(self.layout.files, key=lambda file: _position(file.name, list(chunks)))
+        files = {file.name: file for file in self.layout.files}
+        order = [files[name] for name in dict.fromkeys([*chunks, *files])]
         digests, has_failed = dict[str, bytes](), threading.Event()
         with ExitStack() as ending:
             pool = Worker("checkpoint-writer", threads=self.threads)
@@ -201,10 +202,6 @@ def _raise_first(jobs: Sequence[Job]) -> None:
             errors.append(error)
     for first in sorted(errors, key=lambda found: isinstance(found, _Stopped)):
         raise first
-
-
-def _position(name: str, order: Sequence[str]) -> int:
-    return order.index(name) if name in order else len(order)
 
 
 class _Target:
