@@ -20,7 +20,12 @@ class TrainerError(Exception):
         expected: what would have been right.
         found: what was there.
         fix: what the reader can do about it.
+
+    Attributes:
+        is_known_to_all: whether every rank of the run has it, so that none needs to be told.
     """
+
+    is_known_to_all = False
 
     def __init__(
         self, what: str, *, where: object = None, expected: object = None, found: object = None, fix: str | None = None

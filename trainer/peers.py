@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from trainer.checkpoint.board import Board
-from trainer.errors import LaunchError
+from trainer.errors import LaunchError, TrainerError
 
 # Between two looks, and a little more for each rank, so that the store's host is asked some thousand times a second.
 _LOOK_EVERY_S = 1.0
@@ -66,6 +66,8 @@ class PeerWatch:
     def explain(self, error: BaseException, board: Board) -> str | None:
         """Tell the others that this rank ends with `error`, and return what that follows from, if it does from another.
 
+        What every rank knows follows from nothing, whichever of them says it first.
+
         Meanwhile this process still ends if the store's host hangs.
 
         Args:
@@ -84,7 +86,7 @@ class PeerWatch:
             cause = f"Rank {', '.join(map(str, silent))} does not answer: it was killed, or hangs"
         board.await_others(but=silent)
         self._is_over.set()
-        return cause
+        return None if isinstance(error, TrainerError) and error.is_known_to_all else cause
 
     def _silent_ranks(self, board: Board) -> list[int]:
         """Return the ranks whose watch does not answer."""

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from tests.fakes import run_ranks
 from trainer import peers
 from trainer.checkpoint.board import Board
 from trainer.errors import CheckpointError, LaunchError
@@ -66,6 +67,16 @@ def test_nobody_is_watched_in_a_world_of_one() -> None:
 def test_an_error_of_ones_own_follows_from_nobody() -> None:
     first, second = Rank(HashStore(), 0), Rank(HashStore(), 1)
     assert first.watch.explain(CheckpointError("No"), second.board) is None
+
+
+def test_what_all_ranks_know_follows_from_nobody_whoever_says_it_first() -> None:
+    ranks = [Rank(store := HashStore(), 0), Rank(store, 1)]
+    problem = CheckpointError("The disk is full")
+    known = run_ranks(2, lambda board: board.agree("k", None if board.rank else problem))
+    assert isinstance(known[0], CheckpointError)
+    assert isinstance(known[1], CheckpointError)
+    assert ranks[1].watch.explain(known[1], ranks[1].board) is None
+    assert ranks[0].watch.explain(known[0], ranks[0].board) is None
 
 
 def test_a_lost_connection_follows_from_the_rank_that_does_not_answer() -> None:

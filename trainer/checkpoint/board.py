@@ -140,11 +140,11 @@ class Board:
         found = [(rank, *_unpack(data)) for rank, data in enumerate(notices) if data]
         verdict = b"".join(_pack(kind(f"Rank {rank}: {text}")) for rank, kind, text in found[:1])
         verdict = self.from_rank0(f"{key}/verdict", verdict)
-        if problem is not None:
-            raise problem
         if verdict:
             kind, text = _unpack(verdict)
-            raise kind(text)
+            error = problem or kind(text)
+            error.is_known_to_all = True
+            raise error
 
     def fail(self, text: str) -> str | None:
         """Tell every rank that this one gives up, so that none waits for its messages; the first to say so is heard.
