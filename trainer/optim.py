@@ -75,12 +75,12 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Return the sum of squares of this rank's gradients, 0-d float64 on their device."""
     rows, rest = list[torch.Tensor](), list[torch.Tensor]()
     for gradient in _gradients(parameters):
-        flat = gradient.reshape(-1)
-        length = flat.numel() // _CHUNK * _CHUNK
-        if length:
-            rows.append(torch.linalg.vector_norm(flat[:length].view(-1, _CHUNK), dim=1))
-        if length < flat.numel():
-            rest.append(flat[length:])
+        whole = gradient.numel() // _CHUNK * _CHUNK
+        flat = gradient.reshape(-1) if whole else gradient
+        if whole:
+            rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, _CHUNK), dim=1))
+        if whole < gradient.numel():
+            rest.append(flat[whole:])
     norms = [*rows, torch.stack(torch._foreach_norm(rest))] if rest else rows
     return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
