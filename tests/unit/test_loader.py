@@ -279,6 +279,41 @@ def test_a_worker_that_fails_stops_the_others_at_their_next_block(large: Path, m
     assert all(told)
 
 
+def test_a_load_that_is_broken_off_does_not_wait_for_a_read_that_hangs(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(loader, "_LEAVE_S", 0.01)
+    released = threading.Event()
+
+    class Stuck(Files):
+        def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+            if buffer.nbytes == BLOCK_BYTES:
+                released.wait(20.0)
+            return super().read(descriptor, buffer, offset=offset)
+
+    def break_off(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    checkpoint = open_checkpoint(large, Stuck())
+    places = read_places(checkpoint)
+    live = [
+        LiveTensor(place.spec, whole(place.spec.view), torch.zeros(place.spec.view, dtype=place.spec.dtype), (0,))
+        for place in places.values()
+    ]
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        fill(checkpoint, places, live, threads=2, progress=break_off)
+    reading = [thread for thread in threading.enumerate() if thread.name == "checkpoint-reader"]
+    assert not released.is_set()
+    assert len(reading) == 2
+    assert all(thread.daemon for thread in reading)
+    released.set()
+    for thread in reading:
+        thread.join(20.0)
+    assert threading.active_count() == before
+
+
 def test_a_manifest_that_leaves_a_part_out_is_refused_naming_the_tensor(large: Path) -> None:
     checkpoint = open_checkpoint(large, Files())
     places = read_places(checkpoint)

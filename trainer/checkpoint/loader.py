@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +19,13 @@ from trainer.checkpoint.live import LiveTensor
 from trainer.checkpoint.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
 from trainer.checkpoint.reader import Checkpoint, OpenFile, check_block, opened
 from trainer.checkpoint.target import Target
+from trainer.checkpoint.worker import Worker
 from trainer.errors import CheckpointError, MismatchError
 
 MOST_THREADS = 4  # two on two cores read as fast as memory is copied; more were slower from a cold disk
 PROGRESS_S = 1.0
+# How long a load that is broken off waits for threads that hang in a read.
+_LEAVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,15 +284,15 @@ def _run(
     workers: Sequence[_Worker], queue: _Queue, *, progress: Callable[[int, int], None] | None, total_bytes: int
 ) -> None:
     """Run workers on threads until all have ended, and raise the first error in the order of the files."""
-    with ThreadPoolExecutor(len(workers), thread_name_prefix="load") as pool:
-        futures = [pool.submit(worker.run) for worker in workers]
-        try:
-            while wait(futures, PROGRESS_S).not_done:
+    pool = Worker("checkpoint-reader", threads=len(workers))
+    jobs = [pool.submit(worker.run) for worker in workers]
+    try:
+        for job in jobs:
+            while not job.ends(PROGRESS_S):
                 if progress is not None:
                     progress(sum(worker.filled_bytes for worker in workers), total_bytes)
-        finally:
-            queue.close()
-    errors = [(worker.number, future.exception()) for worker, future in zip(workers, futures, strict=True)]
-    for _, error in sorted(errors, key=lambda found: found[0]):
-        if error is not None:
-            raise error
+    finally:
+        queue.close()
+        pool.close(_LEAVE_S)
+    for _, job in sorted(zip((worker.number for worker in workers), jobs, strict=True), key=lambda found: found[0]):
+        job.wait()

@@ -33,6 +33,10 @@ class Job:
     def is_done(self) -> bool:
         return self._done.is_set()
 
+    def ends(self, timeout_s: float) -> bool:
+        """Return whether the call ends within `timeout_s`."""
+        return self._done.wait(timeout_s)
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the call, for ever if there is no timeout, and raise what it raised.
 
