@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.state", "trainer.axes"),
     ("trainer.step", "trainer.evaluate", "trainer.parts", "trainer.tied"),
     ("trainer.build", "trainer.dry_run"),
+    ("trainer.convert",),
     ("trainer.restore", "trainer.loop"),
     ("trainer.__main__", "trainer.doctor", "scripts.compare_loss"),
     ("scripts",),

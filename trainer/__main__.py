@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, validate
 from trainer.errors import ConfigError, LaunchError, TrainerError
@@ -98,9 +100,16 @@ def run(raw: DictConfig) -> None:
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """Return the configuration that the command makes of these overrides, unchecked."""
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = OmegaConf.to_object(hydra.compose("train", overrides=list(overrides)))
+    """Return the configuration that the command makes of these overrides, unchecked.
+
+    Raises:
+        ConfigError: for an override that is none, or of a key that is not there.
+    """
+    try:
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            config = OmegaConf.to_object(hydra.compose("train", overrides=list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError("The configuration cannot be composed", found=str(error).strip()) from error
     assert isinstance(config, Config)
     return config
 

@@ -74,8 +74,9 @@ def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) ->
     file_bytes = config.checkpoint.file_bytes
     parts = [build_part(config.model, model, adam, grid=grid, file_bytes=file_bytes) for model in stages]
     state = TrainerState(config.model, parts, grid)
+    environment = _environment(config, cluster.device, cluster.threads)
     description = record.describe(
-        config, schedule=schedule, topology=topology, fingerprint=digest, environment=_environment(config, cluster)
+        config, schedule=schedule, topology=topology, fingerprint=digest, environment=environment
     )
     return Run(
         config=config,
@@ -89,6 +90,22 @@ def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) ->
         log=_build_log(config, cluster) if cluster.rank == 0 else None,
         requests=_build_requests(config, cluster, watch),
         description=description,
+    )
+
+
+def describe_alone(config: Config) -> tuple[Schedule, Json]:
+    """Return the schedule of a run of one process on a CPU, and what it would write down of itself; builds nothing.
+
+    Raises:
+        TrainerError: if the data does not suit.
+    """
+    cache = Path(config.data.cache) if config.data.cache else default_cache(os.environ, Path.home())
+    digest = _check_data(prepare(config.data, cache=cache), config)
+    schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
+    environment = _environment(config, torch.device("cpu"), max(1, len(os.sched_getaffinity(0))))
+    topology = topology_of(config, 1)
+    return schedule, record.describe(
+        config, schedule=schedule, topology=topology, fingerprint=digest, environment=environment
     )
 
 
@@ -183,12 +200,11 @@ def _build_log(config: Config, cluster: Cluster) -> RunLog:
     )
 
 
-def _environment(config: Config, cluster: Cluster) -> Json:
+def _environment(config: Config, device: torch.device, threads: int) -> Json:
     """Return what bits depend on besides the configuration."""
-    device = cluster.device
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": cluster.threads,
+        "threads": threads,
         "torch": str(torch.__version__),
         "optimizer_implementation": "fused",
         "compile": config.train.compile,

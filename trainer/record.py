@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from typing import Any
 
-from models import ModelConfig, stored_tensors
+from models import Family, ModelConfig, RopeScaling, problems, stored_tensors
 from trainer.checkpoint.compat import Rule, Verdict
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.reader import FORMAT
@@ -68,15 +69,18 @@ def no_decay_names(config: ModelConfig) -> frozenset[str]:
     return frozenset(name for name, tensor in stored_tensors(config).items() if len(tensor.shape) < 2)
 
 
+def model_record(config: ModelConfig) -> Json:
+    """Return every field of a model as JSON."""
+    return {**asdict(config), "family": config.family.value}
+
+
 def describe(config: Config, *, schedule: Schedule, topology: Topology, fingerprint: str, environment: Json) -> Json:
     """Return the part of the record that stays the same all through a run."""
     train, optimizer = config.train, config.optimizer
     no_decay = no_decay_names(config.model)
     names = list(stored_tensors(config.model))
-    model = asdict(config.model)
-    model["family"] = config.model.family.value
     return {
-        "model": model,
+        "model": model_record(config.model),
         "topology": {
             "world_size": topology.world_size,
             "tp": topology.tp,
@@ -131,6 +135,37 @@ def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
     if saved_length == seq_length:
         return saved
     return Progress(saved.iteration, saved.consumed_tokens // seq_length, saved.consumed_tokens, saved.best_loss)
+
+
+def saved_model(state: Json, *, where: object) -> ModelConfig:
+    """Return the model that a state file holds.
+
+    Raises:
+        CheckpointError: if it holds none, or one that cannot be built.
+    """
+    try:
+        values: dict[str, Any] = dict(_table(state["model"]))
+        scaling = values.pop("rope_scaling")
+        values["family"] = Family(values["family"])
+        model = ModelConfig(**values, rope_scaling=None if scaling is None else RopeScaling(**scaling))
+        _same_kinds(model)
+        found = problems(model)
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError("A state file has no model", where=where, found=repr(error)) from error
+    if found:
+        raise CheckpointError("A state file has a model that cannot be built", where=where, found="; ".join(found))
+    return model
+
+
+def _same_kinds(model: ModelConfig) -> None:
+    """Refuse members of another type than the schema gives them; an integer does for a float."""
+    for table in (model, model.rope_scaling):
+        for field in () if table is None else fields(table):
+            value = getattr(table, field.name)
+            if field.type in (int, float, bool):
+                is_fit = isinstance(value, int | float) if field.type is float else isinstance(value, field.type)
+                if not is_fit or (isinstance(value, bool) and field.type is not bool):
+                    raise TypeError(f"{field.name} is {value!r}")
 
 
 def saved_schedule(state: Json, *, where: object) -> tuple[Schedule, dict[str, float]]:

@@ -161,7 +161,7 @@ class Flight:
         try:
             sharing = self.neighbours.join(attempt, self.plan.columns, may_share=self.may_share)
             if self.board.rank == 0:
-                _require_room(attempt)
+                require_room(attempt)
             writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, THREADS, line.add, sharing)
             written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
             self.snapshot.check()
@@ -231,7 +231,7 @@ def _needed_bytes(layout: Layout) -> int:
     return layout.total_bytes + (64 << 10) + 1024 * len(layout.places) + layout.total_bytes // (128 << 10)
 
 
-def _require_room(attempt: Attempt) -> None:
+def require_room(attempt: Attempt) -> None:
     """Refuse to begin where tensors and JSON files would not fit beside all that is there."""
     folder, files = attempt.folder, attempt.folder.files
     needed = _needed_bytes(attempt.layout)

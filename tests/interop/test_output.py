@@ -1,0 +1,109 @@
+"""A state that is written from a source is a checkpoint as a run of one process saves it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import checkpoint as look
+from tests.harness import TINY, all_files, compose, curve, run_ok, tensor_files
+from trainer.checkpoint.files import Files
+from trainer.checkpoint.lock import FolderLock
+from trainer.checkpoint.reader import open_checkpoint
+from trainer.convert.output import write_checkpoint
+from trainer.convert.source import Source, of_checkpoint
+from trainer.errors import CheckpointError, LockError, MismatchError
+
+OVERRIDES = [*TINY, "train.train_iters=4", "checkpoint.save_interval=2", "checkpoint.file_bytes=16384"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("output") / "run"
+    run_ok(folder, OVERRIDES)
+    return folder
+
+
+def source_of(run: Path, iteration: int = 2) -> Source:
+    return of_checkpoint(open_checkpoint(run / f"checkpoints/iter_{iteration:07d}", Files()))
+
+
+def test_a_checkpoint_read_and_written_again_has_the_same_bytes_and_resumes_with_the_same_bits(
+    run: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "again/checkpoints"
+    path = write_checkpoint(source_of(run), folder, compose(OVERRIDES))
+    theirs = run / "checkpoints/iter_0000002"
+    assert path == folder / "iter_0000002"
+    assert len(tensor_files(path)) > 3
+    assert tensor_files(path) == tensor_files(theirs)
+    for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+        assert (path / name).read_bytes() == (theirs / name).read_bytes()
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2\n"
+    assert sorted(p.name for p in folder.iterdir()) == ["iter_0000002", "latest_checkpointed_iteration.txt", "lock"]
+    assert look.main(["verify", str(path)]) == 0
+    ours, saved = (open_checkpoint(p, Files()) for p in (path, theirs))
+    assert ours.manifest.tensors == saved.manifest.tensors
+    assert {**ours.state, "environment": 0, "best_loss": 0} == {**saved.state, "environment": 0, "best_loss": 0}
+
+    run_ok(tmp_path / "again", OVERRIDES)
+    assert curve(tmp_path / "again") == curve(run)[2:]
+    assert tensor_files(folder / "iter_0000004") == tensor_files(run / "checkpoints/iter_0000004")
+
+
+def test_tensors_of_other_dtypes_become_float32(run: Path, tmp_path: Path) -> None:
+    source = source_of(run)
+    narrow = replace(source, read=lambda name: source.read(name).to(torch.bfloat16), has_optimizer=False)
+    path = write_checkpoint(narrow, tmp_path, compose(OVERRIDES))
+    assert not (path / "optimizer").exists()
+    found = of_checkpoint(open_checkpoint(path, Files()))
+    name = "transformer.h.1.attn.c_attn.weight"
+    assert torch.equal(found.read(name), source.read(name).to(torch.bfloat16).float())
+
+
+def test_samples_are_counted_as_they_are_told(run: Path, tmp_path: Path) -> None:
+    path = write_checkpoint(source_of(run), tmp_path, compose(OVERRIDES), consumed_samples=77)
+    state = open_checkpoint(path, Files()).state
+    assert (state["consumed_samples"], state["consumed_tokens"]) == (77, 77 * 16)
+
+
+def test_an_iteration_that_is_there_is_never_overwritten(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "checkpoints/iter_0000002", tmp_path / "iter_0000002")
+    before = all_files(tmp_path / "iter_0000002")
+    with pytest.raises(CheckpointError, match="there already"):
+        write_checkpoint(source_of(run), tmp_path, compose(OVERRIDES))
+    assert all_files(tmp_path / "iter_0000002") == before
+    assert not list(tmp_path.glob(".*partial"))
+
+
+def test_a_folder_that_a_run_holds_is_refused(run: Path, tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path, "nonce")
+    lock.acquire()
+    try:
+        with pytest.raises(LockError, match="Another job"):
+            write_checkpoint(source_of(run), tmp_path, compose(OVERRIDES))
+    finally:
+        lock.release()
+    assert [p.name for p in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_source_of_another_model_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match=r"model\.n_layer +saved 2 +current 1"):
+        write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, "model.n_layer=1"]))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_source_that_fails_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    source = source_of(run)
+
+    def read(name: str) -> torch.Tensor:
+        found = source.read(name)
+        return found[:-1] if name == "exp_avg.transformer.wpe.weight" else found
+
+    with pytest.raises(CheckpointError, match=r"another shape .*exp_avg\.transformer\.wpe\.weight"):
+        write_checkpoint(replace(source, read=read), tmp_path, compose(OVERRIDES))
+    assert [p.name for p in tmp_path.iterdir()] == ["lock"]

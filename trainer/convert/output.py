@@ -1,0 +1,99 @@
+"""Writes a source as a checkpoint of ours: what a run of one process would have saved in that state."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+import models
+from trainer import record
+from trainer.build import describe_alone
+from trainer.checkpoint import commit
+from trainer.checkpoint.commit import Attempt
+from trainer.checkpoint.compat import differences, settle
+from trainer.checkpoint.files import Files
+from trainer.checkpoint.flight import cannot_write, require_room
+from trainer.checkpoint.json_file import Json
+from trainer.checkpoint.layout import build_layout
+from trainer.checkpoint.lock import FolderLock
+from trainer.checkpoint.reader import STATE
+from trainer.checkpoint.store import CheckpointFolder
+from trainer.config import CheckpointSection, Config, ParallelSection, validate
+from trainer.convert.source import Source
+from trainer.convert.tensor_files import write_tensor_files
+from trainer.errors import CheckpointError
+from trainer.progress import Progress
+from trainer.state import checkpoint_specs
+
+
+def write_checkpoint(source: Source, folder: Path, config: Config, *, consumed_samples: int | None = None) -> Path:
+    """Write `folder/iter_<iteration>` from a source, as a run with `config` on one rank would, and return that path.
+
+    Tensors become float32, one at a time. The folder is locked meanwhile as a run locks it.
+
+    Args:
+        config: of the run that is to go on; how it is spread over ranks is left out.
+        consumed_samples: how many samples were trained on; by default a global batch for each iteration.
+
+    Raises:
+        TrainerError: if the iteration is there already, the source is no such model, or it cannot be written; nothing
+            that was committed is touched.
+    """
+    config = replace(config, parallel=ParallelSection(zero_stage=config.parallel.zero_stage))
+    validate(config, 1)
+    documents = _documents(source, config, consumed_samples)
+    files = Files()
+    specs = tuple(checkpoint_specs(config.model, with_optimizer=source.has_optimizer))
+    layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
+    nonce = secrets.token_hex(4)
+    attempt = Attempt(source.iteration, f"{nonce}-1", CheckpointFolder(folder, files), layout)
+    try:
+        lock = FolderLock(folder, nonce)
+        lock.acquire()
+        try:
+            attempt.folder.sweep()
+            _write(source, attempt, config, documents, lock)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    return attempt.folder.iteration(source.iteration)
+
+
+def _write(source: Source, attempt: Attempt, config: Config, documents: dict[str, Json], lock: FolderLock) -> None:
+    target, partial = (
+        attempt.folder.iteration(attempt.iteration),
+        attempt.folder.partial(attempt.iteration, attempt.name),
+    )
+    if target.exists():
+        raise CheckpointError(
+            "The iteration is there already", where=target, fix="Move it away, or name another folder."
+        )
+    require_room(attempt)
+    files = attempt.folder.files
+    try:
+        files.make_folder(partial)
+        written = write_tensor_files(partial, files, attempt.layout, source.read)
+        aliases = models.aliases(config.model)
+        commit.publish(attempt, written, documents=documents, aliases=aliases, lock=lock, claim=lambda: None)
+    finally:
+        files.remove_tree(partial)  # gone, once it has its name
+
+
+def _documents(source: Source, config: Config, consumed_samples: int | None) -> dict[str, Json]:
+    schedule, description = describe_alone(config)
+    theirs = record.model_record(source.model)
+    found = differences({"model": theirs}, {"model": description["model"]}, record.rules_for(_MODEL_ALONE))
+    settle(found, flags=set(), where="the source")
+    train = config.train
+    samples = source.iteration * train.global_batch_size if consumed_samples is None else consumed_samples
+    progress = Progress(source.iteration, samples, samples * train.seq_length)
+    return {
+        "config.json": models.hf_config(config.model),
+        "generation_config.json": models.generation_config(config.model),
+        STATE: record.state_record(progress, schedule.at(progress.iteration), description),
+    }
+
+
+_MODEL_ALONE = CheckpointSection(finetune=True)

@@ -1,0 +1,27 @@
+"""The overrides that make the trainer's command configure a given model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from models import ModelConfig
+from trainer.record import model_record
+
+_GROUPS = {"gpt2": "gpt2_tiny", "llama3": "llama3_tiny"}  # any of the family will do: every field is overridden
+
+
+def model_overrides(model: ModelConfig, others: Sequence[str] = ()) -> list[str]:
+    """Return overrides that configure `model`, to stand before `others`; none where those choose a model themselves."""
+    if any(override.startswith("model=") for override in others):
+        return []
+    fields = {name: value for name, value in model_record(model).items() if name != "family"}
+    return [f"model={_GROUPS[model.family.value]}", *(f"model.{name}={_text(value)}" for name, value in fields.items())]
+
+
+def _text(value: object) -> str:
+    """Return a value in the grammar of overrides (https://hydra.cc/docs/advanced/override_grammar/basic/)."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_text(member)}" for name, member in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,53 @@
+"""A state that is read tensor by tensor, whoever wrote it. What becomes of it is told elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from models import ModelConfig
+from trainer.checkpoint.box import whole
+from trainer.checkpoint.live import LiveTensor
+from trainer.checkpoint.loader import fill
+from trainer.checkpoint.reader import Checkpoint, read_places
+from trainer.errors import CheckpointError
+from trainer.record import saved_model
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A state that another program wrote.
+
+    Args:
+        iteration: optimizer steps done; 0 for weights alone.
+        read: gives a CPU tensor of the stored shape, of any floating dtype, by our stored name, which is transformers'
+            (`models.stored_tensors`); moments are `exp_avg.<name>` and `exp_avg_sq.<name>`, steps `step.<name>`. Called
+            once for each tensor, in the order of our files.
+    """
+
+    model: ModelConfig
+    iteration: int
+    has_optimizer: bool
+    read: Callable[[str], torch.Tensor]
+
+
+def of_checkpoint(checkpoint: Checkpoint) -> Source:
+    """Return a checkpoint of ours as a source; every block that is read is checked against its digest.
+
+    Raises:
+        CheckpointError: if its state file or a header is damaged.
+    """
+    places = read_places(checkpoint)
+
+    def read(name: str) -> torch.Tensor:
+        if name not in places:
+            raise CheckpointError("A checkpoint lacks a tensor", where=checkpoint.path, expected=name)
+        spec = places[name].spec
+        memory = torch.empty(spec.view, dtype=spec.dtype)
+        fill(checkpoint, places, [LiveTensor(spec, whole(spec.view), memory, (0,))], threads=1)
+        return memory.reshape(spec.shape)
+
+    model = saved_model(checkpoint.state, where=checkpoint.path)
+    return Source(model, checkpoint.iteration, checkpoint.has_optimizer, read)
