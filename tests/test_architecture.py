@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer",
     ),
     ("trainer.checkpoint", "trainer.data", "trainer.curves_read", "trainer.meeting"),
-    ("trainer.config", "trainer.curves"),
+    ("trainer.config", "trainer.curves", "trainer.hf"),
     (
         "trainer.parallel",
         "trainer.optim",
@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.curves_plot",
     ),
     ("trainer.state", "trainer.axes"),
-    ("trainer.step", "trainer.evaluate", "trainer.parts", "trainer.tied"),
+    ("trainer.step", "trainer.evaluate", "trainer.parts", "trainer.tied", "trainer.pretrained"),
     ("trainer.build", "trainer.dry_run"),
     ("trainer.convert",),
     ("trainer.restore", "trainer.loop"),

@@ -18,11 +18,15 @@ from trainer.checkpoint.reader import Checkpoint, read_places
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.config import CheckpointSection, Verify
 from trainer.errors import CheckpointError, MismatchError, TrainerError
+from trainer.hf.folder import is_folder
 from trainer.metrics import last_recorded_iteration
+from trainer.pretrained import load_pretrained
 from trainer.random import fill_initial_values
 from trainer.state import checkpoint_specs
 
 _log = logging.getLogger(__name__)
+
+_KINDS = (b"c", b"p")  # in rank 0's message, before a path: a checkpoint of ours, or pretrained weights
 
 
 def restore(run: Run) -> None:
@@ -41,6 +45,10 @@ def restore(run: Run) -> None:
         fill_initial_values(run.state.shards(with_optimizer=False), initial, run.config.train.seed)
         if run.cluster.rank == 0:
             _log.info(f"starting fresh, seed {run.config.train.seed}")
+    elif origin.is_pretrained:
+        path = origin.source.path
+        report = load_pretrained(path, run.state, run.cluster, run.config.checkpoint)
+        _log_load(run, report, "weights", path)
     else:
         _load(run, origin)
     _rebind(run)
@@ -53,10 +61,14 @@ class Origin:
 
     With `goes_on`, `checkpoint.load` names where the run began, and it goes on from a checkpoint of its own: what the
     command says of the beginning (ckpt_step, finetune, no_load_optim) says nothing of that.
+
+    Args:
+        is_pretrained: whether it is a model folder of transformers.
     """
 
     source: Source
     goes_on: bool
+    is_pretrained: bool
 
 
 def _agree_on_origin(run: Run) -> Origin | None:
@@ -66,16 +78,17 @@ def _agree_on_origin(run: Run) -> Origin | None:
     if run.cluster.rank == 0:
         try:
             path = _find_path(run)
-            choice = b"" if path is None else str(path).encode()
+            choice = b"" if path is None else _KINDS[is_folder(path)] + str(path).encode()
         except TrainerError as error:
             problem = error
     run.cluster.board.agree("restore", problem)
-    named = run.cluster.board.from_rank0("restore/source", choice).decode()
-    if not named:
+    choice = run.cluster.board.from_rank0("restore/source", choice)
+    if not choice:
         return None
+    is_pretrained, named = bool(_KINDS.index(choice[:1])), choice[1:].decode()
     section = run.config.checkpoint
     goes_on = section.load != "auto" and Path(named) != Path(section.load)
-    return Origin(Source(Path(named), None if goes_on else section.ckpt_step), goes_on)
+    return Origin(Source(Path(named), None if goes_on else section.ckpt_step), goes_on, is_pretrained)
 
 
 def _find_path(run: Run) -> Path | None:
@@ -139,7 +152,7 @@ def _load(run: Run, origin: Origin) -> None:
         verify=section.verify is not Verify.none,
         verify_all=section.verify is Verify.full,
     )
-    _log_load(run, checkpoint, report)
+    _log_load(run, report, f"iteration {checkpoint.iteration}", checkpoint.path)
     if section.finetune:
         return
     seq_length = run.config.train.seq_length
@@ -194,11 +207,11 @@ def _rebind(run: Run) -> None:
                 raise CheckpointError("Tied parameters are two tensors", where=f"{alias} and {name}")
 
 
-def _log_load(run: Run, checkpoint: Checkpoint, report: LoadReport) -> None:
+def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:
     filled_bytes = sum(row[0] for row in run.cluster.gather([float(report.filled_bytes)]))
     if run.cluster.rank == 0:
         rate = filled_bytes / max(report.seconds, 1e-9) / 1e9
         _log.info(
             f"loaded {report.tensors} of {report.expected} tensors, {filled_bytes:.0f} bytes, {report.seconds:.2f} s, "
-            f"{rate:.2f} GB/s: iteration {checkpoint.iteration} from {checkpoint.path}"
+            f"{rate:.2f} GB/s: {what} from {path}"
         )

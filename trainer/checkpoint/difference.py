@@ -85,7 +85,7 @@ def _unlike_values(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _values(checkpoint: Checkpoint, place: Place) -> Iterator[torch.Tensor]:
     itemsize = place.spec.dtype.itemsize
-    with opened(checkpoint, checkpoint.path / place.file) as file:
+    with opened(checkpoint.files, checkpoint.path / place.file) as file:
         for lo in range(0, place.spec.total_bytes, ITEMS * itemsize):
             data = bytearray(min(ITEMS * itemsize, place.spec.total_bytes - lo))
             file.read(memoryview(data), place.offset + lo)

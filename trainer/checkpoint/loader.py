@@ -237,7 +237,7 @@ class _Worker:
         """
         try:
             for name, blocks in itertools.groupby(self._take(), key=lambda block: block.piece.place.file):
-                with opened(self._checkpoint, self._checkpoint.path / name) as file:
+                with opened(self._checkpoint.files, self._checkpoint.path / name) as file:
                     for block in blocks:
                         self._fill(block, file)
                     self.read_bytes += file.read_bytes

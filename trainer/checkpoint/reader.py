@@ -22,7 +22,7 @@ from trainer.errors import CheckpointError, MismatchError
 
 STATE = "trainer_state.json"
 FORMAT = "reprise/1"
-_MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
+MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +180,11 @@ def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
 def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
     path = checkpoint.path / name
     kind = Kind.OPTIMIZER if name.startswith("optimizer/") else Kind.MODEL
-    with opened(checkpoint, path) as file:
+    with opened(checkpoint.files, path) as file:
         prefix = bytearray(8)
         file.read(memoryview(prefix), 0)
         length = int.from_bytes(prefix, "little")
-        if length > min(_MAX_HEADER_BYTES, checkpoint.manifest.files[name].total_bytes - 8):
+        if length > min(MAX_HEADER_BYTES, checkpoint.manifest.files[name].total_bytes - 8):
             raise CheckpointError("A safetensors header is damaged", where=path, found=f"a length of {length} B")
         data = bytearray(8 + length)
         file.read(memoryview(data), 0)
@@ -225,7 +225,7 @@ def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> N
         hi = min(piece.hi, piece.lo + BLOCK_BYTES)
         block = np.empty(hi - piece.lo, dtype=np.uint8)
         packed = spec.image(piece.box)
-        with opened(checkpoint, checkpoint.path / place.file) as file:
+        with opened(checkpoint.files, checkpoint.path / place.file) as file:
             gatherer.gather(file.read, packed, piece.lo, block, offset=place.offset)
         check_block(checkpoint, place, block.data, digest=piece.digests[:DIGEST_BYTES], at=(piece.lo, hi))
 
@@ -268,17 +268,17 @@ class OpenFile:
 
 
 @contextlib.contextmanager
-def opened(checkpoint: Checkpoint, path: Path) -> Iterator[OpenFile]:
-    """Open a file of a checkpoint for reading.
+def opened(files: Files, path: Path) -> Iterator[OpenFile]:
+    """Open a tensor file for reading.
 
     Raises:
         CheckpointError: if it cannot be opened or read.
     """
     try:
-        descriptor = checkpoint.files.open_for_reading(path)
+        descriptor = files.open_for_reading(path)
         try:
-            yield OpenFile(checkpoint.files, path, descriptor)
+            yield OpenFile(files, path, descriptor)
         finally:
-            checkpoint.files.close(descriptor)
+            files.close(descriptor)
     except OSError as error:
         raise CheckpointError("A file cannot be read", where=path, found=error.strerror) from error

@@ -45,7 +45,7 @@ def verify_share(
     checked_bytes = 0
     mine = itertools.islice(_blocks(checkpoint, places), rank, None, world_size)
     for name, blocks in itertools.groupby(mine, key=lambda block: block.place.file):
-        with opened(checkpoint, checkpoint.path / name) as file:
+        with opened(checkpoint.files, checkpoint.path / name) as file:
             for block in blocks:
                 data = buffer[: block.hi - block.lo]
                 spec = block.place.spec

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from models import ModelConfig
+from models import Family, ModelConfig
 from trainer.record import model_record
 
-_GROUPS = {"gpt2": "gpt2_tiny", "llama3": "llama3_tiny"}  # any of the family will do: every field is overridden
+# Every field is overridden, but an override cannot give rope_scaling to a group that has none.
+_GROUPS = {
+    (Family.gpt2, False): "gpt2_tiny",
+    (Family.llama3, False): "llama3_tiny",
+    (Family.llama3, True): "llama3_1b",
+}
 
 
 def model_overrides(model: ModelConfig, others: Sequence[str] = ()) -> list[str]:
@@ -15,7 +20,8 @@ def model_overrides(model: ModelConfig, others: Sequence[str] = ()) -> list[str]
     if any(override.startswith("model=") for override in others):
         return []
     fields = {name: value for name, value in model_record(model).items() if name != "family"}
-    return [f"model={_GROUPS[model.family.value]}", *(f"model.{name}={_text(value)}" for name, value in fields.items())]
+    group = _GROUPS[model.family, model.rope_scaling is not None]
+    return [f"model={group}", *(f"model.{name}={_text(value)}" for name, value in fields.items())]
 
 
 def _text(value: object) -> str:

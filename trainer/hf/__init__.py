@@ -1,0 +1,1 @@
+"""Folders that transformers' `save_pretrained` writes, read without transformers."""

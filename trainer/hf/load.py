@@ -1,0 +1,88 @@
+"""Reads tensors of a transformers folder, box by box, as float32. Where they lie is told elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+import models
+from models import ModelConfig
+from trainer.checkpoint.box import absolute, in_bytes, stretch, whole
+from trainer.checkpoint.gather import Gatherer
+from trainer.checkpoint.layout import Place
+from trainer.checkpoint.live import LiveTensor
+from trainer.checkpoint.loader import LoadReport
+from trainer.checkpoint.reader import opened
+from trainer.checkpoint.target import Target
+from trainer.errors import MismatchError
+from trainer.hf.folder import Folder
+
+ITEMS = 1 << 20  # read and cast at once
+
+
+def fill(
+    folder: Folder,
+    places: Mapping[str, Place],
+    live: Sequence[LiveTensor],
+    *,
+    progress: Callable[[int], None] = lambda _: None,
+) -> LoadReport:
+    """Read what each box of `live`, float32, needs into its memory; `progress` is told how many more bytes are there.
+
+    Raises:
+        CheckpointError: if a file cannot be read, or ends early.
+    """
+    start = time.perf_counter()
+    gatherer = Gatherer()
+    read_bytes = filled_bytes = 0
+    for tensor in sorted(live, key=lambda t: (places[t.spec.name].file, places[t.spec.name].offset)):
+        place, box = places[tensor.spec.name], tensor.box
+        target, packed = Target(tensor, box), place.spec.image(box)
+        size = place.spec.dtype.itemsize
+        with opened(folder.files, (folder.path / place.file).resolve()) as file:
+            for lo in range(0, box.numel, ITEMS):
+                hi = min(lo + ITEMS, box.numel)
+                data = np.empty((hi - lo) * size, dtype=np.uint8)
+                gatherer.gather(file.read, packed, lo * size, data, offset=place.offset)
+                values = torch.from_numpy(data).view(place.spec.dtype).to(torch.float32).view(torch.uint8).numpy()
+                at = 0
+                for found in stretch(box.shape, lo, hi):
+                    part = in_bytes(absolute(found, box), 4)
+                    target.put(part, values[at : at + part.numel].reshape(part.shape))
+                    at += part.numel
+                filled_bytes += at
+                progress(at)
+            read_bytes += file.read_bytes
+        target.finish()
+    return LoadReport(len(live), len(live), read_bytes, filled_bytes, time.perf_counter() - start)
+
+
+def read_whole(folder: Folder, place: Place) -> torch.Tensor:
+    """Return a tensor as float32, without the rows that pad its vocabulary."""
+    spec = place.spec
+    memory = torch.empty(spec.view, dtype=torch.float32)
+    fill(folder, {spec.name: place}, [LiveTensor(spec, whole(spec.view), memory, (0,))])
+    return memory.reshape(spec.shape)
+
+
+def check_tied(folder: Folder, model: ModelConfig) -> None:
+    """Refuse an output layer that is stored beside the embedding it is tied to and is another tensor.
+
+    Raises:
+        MismatchError: if it is.
+    """
+    for alias, name in models.aliases(model).items():
+        if alias not in folder.places:
+            continue
+        ours = name if name in folder.places else name.split(".", 1)[1]
+        tied, output = (read_whole(folder, folder.places[which]) for which in (ours, alias))
+        if tied.shape != output.shape or not torch.equal(tied.view(torch.int32), output.view(torch.int32)):
+            raise MismatchError(
+                "Parameters are tied, and the folder holds two different ones",
+                where=folder.path,
+                expected=f"{alias} and {ours} of the same bits",
+                fix="Set tie_word_embeddings to false in its config.json, and model.tie_word_embeddings=false.",
+            )
