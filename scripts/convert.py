@@ -17,9 +17,10 @@ from trainer.__main__ import compose
 from trainer.checkpoint import choose
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.reader import Checkpoint, open_checkpoint
-from trainer.convert.formats import FORMATS, Asked, Wanted
+from trainer.convert.formats import Asked, Wanted
 from trainer.convert.output import write_checkpoint
 from trainer.convert.overrides import model_overrides
+from trainer.convert.table import FORMATS
 from trainer.errors import TrainerError
 
 FINE, IMPOSSIBLE = 0, 2

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
@@ -20,9 +25,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from scripts import checkpoint as look
+from scripts import convert
 from tests.harness import TINY, compose, launch, run_ok
 from trainer.build import Run, build
 from trainer.checkpoint.board import lone_board
+from trainer.convert import hf
 from trainer.errors import TrainerError
 from trainer.launch import Cluster
 from trainer.restore import restore
@@ -342,3 +350,109 @@ def test_the_run_goes_on_from_its_own_checkpoint_once_it_has_one(folder: Path, t
     text = run_ok(tmp_path / "run", [*command, "train.train_iters=2", "checkpoint.override_scheduler=true"]).text
     assert "goes on from its own checkpoints" in text
     assert ": iteration 1 from" in text
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of ours that is saved in several files, the longest run of tensors cut at 16 KB."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    run_ok(run, ["model=gpt2_tiny", *TINY, "train.train_iters=3", "checkpoint.file_bytes=16384"])
+    return run
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """Write a tokenizer of the 257 tokens that the models here have."""
+    folder.mkdir()
+    tokens = {**{byte: number for number, byte in enumerate(sorted(ByteLevel.alphabet()))}, "<|endoftext|>": 256}
+    tokenizer = Tokenizer(BPE(vocab=tokens, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    path = folder / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_an_export_is_the_weights_alone_and_generates_the_same_text(trained: Path, tmp_path: Path) -> None:
+    path, out = tokenizer_file(tmp_path / "tokenizer"), tmp_path / "out"
+    assert convert.main(["export", "hf", str(trained), str(out), "--tokenizer", str(path)]) == 0
+    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(p.name for p in out.iterdir()) == names
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "tokenizer"]
+    as_it_lies = AutoModelForCausalLM.from_pretrained(trained / "checkpoints/iter_0000003")
+    exported, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()), report
+    tokens = torch.tensor([AutoTokenizer.from_pretrained(out)("def f(x):").input_ids])
+    assert tokens.tolist() == [Tokenizer.from_file(str(path)).encode("def f(x):").ids]
+    with torch.no_grad():
+        assert torch.equal(as_it_lies(tokens).logits, exported(tokens).logits)
+    texts = [model.generate(tokens, max_new_tokens=6, do_sample=False).tolist() for model in (as_it_lies, exported)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_export_in_another_dtype_is_cast_once(trained: Path, tmp_path: Path, dtype: str) -> None:
+    out = tmp_path / "out"
+    checkpoint = trained / "checkpoints/iter_0000003"
+    assert convert.main(["export", "hf", str(checkpoint), str(out), "--dtype", dtype]) == 0
+    assert json.loads((out / "config.json").read_text())["dtype"] == dtype
+    found = load_file(out / "model.safetensors")
+    masters = {name: value for path in checkpoint.glob("*.safetensors") for name, value in load_file(path).items()}
+    assert found.keys() == masters.keys()
+    assert all(torch.equal(found[name], value.to(getattr(torch, dtype))) for name, value in masters.items())
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == getattr(torch, dtype)
+
+
+def test_a_large_export_is_sharded_with_an_index(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "FILE_BYTES", 16384)
+    assert convert.main(["export", "hf", str(trained), str(tmp_path / "out")]) == 0
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    exported, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    as_it_lies = AutoModelForCausalLM.from_pretrained(trained / "checkpoints/iter_0000003").state_dict()
+    assert all(torch.equal(value, as_it_lies[name]) for name, value in exported.state_dict().items())
+
+
+def test_an_export_refuses_what_is_there_and_leaves_nothing_behind_where_it_fails(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    assert convert.main(["export", "hf", str(trained), str(out)]) == 2
+    assert "There is something already" in capsys.readouterr().err
+    assert convert.main(["export", "hf", str(trained), str(tmp_path / "new"), "--tokenizer", str(out)]) == 2
+    assert "There is no tokenizer" in capsys.readouterr().err
+    assert convert.main(["export", "hf", str(out), str(tmp_path / "new")]) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+    checkpoint = Path(shutil.copytree(trained / "checkpoints/iter_0000003", tmp_path / "iter_0000003"))
+    last = sorted(checkpoint.glob("model-*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-1] + b"!")
+    assert convert.main(["export", "hf", str(checkpoint), str(tmp_path / "new")]) == 2
+    assert "A tensor is damaged" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "out"]
+
+
+def test_a_number_beyond_the_dtype_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save("gpt2", tmp_path / "theirs")
+    change_tensors(folder, {"transformer.ln_f.bias": torch.full((20,), 1e5)})
+    assert convert.main(["import", "hf", str(folder), str(tmp_path / "run"), *TINY]) == 0
+    assert convert.main(["export", "hf", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float16"]) == 2
+    text = capsys.readouterr().err
+    assert "A number is beyond what a dtype holds (transformer.ln_f.bias)" in text
+    assert "found 100000.0. Take bfloat16 or float32." in text
+
+
+@pytest.mark.parametrize("kind", ["gpt2-body", "llama-tied-stretched"])
+def test_an_imported_folder_is_a_checkpoint_that_a_run_goes_on_from(tmp_path: Path, kind: str) -> None:
+    folder = save(kind, tmp_path / "theirs", dtype=torch.bfloat16)
+    run = tmp_path / "run"
+    rest = [*TINY[5:], "train.train_iters=1", *STILL]
+    assert convert.main(["import", "hf", str(folder), str(run / "checkpoints"), *rest]) == 0
+    path = run / "checkpoints/iter_0000000"
+    assert look.main(["verify", str(path)]) == 0
+    report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)[1]
+    assert not any(report.values()), report
+    overrides = OURS_GPT2 if kind == "gpt2-body" else OURS_STRETCHED
+    text = run_ok(run, [*overrides, f"checkpoint.load={path}", f"checkpoint.save={tmp_path / 'more'}"]).text
+    assert f"iteration 0 from {path}" in text
+    assert abs(first_loss(run) - loss_of(folder, overrides)) <= 1e-5

@@ -1,8 +1,8 @@
-"""The formats that can be converted, in one table. Each is told in a module of its own."""
+"""What a format that can be converted is. Each is told in a module of its own; `table.py` lists them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,3 @@ class Format:
     read: Callable[[Path, Asked], Source] | None = None
     write: Callable[[Checkpoint, Path, Wanted], None] | None = None
     names_model: bool = False
-
-
-FORMATS: Mapping[str, Format] = {}

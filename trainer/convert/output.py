@@ -88,11 +88,12 @@ def _documents(source: Source, config: Config, consumed_samples: int | None) -> 
     settle(found, flags=set(), where="the source")
     train = config.train
     samples = source.iteration * train.global_batch_size if consumed_samples is None else consumed_samples
+    lr = schedule.at(source.iteration) if source.iteration else 0.0  # the first iteration is 1
     progress = Progress(source.iteration, samples, samples * train.seq_length)
     return {
         "config.json": models.hf_config(config.model),
         "generation_config.json": models.generation_config(config.model),
-        STATE: record.state_record(progress, schedule.at(progress.iteration), description),
+        STATE: record.state_record(progress, lr, description),
     }
 
 

@@ -69,6 +69,10 @@ def open_folder(path: Path, files: Files) -> Folder:
     for name, file in wanted.items():
         if name not in places or places[name].file != file:
             raise CheckpointError("A tensor is not where the index says", where=index, expected=f"{name} in {file}")
+    if model.n_layer > len(places):
+        raise MismatchError(
+            "A folder has fewer tensors than layers", where=path / CONFIG, expected=model.n_layer, found=len(places)
+        )
     return Folder(path, files, model, places)
 
 

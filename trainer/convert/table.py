@@ -1,0 +1,10 @@
+"""The formats that can be converted, by the names that the command knows them by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainer.convert import hf
+from trainer.convert.formats import Format
+
+FORMATS: Mapping[str, Format] = {"hf": hf.FORMAT}
