@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.convert import hf
+from trainer.convert import hf, llmc
 from trainer.convert.formats import Format
 
-FORMATS: Mapping[str, Format] = {"hf": hf.FORMAT}
+FORMATS: Mapping[str, Format] = {"hf": hf.FORMAT, "llmc": llmc.FORMAT}
