@@ -30,8 +30,13 @@ from scripts import convert
 from tests.harness import TINY, compose, launch, run_ok
 from trainer.build import Run, build
 from trainer.checkpoint.board import lone_board
+from trainer.checkpoint.box import Box
+from trainer.checkpoint.files import Files
+from trainer.checkpoint.live import LiveTensor
 from trainer.convert import hf
 from trainer.errors import TrainerError
+from trainer.hf import load
+from trainer.hf.folder import open_folder
 from trainer.launch import Cluster
 from trainer.restore import restore
 
@@ -319,6 +324,24 @@ def test_links_are_followed_as_a_cache_is_made_of_them(folder: Path, tmp_path: P
         (folder / name).symlink_to(tmp_path / "blobs" / name)
     found = begin(folder, OURS_GPT2)
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_a_box_costs_what_it_needs_and_not_the_tensor(tmp_path: Path) -> None:
+    folder = save("gpt2", tmp_path / "theirs")
+    rows, width = 4096, 4096
+    table = torch.arange(rows * width, dtype=torch.int32).view(rows, width).to(torch.bfloat16)
+    change_tensors(folder, {"transformer.wte.weight": table})
+    change_config(folder, vocab_size=rows)
+    opened = open_folder(folder, Files())
+    place = opened.places["transformer.wte.weight"]
+    for box in (Box((1024, 0), (1024, width)), Box((0, 3072), (rows, 1024)), Box((7, 5), (3, 1))):
+        local = torch.empty(box.shape)
+        report = load.fill(opened, {place.spec.name: place}, [LiveTensor(place.spec, box, local, (0,))])
+        assert torch.equal(local, table[box.slices].float())
+        assert report.filled_bytes == 4 * box.numel
+        # Runs of columns lie 6 KB apart, a gap that is read along.
+        most = box.numel * 2 if box.offset[1] == 0 else (box.shape[0] - 1) * 2 * width + 2 * box.shape[1]
+        assert report.read_bytes <= most
 
 
 def test_damaged_files_are_refused_by_name(folder: Path, tmp_path: Path) -> None:

@@ -245,8 +245,8 @@ def test_a_rotation_of_neighbours_makes_the_logits_of_an_exported_file(tmp_path:
     assert convert.main(["export", "llmc", str(run), str(out)]) == 0
     tokens = torch.randint(ROWS, (2, 16), generator=torch.Generator().manual_seed(1))
     expected = logits_of(theirs)
-    # float32 sums in another order, on logits of up to about 20.
-    assert (llama_forward(out, tokens) - expected).abs().max() <= 1e-4
+    # float32 sums in another order, on logits of up to 4.5.
+    assert (llama_forward(out, tokens) - expected).abs().max() <= 1e-5
     assert expected.abs().max() > 1
 
 

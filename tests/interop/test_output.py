@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scripts import checkpoint as look
-from tests.harness import TINY, all_files, compose, curve, run_ok, tensor_files
+from tests.harness import TINY, all_files, compose, curve, launch, run_ok, tensor_files
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.lock import FolderLock
 from trainer.checkpoint.reader import open_checkpoint
@@ -53,6 +53,16 @@ def test_a_checkpoint_read_and_written_again_has_the_same_bytes_and_resumes_with
     run_ok(tmp_path / "again", OVERRIDES)
     assert curve(tmp_path / "again") == curve(run)[2:]
     assert tensor_files(folder / "iter_0000004") == tensor_files(run / "checkpoints/iter_0000004")
+
+
+def test_another_topology_goes_on_from_what_was_written(run: Path, tmp_path: Path) -> None:
+    write_checkpoint(source_of(run), tmp_path / "again/checkpoints", compose([*OVERRIDES, "parallel=zero3"]))
+    command = [*OVERRIDES, "parallel=zero3"]
+    assert "checkpoint.reshard=true allows it" in launch(tmp_path / "again", command, ranks=2).text
+    run_ok(tmp_path / "again", [*command, "checkpoint.reshard=true"], ranks=2)
+    expected, found = (float.fromhex(curve(folder)[at][1]) for folder, at in ((run, 2), (tmp_path / "again", 0)))
+    # The resume contract: float32 sums in another order.
+    assert abs(found - expected) <= 1e-6 * expected
 
 
 def test_tensors_of_other_dtypes_become_float32(run: Path, tmp_path: Path) -> None:
