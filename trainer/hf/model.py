@@ -76,7 +76,7 @@ def read_model(table: Json, *, where: object) -> ModelConfig:
     raise MismatchError(
         "A folder holds a model that ours cannot be",
         where=where,
-        found="\n" + "\n".join(f"  {problem}" for problem in found) + "\n",
+        found="what ours does not have:\n" + "\n".join(f"  {problem}" for problem in found),
     )
 
 
