@@ -39,10 +39,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text that ends with an end-of-text token; ``path`` is the file it came from."""
+    """A text that ends with an end-of-text token, or a part of it; ``path`` is the file it came from.
+
+    ``offset`` is where it begins in the file.
+    """
 
     path: Path
     text: bytes
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ def load_encoder(path: Path) -> Encoder:
         )
 
     def encode(document: Document) -> TokenArray:
-        ids = tokenizer.encode(_decode(document), add_special_tokens=False).ids
+        ids = tokenizer.encode(decode(document), add_special_tokens=False).ids
         return np.array(ids, dtype=np.uint32)
 
     label = f"tokenizers {tokenizers.__version__} {xxhash.xxh3_64_hexdigest(raw)}"
@@ -254,13 +258,18 @@ def _cut(text: bytes, valid_fraction: float) -> int:
     return cut
 
 
-def _decode(document: Document) -> str:
+def decode(document: Document) -> str:
+    """Return a document as characters.
+
+    Raises:
+        DataError: it is not UTF-8; names file and byte.
+    """
     try:
         return document.text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
             "a text is not UTF-8, as a tokenizer needs it",
-            where=f"{document.path}, byte {error.start}",
+            where=f"{document.path}, byte {document.offset + error.start}",
             expected="UTF-8",
             found=f"byte 0x{document.text[error.start]:02x} ({error.reason})",
             fix="Convert the file, leave it out of data.path, or leave data.tokenizer out to train on bytes.",

@@ -100,7 +100,7 @@ def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: n
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise DataError(
             "a token file cannot be written",
@@ -110,6 +110,15 @@ def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: n
         ) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_tokens(file: TokenFile, vocab_size: int) -> None:
@@ -219,14 +228,6 @@ def _write_tokens(path: Path, file: BinaryIO, chunks: Iterable[TokenArray], form
     header[:3] = (form.magic, form.version, count)
     file.seek(0)
     file.write(header.tobytes())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _scan_chunks(file: TokenFile) -> Iterator[tuple[int, TokenArray]]:

@@ -1,0 +1,148 @@
+"""Make token files of text or JSON lines: `python -m scripts.prepare_data INPUT... --output FOLDER`.
+
+The folder appears whole or not at all, and what it holds does not depend on the number of processes. The last line
+that is printed is what to put on the trainer's command line. The exit status is 0, or 1 with one paragraph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from trainer.data.blocks import Form
+from trainer.data.prepared import FILE_TOKENS, Prepared, Side, Wanted, write_prepared
+from trainer.data.text import find_files
+from trainer.errors import ConfigError, TrainerError
+
+_JSONL = (".jsonl", ".ndjson")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says, print what was made and return the exit status."""
+    options = _parser().parse_args(arguments)
+    bars = _Bars()
+    try:
+        inputs = [path for pattern in options.inputs for path in find_files(pattern)]
+        wanted = _wanted(options, inputs)
+        made = write_prepared(
+            options.output, inputs, wanted, workers=options.workers, replace=options.force, progress=bars.begin
+        )
+    except TrainerError as error:
+        bars.close()
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    bars.close()
+    for side in made.sides:
+        print(f"{side.name}: {side.documents:,} documents, {side.tokens:,} tokens, {len(side.files)} files")
+    print(" ".join(map(shlex.quote, overrides(made))))
+    return 0
+
+
+def overrides(made: Prepared) -> list[str]:
+    """Return what a run that reads the folder has on its command line."""
+    end = made.end_of_text
+    paths = [f"data.{side.name}={_pattern(side)}" for side in made.sides]
+    tokens = [f"model.vocab_size={made.vocab_size}", f"model.bos_token_id={end}", f"model.eos_token_id={end}"]
+    return ["data=token_file", *paths, *tokens]
+
+
+def _pattern(side: Side) -> str:
+    path = str(side.files[0] if len(side.files) == 1 else side.files[0].with_name(f"{side.name}_*.bin"))
+    return path if re.fullmatch(r"[\w./*-]+", path) else f"'{path}'"  # what hydra reads as it is, and what it does not
+
+
+@dataclass
+class _Bars:
+    """A bar on a terminal for what is going on now; elsewhere nothing."""
+
+    _open: list[tqdm[object]] = field(default_factory=list)
+
+    def begin(self, title: str, total_bytes: int) -> Callable[[int], object]:
+        self.close()
+        bar: tqdm[object] = tqdm(total=total_bytes, desc=title, unit="B", unit_scale=True, disable=None, leave=False)
+        self._open.append(bar)
+        return lambda read_bytes: bar.update(read_bytes)
+
+    def close(self) -> None:
+        while self._open:
+            self._open.pop().close()
+
+
+def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> Wanted:
+    tokenizer, train = None, 0
+    match options.tokenizer:
+        case ["bytes"]:
+            pass
+        case ["train-bpe", number] if number.isdecimal():
+            train = int(number)
+        case [path] if path != "train-bpe":
+            tokenizer = Path(path).expanduser()
+        case words:
+            raise ConfigError(
+                "--tokenizer has another form",
+                expected="bytes, a tokenizer.json, or train-bpe N",
+                found=" ".join(words),
+            )
+    return Wanted(
+        form=_form(options, inputs),
+        key=options.key,
+        tokenizer=tokenizer,
+        train_vocab_size=train,
+        valid_fraction=options.valid_fraction,
+        file_tokens=options.file_tokens,
+    )
+
+
+def _form(options: argparse.Namespace, inputs: Sequence[Path]) -> Form:
+    if options.form is not None:
+        return Form(options.form)
+    is_jsonl = {path.suffix in _JSONL for path in inputs}
+    if len(is_jsonl) > 1:
+        raise ConfigError(
+            "The inputs are of two forms",
+            found=f"{len(inputs)} files, some of them {' or '.join(_JSONL)}",
+            fix="Prepare them into two folders, or name the form with --form.",
+        )
+    return Form.jsonl if is_jsonl == {True} else Form.text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="prepare_data", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files or quoted globs, read in this order")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the folder to make")
+    parser.add_argument(
+        "--tokenizer",
+        nargs="+",
+        default=["bytes"],
+        metavar="WORD",
+        help="bytes (the default), a tokenizer.json, or train-bpe N: train one of N tokens on the training documents",
+    )
+    parser.add_argument(
+        "--form", choices=[form.value for form in Form], help="of all inputs; by default by their names"
+    )
+    parser.add_argument("--key", default="text", help="of the text in a JSON line")
+    parser.add_argument("--valid-fraction", type=float, default=0.0, metavar="F", help="share that is held out")
+    parser.add_argument("--file-tokens", type=int, default=FILE_TOKENS, metavar="N", help="most tokens of a file")
+    parser.add_argument(
+        "--workers", type=_positive, default=len(os.sched_getaffinity(0)), metavar="N", help="processes"
+    )
+    parser.add_argument("--force", action="store_true", help="replace a folder that an earlier call has made")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Large files of text or JSON lines, read in blocks that are whole lines or parts of a document, and their documents.
+
+A block is a function of its file alone, so whoever encodes it, and with how many others, makes the same tokens of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import xxhash
+
+from trainer.errors import DataError
+
+BLOCK_BYTES = 2 << 20
+HASHES = 2**64
+
+# Tokenizers that split at white space first never make one token of what lies on both sides of such a place, be it
+# GPT-2's pattern or LLaMA-3's, which leaves white space behind a sign with the sign.
+_SEAM = re.compile(rb"[A-Za-z0-9](?=[ \t\r\n])")
+
+
+class Form(Enum):
+    """What a file holds: one text, or a JSON object with a text on every line."""
+
+    text = "text"
+    jsonl = "jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes `[lo, hi)` of a file that are read as one file."""
+
+    path: Path
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes of a file: whole lines of JSON from line number `line` on, or a part of one text from byte `offset` on."""
+
+    path: Path
+    offset: int
+    line: int
+    data: bytes
+    ends_text: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How documents are found in blocks.
+
+    Args:
+        key: of the text in a JSON object.
+        share: only documents whose hash lies in `[lo, hi)`, of `HASHES`, are taken from JSON lines.
+    """
+
+    form: Form
+    key: str = "text"
+    share: tuple[int, int] = (0, HASHES)
+
+
+def read_blocks(span: Span, form: Form, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """Yield the blocks of a file, about `block_bytes` each; a line of JSON is never cut, whatever its length.
+
+    Raises:
+        DataError: the file cannot be read, or became shorter meanwhile.
+    """
+    waiting, offset, line = bytearray(), span.lo, 1
+    try:
+        with span.path.open("rb") as file:
+            file.seek(span.lo)
+            left = span.hi - span.lo
+            while left:
+                read = file.read(min(block_bytes, left))
+                if not read:
+                    raise _shrunk(span, found=span.hi - left)
+                waiting += read
+                left -= len(read)
+                cut = len(waiting) if not left else _cut(waiting, form, searched=len(waiting) - len(read))
+                if cut:
+                    data = bytes(waiting[:cut])
+                    del waiting[:cut]
+                    yield Block(span.path, offset, line, data, ends_text=not left)
+                    offset += cut
+                    line += data.count(b"\n")
+    except OSError as error:
+        raise DataError(
+            "a file cannot be read", where=span.path, expected="a readable file", found=error.strerror or str(error)
+        ) from error
+
+
+def texts(block: Block, rule: Rule) -> list[bytes]:
+    """Return the texts of a block in UTF-8: the documents of its lines, or the one part of a document that it is.
+
+    Raises:
+        DataError: a line is not a JSON object with a text under the rule's key; names file and line.
+    """
+    if rule.form is Form.text:
+        return [block.data]
+    lines = enumerate(block.data.split(b"\n"), start=block.line)
+    found = (_text_of(line, rule.key, where=f"{block.path}, line {number}") for number, line in lines if line.strip())
+    lo, hi = rule.share
+    return [text for text in found if lo <= xxhash.xxh3_64_intdigest(text) < hi]
+
+
+def _cut(waiting: bytearray, form: Form, *, searched: int) -> int:
+    """Return how many of the bytes a block takes that are not the last of their file; 0 waits for more."""
+    if form is Form.jsonl:
+        return waiting.rfind(b"\n", searched) + 1
+    last = None
+    for found in _SEAM.finditer(waiting, max(0, len(waiting) - (64 << 10))):
+        last = found
+    if last is not None:
+        return last.end()
+    return start_of_character(waiting, len(waiting))
+
+
+def start_of_character(text: bytes | bytearray, at: int) -> int:
+    """Return `at`, or where the character begins that `text[:at]` holds a part of; what is not UTF-8 stays as it is."""
+    # RFC 3629: bytes 10xxxxxx continue a character, at most three of them; the first tells how many follow it.
+    for back in range(1, min(4, at) + 1):
+        byte = text[at - back]
+        if byte & 0xC0 != 0x80:
+            size = 2 if byte >> 5 == 6 else 3 if byte >> 4 == 14 else 4 if byte >> 3 == 30 else 1
+            return at - back if size > back else at
+    return at
+
+
+def _text_of(line: bytes, key: str, *, where: str) -> bytes:
+    try:
+        found = json.loads(line)
+        problem = "no JSON object" if not isinstance(found, dict) else None
+    except (ValueError, RecursionError) as error:
+        found, problem = {}, f"no JSON: {error}"
+    if problem is None and not isinstance(text := found.get(key), str):
+        problem = f"{type(text).__name__} under {key!r}" if key in found else f"only the keys {sorted(found)}"
+    if problem is None:
+        try:
+            return str(text).encode()
+        except UnicodeEncodeError as error:
+            problem = f"a surrogate without its other half: {error}"
+    raise DataError(
+        "a line holds no document",
+        where=where,
+        expected=f"a JSON object with a text under {key!r}",
+        found=problem,
+        fix="Mend the line, or name the text's key with --key.",
+    )
+
+
+def _shrunk(span: Span, *, found: int) -> DataError:
+    return DataError(
+        "a file changed while it was being read",
+        where=span.path,
+        expected=f"{span.hi} bytes",
+        found=f"{found} bytes",
+        fix="Start again when nobody writes to it.",
+    )

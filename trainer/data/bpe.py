@@ -1,0 +1,45 @@
+"""Trains a byte-level BPE tokenizer on texts, as GPT-2 has one: whatever the text, its tokens decode to it.
+
+Source: Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Subword Units"; Radford et al. 2019,
+"Language Models are Unsupervised Multitask Learners", section 2.2, for bytes as its alphabet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trainer.data.text import END_OF_TEXT_NAMES
+from trainer.errors import DataError
+
+# The bytes and the end of text.
+LEAST_TOKENS = 257
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
+    """Return the ``tokenizer.json`` of at most `vocab_size` tokens, 0 being the end of text.
+
+    It depends on the texts alone. They are held one at a time; what stays in memory are their different words.
+
+    Raises:
+        DataError: the `tokenizers` package is missing, or the vocabulary does not hold all bytes.
+    """
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise DataError("train-bpe needs the tokenizers package", fix="Install it: pip install tokenizers.") from error
+    if vocab_size < LEAST_TOKENS:
+        raise DataError(
+            "The vocabulary is too small", expected=f"at least {LEAST_TOKENS}: bytes and end of text", found=vocab_size
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT_NAMES[0]],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    text: str = tokenizer.to_str(pretty=True)
+    return text.encode()

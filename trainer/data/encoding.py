@@ -1,0 +1,145 @@
+"""Blocks to tokens on several processes, in order, with a bounded number of blocks in memory.
+
+What a block is, is told in `trainer.data.blocks`; what an encoder is, in `trainer.data.text`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data.blocks import Block, Form, Rule, texts
+from trainer.data.text import Document, Encoder, bytes_encoder, load_encoder
+from trainer.data.token_file import TokenArray
+from trainer.errors import DataError
+
+# Blocks that wait for each process, so that none waits for the file.
+_AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The tokens of one block, end-of-text tokens among them, and how many documents ended in it."""
+
+    tokens: TokenArray
+    documents: int
+    read_bytes: int
+
+
+Encode = Callable[[Iterable[Block], Rule], Iterator[Encoded]]
+
+
+def open_encoder(tokenizer: Path | None) -> Encoder:
+    """Return the encoder of a ``tokenizer.json``, or of bytes.
+
+    Raises:
+        DataError: the file is no tokenizer that can be used here.
+    """
+    return bytes_encoder() if tokenizer is None else load_encoder(tokenizer)
+
+
+@contextmanager
+def encoding(tokenizer: Path | None, *, workers: int) -> Iterator[Encode]:
+    """Give the function that encodes blocks, in their order, on so many processes; 1 is this process itself.
+
+    The processes end with this one, whatever ends it. What the function raises names what cannot be encoded, the first
+    in the order of the blocks.
+    """
+    if workers == 1:
+        encoder = open_encoder(tokenizer)
+        yield lambda blocks, rule: (encode_block(block, rule, encoder) for block in blocks)
+        return
+    # A process that is forked beside a tokenizer's threads may hang: these begin anew.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin)
+
+    def submit(block: Block, rule: Rule) -> Future[Encoded | str]:
+        return pool.submit(_encode, block, rule, tokenizer)
+
+    try:
+        yield lambda blocks, rule: in_order((partial(submit, block, rule) for block in blocks), most=workers * _AHEAD)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def encode_block(block: Block, rule: Rule, encoder: Encoder) -> Encoded:
+    """Encode what a block holds, each text that ends in it followed by the end-of-text token.
+
+    Raises:
+        DataError: naming the file and the line, or the byte.
+    """
+    found: list[TokenArray] = [np.empty(0, np.uint16)]
+    documents = 0
+    for text in texts(block, rule):
+        found.append(encoder.encode(Document(block.path, text, block.offset)))
+        if rule.form is Form.jsonl or block.ends_text:
+            found.append(np.array([encoder.end_of_text], np.uint32))
+            documents += 1
+    return Encoded(np.concatenate(found).astype(dtype_of(encoder)), documents, len(block.data))
+
+
+def dtype_of(encoder: Encoder) -> np.dtype[np.unsignedinteger[Any]]:
+    """Return the smaller of the two dtypes of token files that holds the encoder's tokens."""
+    return np.dtype(np.uint16 if encoder.vocab_size <= 2**16 else np.uint32)
+
+
+def in_order(starts: Iterable[Callable[[], Future[Encoded | str]]], *, most: int) -> Iterator[Encoded]:
+    """Start one piece of work after the other, never more than `most` ahead, and yield what they find in order.
+
+    Raises:
+        DataError: what could not be encoded, or that a process has died.
+    """
+    waiting = deque[Future[Encoded | str]]()
+    try:
+        for start in starts:
+            waiting.append(start())
+            if len(waiting) == most:
+                yield _result(waiting.popleft())
+        while waiting:
+            yield _result(waiting.popleft())
+    except BrokenProcessPool as error:
+        raise DataError(
+            "A process that makes tokens has died", fix="Look whether memory ran out; --workers 1 needs the least."
+        ) from error
+
+
+def _result(future: Future[Encoded | str]) -> Encoded:
+    found = future.result()
+    if isinstance(found, str):
+        raise DataError(found.rstrip("."))
+    return found
+
+
+def _begin() -> None:
+    """Begin one of the processes, which ends when its parent does, and leaves the terminal's signals to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _encode(block: Block, rule: Rule, tokenizer: Path | None) -> Encoded | str:
+    try:
+        return encode_block(block, rule, _opened_once(tokenizer))
+    except DataError as error:
+        return str(error)
+
+
+_opened_once = cache(open_encoder)

@@ -1,0 +1,275 @@
+"""A folder of token files made once from large files of text, which appears whole or not at all.
+
+Runs read it with ``data=token_file``; what the trainer makes of texts by itself is told in `trainer.data.corpus`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from trainer.data.blocks import BLOCK_BYTES, HASHES, Block, Form, Rule, Span, read_blocks, start_of_character, texts
+from trainer.data.bpe import train_bpe
+from trainer.data.encoding import Encode, Encoded, dtype_of, encoding, open_encoder
+from trainer.data.text import Document, decode
+from trainer.data.token_file import MAX_TOKENS, TokenArray, sync_folder, write_token_file
+from trainer.errors import DataError
+
+TOKENIZER = "tokenizer.json"
+FILE_TOKENS = 1 << 30
+_OURS = re.compile(r"(train|valid)_\d{6}\.bin|tokenizer\.json")
+
+# Told what is going on, how many bytes there are for it to read, and gives the function that counts them.
+Progress = Callable[[str, int], Callable[[int], object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to make.
+
+    Args:
+        form: of all files.
+        key: of the text in a JSON object.
+        tokenizer: a ``tokenizer.json``; None for bytes.
+        train_vocab_size: train a tokenizer of so many tokens on the training documents; 0 trains none.
+        valid_fraction: share of the documents that is held out (of bytes, for a single text); 0 holds out none.
+        file_tokens: a longer stream of tokens goes to several files.
+    """
+
+    form: Form
+    key: str = "text"
+    tokenizer: Path | None = None
+    train_vocab_size: int = 0
+    valid_fraction: float = 0.0
+    file_tokens: int = FILE_TOKENS
+    block_bytes: int = BLOCK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of the split as it was written."""
+
+    name: str
+    files: tuple[Path, ...]
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A folder that is there, and what a run that reads it has to know."""
+
+    folder: Path
+    sides: tuple[Side, ...]
+    vocab_size: int
+    end_of_text: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one side of the split is made of."""
+
+    name: str
+    spans: tuple[Span, ...]
+    rule: Rule
+
+
+def write_prepared(
+    folder: Path,
+    inputs: Sequence[Path],
+    wanted: Wanted,
+    *,
+    workers: int,
+    replace: bool = False,
+    progress: Progress = lambda _title, _total: lambda _count: None,
+) -> Prepared:
+    """Write the token files of the inputs, in their order, as a folder that appears by one rename.
+
+    Its bytes depend on the inputs and on what is wanted, never on `workers`.
+
+    Args:
+        replace: put it in the place of a folder that holds nothing but what an earlier call has written.
+
+    Raises:
+        DataError: an input cannot be read or encoded, or the folder cannot be made.
+    """
+    _check(wanted)
+    folder = Path(os.path.realpath(folder))
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    try:
+        _refuse_to_overwrite(folder, replace=replace)
+        parts = _split(inputs, wanted)
+        partial.mkdir(parents=True)
+        tokenizer = wanted.tokenizer
+        if wanted.train_vocab_size:
+            tokenizer = partial / TOKENIZER
+            _train(parts[0], wanted, tokenizer, progress)
+        encoder = open_encoder(tokenizer)
+        with encoding(tokenizer, workers=workers) as encode:
+            dtype = dtype_of(encoder)
+            sides = [
+                _write_side(partial, part, wanted, encode=encode, dtype=dtype, progress=progress) for part in parts
+            ]
+        sync_folder(partial)
+        _put_in_place(partial, folder)
+    except OSError as error:
+        raise DataError(
+            "Token files cannot be made",
+            where=error.filename or folder,
+            found=error.strerror or str(error),
+            fix="Check space and permissions, or name another folder.",
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    placed = tuple(Side(s.name, tuple(folder / path.name for path in s.files), s.documents, s.tokens) for s in sides)
+    return Prepared(folder, placed, encoder.vocab_size, encoder.end_of_text)
+
+
+def _check(wanted: Wanted) -> None:
+    if not 0 <= wanted.valid_fraction < 1:
+        raise DataError(
+            "No such share can be held out", expected="0, or above 0 and below 1", found=wanted.valid_fraction
+        )
+    if not 1 <= wanted.file_tokens <= MAX_TOKENS:
+        raise DataError("No token file has such a size", expected=f"1 to {MAX_TOKENS} tokens", found=wanted.file_tokens)
+
+
+def _refuse_to_overwrite(folder: Path, *, replace: bool) -> None:
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise DataError("A file has the name of the folder to make", where=folder, fix="Name another folder.")
+    names = sorted(path.name for path in folder.iterdir())
+    foreign = [name for name in names if not _OURS.fullmatch(name)]
+    if foreign and replace:
+        raise DataError(
+            "A folder holds something else than token files and is not replaced",
+            where=folder,
+            found=", ".join(foreign[:5]),
+            fix="Name another folder, or move these away.",
+        )
+    if names and not replace:
+        raise DataError("A folder is there already", where=folder, fix="Name another one, or replace it with --force.")
+
+
+def _split(inputs: Sequence[Path], wanted: Wanted) -> list[_Part]:
+    """Return what each side is made of: training documents first.
+
+    JSON lines go by the hash of their text, so equal texts are on one side; of several texts each goes whole by the
+    hash of its name; of a single one the end is held out.
+    """
+    spans = tuple(Span(path, 0, path.stat().st_size) for path in inputs)
+    limit = int(wanted.valid_fraction * HASHES)
+    everything = Rule(wanted.form, wanted.key)
+    if not limit:
+        return [_Part("train", spans, everything)]
+    if wanted.form is Form.jsonl:
+        shares = {"train": (limit, HASHES), "valid": (0, limit)}
+        return [_Part(name, spans, Rule(wanted.form, wanted.key, share)) for name, share in shares.items()]
+    if len(spans) == 1:
+        cut = _cut(spans[0], wanted.valid_fraction)
+        train, valid = [Span(inputs[0], 0, cut)], [Span(inputs[0], cut, spans[0].hi)]
+    else:
+        hashed = {span: xxhash.xxh3_64_intdigest(os.fsencode(span.path.name)) for span in spans}
+        train = [span for span in spans if hashed[span] >= limit]
+        valid = [span for span in spans if hashed[span] < limit]
+    return [_Part("train", tuple(train), everything), _Part("valid", tuple(valid), everything)]
+
+
+def _cut(span: Span, valid_fraction: float) -> int:
+    """Return where the held-out end of a single text begins: between two characters."""
+    at = span.hi - round(span.hi * valid_fraction)
+    with span.path.open("rb") as file:
+        file.seek(max(0, at - 4))
+        before = file.read(min(4, at))
+    return at - len(before) + start_of_character(before, len(before))
+
+
+def _train(part: _Part, wanted: Wanted, path: Path, progress: Progress) -> None:
+    """Train a tokenizer on the documents of one side and write it."""
+    count = progress("tokenizer", _total(part))
+
+    def found() -> Iterator[str]:
+        for block in _blocks(part, wanted):
+            yield from (decode(Document(block.path, text, block.offset)) for text in texts(block, part.rule))
+            count(len(block.data))
+
+    with path.open("xb") as file:
+        file.write(train_bpe(found(), wanted.train_vocab_size))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_side(
+    folder: Path, part: _Part, wanted: Wanted, *, encode: Encode, dtype: np.dtype[Any], progress: Progress
+) -> Side:
+    stream = _Stream(encode(_blocks(part, wanted), part.rule), progress(part.name, _total(part)))
+    files: list[Path] = []
+    while stream.has_more():
+        files.append(folder / f"{part.name}_{len(files):06d}.bin")
+        write_token_file(files[-1], stream.take(wanted.file_tokens), dtype=dtype)
+    if not stream.documents:
+        raise DataError(
+            f"No document is on the side {part.name}",
+            found=f"{len(part.spans)} files, --valid-fraction {wanted.valid_fraction}",
+            fix="Give more documents, or another --valid-fraction.",
+        )
+    return Side(part.name, tuple(files), stream.documents, stream.tokens)
+
+
+class _Stream:
+    """Encoded blocks as one stream of tokens that is taken in portions."""
+
+    def __init__(self, blocks: Iterable[Encoded], count: Callable[[int], object]) -> None:
+        self._blocks, self._count = iter(blocks), count
+        self._rest: TokenArray = np.empty(0, np.uint16)
+        self.documents = self.tokens = 0
+
+    def has_more(self) -> bool:
+        """Return whether a token is left, reading on until there is one."""
+        while not self._rest.size:
+            block = next(self._blocks, None)
+            if block is None:
+                return False
+            self._rest = block.tokens
+            self.documents += block.documents
+            self._count(block.read_bytes)
+        return True
+
+    def take(self, most: int) -> Iterator[TokenArray]:
+        """Yield the next tokens, at most so many."""
+        while most and self.has_more():
+            found, self._rest = self._rest[:most], self._rest[most:]
+            most -= found.size
+            self.tokens += found.size
+            yield found
+
+
+def _blocks(part: _Part, wanted: Wanted) -> Iterator[Block]:
+    for span in part.spans:
+        yield from read_blocks(span, wanted.form, block_bytes=wanted.block_bytes)
+
+
+def _total(part: _Part) -> int:
+    return sum(span.hi - span.lo for span in part.spans)
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    """Give the finished folder its name; what had it, all of it ours, goes out of the way first and is then removed."""
+    old = partial.with_suffix(".replaced")
+    has_old = folder.is_dir() and any(folder.iterdir())
+    if has_old:
+        os.rename(folder, old)
+    os.rename(partial, folder)
+    sync_folder(folder.parent)
+    if has_old:
+        shutil.rmtree(old)
