@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.bar import line_handler
 from trainer.config import Config, validate
 from trainer.errors import ConfigError, LaunchError, TrainerError
 
@@ -42,7 +43,7 @@ def main(raw: DictConfig) -> None:
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.ERROR,
         format="%(message)s" if rank == 0 else f"rank {rank}: %(message)s",
-        stream=sys.stdout if rank == 0 else sys.stderr,
+        handlers=[line_handler(sys.stdout if rank == 0 else sys.stderr)],
         force=True,
     )
     try:
@@ -131,6 +132,8 @@ def _train(config: Config, resolved: str, cluster: Cluster, watch: SignalWatch) 
             built.log.open(progress.iteration, resolved, owes_evaluation=progress.owes_evaluation)
         train(built)
     except BaseException:
+        if built.log is not None:
+            built.log.close_bar()
         built.checkpointer.abandon()
         raise
     built.checkpointer.close()

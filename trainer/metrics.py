@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trainer.bar import RunBar
 from trainer.checkpoint.files import Files, replace_file, temporary_of
 from trainer.checkpoint.policy import SaveReport
 from trainer.errors import TrainerError
@@ -91,6 +93,7 @@ class RunLog:
         self._tensorboard = tensorboard
         self._mfu_scale = mfu_scale
         self._lines: _Lines | None = None
+        self._bar: RunBar | None = None
         self._writer: Any = None
         self._purge_step = 1
         self._has_lost_points = False
@@ -118,6 +121,7 @@ class RunLog:
                 fix="Make room or mend the file system, or name another folder with run.dir.",
             ) from error
         self._purge_step = iteration + 1
+        self._bar = RunBar(sys.stdout, iteration=iteration, train_iters=self._train_iters)
 
     def iteration(self, record: IterationRecord) -> None:
         """Record one iteration."""
@@ -132,6 +136,8 @@ class RunLog:
                 "checkpoint/blocked_seconds": record.checkpoint_seconds,
             },
         )
+        if self._bar is not None:
+            self._bar.show(loss=record.loss, tokens_per_second=record.tokens_per_second)
         if record.iteration % self._log_interval == 0 or record.iteration == self._train_iters:
             mfu = "" if self._mfu_scale is None else f" | mfu {record.tokens_per_second * self._mfu_scale:.1%}"
             _log.info(
@@ -148,6 +154,13 @@ class RunLog:
         self._scalars(iteration, {"valid/loss": loss})
         shown = "none" if best is None else f"{best:.6f}"
         _log.info(f"step {iteration:5d}/{self._train_iters} | valid loss {loss:.6f} | best {shown}")
+
+    def sample(self, iteration: int, text: str) -> None:
+        """Show a text of the model."""
+        if self._tensorboard:
+            shown = "    " + text.replace("\n", "\n    ")  # Markdown shows what is indented as it is
+            self._plot(lambda: self._opened_writer().add_text("sample", shown, iteration), iteration)
+        _log.info(f"step {iteration:5d}/{self._train_iters} | sample {text!r}")
 
     def save(self, report: SaveReport, *, slowdown_s: float) -> None:
         """Record a save that was committed; `slowdown_s` is what iterations took longer while it was written."""
@@ -177,8 +190,14 @@ class RunLog:
         if self._writer is not None:
             self._plot(lambda: self._writer.flush(), self._purge_step)
 
+    def close_bar(self) -> None:
+        """Take the bar off the terminal: what comes then is no line of the log."""
+        if self._bar is not None:
+            self._bar.close()
+
     def close(self) -> None:
         """Close the files."""
+        self.close_bar()
         if self._lines is not None:
             self._lines.close()
         if self._writer is not None:
@@ -193,12 +212,15 @@ class RunLog:
             self._plot(lambda: self._add_points(iteration, values), iteration)
 
     def _add_points(self, iteration: int, values: Mapping[str, float]) -> None:
+        for tag, value in values.items():
+            self._opened_writer().add_scalar(tag, value, iteration)
+
+    def _opened_writer(self) -> Any:
         if self._writer is None:  # made with the first point: a run that does nothing leaves no file
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._purge_step)
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, iteration)
+        return self._writer
 
     def _plot(self, call: Callable[[], None], iteration: int) -> None:
         """Call TensorBoard, which is never worth the run: where the disk fails it, it begins anew."""

@@ -1,0 +1,52 @@
+"""A bar at the foot of a terminal that says how far a run is, and log lines above it. Without a terminal only lines."""
+
+from __future__ import annotations
+
+import logging
+from typing import TextIO
+
+from tqdm import tqdm
+
+_FORM = "{n_fmt}/{total_fmt} |{bar:30}| {desc} | eta {remaining}"
+
+
+class RunBar:
+    """The iterations of a run; shows nothing on a stream that is no terminal."""
+
+    def __init__(self, stream: TextIO, *, iteration: int, train_iters: int) -> None:
+        self._bar: tqdm[object] = tqdm(
+            total=train_iters,
+            initial=iteration,
+            file=stream,
+            disable=None,
+            leave=False,
+            dynamic_ncols=True,
+            bar_format=_FORM,
+        )
+
+    def show(self, *, loss: float, tokens_per_second: float) -> None:
+        """Count an iteration."""
+        self._bar.set_description_str(f"loss {loss:.4f} | {tokens_per_second:.0f} tokens/s", refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        """Take the bar away, for good."""
+        self._bar.close()
+
+
+class _AboveBars:
+    """A terminal to write lines to, above the bars that are shown there; any thread may."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        tqdm.write(text, file=self._stream, end="")
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def line_handler(stream: TextIO) -> logging.Handler:
+    """Return the handler that writes log lines to a stream, above the bars where it is a terminal."""
+    return logging.StreamHandler(_AboveBars(stream) if stream.isatty() else stream)
