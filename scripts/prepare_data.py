@@ -51,12 +51,18 @@ def overrides(made: Prepared) -> list[str]:
     end = made.end_of_text
     paths = [f"data.{side.name}={_pattern(side)}" for side in made.sides]
     tokens = [f"model.vocab_size={made.vocab_size}", f"model.bos_token_id={end}", f"model.eos_token_id={end}"]
-    return ["data=token_file", *paths, *tokens]
+    tokenizer = "bytes" if made.tokenizer is None else _quoted(str(made.tokenizer))
+    return ["data=token_file", *paths, f"data.tokenizer={tokenizer}", *tokens]
 
 
 def _pattern(side: Side) -> str:
     path = str(side.files[0] if len(side.files) == 1 else side.files[0].with_name(f"{side.name}_*.bin"))
-    return path if re.fullmatch(r"[\w./*-]+", path) else f"'{path}'"  # what hydra reads as it is, and what it does not
+    return _quoted(path)
+
+
+def _quoted(path: str) -> str:
+    """Return a path as hydra reads it."""
+    return path if re.fullmatch(r"[\w./*-]+", path) else f"'{path}'"
 
 
 @dataclass

@@ -23,6 +23,7 @@ class Axes:
         data: the data-parallel mesh, or None.
         is_tensor_parallel: whether weights, and with them the logits, are cut over ranks.
         loss: the mean cross entropy of this rank's logits and targets.
+        whole: makes logits [batch, rows] of one position whole where the vocabulary is cut; collective then.
         pipeline: this rank's stages, or None.
         ends: the group over which tied embeddings of the first and last stage sum their gradients, or None.
         reports_loss: whether this rank's losses count in the mean; replicas count once.
@@ -33,6 +34,7 @@ class Axes:
     data: DeviceMesh | None
     is_tensor_parallel: bool
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    whole: Callable[[torch.Tensor], torch.Tensor]
     pipeline: Pipeline | None
     ends: dist.ProcessGroup | None
     reports_loss: bool

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from trainer.checkpoint.retention import Retention
 from trainer.config import Config, topology_of
 from trainer.data.batches import Samples
 from trainer.data.corpus import Corpus, default_cache, prepare
+from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.token_file import fingerprint, open_token_file
 from trainer.errors import DataError, TrainerError
 from trainer.feed import Feed
@@ -27,6 +30,7 @@ from trainer.optim import AdamSettings
 from trainer.parallel.mesh import build_mesh
 from trainer.parts import build_axes, build_grid, build_models
 from trainer.requests import RequestRules, Requests
+from trainer.sample import Sampler
 from trainer.schedule import Schedule, resolve
 from trainer.signals import SignalWatch
 from trainer.state import TrainerState, build_part
@@ -49,6 +53,7 @@ class Run:
     axes: Axes
     train: Feed
     valid: Feed | None
+    sampler: Sampler | None
     checkpointer: Checkpointer
     log: RunLog | None
     requests: Requests
@@ -86,6 +91,7 @@ def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) ->
         axes=build_axes(config, state, topology=topology, mesh=mesh, cluster=cluster),
         train=train,
         valid=valid,
+        sampler=_build_sampler(config, cluster) if config.train.sample_interval else None,
         checkpointer=_build_checkpointer(config, cluster),
         log=_build_log(config, cluster) if cluster.rank == 0 else None,
         requests=_build_requests(config, cluster, watch),
@@ -131,6 +137,30 @@ def _build_feeds(config: Config, cluster: Cluster, topology: Topology) -> tuple[
 
     valid = feed(corpus.valid) if train.eval_interval else None
     return feed(corpus.train), valid, digest
+
+
+def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
+    """Let rank 0 open the tokenizer, and tell all ranks the tokens of the prompt."""
+    train = config.train
+    problem: TrainerError | None = None
+    decode: Callable[[Sequence[int]], str] = str
+    prompt = b""
+    if cluster.rank == 0:
+        try:
+            encoder = open_encoder(config.data.tokenizer)
+            decode = encoder.decode
+            prompt = json.dumps(prompt_tokens(encoder, train.sample_prompt, config.model.vocab_size)).encode()
+        except TrainerError as error:
+            problem = error
+    cluster.board.agree("sampler", problem)
+    return Sampler(
+        prompt=json.loads(cluster.board.from_rank0("sampler/prompt", prompt)),
+        max_new_tokens=train.sample_tokens,
+        seq_length=train.seq_length,
+        rows=train.micro_batch_size if train.compile else 1,
+        seed=train.seed,
+        decode=decode,
+    )
 
 
 def _check_data(corpus: Corpus, config: Config) -> str:

@@ -60,6 +60,11 @@ class TrainSection:
         activation_checkpointing: keep only the inputs of blocks and run them again in the backward pass.
         eval_interval: evaluate at every multiple; 0 never.
         eval_iters: global batches of an evaluation.
+        sample_interval: show a text of the model at every multiple, in the log and in TensorBoard; 0 never. It changes
+            no bit of the training.
+        sample_prompt: what that text begins with; empty is the beginning of a document.
+        sample_tokens: how many tokens it has at most behind the prompt; each costs a forward pass, with a pipeline as
+            many as an iteration.
         exit_interval: save and exit at the next multiple; 0 never.
         exit_duration_in_mins: save and exit after so many minutes; 0 never.
         exit_signal_save_seconds: SIGTERM, SIGINT or SIGUSR1 to any rank saves and exits; a process that is not through
@@ -83,6 +88,9 @@ class TrainSection:
     activation_checkpointing: bool = False
     eval_interval: int = 0
     eval_iters: int = 4
+    sample_interval: int = 0
+    sample_prompt: str = ""
+    sample_tokens: int = 64
     exit_interval: int = 0
     exit_duration_in_mins: float = 0.0
     exit_signal_save_seconds: float = 25.0
@@ -230,10 +238,18 @@ def validate(config: Config, world_size: int) -> None:
 
 def _train_problems(config: Config) -> list[str]:
     train, found = config.train, []
-    for name in ("train_iters", "global_batch_size", "micro_batch_size", "seq_length", "eval_iters", "dry_run_ranks"):
+    for name in (
+        "train_iters",
+        "global_batch_size",
+        "micro_batch_size",
+        "seq_length",
+        "eval_iters",
+        "sample_tokens",
+        "dry_run_ranks",
+    ):
         if getattr(train, name) < 1:
             found.append(f"train.{name}={getattr(train, name)}: must be at least 1")
-    for name in ("eval_interval", "exit_interval", "exit_duration_in_mins"):
+    for name in ("eval_interval", "sample_interval", "exit_interval", "exit_duration_in_mins"):
         if getattr(train, name) < 0:
             found.append(f"train.{name}={getattr(train, name)}: must be 0 (never) or more")
     if not (math.isfinite(train.clip_grad) and train.clip_grad >= 0):
@@ -250,6 +266,11 @@ def _train_problems(config: Config) -> list[str]:
         found.append(f"logging.log_interval={config.logging.log_interval}: must be at least 1")
     if train.eval_interval and config.data.kind is DataKind.token_file and config.data.valid is None:
         found.append(f"train.eval_interval={train.eval_interval}: needs data.valid, or set it to 0")
+    if train.sample_interval and config.data.kind is DataKind.token_file and config.data.tokenizer is None:
+        found.append(
+            f"train.sample_interval={train.sample_interval}: needs data.tokenizer, the tokenizer.json that wrote the "
+            "token files, or bytes; or set it to 0"
+        )
     return found
 
 

@@ -17,6 +17,7 @@ from trainer.evaluate import evaluate
 from trainer.metrics import IterationRecord, Slowdown
 from trainer.random import dropout_key
 from trainer.requests import Asked
+from trainer.sample import Sampler, sample
 from trainer.step import StepResult, train_step
 from trainer.stop import should_exit
 from trainer.tied import check_tied_copies
@@ -46,6 +47,8 @@ def train(run: Run) -> None:
         iteration = state.progress.iteration
         if settings.eval_interval and iteration % settings.eval_interval == 0:
             _evaluate(run)
+        if run.sampler is not None and iteration % settings.sample_interval == 0:
+            _sample(run, run.sampler)
         if asked.give_up:
             raise _gives_up(run)
         if asked.stop or state.progress.owes_evaluation:
@@ -137,6 +140,14 @@ def _evaluate(run: Run) -> None:
     run.state.progress = run.state.progress.after_evaluation(loss)
     if run.log is not None:
         run.log.evaluation(run.state.progress.iteration, loss, run.state.progress.best_loss)
+
+
+def _sample(run: Run, sampler: Sampler) -> None:
+    """Show a text of the model; where a signal comes meanwhile, break off and leave it out."""
+    stop = run.requests.is_signalled
+    tokens = sample(sampler, run.state, axes=run.axes, cluster=run.cluster, should_stop=stop)
+    if run.log is not None and tokens is not None:
+        run.log.sample(run.state.progress.iteration, sampler.decode([*sampler.prompt, *tokens]))
 
 
 def _save(run: Run, slowdown: Slowdown) -> None:

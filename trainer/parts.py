@@ -80,6 +80,7 @@ def build_axes(
         data=mesh["dp"] if mesh is not None and topology.dp > 1 else None,
         is_tensor_parallel=topology.tp > 1,
         loss=loss,
+        whole=_whole(config, mesh if topology.tp > 1 else None),
         pipeline=None if mesh is None or topology.pp == 1 else _build_pipeline(config, state, topology, mesh, loss),
         ends=pipeline.ends_group(mesh) if mesh is not None and has_tied_ends else None,
         reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
@@ -91,6 +92,12 @@ def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, to
     if mesh is None:
         return token_loss
     return functools.partial(tensor.cut_token_loss, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
+
+
+def _whole(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    if mesh is None:
+        return lambda logits: logits
+    return functools.partial(tensor.whole_logits, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
 
 
 def _build_pipeline(

@@ -22,7 +22,7 @@ from trainer.data.text import (
     Source,
     bytes_encoder,
     find_files,
-    load_encoder,
+    open_encoder,
     split_documents,
     stdlib_sources,
     text_sources,
@@ -76,7 +76,7 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
             end_of_text=None,
         )
     if section.kind is DataKind.text:
-        encoder = load_encoder(Path(section.tokenizer).expanduser()) if section.tokenizer else bytes_encoder()
+        encoder = open_encoder(section.tokenizer)
         sources = text_sources(section.path or "")
     else:
         encoder = bytes_encoder()

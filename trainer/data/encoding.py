@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from trainer.data.blocks import Block, Form, Rule, texts
-from trainer.data.text import Document, Encoder, bytes_encoder, load_encoder
+from trainer.data.text import Document, Encoder, open_encoder
 from trainer.data.token_file import TokenArray
 from trainer.errors import DataError
 
@@ -40,15 +40,6 @@ class Encoded:
 
 
 Encode = Callable[[Iterable[Block], Rule], Iterator[Encoded]]
-
-
-def open_encoder(tokenizer: Path | None) -> Encoder:
-    """Return the encoder of a ``tokenizer.json``, or of bytes.
-
-    Raises:
-        DataError: the file is no tokenizer that can be used here.
-    """
-    return bytes_encoder() if tokenizer is None else load_encoder(tokenizer)
 
 
 @contextmanager

@@ -19,8 +19,8 @@ import xxhash
 
 from trainer.data.blocks import BLOCK_BYTES, HASHES, Block, Form, Rule, Span, read_blocks, start_of_character, texts
 from trainer.data.bpe import train_bpe
-from trainer.data.encoding import Encode, Encoded, dtype_of, encoding, open_encoder
-from trainer.data.text import Document, decode
+from trainer.data.encoding import Encode, Encoded, dtype_of, encoding
+from trainer.data.text import Document, as_characters, open_encoder
 from trainer.data.token_file import MAX_TOKENS, TokenArray, sync_folder, write_token_file
 from trainer.errors import DataError
 
@@ -70,6 +70,7 @@ class Prepared:
 
     folder: Path
     sides: tuple[Side, ...]
+    tokenizer: Path | None
     vocab_size: int
     end_of_text: int
 
@@ -131,7 +132,8 @@ def write_prepared(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     placed = tuple(Side(s.name, tuple(folder / path.name for path in s.files), s.documents, s.tokens) for s in sides)
-    return Prepared(folder, placed, encoder.vocab_size, encoder.end_of_text)
+    tokenizer = folder / TOKENIZER if wanted.train_vocab_size else wanted.tokenizer
+    return Prepared(folder, placed, tokenizer, encoder.vocab_size, encoder.end_of_text)
 
 
 def _check(wanted: Wanted) -> None:
@@ -200,7 +202,7 @@ def _train(part: _Part, wanted: Wanted, path: Path, progress: Progress) -> None:
 
     def found() -> Iterator[str]:
         for block in _blocks(part, wanted):
-            yield from (decode(Document(block.path, text, block.offset)) for text in texts(block, part.rule))
+            yield from (as_characters(Document(block.path, text, block.offset)) for text in texts(block, part.rule))
             count(len(block.data))
 
     with path.open("xb") as file:

@@ -20,7 +20,8 @@ class DataSection:
 
     Attributes:
         path: ``text``: a file or a glob, ``**`` allowed.
-        tokenizer: ``text``: a tokenizer.json; null trains on bytes.
+        tokenizer: ``text``: a tokenizer.json; null, or ``bytes``, trains on bytes. ``token_file``: what wrote the
+            tokens, a tokenizer.json or ``bytes``; only text samples need it.
         train: ``token_file``: a file or a glob.
         valid: ``token_file``: a file or a glob; null means that there is nothing to evaluate on.
         valid_fraction: share of files (of bytes, for a single file) that is held out.
@@ -41,7 +42,7 @@ class DataSection:
 _KEYS_OF_KIND = {
     DataKind.stdlib: frozenset[str](),
     DataKind.text: frozenset({"path", "tokenizer"}),
-    DataKind.token_file: frozenset({"train", "valid"}),
+    DataKind.token_file: frozenset({"train", "valid", "tokenizer"}),
 }
 _NEEDED_KEY = {DataKind.text: "path", DataKind.token_file: "train"}
 

@@ -51,18 +51,45 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """How documents become tokens; ``label`` differs where the tokens may."""
+    """How documents become tokens and tokens text; ``label`` differs where the tokens may.
+
+    ``decode`` takes any numbers: what is no token, or a part of a character, shows as such or not at all.
+    """
 
     label: str
     vocab_size: int
     end_of_text: int
     encode: Callable[[Document], TokenArray]
+    decode: Callable[[Sequence[int]], str]
+
+
+BYTES = "bytes"
+
+
+def open_encoder(tokenizer: str | Path | None) -> Encoder:
+    """Return the encoder of a ``tokenizer.json``, or that of bytes for "bytes" or None.
+
+    Raises:
+        DataError: the file is no tokenizer that can be used here.
+    """
+    if tokenizer is None or str(tokenizer) == BYTES:
+        return bytes_encoder()
+    return load_encoder(Path(tokenizer).expanduser())
 
 
 def bytes_encoder() -> Encoder:
     """Return the encoder whose tokens are the bytes 0 to 255 and whose end of text is 256."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        pieces = (bytes([t]) if t < 256 else END_OF_TEXT_NAMES[0].encode() if t == 256 else b"" for t in tokens)
+        return b"".join(pieces).decode("utf-8", "replace")
+
     return Encoder(
-        label="bytes", vocab_size=257, end_of_text=256, encode=lambda document: np.frombuffer(document.text, np.uint8)
+        label=BYTES,
+        vocab_size=257,
+        end_of_text=256,
+        encode=lambda document: np.frombuffer(document.text, np.uint8),
+        decode=decode,
     )
 
 
@@ -102,12 +129,36 @@ def load_encoder(path: Path) -> Encoder:
         )
 
     def encode(document: Document) -> TokenArray:
-        ids = tokenizer.encode(decode(document), add_special_tokens=False).ids
+        ids = tokenizer.encode(as_characters(document), add_special_tokens=False).ids
         return np.array(ids, dtype=np.uint32)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     label = f"tokenizers {tokenizers.__version__} {xxhash.xxh3_64_hexdigest(raw)}"
     # Ids may have holes, so the largest counts, not how many there are.
-    return Encoder(label=label, vocab_size=max(vocabulary.values()) + 1, end_of_text=end_of_text, encode=encode)
+    return Encoder(label, max(vocabulary.values()) + 1, end_of_text, encode, decode)
+
+
+def prompt_tokens(encoder: Encoder, prompt: str, vocab_size: int) -> list[int]:
+    """Return the tokens of a prompt; those of an empty one are the end of the text before.
+
+    Raises:
+        DataError: the prompt is no Unicode, or a token is not below ``vocab_size``.
+    """
+    try:
+        text = prompt.encode()
+    except UnicodeEncodeError as error:
+        raise DataError("a prompt is no Unicode text", found=str(error)) from error
+    tokens = [int(token) for token in encoder.encode(Document(Path("prompt"), text))] or [encoder.end_of_text]
+    if max(tokens) >= vocab_size:
+        raise DataError(
+            "a token of the prompt is outside the vocabulary of the model",
+            expected=f"0 to {vocab_size - 1}",
+            found=max(tokens),
+            fix="Name the tokenizer that wrote the data.",
+        )
+    return tokens
 
 
 def find_files(pattern: str) -> list[Path]:
@@ -258,7 +309,7 @@ def _cut(text: bytes, valid_fraction: float) -> int:
     return cut
 
 
-def decode(document: Document) -> str:
+def as_characters(document: Document) -> str:
     """Return a document as characters.
 
     Raises:

@@ -83,11 +83,14 @@ class Pipeline:
             for index, part in enumerate(parts)
         ]
         self._is_first, self._is_last = rank == 0, rank == pp - 1
+        self._samples = shape.micro_batches * shape.micro_batch_size
+        self._loss = loss
+        self._look: Callable[[torch.Tensor], None] | None = None
         self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
         if len(stages) == 1:
-            self._schedule = Schedule1F1B(stages[0], shape.micro_batches, loss_fn=loss)
+            self._schedule = Schedule1F1B(stages[0], shape.micro_batches, loss_fn=self._seen_loss)
         else:
-            self._schedule = ScheduleInterleaved1F1B(stages, shape.micro_batches, loss_fn=loss)  # type: ignore[arg-type]
+            self._schedule = ScheduleInterleaved1F1B(stages, shape.micro_batches, loss_fn=self._seen_loss)  # type: ignore[arg-type]
 
     def forward_backward(self, windows: torch.Tensor, keys: torch.Tensor) -> list[torch.Tensor]:
         """Accumulate the gradients of the mean loss; return the loss of each micro batch on the last stage, else [].
@@ -101,6 +104,30 @@ class Pipeline:
     def evaluate(self, windows: torch.Tensor) -> list[torch.Tensor]:
         """Return the loss of each micro batch on the last stage, else []; shaped as in training."""
         return self._run(self._schedule.eval, windows, {})
+
+    def logits(self, window: torch.Tensor, at: int) -> torch.Tensor | None:
+        """Return the logits [1, local rows] behind position `at` of one window on the last stage, else None.
+
+        Args:
+            window: int64 [1, seq_length + 1]; it goes through in the shape of training, as many times as that takes.
+        """
+        found: list[torch.Tensor] = []
+
+        def look(logits: torch.Tensor) -> None:
+            if not found:
+                found.append(logits[:1, at].clone())
+
+        self._look = look
+        try:
+            self.evaluate(window.expand(self._samples, -1))
+        finally:
+            self._look = None
+        return found[0] if found else None
+
+    def _seen_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self._look is not None:
+            self._look(logits)
+        return self._loss(logits, targets)
 
     def _run(
         self, call: Callable[..., object], windows: torch.Tensor, extra: dict[str, torch.Tensor]

@@ -29,7 +29,14 @@ from torch.distributed.tensor.parallel import (
 from models import GPT2, Llama3, Model, token_loss
 from models.layers import Dropout, FusedConv1D
 
-__all__ = ["cut_token_loss", "loss_parallel", "reduce_partial_gradients", "shard", "shards_of_dropout"]
+__all__ = [
+    "cut_token_loss",
+    "loss_parallel",
+    "reduce_partial_gradients",
+    "shard",
+    "shards_of_dropout",
+    "whole_logits",
+]
 
 _SEQUENCE = 1  # the dimension of [batch, sequence, width] that sequence parallelism cuts
 
@@ -73,6 +80,17 @@ def cut_token_loss(logits: torch.Tensor, targets: torch.Tensor, mesh: DeviceMesh
     stride = (size[1] * rows, rows, 1)
     whole = DTensor.from_local(logits, mesh, (Shard(-1),), run_check=False, shape=size, stride=stride)
     return cast(DTensor, token_loss(whole, targets)).to_local()
+
+
+def whole_logits(logits: torch.Tensor, mesh: DeviceMesh, *, rows: int) -> torch.Tensor:
+    """Return logits [batch, local rows], whose vocabulary is cut over the mesh, with all rows. A collective call.
+
+    Args:
+        rows: rows of the whole vocabulary, padding included.
+    """
+    size = torch.Size((logits.shape[0], rows))
+    cut = DTensor.from_local(logits, mesh, (Shard(-1),), run_check=False, shape=size, stride=(rows, 1))
+    return cut.full_tensor()
 
 
 def reduce_partial_gradients(model: nn.Module) -> None:

@@ -1,0 +1,137 @@
+"""Texts of the model while it trains: the same on every topology, and nothing of the training changes."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+from tests.harness import TINY, curve, launch, run_ok, tensor_files
+
+GPT2 = ["model=gpt2_tiny", "model.dropout=0.1", "model.pad_vocab_multiple=4"]
+LLAMA3 = ["model=llama3_tiny", "model.n_kv_head=2"]
+BASE = [*TINY, "model.n_layer=4", "train.train_iters=4"]
+SAMPLES = ["train.sample_interval=2", "train.sample_prompt='def f(x):'", "train.sample_tokens=10"]
+
+_TP, _SP = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
+_PP, _VPP = "parallel.pipeline_model_parallel_size=2", "parallel.num_virtual_stages_per_pipeline_rank=2"
+TOPOLOGIES: dict[str, tuple[int, list[str]]] = {
+    "one rank": (1, []),
+    "zero 3": (2, ["parallel.zero_stage=3"]),
+    "tp sp": (2, [_TP, _SP]),
+    "pp": (2, [_PP]),
+    "zero 0": (2, ["parallel.zero_stage=0"]),
+    "zero 1": (2, ["parallel.zero_stage=1"]),
+    "zero 2": (3, ["parallel.zero_stage=2"]),
+    "tp": (2, [_TP]),
+    "pp vpp": (2, [_PP, _VPP]),
+    "tp zero 3": (4, [_TP, "parallel.zero_stage=3"]),
+    "tp sp pp dp": (8, [_TP, _SP, _PP]),
+}
+
+
+def samples(text: str) -> list[tuple[str, str]]:
+    """Return the iterations and texts of the samples in a log."""
+    return re.findall(r"^step +(\d+)/\d+ \| sample (.*)$", text, flags=re.M)
+
+
+def compare(folder: Path, overrides: list[str], ranks: int) -> list[tuple[str, str]]:
+    """Hold a run with samples against one without, and return the samples."""
+    run_ok(folder / "plain", [*BASE, *overrides], ranks=ranks)
+    shown = samples(run_ok(folder / "sampled", [*BASE, *overrides, *SAMPLES], ranks=ranks).text)
+    assert [row[0] for row in curve(folder / "plain")] == [1, 2, 3, 4]
+    assert curve(folder / "sampled") == curve(folder / "plain")
+    last = "checkpoints/iter_0000004"
+    assert tensor_files(folder / "sampled" / last) == tensor_files(folder / "plain" / last)
+    assert [iteration for iteration, _ in shown] == ["2", "4"]
+    assert all(text.startswith(("'def f(x):", '"def f(x):')) for _, text in shown)
+    return shown
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    """Return the samples of LLaMA-3 on one rank. It has no dropout, whose masks depend on the topology."""
+    return compare(tmp_path_factory.mktemp("one"), LLAMA3, ranks=1)
+
+
+@pytest.mark.parametrize("name", ["one rank", "zero 3"])
+def test_samples_change_no_bit_of_a_run_with_dropout(tmp_path: Path, name: str) -> None:
+    ranks, overrides = TOPOLOGIES[name]
+    compare(tmp_path, [*GPT2, *overrides], ranks)
+
+
+@pytest.mark.parametrize("name", ["tp sp", "pp"])
+def test_samples_are_those_of_one_rank(tmp_path: Path, on_one_rank: list[tuple[str, str]], name: str) -> None:
+    ranks, overrides = TOPOLOGIES[name]
+    ended = run_ok(tmp_path / "run", [*BASE, *LLAMA3, *overrides, *SAMPLES], ranks=ranks)
+    assert samples(ended.text) == on_one_rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_samples_change_no_bit_of_a_run_on_any_topology(
+    tmp_path: Path, on_one_rank: list[tuple[str, str]], name: str
+) -> None:
+    ranks, overrides = TOPOLOGIES[name]
+    assert compare(tmp_path / "llama3", [*LLAMA3, *overrides], ranks) == on_one_rank
+    compare(tmp_path / "gpt2", [*GPT2, *overrides], ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [["train.dtype=bfloat16"], ["train.activation_checkpointing=true"], ["train.compile=true"]]
+)
+def test_samples_change_no_bit_with_any_way_to_compute(tmp_path: Path, options: list[str]) -> None:
+    compare(tmp_path, [*GPT2, *options], ranks=1)
+
+
+def test_a_run_that_is_killed_and_resumed_shows_every_sample_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = [
+        *GPT2,
+        *TINY,
+        "logging.tensorboard=true",
+        *SAMPLES,
+        "train.train_iters=8",
+        "checkpoint.save_interval=3",
+    ]
+    assert launch(run, overrides, kill_after=5, saved=3).statuses == (-9,)
+    text = run_ok(run, overrides).text
+    assert [iteration for iteration, _ in samples(text)] == ["4", "6", "8"]
+    events = EventAccumulator(str(run / "tensorboard"), tensor_size_guidance={"text": 0}).Reload()
+    (tag,) = (tag for tag in events.Tags()["tensors"] if tag.startswith("sample"))
+    found = {event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)}
+    assert [event.step for event in events.Tensors(tag)] == [2, 4, 6, 8]
+    for iteration, shown in samples(text):
+        assert repr(found[int(iteration)].removeprefix("    ").replace("\n    ", "\n")) == shown
+
+
+def test_the_tokenizer_of_the_data_makes_the_samples(tmp_path: Path) -> None:
+    from trainer.data.bpe import train_bpe
+
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_bytes(train_bpe(["if it is so, so be it: x = 1\n" * 50], 270))
+    (tmp_path / "a.txt").write_text("if it is so, so be it: x = 1\n" * 500)
+    data = ["data=text", f"data.path={tmp_path}/a.txt", f"data.tokenizer={tokenizer}", "model.vocab_size=270"]
+    ended = run_ok(tmp_path / "run", [*GPT2, *BASE, *data, *SAMPLES, "train.sample_prompt='if it'"], ranks=1)
+    assert [text[1:6] for _, text in samples(ended.text)] == ["if it"] * 2
+
+
+def test_a_tokenizer_that_is_missing_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    data = ["data=token_file", f"data.train={tmp_path}/*.bin", "data.tokenizer=none.json"]
+    run_ok(tmp_path / "stdlib", [*GPT2, *BASE, f"data.cache={tmp_path}/cache"])
+    for path in (tmp_path / "cache").rglob("train.bin"):
+        os.link(path, tmp_path / "train.bin")
+    ended = launch(tmp_path / "run", [*GPT2, *BASE, *data, *SAMPLES], ranks=2)
+    assert 0 not in ended.statuses
+    assert "none.json" in ended.text
+    assert "Traceback" not in ended.text
+
+
+def test_token_files_of_unknown_origin_are_refused_up_front(tmp_path: Path) -> None:
+    ended = launch(tmp_path / "run", [*GPT2, *BASE, "data=token_file", "data.train=a.bin", *SAMPLES])
+    assert ended.statuses == (1,)
+    assert "train.sample_interval=2: needs data.tokenizer" in ended.text

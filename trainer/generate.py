@@ -1,0 +1,63 @@
+"""Text from a model, token by token: how the next one is chosen, and when it ends. Callers know where logits are from.
+
+Nothing here draws from a random generator of torch's: a choice is a function of the seed and of its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from models.layers import splitmix64
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Args:
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: only so many of the likeliest tokens are drawn from; 0 for all.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    seed: int = 0
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, *, number: int) -> int:
+    """Return a token for one row of logits [vocabulary], the same for the same bits, whatever was drawn before.
+
+    Args:
+        number: of the choice; every choice of a text has another.
+    """
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.double().cpu() / sampling.temperature
+    if 0 < sampling.top_k < scaled.numel():
+        scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
+    shares = scaled.softmax(-1).cumsum(-1)
+    draw = (splitmix64(sampling.seed ^ splitmix64(number)) >> 11) * 2.0**-53  # in [0, 1), as doubles have 53 bits
+    found = int(torch.searchsorted(shares, draw * shares[-1], right=True))
+    return min(found, int(shares.argmax()))  # rounding may reach the end, behind the last token that has a share
+
+
+def generate(
+    next_token: Callable[[Sequence[int]], int | None], prompt: Sequence[int], *, max_new_tokens: int, end: int
+) -> Iterator[int]:
+    """Yield the tokens that follow a prompt, until `end`, which is the last, or `max_new_tokens` of them.
+
+    Args:
+        next_token: gives the token after those so far; None breaks off.
+    """
+    tokens = list(prompt)
+    for _ in range(max_new_tokens):
+        token = next_token(tokens)
+        if token is None:
+            return
+        yield token
+        if token == end:
+            return
+        tokens.append(token)
