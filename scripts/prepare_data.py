@@ -1,7 +1,7 @@
 """Make token files of text or JSON lines: `python -m scripts.prepare_data INPUT... --output FOLDER`.
 
 The folder appears whole or not at all, and what it holds does not depend on the number of processes. The last line
-that is printed is what to put on the trainer's command line. The exit status is 0, or 1 with one paragraph.
+that is printed is what to put on the trainer's command line. The exit status is 0, or 2 where it cannot be done.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from trainer.data.prepared import FILE_TOKENS, Prepared, Side, Wanted, write_pre
 from trainer.data.text import find_files
 from trainer.errors import ConfigError, TrainerError
 
+FINE, IMPOSSIBLE = 0, 2
 _JSONL = (".jsonl", ".ndjson")
 
 
@@ -37,13 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except TrainerError as error:
         bars.close()
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        print(f"prepare_data: {type(error).__name__}: {error}", file=sys.stderr)
+        return IMPOSSIBLE
     bars.close()
     for side in made.sides:
         print(f"{side.name}: {side.documents:,} documents, {side.tokens:,} tokens, {len(side.files)} files")
     print(" ".join(map(shlex.quote, overrides(made))))
-    return 0
+    return FINE
 
 
 def overrides(made: Prepared) -> list[str]:

@@ -52,7 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.step", "trainer.evaluate", "trainer.sample", "trainer.parts", "trainer.tied", "trainer.pretrained"),
     ("trainer.build", "trainer.dry_run"),
     ("trainer.convert",),
-    ("trainer.restore", "trainer.loop"),
+    ("trainer.restore", "trainer.loop", "trainer.opened"),
     ("trainer.__main__", "trainer.doctor", "scripts.compare_loss"),
     ("scripts",),
 )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from models import Model
 from models.layers import splitmix64
 
 
@@ -61,3 +62,25 @@ def generate(
         if token == end:
             return
         tokens.append(token)
+
+
+@torch.no_grad()
+def continue_with(
+    model: Model, prompt: Sequence[int], sampling: Sampling, *, max_new_tokens: int, end: int | None = None
+) -> list[int]:
+    """Return the tokens with which a whole model goes on after a prompt, at most `max_new_tokens` of them.
+
+    The model sees as many of the last tokens as it has positions.
+
+    Args:
+        end: the token after which the text ends; None is that of the model.
+    """
+    config = model.config
+    device = next(model.parameters()).device
+
+    def next_token(tokens: Sequence[int]) -> int:
+        window = torch.tensor([tokens[-config.max_position_embeddings :]], device=device)
+        return choose(model(window)[0, -1, : config.vocab_size], sampling, number=len(tokens))
+
+    end = config.eos_token_id if end is None else end
+    return list(generate(next_token, prompt, max_new_tokens=max_new_tokens, end=end))

@@ -40,8 +40,11 @@ def samples(text: str) -> list[tuple[str, str]]:
 
 def compare(folder: Path, overrides: list[str], ranks: int) -> list[tuple[str, str]]:
     """Hold a run with samples against one without, and return the samples."""
-    run_ok(folder / "plain", [*BASE, *overrides], ranks=ranks)
-    shown = samples(run_ok(folder / "sampled", [*BASE, *overrides, *SAMPLES], ranks=ranks).text)
+    ended = launch(folder / "plain", [*BASE, *overrides], ranks=ranks, timeout_s=240.0)
+    assert ended.ok, ended.text
+    ended = launch(folder / "sampled", [*BASE, *overrides, *SAMPLES], ranks=ranks, timeout_s=240.0)
+    assert ended.ok, ended.text
+    shown = samples(ended.text)
     assert [row[0] for row in curve(folder / "plain")] == [1, 2, 3, 4]
     assert curve(folder / "sampled") == curve(folder / "plain")
     last = "checkpoints/iter_0000004"

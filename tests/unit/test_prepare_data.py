@@ -200,7 +200,7 @@ def test_a_bad_line_is_named_and_leaves_nothing(
     line, problem = BAD_LINES[case]
     path = tmp_path / "in.jsonl"
     path.write_text(lines(["a", "b"]) + "\n" + line + "\n" + lines(["c"]) + "also bad\n")
-    assert main([str(path), "--output", str(tmp_path / "out"), "--workers", str(workers)]) == 1
+    assert main([str(path), "--output", str(tmp_path / "out"), "--workers", str(workers)]) == 2
     error = capsys.readouterr().err
     assert "in.jsonl, line 4)" in error
     assert problem in error
@@ -210,7 +210,7 @@ def test_a_bad_line_is_named_and_leaves_nothing(
 def test_bytes_that_are_no_text_are_named_by_their_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.txt").write_bytes(b"word " * 1000 + b"\xff")
     arguments = [str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--tokenizer", "train-bpe", "300"]
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert "in.txt, byte 5000" in capsys.readouterr().err
 
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_made_is_refused_in_words(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.jsonl").write_text(lines(["b"]))
-    assert main([*arguments, "--output", "out", "--workers", "1"]) == 1
+    assert main([*arguments, "--output", "out", "--workers", "1"]) == 2
     assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.jsonl"]
 
@@ -247,16 +247,16 @@ def test_a_folder_is_replaced_only_with_force_and_only_if_it_is_ours(
     assert main(command) == 0
     first = content(tmp_path / "out")
     (tmp_path / "in.txt").write_text("two")
-    assert main(command) == 1
+    assert main(command) == 2
     assert "--force" in capsys.readouterr().err
     assert content(tmp_path / "out") == first
     assert main([*command, "--force"]) == 0
     assert content(tmp_path / "out") != first
     (tmp_path / "out/notes.txt").write_text("mine")
-    assert main([*command, "--force"]) == 1
+    assert main([*command, "--force"]) == 2
     assert "notes.txt" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert main([str(tmp_path / "in.txt"), "--output", str(tmp_path / "file"), "--force"]) == 1
+    assert main([str(tmp_path / "in.txt"), "--output", str(tmp_path / "file"), "--force"]) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "in.txt", "out"]
 
 
