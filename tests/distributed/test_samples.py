@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
-from tests.harness import TINY, curve, launch, run_ok, tensor_files
+import trainer.__main__
+import trainer.sample
+from tests.harness import TINY, call_on_ranks, curve, launch, run_ok, tensor_files
+from trainer.data.bpe import train_bpe
+from trainer.data.token_file import write_token_file
+from trainer.generate import Sampling, choose
 
 GPT2 = ["model=gpt2_tiny", "model.dropout=0.1", "model.pad_vocab_multiple=4"]
 LLAMA3 = ["model=llama3_tiny", "model.n_kv_head=2"]
@@ -31,6 +40,9 @@ TOPOLOGIES: dict[str, tuple[int, list[str]]] = {
     "tp zero 3": (4, [_TP, "parallel.zero_stage=3"]),
     "tp sp pp dp": (8, [_TP, _SP, _PP]),
 }
+
+
+IN_CI = ("pp vpp", "tp zero 3")
 
 
 def samples(text: str) -> list[tuple[str, str]]:
@@ -57,7 +69,7 @@ def compare(folder: Path, overrides: list[str], ranks: int) -> list[tuple[str, s
 @pytest.fixture(scope="module")
 def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     """Return the samples of LLaMA-3 on one rank. It has no dropout, whose masks depend on the topology."""
-    return compare(tmp_path_factory.mktemp("one"), LLAMA3, ranks=1)
+    return samples(run_ok(tmp_path_factory.mktemp("one") / "run", [*BASE, *LLAMA3, *SAMPLES]).text)
 
 
 @pytest.mark.parametrize("name", ["one rank", "zero 3"])
@@ -74,7 +86,9 @@ def test_samples_are_those_of_one_rank(tmp_path: Path, on_one_rank: list[tuple[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "name", [*IN_CI, *(pytest.param(n, marks=pytest.mark.soak) for n in TOPOLOGIES if n not in IN_CI)]
+)
 def test_samples_change_no_bit_of_a_run_on_any_topology(
     tmp_path: Path, on_one_rank: list[tuple[str, str]], name: str
 ) -> None:
@@ -85,7 +99,12 @@ def test_samples_change_no_bit_of_a_run_on_any_topology(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [["train.dtype=bfloat16"], ["train.activation_checkpointing=true"], ["train.compile=true"]]
+    "options",
+    [
+        ["train.dtype=bfloat16"],
+        ["train.activation_checkpointing=true"],
+        pytest.param(["train.compile=true"], marks=pytest.mark.soak),
+    ],
 )
 def test_samples_change_no_bit_with_any_way_to_compute(tmp_path: Path, options: list[str]) -> None:
     compare(tmp_path, [*GPT2, *options], ranks=1)
@@ -112,9 +131,38 @@ def test_a_run_that_is_killed_and_resumed_shows_every_sample_once(tmp_path: Path
         assert repr(found[int(iteration)].removeprefix("    ").replace("\n    ", "\n")) == shown
 
 
-def test_the_tokenizer_of_the_data_makes_the_samples(tmp_path: Path) -> None:
-    from trainer.data.bpe import train_bpe
+def _signal_while_sampling(arguments: list[str]) -> None:
+    """Let rank 1 signal itself at its third token, then run the trainer's command."""
+    calls = 0
 
+    def signalling(logits: torch.Tensor, sampling: Sampling, *, number: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return choose(logits, sampling, number=number)
+
+    trainer.sample.choose = signalling
+    sys.argv = ["trainer", *arguments]
+    trainer.__main__.main()
+
+
+def test_a_signal_breaks_a_sample_off_on_all_ranks(tmp_path: Path) -> None:
+    endless = [
+        "train.sample_interval=2",
+        "train.sample_tokens=1000000",
+        "model.eos_token_id=0",
+        "model.vocab_size=4096",
+    ]
+    arguments = [f"run.dir={tmp_path}/run", *BASE, *LLAMA3, *endless, "train.train_iters=100"]
+    ended = call_on_ranks(_signal_while_sampling, arguments, folder=tmp_path / "run", ranks=2)
+    assert ended.ok, ended.text
+    assert samples(ended.text) == []
+    assert "stopping after iteration 3" in ended.text
+    assert (tmp_path / "run/checkpoints/iter_0000003/manifest.json").exists()
+
+
+def test_the_tokenizer_of_the_data_makes_the_samples(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_bytes(train_bpe(["if it is so, so be it: x = 1\n" * 50], 270))
     (tmp_path / "a.txt").write_text("if it is so, so be it: x = 1\n" * 500)
@@ -125,9 +173,7 @@ def test_the_tokenizer_of_the_data_makes_the_samples(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_is_missing_is_refused_on_all_ranks(tmp_path: Path) -> None:
     data = ["data=token_file", f"data.train={tmp_path}/*.bin", "data.tokenizer=none.json"]
-    run_ok(tmp_path / "stdlib", [*GPT2, *BASE, f"data.cache={tmp_path}/cache"])
-    for path in (tmp_path / "cache").rglob("train.bin"):
-        os.link(path, tmp_path / "train.bin")
+    write_token_file(tmp_path / "train.bin", [np.arange(257)] * 4, dtype=np.uint16)
     ended = launch(tmp_path / "run", [*GPT2, *BASE, *data, *SAMPLES], ranks=2)
     assert 0 not in ended.statuses
     assert "none.json" in ended.text

@@ -9,6 +9,7 @@ import shlex
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,11 @@ def test_the_files_do_not_depend_on_the_number_of_processes(tmp_path: Path, form
     assert not list(tmp_path.glob(".*"))
 
 
+@cache
+def small_tokenizer() -> bytes:
+    return train_bpe([prose(60)], 320)
+
+
 TEXTS = st.lists(st.text(st.characters(exclude_categories=("Cs",))) | st.sampled_from(WORDS), max_size=6)
 
 
@@ -85,7 +91,7 @@ def test_what_was_encoded_decodes_to_the_text(
 ) -> None:
     folder = tmp_path_factory.mktemp("texts")
     tokenizer = folder / "tokenizer.json"
-    tokenizer.write_bytes(train_bpe([prose(60)], 320))
+    tokenizer.write_bytes(small_tokenizer())
     decoder = Tokenizer.from_file(str(tokenizer))
     jsonl, whole = folder / "texts.jsonl", folder / "whole.txt"
     jsonl.write_text(lines(texts))
