@@ -33,8 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         inputs = [path for pattern in options.inputs for path in find_files(pattern)]
         wanted = _wanted(options, inputs)
+        workers = options.workers or (len(os.sched_getaffinity(0)) if _needs_work(wanted) else 1)
         made = write_prepared(
-            options.output, inputs, wanted, workers=options.workers, replace=options.force, progress=bars.begin
+            options.output, inputs, wanted, workers=workers, replace=options.force, progress=bars.begin
         )
     except TrainerError as error:
         bars.close()
@@ -108,6 +109,11 @@ def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> Wanted:
     )
 
 
+def _needs_work(wanted: Wanted) -> bool:
+    """Return whether encoding takes longer than handing texts and tokens from process to process."""
+    return wanted.tokenizer is not None or wanted.train_vocab_size > 0
+
+
 def _form(options: argparse.Namespace, inputs: Sequence[Path]) -> Form:
     if options.form is not None:
         return Form(options.form)
@@ -139,7 +145,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--valid-fraction", type=float, default=0.0, metavar="F", help="share that is held out")
     parser.add_argument("--file-tokens", type=int, default=FILE_TOKENS, metavar="N", help="most tokens of a file")
     parser.add_argument(
-        "--workers", type=_positive, default=len(os.sched_getaffinity(0)), metavar="N", help="processes"
+        "--workers",
+        type=_positive,
+        metavar="N",
+        help="processes; by default one for each core, and one alone for bytes",
     )
     parser.add_argument("--force", action="store_true", help="replace a folder that an earlier call has made")
     return parser

@@ -16,7 +16,7 @@ import xxhash
 
 from trainer.errors import DataError
 
-BLOCK_BYTES = 2 << 20
+BLOCK_BYTES = 256 << 10
 HASHES = 2**64
 
 # Tokenizers that split at white space first never make one token of what lies on both sides of such a place, be it
