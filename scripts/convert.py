@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.overrides and options.call is bring_out:
         parser.error("an export takes no overrides")
     logging.basicConfig(format="convert: %(message)s", stream=sys.stderr)
+    logging.getLogger("trainer.convert").setLevel(logging.INFO)
     call: Callable[[argparse.Namespace], int] = options.call
     try:
         return call(options)

@@ -95,6 +95,10 @@ PICKLING_CALLS = {
 # The benchmark measures torch's own way of saving beside ours, and loads only the file that it has just written: these
 # two names, in this module, and nothing else of what pickles.
 MEASURED_AS_A_PEER = {("scripts.bench.peers", "torch.save"), ("scripts.bench.peers", "torch.load")}
+# Where other programs' files are read, and only with weights_only=True, spelled out.
+WEIGHTS_ONLY = {"trainer.convert.dcp_folder"}
+# DCP's metadata is a pickle: read by an unpickler of our own, which admits the classes of that metadata and no others.
+ADMITS_BY_NAME = {("trainer.convert.dcp_folder", "pickle")}
 CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}
 
 # Dependencies that no module imports, and why they are there. One that is imported does not belong here.
@@ -260,16 +264,21 @@ def nothing_runs_code(sources: Sequence[Source]) -> list[str]:
     found = []
     for source in sources:
         for name in sorted(source.imports()):
+            if (source.module, name) in ADMITS_BY_NAME:
+                continue
             if name.split(".")[0] in PICKLING_MODULES or name in ("torch.save", "torch.load"):
                 found.append(f"{source.module} imports {name}")
             if name.split(".")[-1] in PICKLING_CALLS:
                 found.append(f"{source.module} imports {name}, which pickles")
+        read_as_weights = _weights_only_loads(source) if source.module in WEIGHTS_ONLY else set()
         for node in ast.walk(source.tree):
             match node:
                 case ast.Attribute(value=ast.Name(id="torch"), attr="save" | "load" as name):
-                    if (source.module, f"torch.{name}") in MEASURED_AS_A_PEER:
+                    if (source.module, f"torch.{name}") in MEASURED_AS_A_PEER or id(node) in read_as_weights:
                         continue
                     found.append(f"{source.module}:{node.lineno} uses torch.{node.attr}")
+                case ast.Attribute(value=ast.Name(id="pickle"), attr="load" | "loads" | "Unpickler" as name):
+                    found.append(f"{source.module}:{node.lineno} uses pickle.{name}")
                 case ast.Attribute(attr=name) if name in PICKLING_CALLS:
                     found.append(f"{source.module}:{node.lineno} uses {name}, which pickles")
                 case ast.Call(func=ast.Name(id=name)) if name in CODE_RUNNERS:
@@ -277,6 +286,16 @@ def nothing_runs_code(sources: Sequence[Source]) -> list[str]:
                 case ast.keyword(arg="allow_pickle"):
                     found.append(f"{source.module}:{node.lineno} sets allow_pickle")
     return found
+
+
+def _weights_only_loads(source: Source) -> set[int]:
+    """Return what names `torch.load` in calls with `weights_only=True`."""
+    return {
+        id(node.func)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
+        if any(keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in node.keywords)
+    }
 
 
 def narrow_handlers(sources: Sequence[Source]) -> list[str]:
@@ -385,6 +404,10 @@ BROKEN = [
     (nothing_runs_code, "scripts.bench.ways", "import torch\ntorch.save({}, 'x')\n", "torch.save"),
     (nothing_runs_code, "scripts.bench.peers", "from torch import load\n", "imports torch.load"),
     (nothing_runs_code, "scripts.bench.peers", "import pickle\n", "imports pickle"),
+    (nothing_runs_code, "trainer.convert.dcp", "import pickle\n", "imports pickle"),
+    (nothing_runs_code, "trainer.convert.dcp_folder", "import torch\ntorch.save({}, 'x')\n", "torch.save"),
+    (nothing_runs_code, "trainer.convert.dcp_folder", "import torch\ntorch.load('x')\n", "torch.load"),
+    (nothing_runs_code, "trainer.convert.dcp_folder", "import pickle\npickle.load('x')\n", "pickle.load"),
     (nothing_runs_code, "trainer.loop", "eval('1')\n", "calls eval"),
     (nothing_runs_code, "trainer.loop", "exec('1')\n", "calls exec"),
     (nothing_runs_code, "trainer.loop", "dist.broadcast_object_list([])\n", "which pickles"),
