@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.signals",
         "trainer",
     ),
-    ("trainer.checkpoint", "trainer.data", "trainer.curves_read", "trainer.meeting"),
+    ("trainer.checkpoint", "trainer.data", "trainer.curves_read", "trainer.figure", "trainer.meeting"),
     ("trainer.config", "trainer.curves", "trainer.hf"),
     (
         "trainer.parallel",
@@ -46,9 +46,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.peers",
         "trainer.record",
         "trainer.requests",
-        "trainer.curves_plot",
+        "trainer.curves_table",
     ),
-    ("trainer.state", "trainer.axes"),
+    ("trainer.state", "trainer.axes", "trainer.curves_plot"),
     ("trainer.step", "trainer.evaluate", "trainer.sample", "trainer.parts", "trainer.tied", "trainer.pretrained"),
     ("trainer.build", "trainer.dry_run"),
     ("trainer.convert",),
@@ -68,7 +68,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 ONLY_IN = {
     "hydra": ("trainer.__main__",),
     "omegaconf": ("trainer.__main__",),
-    "matplotlib": ("trainer.curves_plot",),
+    "matplotlib": ("trainer.figure",),
     "torch.utils.tensorboard": ("trainer.metrics",),
     "torch.distributed.tensor": ("trainer.checkpoint.live", "trainer.parallel"),
 }

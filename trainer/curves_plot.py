@@ -1,18 +1,18 @@
-"""Draw two loss curves over each other, and their difference below.
-
-matplotlib is imported when something is drawn, so nothing else needs it.
-"""
+"""Draw loss curves over each other, and how far they are apart below."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.curves import Comparison, Curve, Tolerance, absolute_difference
-from trainer.errors import TrainerError
+from trainer.curves_table import short_verdict
+from trainer.figure import BASE_COLOUR, COLOURS, make_figure, write_figure
 
 _BASE_COLOUR, _TEST_COLOUR, _DIFFERENCE_COLOUR = "#8fbbdb", "#d95f02", "#444444"
+_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
 
 
 def plot_comparison(comparison: Comparison, path: str | Path) -> None:
@@ -24,20 +24,107 @@ def plot_comparison(comparison: Comparison, path: str | Path) -> None:
     Raises:
         TrainerError: matplotlib is not installed, or the picture cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TrainerError("A plot needs matplotlib", fix="Install it with: pip install 'reprise[plot]'") from error
-    figure = Figure(figsize=(10, 7), dpi=120, layout="constrained")
+    figure = make_figure()
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     figure.suptitle(comparison.verdict, fontsize=13)
     _draw_losses(upper, comparison)
     _draw_differences(lower, comparison)
     figure.align_ylabels()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise TrainerError("Cannot write the plot", where=path, found=error) from error
+    write_figure(figure, path)
+
+
+def plot_comparisons(comparisons: Sequence[Comparison], names: Sequence[str], path: str | Path) -> None:
+    """Write the figure of `draw_comparisons`; the suffix of `path` chooses the format.
+
+    Raises:
+        TrainerError: matplotlib is not installed, or the picture cannot be written.
+    """
+    write_figure(draw_comparisons(comparisons, names), path)
+
+
+def draw_comparisons(comparisons: Sequence[Comparison], names: Sequence[str]) -> Any:
+    """Draw the losses of several runs over their base, and below how far each is from it; return the figure.
+
+    Equal curves stay visible: each is thinner than the one under it, and they differ in colour and in style. The axis
+    of the differences is logarithmic down to the smallest of them and linear from there to 0. Losses that are not
+    finite are marked at the lower edge, differences without a size at the upper.
+
+    Args:
+        comparisons: what `compare` found, all with the same base.
+        names: of the base and of the test runs, in order.
+
+    Raises:
+        TrainerError: matplotlib is not installed.
+    """
+    figure = make_figure(height=7.5)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    equal = sum(comparison.equal for comparison in comparisons)
+    figure.suptitle(f"{equal} of {len(comparisons)} runs are equal to {names[0]}", fontsize=13)
+    _draw_curve(upper, comparisons[0].base, f"{names[0]} (base)", {"color": BASE_COLOUR, "linewidth": 7.5})
+    for number, (comparison, name) in enumerate(zip(comparisons, names[1:], strict=True)):
+        style = _style(number, len(comparisons))
+        _draw_curve(upper, comparison.test, f"{name}: {short_verdict(comparison)}", style)
+        _draw_sizes(lower, _sizes(comparison), style)
+    _scale_differences(lower, [size for comparison in comparisons for size in _sizes(comparison).values()])
+    upper.set_ylabel("training loss")
+    lower.set_ylabel(f"|loss - loss of {names[0]}|")
+    lower.set_xlabel("iteration")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+    figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.align_ylabels()
+    return figure
+
+
+def _style(number: int, total: int) -> dict[str, Any]:
+    """Return how a test run is drawn: the later, the thinner, from 4.8 to 1.4 points."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": _DASHES[number % len(_DASHES)],
+        "linewidth": 4.8 - 3.4 * number / max(1, total - 1),
+        "zorder": 3 + number,
+    }
+
+
+def _draw_curve(axes: Any, curve: Curve, label: str, style: dict[str, Any]) -> None:
+    iterations, losses = _finite_runs(curve)
+    axes.plot(iterations, losses, label=label, marker="o" if len(curve.points) == 1 else None, **style)
+    broken = [point.iteration for point in curve.points if not math.isfinite(point.loss.value)]
+    _mark(axes, broken, label=f"nan or inf in {label.partition(':')[0]}", colour=style["color"])
+
+
+def _draw_sizes(axes: Any, sizes: dict[int, float], style: dict[str, Any]) -> None:
+    heights = [size if size < math.inf else math.nan for size in sizes.values()]
+    axes.plot(list(sizes), heights, marker="o" if len(sizes) == 1 else None, **style)
+    endless = [iteration for iteration, size in sizes.items() if math.isinf(size)]
+    _mark(axes, endless, label="not finite and not the same", colour=style["color"], height=0.94)
+
+
+def _scale_differences(axes: Any, sizes: Sequence[float]) -> None:
+    shown = [size for size in sizes if 0 < size < math.inf]
+    if not shown:
+        axes.set_ylim(-0.5, 1)
+        axes.set_yticks([0])
+        text = "every compared loss is the same" if any(size == 0 for size in sizes) else "no difference has a size"
+        axes.text(0.5, 0.7, text, transform=axes.transAxes, ha="center", va="center", color=_DIFFERENCE_COLOUR)
+        return
+    least, most = 10.0 ** math.floor(math.log10(min(shown))), 10.0 ** math.ceil(math.log10(max(shown)))
+    axes.set_yscale("symlog", linthresh=least, linscale=0.6)
+    axes.set_ylim(-0.4 * least, most * 2)
+    decades = range(round(math.log10(least)), round(math.log10(most)) + 1)
+    every = max(1, math.ceil(len(decades) / 6))
+    axes.set_yticks([0.0, *(10.0**decade for decade in decades[::every])])
+    axes.set_yticks([], minor=True)
+
+
+def _sizes(comparison: Comparison) -> dict[int, float]:
+    """Return how far apart the losses of every iteration are that both sides have, by iteration."""
+    test = {point.iteration: point.loss.value for point in comparison.test.points}
+    return {
+        point.iteration: absolute_difference(point.loss.value, test[point.iteration])
+        for point in comparison.base.points
+        if point.iteration in test
+    }
 
 
 def _draw_losses(axes: Any, comparison: Comparison) -> None:
@@ -46,23 +133,14 @@ def _draw_losses(axes: Any, comparison: Comparison) -> None:
         (comparison.base, base, _BASE_COLOUR, 4.0),
         (comparison.test, test, _TEST_COLOUR, 1.2),
     ):
-        iterations, losses = _finite_runs(curve)
-        marker = "o" if len(curve.points) == 1 else None
-        axes.plot(iterations, losses, label=label, marker=marker, color=colour, linewidth=width)
-        broken = [point.iteration for point in curve.points if not math.isfinite(point.loss.value)]
-        _mark(axes, broken, label=f"nan or inf in {label.partition(':')[0]}", colour=colour)
+        _draw_curve(axes, curve, label, {"color": colour, "linewidth": width})
     axes.set_ylabel("training loss")
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
 
 
 def _draw_differences(axes: Any, comparison: Comparison) -> None:
-    test = {point.iteration: point.loss.value for point in comparison.test.points}
-    sizes = {
-        point.iteration: absolute_difference(point.loss.value, test[point.iteration])
-        for point in comparison.base.points
-        if point.iteration in test
-    }
+    sizes = _sizes(comparison)
     shown = {iteration: size for iteration, size in sizes.items() if 0 < size < math.inf}
     axes.set_xlabel("iteration")
     axes.set_ylabel("|base - test|")

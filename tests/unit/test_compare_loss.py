@@ -138,6 +138,64 @@ def test_a_plot_is_written_for_any_curves(tmp_path: Path, compare_loss: Run, oth
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_several_runs_are_equal_only_if_all_are(tmp_path: Path, compare_loss: Run) -> None:
+    base, same, again = (make_run(tmp_path / name, CURVE) for name in ("base", "same", "again"))
+    off = make_run(tmp_path / "off", CURVE | {41: 9.0, 60: 1.0})
+    equal = compare_loss(base, same, again)
+    assert (equal.returncode, last_line(equal)) == (0, "equal: 2 of 2 runs to base")
+    one = compare_loss(base, same, off, again, "--bitwise")
+    assert (one.returncode, last_line(one)) == (1, "DIFFERENT: 1 of 3 runs from base: off")
+    header, *rows = (line.split() for line in one.stdout.split("\n\n")[1].splitlines())
+    assert header[0] == "run"
+    assert [row[0] for row in rows] == ["same", "off", "again"]
+    assert [row[1] for row in rows] == ["bit-identical", "DIFFERENT", "bit-identical"]
+    assert rows[1][-5:] == ["0", "2", "41", f"{9.0 - CURVE[41]:.3e}", "41"]
+
+
+def test_of_several_runs_one_that_cannot_be_read_exits_with_2(tmp_path: Path, compare_loss: Run) -> None:
+    run = make_run(tmp_path / "a", CURVE)
+    result = compare_loss(run, run, tmp_path / "absent")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "absent" in result.stderr
+
+
+def test_json_says_what_the_table_says_in_standard_json(tmp_path: Path, compare_loss: Run) -> None:
+    base, same = make_run(tmp_path / "base", CURVE), make_run(tmp_path / "same", CURVE)
+    off = make_run(tmp_path / "off", CURVE | {8: 1.0})
+    result = compare_loss(base, same, off, "--bitwise", "--json")
+    assert result.returncode == 1
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    found = json.loads(result.stdout, parse_constant=refuse)
+    assert found["base"]["run"] == "base"
+    assert found["equal"] is False
+    assert [(run["run"], run["equal"], run["first_different_iteration"]) for run in found["runs"]] == [
+        ("same", True, None),
+        ("off", False, 8),
+    ]
+    assert found["runs"][0]["largest_loss_difference"] is None
+    largest = found["runs"][1]["largest_loss_difference"]
+    assert (largest["iteration"], largest["difference"], largest["base_hex"]) == (8, None, "inf")
+    alone = json.loads(compare_loss(base, same, "--json").stdout)
+    assert alone["equal"] is True
+    assert len(alone["runs"]) == 1
+
+
+def test_a_plot_of_several_runs_is_written_for_any_curves(tmp_path: Path, compare_loss: Run) -> None:
+    pytest.importorskip("matplotlib")
+    others = [CURVE, CURVE, CURVE | {41: 9.0, 7: 1.0}, {500: 1.0}, {7: math.nan}]
+    runs = [make_run(tmp_path / f"run{number}", other) for number, other in enumerate(others)]
+    base = make_run(tmp_path / "base", CURVE)
+    for chosen in (runs, runs[:2], runs[3:]):
+        result = compare_loss(base, *chosen, "--plot", "out.png")
+        assert result.returncode in (0, 1)
+        assert result.stderr == "compare_loss: wrote out.png\n"
+        assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+        (tmp_path / "out.png").unlink()
+
+
 @pytest.mark.parametrize("target", ["absent/out.png", "out.unknown"])
 def test_a_plot_that_cannot_be_written_exits_with_2(tmp_path: Path, compare_loss: Run, target: str) -> None:
     pytest.importorskip("matplotlib")
