@@ -1,6 +1,7 @@
 """Loss curves as values, and how they are read from metrics files and training logs.
 
-Comparing two curves is in `trainer/curves.py`; writing `metrics.jsonl` belongs to the metrics module.
+Comparing curves is in `trainer/curves.py`, how fast a run was in `trainer/speed.py`; writing `metrics.jsonl` belongs
+to the metrics module.
 """
 
 from __future__ import annotations
@@ -82,18 +83,27 @@ def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
         DataError: the file cannot be read, holds no training loss, holds an iteration twice (in a text log: with other
             values) or a record that cannot be understood; the message has the file and the line.
     """
+    file, text, is_metrics = read_run_file(path, what="a loss curve")
+    if is_metrics:
+        curve = parse_metrics(text, source=str(file))
+        return replace(curve, dtype=_read_dtype(file.parent / CONFIG_FILE))
+    return parse_log(text, source=str(file), last_wins=last_wins)
+
+
+def read_run_file(path: str | Path, *, what: str) -> tuple[Path, str, bool]:
+    """Read the file of a run: its metrics.jsonl where `path` is a folder; tell whether it holds records, not log lines.
+
+    Raises:
+        DataError: it cannot be read; `what` is to be read from it.
+    """
     path = Path(path)
     file = path / METRICS_FILE if path.is_dir() else path
     try:
         text = file.read_bytes().decode("utf-8-sig", errors="replace")
     except OSError as error:
         expected = f"a run folder with {METRICS_FILE}, such a file, or a text log"
-        raise DataError("Cannot read a loss curve", where=file, expected=expected, found=error.strerror) from error
-    json_lines = file.suffix == ".jsonl" or _begins_with_record(text)
-    if json_lines:
-        curve = parse_metrics(text, source=str(file))
-        return replace(curve, dtype=_read_dtype(file.parent / CONFIG_FILE))
-    return parse_log(text, source=str(file), last_wins=last_wins)
+        raise DataError(f"Cannot read {what}", where=file, expected=expected, found=error.strerror) from error
+    return file, text, file.suffix == ".jsonl" or _begins_with_record(text)
 
 
 def parse_metrics(text: str, *, source: str) -> Curve:
@@ -105,6 +115,24 @@ def parse_metrics(text: str, *, source: str) -> Curve:
         DataError: no record has a loss, an iteration comes twice, or a line is not a record.
     """
     points: dict[int, Point] = {}
+    records, notes = parse_records(text, source=source)
+    for where, record in records:
+        point = _point_of_record(record, where)
+        if point is None:
+            continue
+        if point.iteration in points:
+            raise DataError(f"Iteration {point.iteration} comes twice", where=where, expected="one record an iteration")
+        points[point.iteration] = point
+    return _curve(points, source, notes)
+
+
+def parse_records(text: str, *, source: str) -> tuple[list[tuple[str, dict[str, object]]], list[str]]:
+    """Parse the JSON lines of a metrics.jsonl: where each record is with the record, and notes, as on a torn last line.
+
+    Raises:
+        DataError: a line is not a record.
+    """
+    records: list[tuple[str, dict[str, object]]] = []
     notes: list[str] = []
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
@@ -120,13 +148,11 @@ def parse_metrics(text: str, *, source: str) -> Curve:
             raise DataError(
                 "Cannot read a metrics record", where=where, expected="a JSON object", found=error
             ) from error
-        point = _point_of_record(record, where)
-        if point is None:
-            continue
-        if point.iteration in points:
-            raise DataError(f"Iteration {point.iteration} comes twice", where=where, expected="one record an iteration")
-        points[point.iteration] = point
-    return _curve(points, source, notes)
+        if not isinstance(record, dict):
+            found = repr(record)[:60]
+            raise DataError("Cannot read a metrics record", where=where, expected="a JSON object", found=found)
+        records.append((where, record))
+    return records, notes
 
 
 def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
@@ -182,9 +208,7 @@ def _read_dtype(config: Path) -> str | None:
     return _DTYPES.get(found[1].lower()) if found else None
 
 
-def _point_of_record(record: object, where: str) -> Point | None:
-    if not isinstance(record, dict):
-        raise DataError("Cannot read a metrics record", where=where, expected="a JSON object", found=repr(record)[:60])
+def _point_of_record(record: Mapping[str, object], where: str) -> Point | None:
     if "loss" not in record and "loss_hex" not in record:
         return None
     iteration = record.get("iteration")

@@ -6,7 +6,6 @@ Comparing is in `trainer/curves.py`, which also has the report of a single compa
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,13 @@ def name_runs(sources: Sequence[str]) -> list[str]:
     """
     paths = [Path(source).absolute() for source in sources]
     parts = [(path.parent if path.name == METRICS_FILE else path).parts for path in paths]
-    names, given = list[str](), Counter[str]()
+    names = list[str]()
     for part in parts:
         lengths = range(1, len(part))
         length = next((n for n in lengths if len({p for p in parts if p[-n:] == part[-n:]}) == 1), len(part))
         name = str(Path(*part[-length:]))
-        given[name] += 1
-        names.append(name if given[name] == 1 else f"{name} ({given[name]})")
+        numbered = (name, *(f"{name} ({number})" for number in range(2, len(parts) + 2)))
+        names.append(next(free for free in numbered if free not in names))
     return names
 
 

@@ -1,0 +1,71 @@
+"""Compare how fast runs were and what saving cost them: `python scripts/compare_speed.py RUN [RUN ...]`.
+
+Each argument is a run folder or a metrics.jsonl; ratios are to the first. The exit status is 0, or 2 when an input
+cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from trainer.curves_table import name_runs
+from trainer.errors import TrainerError
+from trainer.speed import SKIPPED, measure, read_timing, report_speeds, summarize_speeds
+from trainer.speed_plot import plot_speeds
+
+FINE, UNUSABLE = 0, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare runs as the command line says, print the figures and return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        timings = [read_timing(path).without_first(options.skip) for path in options.runs]
+        names = name_runs([timing.source for timing in timings])
+        speeds = {name: measure(timing) for name, timing in zip(names, timings, strict=True)}
+        if options.plot:
+            plot_speeds(speeds, timings, options.plot)
+            print(f"compare_speed: wrote {options.plot}", file=sys.stderr)
+    except TrainerError as error:
+        print(f"compare_speed: {error}", file=sys.stderr)
+        return UNUSABLE
+    if options.json:
+        print(json.dumps(summarize_speeds(speeds, timings, skipped=options.skip), allow_nan=False))
+        return FINE
+    for note in dict.fromkeys(note for timing in timings for note in timing.notes):
+        print(f"note: {note}")
+    print(report_speeds(speeds, skipped=options.skip))
+    return FINE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="compare_speed",
+        description="Compare how fast runs were, and what saving cost them.",
+        epilog="Exit status: 0, or 2 for unusable input.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder or metrics.jsonl; the first is the base")
+    parser.add_argument(
+        "--skip",
+        type=_count,
+        default=SKIPPED,
+        metavar="N",
+        help="leave out the first N iterations of every run, which are slow once (%(default)d)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--plot", metavar="FILE", default=None, help="draw tokens/s by iteration, and their spread")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""The command `scripts/compare_speed.py`: its figures, what it refuses and which status it returns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.compare_speed import main
+from trainer.checkpoint.policy import SaveReport
+from trainer.errors import DataError
+from trainer.metrics import IterationRecord, RunLog
+from trainer.speed import Spread, measure, read_timing
+from trainer.speed_plot import running_median
+
+
+def make_run(folder: Path, seconds: list[float], saves: dict[int, tuple[float, float]] | None = None) -> Path:
+    """Write a run as the trainer does: iterations of 100 tokens, and saves with blocked and slowed-down seconds."""
+    log = RunLog(folder, train_iters=len(seconds), log_interval=1000, tensorboard=False, mfu_scale=None)
+    log.open(0, "train:\n  dtype: float32\n")
+    for iteration, taken in enumerate(seconds, start=1):
+        log.iteration(
+            IterationRecord(
+                iteration=iteration,
+                loss=2.0,
+                grad_norm=1.0,
+                lr=1e-3,
+                consumed_samples=iteration,
+                tokens=100,
+                seconds=taken,
+                checkpoint_seconds=0.0,
+            )
+        )
+        log.evaluation(iteration, 2.0, 2.0)
+        if saves and iteration in saves:
+            blocked, slowdown = saves[iteration]
+            report = SaveReport(iteration, folder, 1000, 0.5, blocked_s=blocked, waited_s=blocked)
+            log.save(report, slowdown_s=slowdown)
+    log.close()
+    return folder
+
+
+def test_the_figures_are_those_of_the_iterations_after_the_first(tmp_path: Path) -> None:
+    seconds = [9.0, 9.0, *[0.5] * 8, 1.0]
+    run = make_run(tmp_path / "a", seconds, {2: (7.0, 7.0), 5: (0.25, 1.5), 11: (0.0, 0.5)})
+    speed = measure(read_timing(run).without_first(2))
+    assert (speed.iterations, speed.saves, speed.save_seconds) == (9, 2, 0.5)
+    assert speed.seconds == Spread(0.5, 0.5, 0.6)  # a fifth of the way from the last 0.5 to 1.0
+    assert speed.tokens_per_second == Spread(200.0, 180.0, 200.0)
+    assert (speed.blocked_s, speed.slowdown_s) == (0.5, 2.0)
+    assert speed.checkpoint_share == 2.5 / 5.5
+    assert speed.tokens_per_second_overall == 900 / 5.5
+
+
+def test_iterations_that_were_faster_beside_a_save_earn_it_no_time(tmp_path: Path) -> None:
+    assert measure(read_timing(make_run(tmp_path / "a", [1.0], {1: (0.0, -0.5)}))).checkpoint_share == 0.0
+
+
+def test_one_iteration_is_its_own_spread() -> None:
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
+
+
+def test_ratios_are_to_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow, fast = make_run(tmp_path / "slow", [0.5] * 8, {7: (0.1, 0.0)}), make_run(tmp_path / "fast", [0.25] * 8)
+    assert main([str(slow), str(fast)]) == 0
+    rule, pace, cost = capsys.readouterr().out.split("\n\n")
+    assert rule.startswith("the first 5 iterations")
+    rows = [line.split() for line in pace.splitlines()[1:]]
+    assert rows == [
+        ["slow", "3", "200.0", "200.0", "200.0", "1.000", "0.5", "0.5", "0.5"],
+        ["fast", "3", "400.0", "400.0", "400.0", "2.000", "0.25", "0.25", "0.25"],
+    ]
+    rows = [line.split() for line in cost.splitlines()[1:]]
+    assert rows[0] == ["slow", "1", "0.500", "0.200", "0.000", "11.76%", "176.5", "1.000"]
+    assert rows[1] == ["fast", "0", "-", "0.000", "0.000", "0.00%", "400.0", "2.267"]
+
+
+def test_json_and_plot_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [str(make_run(tmp_path / name, [0.5] * 8, {4: (0.1, 0.1)})) for name in "ab"]
+    assert main([*runs, runs[0], "--json", "--skip", "0", "--plot", str(tmp_path / "out.png")]) == 0
+    output = capsys.readouterr()
+    found = json.loads(output.out)
+    assert [(run["run"], run["iterations"], run["ratio"]) for run in found["runs"]] == [
+        ("a", 8, 1.0),
+        ("b", 8, 1.0),
+        ("a (2)", 8, 1.0),
+    ]
+    assert "wrote" in output.err
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert main([runs[0], "--plot", str(tmp_path / "out.unknown")]) == 2
+    assert main([runs[0], "--skip", "7", "--plot", str(tmp_path / "short.png")]) == 0
+
+
+def test_a_torn_last_line_is_said_in_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "a", [0.5] * 8)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 9, "lo')
+    assert main([str(run)]) == 0
+    assert "line 17 is torn" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("step 1/2 | train loss 2.0 | norm 1.0 | lr 1e-3 | 500.0 ms | 200 tokens/s\n", "A text log does not tell"),
+        ('{"iteration": 1, "loss": 2.0}\n', "There is no time of an iteration"),
+        ('{"iteration": 1, "loss": 2.0, "seconds": 0, "tokens_per_second": 1}\n', "An iteration took no time"),
+        ('{"iteration": 1, "loss": 2.0, "seconds": "1", "tokens_per_second": 1}\n', "Cannot read seconds"),
+        ('{"iteration": 1, "event": "save", "seconds": 1}\n', "Cannot read blocked_seconds"),
+        ('{"iteration": 1}\n[]\n', "line 2"),
+        ("", "A text log does not tell"),
+    ],
+)
+def test_a_file_without_times_is_refused_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    (tmp_path / "a.log").write_text(text)
+    assert main([str(tmp_path / "a.log")]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert said in output.err
+    assert "a.log" in output.err
+
+
+def test_a_run_that_is_too_short_or_absent_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "a", [0.5] * 5)
+    assert main([str(run)]) == 2
+    assert "--skip" in capsys.readouterr().err
+    assert main([str(run), "--skip", "4"]) == 0
+    assert main([str(run), str(tmp_path / "absent")]) == 2
+    with pytest.raises(DataError):
+        read_timing(tmp_path)
+
+
+def test_a_running_median_is_as_long_as_what_it_is_of() -> None:
+    assert running_median([1.0]) == [1.0]
+    assert running_median([1.0, 9.0, 1.0, 1.0, 1.0, 5.0]) == [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
