@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer",
     ),
     ("trainer.checkpoint", "trainer.data", "trainer.curves_read", "trainer.figure", "trainer.meeting"),
-    ("trainer.config", "trainer.curves", "trainer.hf"),
+    ("trainer.config", "trainer.curves", "trainer.event_files", "trainer.hf"),
     (
         "trainer.parallel",
         "trainer.optim",

@@ -18,11 +18,15 @@ from trainer.bar import RunBar
 from trainer.checkpoint.files import Files, replace_file, temporary_of
 from trainer.checkpoint.policy import SaveReport
 from trainer.errors import TrainerError
+from trainer.event_files import cut_events
 
 _log = logging.getLogger(__name__)
 
 # Dense bfloat16 peak in FLOP/s, from the makers' data sheets, by a part of the device's name.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "B200": 2250e12}
+
+_EVENTS = "tensorboard"  # the folder of TensorBoard's files
+_VALID_LOSS = "valid/loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,8 @@ class RunLog:
                 where=error.filename or self._folder,
                 fix="Make room or mend the file system, or name another folder with run.dir.",
             ) from error
+        but = _VALID_LOSS if owes_evaluation else None
+        self._plot(lambda: cut_events(self._folder / _EVENTS, iteration, but=but), iteration)
         self._purge_step = iteration + 1
         self._bar = RunBar(sys.stdout, iteration=iteration, train_iters=self._train_iters)
 
@@ -151,7 +157,7 @@ class RunLog:
         self._write(
             {"iteration": iteration, "event": "evaluation", "valid_loss": _finite(loss), "valid_loss_hex": loss.hex()}
         )
-        self._scalars(iteration, {"valid/loss": loss})
+        self._scalars(iteration, {_VALID_LOSS: loss})
         shown = "none" if best is None else f"{best:.6f}"
         _log.info(f"step {iteration:5d}/{self._train_iters} | valid loss {loss:.6f} | best {shown}")
 
@@ -177,6 +183,7 @@ class RunLog:
         rounded = {name: round(figure, 6) for name, figure in figures.items()}
         self._write({"iteration": report.iteration, "event": "save", **rounded})
         self._scalars(report.iteration, {f"save/{name}": figure for name, figure in figures.items()})
+        self._flush()  # a run that is killed before the next save resumes from this one
         _log.info(
             f"saved iteration {report.iteration} in {report.seconds:.2f} s, {report.written_bytes / 1e6:.1f} MB "
             f"by this rank, {rate / 1e9:.2f} GB/s, blocked {report.blocked_s:.3f} s, waited {report.waited_s:.3f} s, "
@@ -187,8 +194,7 @@ class RunLog:
         """Make all records durable: a checkpoint must not be newer than they are, unless the disk fails them."""
         if self._lines is not None:
             self._lines.sync()
-        if self._writer is not None:
-            self._plot(lambda: self._writer.flush(), self._purge_step)
+        self._flush()
 
     def close_bar(self) -> None:
         """Take the bar off the terminal: what comes then is no line of the log."""
@@ -202,6 +208,10 @@ class RunLog:
             self._lines.close()
         if self._writer is not None:
             self._plot(lambda: self._writer.close(), self._purge_step)
+
+    def _flush(self) -> None:
+        if self._writer is not None:
+            self._plot(lambda: self._writer.flush(), self._purge_step)
 
     def _write(self, members: Mapping[str, object]) -> None:
         assert self._lines is not None
@@ -219,7 +229,7 @@ class RunLog:
         if self._writer is None:  # made with the first point: a run that does nothing leaves no file
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._purge_step)
+            self._writer = SummaryWriter(str(self._folder / _EVENTS), purge_step=self._purge_step)
         return self._writer
 
     def _plot(self, call: Callable[[], None], iteration: int) -> None:
@@ -229,7 +239,7 @@ class RunLog:
             self._has_lost_points = False
         except OSError as error:
             if not self._has_lost_points:
-                _log.error("%s lacks points: %s", self._folder / "tensorboard", error)
+                _log.error("%s lacks points: %s", self._folder / _EVENTS, error)
             self._has_lost_points = True
             self._writer, self._purge_step = None, iteration + 1
 

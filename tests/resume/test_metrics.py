@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from scripts.compare_loss import main as compare_loss
 from tests.harness import TINY, curve, launch, run_ok
@@ -21,6 +23,7 @@ BASE = [
     "train.eval_iters=1",
     "checkpoint.save_interval=4",
 ]
+SAVES = ("save/seconds", "save/blocked_seconds", "save/slowdown_seconds", "save/written_bytes")
 SCALARS = ("train/loss", "train/grad_norm", "train/lr", "train/tokens_per_second", "checkpoint/blocked_seconds")
 
 
@@ -60,9 +63,38 @@ def test_tensorboard_shows_every_iteration_once(unbroken: Path, broken: tuple[Pa
         events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
         for tag in SCALARS:
             assert [event.step for event in events.Scalars(tag)] == list(range(1, 13))
-        assert [event.step for event in events.Scalars("valid/loss")] == [4, 8, 12]
+        for tag in ("valid/loss", *SAVES):
+            assert [event.step for event in events.Scalars(tag)] == [4, 8, 12]
         shown = [event.value for event in events.Scalars("train/loss")]
         assert shown == pytest.approx([float.fromhex(row[1]) for row in curve(run)], rel=1e-6)
+
+
+def points_in_files(run: Path) -> dict[str, list[int]]:
+    """Return the iterations of every curve as they lie in the files, whatever a reader would make of doubled ones."""
+    found = defaultdict[str, list[int]](list)
+    for path in (run / "tensorboard").iterdir():
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                found[value.tag].append(event.step)
+    return {tag: sorted(steps) for tag, steps in found.items()}
+
+
+def test_the_files_of_tensorboard_hold_every_point_once(unbroken: Path, broken: tuple[Path, str]) -> None:
+    of_unbroken, of_broken = points_in_files(unbroken), points_in_files(broken[0])
+    assert of_unbroken == of_broken
+    assert all(of_broken[tag] == list(range(1, 13)) for tag in SCALARS)
+    assert all(of_broken[tag] == [4, 8, 12] for tag in ("valid/loss", *SAVES))
+
+
+def test_a_run_that_goes_back_leaves_no_point_of_the_other_branch(tmp_path: Path) -> None:
+    run_ok(tmp_path / "run", BASE)
+    run_ok(tmp_path / "run", [*BASE, "checkpoint.ckpt_step=4", "train.exit_interval=6"])
+    found = points_in_files(tmp_path / "run")
+    assert all(found[tag] == list(range(1, 7)) for tag in SCALARS)
+    assert found["valid/loss"] == [4]
+    assert all(found[tag] == [4, 6] for tag in SAVES)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert {tag: [event.step for event in events.Scalars(tag)] for tag in found} == found
 
 
 def test_log_lines_begin_as_loss_parsers_expect(broken: tuple[Path, str]) -> None:
