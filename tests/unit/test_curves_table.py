@@ -54,7 +54,7 @@ def test_equal_curves_stay_visible_in_a_plot() -> None:
         assert len(lines) == (5 if axes is upper else 4)
         for under, over in pairwise(lines):
             assert over.get_zorder() > under.get_zorder()
-            assert over.get_linewidth() <= under.get_linewidth() - 1
+            assert over.get_linewidth() <= 0.8 * under.get_linewidth()
             assert over.get_color() != under.get_color()
     assert lower.get_yscale() == "symlog"
     assert lower.get_ylim()[0] < 0  # differences of 0 have a place on the axis
