@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Many tests mostly wait for processes: pytest-xdist deals their files out to two.
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
-.PHONY: setup demo test test-slow test-soak bench check format clean
+.PHONY: setup demo test test-slow test-interop test-soak bench check format clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,11 @@ test: setup
 # Every topology against every other, and what else takes minutes of many processes.
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not soak" $(SIDE_BY_SIDE)
+
+# Checkpoints of other programs, made by these programs themselves; one more of them is installed for it.
+test-interop: setup
+	PIP_DISABLE_PIP_VERSION_CHECK=1 DS_ACCELERATOR=cpu $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[interop]'
+	$(BIN)/python -m pytest tests/interop
 
 # What takes minutes each.
 test-soak: setup

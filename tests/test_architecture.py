@@ -89,6 +89,7 @@ HANDED_ON = {
     ("trainer.checkpoint.snapshot", "BaseException"),
     ("trainer.checkpoint.writer", "BaseException"),
     ("trainer.__main__", "BaseException"),
+    ("trainer.convert.torch_file", "Exception"),
 }
 
 PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -104,7 +105,7 @@ PICKLING_CALLS = {
 # two names, in this module, and nothing else of what pickles.
 MEASURED_AS_A_PEER = {("scripts.bench.peers", "torch.save"), ("scripts.bench.peers", "torch.load")}
 # Where other programs' files are read, and only with weights_only=True, spelled out.
-WEIGHTS_ONLY = {"trainer.convert.dcp_folder"}
+WEIGHTS_ONLY = {"trainer.convert.dcp_folder", "trainer.convert.torch_file"}
 # DCP's metadata is a pickle: read by an unpickler of our own, which admits the classes of that metadata and no others.
 ADMITS_BY_NAME = {("trainer.convert.dcp_folder", "pickle")}
 CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}
@@ -416,6 +417,8 @@ BROKEN = [
     (nothing_runs_code, "trainer.convert.dcp_folder", "import torch\ntorch.save({}, 'x')\n", "torch.save"),
     (nothing_runs_code, "trainer.convert.dcp_folder", "import torch\ntorch.load('x')\n", "torch.load"),
     (nothing_runs_code, "trainer.convert.dcp_folder", "import pickle\npickle.load('x')\n", "pickle.load"),
+    (nothing_runs_code, "trainer.convert.torch_file", "import torch\ntorch.load('x')\n", "torch.load"),
+    (nothing_runs_code, "trainer.convert.hf", "import torch\ntorch.load('x', weights_only=True)\n", "torch.load"),
     (nothing_runs_code, "trainer.loop", "eval('1')\n", "calls eval"),
     (nothing_runs_code, "trainer.loop", "exec('1')\n", "calls exec"),
     (nothing_runs_code, "trainer.loop", "dist.broadcast_object_list([])\n", "which pickles"),
@@ -474,7 +477,7 @@ def test_every_dependency_is_used() -> None:
     assert unused_dependencies([*extras["plot"], *extras["text"]], PRODUCT, "") == []
     tests = [requirement for requirement in extras["test"] if not requirement.startswith(project["name"])]
     makefile = (ROOT / "Makefile").read_text()
-    assert unused_dependencies(tests, TESTS, makefile) == []
+    assert unused_dependencies([*tests, *extras["interop"]], TESTS, makefile) == []
     assert unused_dependencies(extras["check"], [], makefile) == []
 
 

@@ -1,0 +1,286 @@
+"""Where each parameter lies in the flat buffers of DeepSpeed's optimizers.
+
+Three layouts are known (DeepSpeed's `zero/stage_1_and_2.py`, `zero/stage3.py`, `fp16/unfused_optimizer.py`; its
+`utils/zero_to_fp32.py` puts the weights of the first two together):
+
+* ZeRO 1 and 2 lay the parameters of a group end to end, each perhaps with padding behind it, pad the end, and give each
+  rank an equal part of that. Of the weights, the padding at the end is not stored.
+* ZeRO 3 cuts every parameter into equal parts, the last one padded, and lays a rank's parts end to end, in several
+  buffers where there are many.
+* Stage 0 keeps parameters whole, by number. Names are given back by order and shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from trainer.convert.deepspeed_folder import Saved, Table, take
+from trainer.errors import CheckpointError, MismatchError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+WEIGHTS = "weights"
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+
+Chain = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter lies: stretches (chain, first, last + 1) of chains of tensors, end to end, padding last.
+
+    Args:
+        step: how often the optimizer has changed it; None where it has no moments.
+    """
+
+    shape: tuple[int, ...]
+    stretches: tuple[tuple[int, int, int], ...]
+    step: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Flats:
+    """Every parameter's place by name, and the chains: of the weights and of each moment, numbered alike."""
+
+    places: dict[str, Place] = field(default_factory=dict)
+    chains: dict[str, list[Chain]] = field(default_factory=lambda: {key: [] for key in (WEIGHTS, *MOMENTS)})
+
+    def read(self, key: str, name: str) -> torch.Tensor:
+        """Return a parameter's weights or one of its moments, in its shape; a view where it lies in one piece."""
+        place = self.places[name]
+        pieces = [p for chain, lo, hi in place.stretches for p in _cut(self.chains[key][chain], lo, hi)]
+        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
+        return joined[: prod(place.shape)].view(place.shape)
+
+    def add(self, weights: Chain, entries: Sequence[Table], where: object) -> tuple[int, float]:
+        """Add a chain of weights and those of its moments; return its number and its step.
+
+        Raises:
+            CheckpointError: if the moments are not of one step.
+            MismatchError: if the optimizer is not of Adam's kind.
+        """
+        steps = {_step(entry, where) for entry in entries}
+        if len(steps) != 1:
+            raise _of_several_saves(where, steps)
+        self.chains[WEIGHTS].append(weights)
+        for key in MOMENTS:
+            self.chains[key].append([_moment(entry, key, where) for entry in entries])
+        return len(self.chains[WEIGHTS]) - 1, steps.pop()
+
+    def add_whole(self, name: str, shape: tuple[int, ...], fragments: Chain) -> None:
+        """Add a parameter without moments."""
+        # Chains of moments are counted alike: those of the optimizer come first.
+        self.chains[WEIGHTS].append(fragments)
+        self.places[name] = Place(shape, ((len(self.chains[WEIGHTS]) - 1, 0, prod(shape)),), None)
+
+    def check(self, where: object) -> None:
+        """Refuse places that their chains do not fill.
+
+        Raises:
+            CheckpointError: naming the first one.
+        """
+        lengths = {key: [sum(t.numel() for t in chain) for chain in chains] for key, chains in self.chains.items()}
+        for name, place in self.places.items():
+            for key in (WEIGHTS, *(MOMENTS if place.step is not None else ())):
+                found = sum(max(0, min(hi, lengths[key][chain]) - lo) for chain, lo, hi in place.stretches)
+                if found < prod(place.shape):
+                    raise CheckpointError(
+                        "A buffer of DeepSpeed is shorter than its parameters",
+                        where=f"{where}, {key} of {name}",
+                        expected=f"{prod(place.shape)} numbers",
+                        found=found,
+                        fix="The files are damaged, or of several saves.",
+                    )
+
+
+def locate(saved: Saved, whole: Mapping[str, torch.Tensor]) -> Flats:
+    """Return where every parameter lies; one that no optimizer holds lies in the model's own files.
+
+    Args:
+        whole: the parameters that the model file holds whole, in the module's order; none at stage 3.
+
+    Raises:
+        CheckpointError: if an entry is missing or no such thing.
+        MismatchError: if the optimizer is not of Adam's kind.
+    """
+    flats = Flats()
+    if saved.is_stage_3:
+        _locate_cut_one_by_one(flats, saved)
+    elif saved.optimizers:
+        _locate_cut_together(flats, saved)
+    else:
+        _locate_numbered(flats, saved, whole)
+    for name, tensor in whole.items():
+        if name not in flats.places:
+            flats.add_whole(name, tuple(tensor.shape), [tensor])
+    if saved.is_stage_3:
+        _add_frozen_parts(flats, saved)
+    flats.check(saved.path)
+    return flats
+
+
+def _locate_cut_together(flats: Flats, saved: Saved) -> None:
+    """Find the parameters of ZeRO 1 and 2."""
+    path = saved.path
+    entries = [_entries(state, "base_optimizer_state", path) for state in saved.optimizers]
+    buffers = [_tensors(state, "single_partition_of_fp32_groups", path) for state in saved.optimizers]
+    groups = _shapes(saved.models[0], "param_shapes", path)
+    none = [[0] * len(group) for group in groups]
+    # Not recorded by versions that have no such padding.
+    paddings: list[list[int]] = saved.optimizers[0].get("param_alignment_paddings") or none
+    counts = [*map(len, entries), *map(len, buffers)]
+    if set(counts) != {len(groups)} or [len(group) for group in paddings] != [len(group) for group in none]:
+        raise _of_several_saves(path, {f"{count} groups" for count in (*counts, len(paddings), len(groups))})
+    for number, group in enumerate(groups):
+        chain, step = flats.add([b[number] for b in buffers], [e[number] for e in entries], path)
+        offset = 0
+        for (name, shape), padding in zip(group.items(), paddings[number], strict=True):
+            flats.places[name] = Place(shape, ((chain, offset, offset + prod(shape)),), step)
+            offset += prod(shape) + padding
+
+
+def _locate_cut_one_by_one(flats: Flats, saved: Saved) -> None:
+    """Find the parameters of ZeRO 3: a chain is what one rank has."""
+    path, steps = saved.path, set[float]()
+    for state in saved.optimizers:
+        buffers, entries = _tensors(state, "fp32_flat_groups", path), _entries(state, "optimizer_state_dict", path)
+        if len(buffers) != len(entries):
+            raise _of_several_saves(path, {f"{len(buffers)} buffers", f"{len(entries)} entries of the optimizer"})
+        steps.add(flats.add(buffers, entries, path)[1])
+    if len(steps) > 1:
+        raise _of_several_saves(path, steps)
+    step, offset = steps.pop(), 0
+    for group in _shapes(saved.models[0], "param_shapes", path):
+        for name, shape in group.items():
+            part = _part(shape, saved)
+            stretches = tuple((rank, offset, offset + part) for rank in range(len(saved.optimizers)))
+            flats.places[name] = Place(shape, stretches, step)
+            offset += part
+
+
+def _add_frozen_parts(flats: Flats, saved: Saved) -> None:
+    """Find what ZeRO 3 has cut and no optimizer holds."""
+    path = saved.path
+    if not saved.models[0].get("frozen_param_shapes"):
+        return
+    (shapes,) = _shapes({"frozen": [saved.models[0]["frozen_param_shapes"]]}, "frozen", path)
+    tables = [take(model, "frozen_param_fragments", dict, path) for model in saved.models]
+    for name, shape in shapes.items():
+        flats.add_whole(name, shape, [take(table, name, torch.Tensor, path) for table in tables])
+
+
+def _locate_numbered(flats: Flats, saved: Saved, whole: Mapping[str, torch.Tensor]) -> None:
+    """Find the parameters of stage 0; none, where their order is not one that is known.
+
+    Known are one group of all in the module's order, and one of matrices and one of vectors, each in that order.
+    """
+    path = saved.path
+    optimizer = saved.models[0].get("optimizer")
+    if not isinstance(optimizer, Mapping) or "fp32_groups_flat" in optimizer:
+        return
+    key = "optimizer_state_dict" if "optimizer_state_dict" in optimizer else "optimizer"
+    entries = _entries(optimizer if key in optimizer else saved.models[0], key, path)
+    groups = take(optimizer.get("optimizer_state_dict", optimizer), "param_groups", list, path)
+    counts = [len(take(group, "params", list, path)) for group in groups]
+    copies = [_tensors({"group": group}, "group", path) for group in optimizer.get("fp32_groups") or []]
+    masters = [tensor for group in copies for tensor in group]
+    shapes = [tuple(_moment(entry, "exp_avg", path).shape) for entry in entries]
+    matrices = [name for name, tensor in whole.items() if tensor.dim() > 1]
+    vectors = [name for name, tensor in whole.items() if tensor.dim() <= 1]
+    for names in ([list(whole)], [matrices, vectors], [vectors, matrices]):
+        order = [name for group in names for name in group]
+        if [len(group) for group in names] == counts and [tuple(whole[name].shape) for name in order] == shapes:
+            break
+    else:
+        return
+    for number, name in enumerate(order):
+        chain, step = flats.add([masters[number] if masters else whole[name]], [entries[number]], path)
+        flats.places[name] = Place(shapes[number], ((chain, 0, prod(shapes[number])),), step)
+
+
+def _cut(chain: Chain, lo: int, hi: int) -> Iterator[torch.Tensor]:
+    """Yield the stretch from `lo` to `hi` of tensors that lie end to end."""
+    start = 0
+    for tensor in chain:
+        end = start + tensor.numel()
+        if start < hi and lo < end:
+            yield tensor.reshape(-1)[max(lo - start, 0) : min(hi, end) - start]
+        start = end
+
+
+def _part(shape: tuple[int, ...], saved: Saved) -> int:
+    return -(-prod(shape) // len(saved.optimizers))
+
+
+def _shapes(table: Table, key: str, where: object) -> list[dict[str, tuple[int, ...]]]:
+    """Return the shapes of the parameters of each group, in the order in which they lie."""
+    groups = take(table, key, list, where)
+    try:
+        found = [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in groups]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _damaged(where, key, repr(error)) from error
+    if any(size < 0 for group in found for shape in group.values() for size in shape):
+        raise _damaged(where, key, "a size below 0")
+    return found
+
+
+def _tensors(table: Table, key: str, where: object) -> list[torch.Tensor]:
+    found = take(table, key, list, where)
+    if not all(isinstance(tensor, torch.Tensor) and tensor.dtype in _FLOATS for tensor in found):
+        raise _damaged(where, key, "something else than tensors of floating point")
+    return list(found)
+
+
+def _entries(state: Table, key: str, where: object) -> list[Table]:
+    """Return the state of an optimizer's parameters by number, each with its `step`."""
+    found = state.get(key)
+    if isinstance(found, list):  # an elastic checkpoint has no groups
+        return [{"step": state.get("base_optimizer_state_step"), **entry} for entry in found]
+    table = take(state, key, dict, where)
+    by_number = take(table, "state", dict, where)
+    groups = take(table, "param_groups", list, where)
+    steps = [group.get("step") for group in groups for _ in take(group, "params", list, where)]
+    if list(by_number) != list(range(len(steps))):
+        raise MismatchError(
+            "The optimizer has no moments of some parameters",
+            where=where,
+            expected=f"those of {len(steps)}",
+            found=f"those of {len(by_number)}",
+            fix="It was saved before the first step, or holds parameters that are not used.",
+        )
+    return [{"step": step, **entry} for step, entry in zip(steps, by_number.values(), strict=True)]
+
+
+def _moment(entry: Table, key: str, where: object) -> torch.Tensor:
+    tensor = entry.get(key)
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _FLOATS:
+        raise MismatchError(
+            "The optimizer is not Adam",
+            where=where,
+            expected=" and ".join(MOMENTS),
+            found=", ".join(map(str, entry)),
+            fix="Only the moments of Adam and AdamW are imported.",
+        )
+    return tensor
+
+
+def _step(entry: Table, where: object) -> float:
+    step = entry.get("step")
+    if isinstance(step, torch.Tensor) and step.numel() == 1:
+        step = step.item()
+    if isinstance(step, bool) or not isinstance(step, int | float) or not 0 <= step < 2**63 or step != int(step):
+        raise _damaged(where, "step", repr(step))
+    return float(step)
+
+
+def _damaged(where: object, key: str, found: str) -> CheckpointError:
+    return CheckpointError("An entry of a DeepSpeed file makes no sense", where=f"{where}, {key}", found=found)
+
+
+def _of_several_saves(where: object, found: set[float] | set[str]) -> CheckpointError:
+    return CheckpointError(
+        "The files of a DeepSpeed checkpoint are of several saves", where=where, found=sorted(map(str, found))
+    )

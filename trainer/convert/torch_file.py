@@ -1,0 +1,59 @@
+"""Opens a file of `torch.save` without running anything that is in it. What it holds is the business of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import CheckpointError
+
+
+class Unread:
+    """Stands for an object of a class that torch itself does not admit; nothing of it is kept."""
+
+    def __new__(cls, *_: object) -> Unread:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+def open_torch_file(path: Path) -> Mapping[Any, Any]:
+    """Return the dictionary that a file holds, its tensors mapped from the file and read when they are used.
+
+    torch unpickles it with `weights_only=True`. Every class that this does not admit is replaced by `Unread`, so that
+    no module is imported and no function of the file's choice is called.
+
+    Raises:
+        CheckpointError: if it is damaged, or holds anything else than a dictionary.
+    """
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with torch.serialization.safe_globals([(Unread, name) for name in unknown]):
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # a damaged pickle may raise anything; handed on
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        raise _unreadable(path, f"{type(error).__name__}: {_telling(str(error))}") from error
+    if not isinstance(found, Mapping):
+        raise _unreadable(path, f"an object of {type(found).__name__}")
+    return found
+
+
+def _telling(text: str) -> str:
+    """Return what an error of torch says, without what it says of its own option."""
+    lines = [line.strip().removesuffix("WeightsUnpickler error:") for line in text.splitlines()]
+    return " ".join(line for line in lines if line and "weights_only" not in line)
+
+
+def _unreadable(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        "A file of torch cannot be read",
+        where=path,
+        expected="a dictionary that torch.save wrote, whole",
+        found=found,
+        fix="The file is cut short, damaged or no such file; copy it again, or take another checkpoint.",
+    )
