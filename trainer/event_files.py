@@ -7,6 +7,7 @@ TensorBoard's business, which `trainer/metrics.py` calls.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from trainer.checkpoint.files import Files, replace_file, temporary_of
 # A record is its length and a checksum of that, its bytes, and a checksum of those, little-endian: TFRecord, in
 # TensorFlow's lib/io/record_writer.h.
 _HEADER, _FOOTER = struct.Struct("<QI"), struct.Struct("<I")
+# Every file begins with an event that says so: kVersionPrefix in TensorFlow's core/util/events_writer.h.
+_VERSION = b"brain.Event:"
 # The field `int64 step = 2` of the message Event, in TensorFlow's core/util/event.proto.
 _STEP = 2
 # What a wire type takes that says its length by itself: 64 and 32 bits, in Protocol Buffers' encoding.
@@ -26,7 +29,8 @@ def cut_events(folder: Path, iteration: int, *, but: str | None = None) -> None:
     """Take out of the event files of a folder what is beyond `iteration`, and what is torn.
 
     A process that is killed in here leaves every file either as it was or cut. One of before, stopped and gone on,
-    still adds its points: TensorBoard's writer opens the file by its name for every write.
+    still adds its points: TensorBoard's writer opens the file by its name for every write. A file that does not begin
+    as TensorBoard's do is somebody else's and stays as it is.
 
     Args:
         folder: where TensorBoard's files are; one that is missing holds none.
@@ -40,9 +44,15 @@ def cut_events(folder: Path, iteration: int, *, but: str | None = None) -> None:
     for path in sorted(folder.glob("events.out.tfevents.*")):
         files.remove_file(temporary_of(path))
         data = path.read_bytes()
+        if not _is_ours(data):
+            continue
         kept = b"".join(record for record, event in _records(data) if _stays(event, iteration, but))
         if kept != data:
             replace_file(files, path, kept)
+
+
+def _is_ours(data: bytes) -> bool:
+    return any(_VERSION in event for _, event in itertools.islice(_records(data), 1))
 
 
 def _stays(event: bytes, iteration: int, but: str | None) -> bool:

@@ -83,6 +83,14 @@ def test_a_file_without_anything_to_cut_is_not_touched(tmp_path: Path) -> None:
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
+@pytest.mark.parametrize("data", [b"", b"notes of mine on this run", bytes(range(256)) * 9, bytes(64)])
+def test_a_file_that_is_not_of_tensorboard_is_not_touched(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "events.out.tfevents.txt"
+    path.write_bytes(data)
+    cut_events(tmp_path, 3)
+    assert path.read_bytes() == data
+
+
 def test_a_folder_that_is_missing_stays_missing(tmp_path: Path) -> None:
     cut_events(tmp_path / "absent", 3)
     assert not (tmp_path / "absent").exists()
