@@ -7,6 +7,7 @@ that is printed is what to put on the trainer's command line. The exit status is
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import re
 import shlex
@@ -58,13 +59,21 @@ def overrides(made: Prepared) -> list[str]:
 
 
 def _pattern(side: Side) -> str:
-    path = str(side.files[0] if len(side.files) == 1 else side.files[0].with_name(f"{side.name}_*.bin"))
-    return _quoted(path)
+    first = side.files[0]
+    if len(side.files) == 1:
+        return _quoted(str(first))
+    return _quoted(f"{glob.escape(str(first.parent))}/{side.name}_*.bin")
 
 
 def _quoted(path: str) -> str:
-    """Return a path as hydra reads it."""
-    return path if re.fullmatch(r"[\w./*-]+", path) else f"'{path}'"
+    """Return a path as hydra reads it.
+
+    Source: hydra's grammar of overrides, "Quoted values": a quote is escaped, and so are backslashes before one.
+    """
+    if re.fullmatch(r"[\w./*-]+", path):
+        return path
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + (found[2] and "\\'"), path)
+    return f"'{escaped}'"
 
 
 @dataclass

@@ -24,7 +24,7 @@ from trainer.data.blocks import Form, Rule, Span, read_blocks, start_of_characte
 from trainer.data.bpe import train_bpe
 from trainer.data.encoding import Encoded, encode_block, in_order
 from trainer.data.prepared import Wanted, write_prepared
-from trainer.data.text import bytes_encoder, load_encoder
+from trainer.data.text import bytes_encoder, find_files, load_encoder
 from trainer.data.token_file import open_token_file
 
 WORDS = ["checkpoint", "wörter", "日本語。", "it's", "1234567", "...\n\n", "  ", "\t", "\r\n", "🙂", "x=y;", "Zeile\n"]
@@ -228,6 +228,7 @@ REFUSED = {
     "no tokenizer": (["a.txt", "--tokenizer", "b.jsonl"], "a tokenizer cannot be loaded"),
     "fraction": (["a.txt", "--valid-fraction", "1"], "above 0 and below 1"),
     "file size": (["a.txt", "--file-tokens", "0"], "1 to 2147483647"),
+    "the root": (["a.txt", "--output", "/"], "A folder is there already (/)"),
     "a side without documents": (["b.jsonl", "--valid-fraction", "0.001"], "--valid-fraction"),
 }
 
@@ -240,7 +241,7 @@ def test_what_cannot_be_made_is_refused_in_words(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.jsonl").write_text(lines(["b"]))
-    assert main([*arguments, "--output", "out", "--workers", "1"]) == 2
+    assert main(["--output", "out", "--workers", "1", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.jsonl"]
 
@@ -264,6 +265,37 @@ def test_a_folder_is_replaced_only_with_force_and_only_if_it_is_ours(
     (tmp_path / "file").write_text("")
     assert main([str(tmp_path / "in.txt"), "--output", str(tmp_path / "file"), "--force"]) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "in.txt", "out"]
+
+
+def test_a_tokenizer_in_the_folder_that_is_replaced_survives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.txt").write_text("one and one")
+    out = tmp_path / "out"
+    command = [str(tmp_path / "in.txt"), "--output", str(out), "--workers", "1", "--force"]
+    assert main([*command, "--tokenizer", "train-bpe", "260"]) == 0
+    before = content(out)
+    assert main([*command, "--tokenizer", str(out / "tokenizer.json")]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+    assert main([str(out / "train_*.bin"), *command[1:]]) == 2
+    assert content(out) == before
+
+
+@pytest.mark.parametrize("name", ["it's [1]", "a\\'b, c", "back\\", "äö = {x}"])
+def test_what_is_printed_names_the_files_whatever_the_folder_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    Path("in.txt").write_text("one and one " * 9)
+    Path("tokenizer.json").write_bytes(small_tokenizer())
+    options = ["--tokenizer", "tokenizer.json", "--file-tokens", "10", "--workers", "1", "--valid-fraction", "0.1"]
+    assert main(["in.txt", "--output", "out", *options]) == 0
+    data = compose(shlex.split(capsys.readouterr().out.splitlines()[-1])).data
+    monkeypatch.chdir("/")
+    found = [path for pattern in (data.train, data.valid) for path in find_files(str(pattern))]
+    assert found == sorted((tmp_path / name / "out").iterdir())
+    assert data.tokenizer == str(tmp_path / name / "tokenizer.json")
 
 
 CALLS = ("mkdir", "fsync", "replace", "rename")

@@ -105,9 +105,10 @@ def write_prepared(
     """
     _check(wanted)
     folder = Path(os.path.realpath(folder))
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    partial = folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
     try:
         _refuse_to_overwrite(folder, replace=replace)
+        _refuse_to_replace_what_is_read(folder, [*inputs, *filter(None, [wanted.tokenizer])])
         parts = _split(inputs, wanted)
         partial.mkdir(parents=True)
         tokenizer = wanted.tokenizer
@@ -132,7 +133,7 @@ def write_prepared(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     placed = tuple(Side(s.name, tuple(folder / path.name for path in s.files), s.documents, s.tokens) for s in sides)
-    tokenizer = folder / TOKENIZER if wanted.train_vocab_size else wanted.tokenizer
+    tokenizer = folder / TOKENIZER if wanted.train_vocab_size else wanted.tokenizer and wanted.tokenizer.absolute()
     return Prepared(folder, placed, tokenizer, encoder.vocab_size, encoder.end_of_text)
 
 
@@ -161,6 +162,16 @@ def _refuse_to_overwrite(folder: Path, *, replace: bool) -> None:
         )
     if names and not replace:
         raise DataError("A folder is there already", where=folder, fix="Name another one, or replace it with --force.")
+
+
+def _refuse_to_replace_what_is_read(folder: Path, paths: Iterable[Path]) -> None:
+    for path in paths:
+        if folder in Path(os.path.realpath(path)).parents:
+            raise DataError(
+                "A file to read lies in the folder to make, which replaces all that is there",
+                where=path,
+                fix="Name another folder, or move the file away.",
+            )
 
 
 def _split(inputs: Sequence[Path], wanted: Wanted) -> list[_Part]:
