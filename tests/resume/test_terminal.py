@@ -7,22 +7,16 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.harness import TINY, run_ok
+import trainer.__main__
+import trainer.checkpoint.progress_line
+from tests.harness import TINY, call_on_ranks, run_ok
 
-ROOT = Path(__file__).parents[2]
 OVERRIDES = ["model=gpt2_tiny", *TINY, "train.train_iters=6", "train.eval_interval=3", "checkpoint.save_interval=2"]
-# A line about every block that is saved, from the thread that writes, instead of one in five seconds.
-CHATTY = """
-import sys, trainer.checkpoint.progress_line
-trainer.checkpoint.progress_line.EVERY_S = 0.0
-from trainer.__main__ import main
-main()
-"""
 COLUMNS = 160
 
 
@@ -30,19 +24,36 @@ def run_on_terminal(folder: Path, overrides: list[str]) -> tuple[int, str]:
     """Run the trainer on a terminal of its own; return the exit status and all that was sent to the screen."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", CHATTY, f"run.dir={folder}", *overrides]
-    process = subprocess.Popen(command, stdout=slave, stderr=slave, env=environment, cwd=ROOT)
-    os.close(slave)
+    arguments = [os.ttyname(slave), f"run.dir={folder}", *overrides]
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(_read_all, master)
+        try:
+            ended = call_on_ranks(_train_on_terminal, arguments, folder=folder, ranks=1)
+        finally:
+            os.close(slave)
+        shown = sent.result()
+    os.close(master)
+    return ended.statuses[0] or 0, shown.decode()
+
+
+def _train_on_terminal(arguments: list[str]) -> None:
+    """Run the trainer's command on the terminal that the first argument names.
+
+    It says a line about every block that is saved, from the thread that writes, instead of one in five seconds.
+    """
+    terminal = os.open(arguments[0], os.O_RDWR | os.O_NOCTTY)
+    os.dup2(terminal, 1)
+    os.dup2(terminal, 2)
+    trainer.checkpoint.progress_line.EVERY_S = 0.0
+    sys.argv = ["trainer", *arguments[1:]]
+    trainer.__main__.main()
+
+
+def _read_all(master: int) -> bytes:
     sent = bytearray()
-    try:
-        while data := _read(master):
-            sent += data
-        return process.wait(60), sent.decode()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
+    while data := _read(master):
+        sent += data
+    return bytes(sent)
 
 
 def _read(master: int) -> bytes:
