@@ -12,13 +12,31 @@ from pathlib import Path
 
 import pytest
 
+from scripts.compare_loss import main
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "compare_loss.py"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def compare_loss(tmp_path: Path) -> Run:
+def compare_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call the script in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        try:
+            status = main([*map(str, arguments)])
+        except SystemExit as left:  # argparse's way
+            status = int(str(left.code))
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, status, printed.out, printed.err)
+
+    return run
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Run:
     """Run the script as a user does, from another folder."""
 
     def run(*arguments: object, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -48,8 +66,8 @@ def last_line(result: subprocess.CompletedProcess[str]) -> str:
 CURVE = {i: 10 / i for i in range(1, 101)} | {7: math.nan, 8: math.inf}
 
 
-def test_equal_runs_exit_with_0_and_are_bit_identical(tmp_path: Path, compare_loss: Run) -> None:
-    result = compare_loss(make_run(tmp_path / "a", CURVE), make_run(tmp_path / "b", CURVE))
+def test_equal_runs_exit_with_0_and_are_bit_identical(tmp_path: Path, script: Run) -> None:
+    result = script(make_run(tmp_path / "a", CURVE), make_run(tmp_path / "b", CURVE))
     assert (result.returncode, last_line(result)) == (0, "bit-identical: 100/100 iterations")
     first, second, third = result.stdout.splitlines()[:3]
     assert first.startswith("base ")
@@ -206,12 +224,12 @@ def test_a_plot_that_cannot_be_written_exits_with_2(tmp_path: Path, compare_loss
     assert "Traceback" not in result.stderr
 
 
-def test_without_matplotlib_a_plot_names_the_extra_and_the_rest_works(tmp_path: Path, compare_loss: Run) -> None:
+def test_without_matplotlib_a_plot_names_the_extra_and_the_rest_works(tmp_path: Path, script: Run) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "matplotlib.py").write_text("raise ImportError('not installed')\n")
     run = make_run(tmp_path / "a", CURVE)
-    assert compare_loss(run, run, path=hidden).returncode == 0
-    result = compare_loss(run, run, "--plot", "out.png", path=hidden)
+    assert script(run, run, path=hidden).returncode == 0
+    result = script(run, run, "--plot", "out.png", path=hidden)
     assert result.returncode == 2
     assert "pip install 'reprise[plot]'" in result.stderr
