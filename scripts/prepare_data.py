@@ -1,7 +1,8 @@
 """Make token files of text or JSON lines: `python -m scripts.prepare_data INPUT... --output FOLDER`.
 
 The folder appears whole or not at all, and what it holds does not depend on the number of processes. The last line
-that is printed is what to put on the trainer's command line. The exit status is 0, or 2 where it cannot be done.
+that is printed is what to put on the trainer's command line. The exit status is 0, 2 where it cannot be done, or 130
+where it was interrupted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import glob
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from trainer.data.text import find_files
 from trainer.errors import ConfigError, TrainerError
 
 FINE, IMPOSSIBLE = 0, 2
+INTERRUPTED = 128 + signal.SIGINT  # as shells have it
 _JSONL = (".jsonl", ".ndjson")
 
 
@@ -42,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bars.close()
         print(f"prepare_data: {type(error).__name__}: {error}", file=sys.stderr)
         return IMPOSSIBLE
+    except KeyboardInterrupt:
+        bars.close()
+        print("prepare_data: interrupted, nothing is left", file=sys.stderr)
+        return INTERRUPTED
     bars.close()
     for side in made.sides:
         print(f"{side.name}: {side.documents:,} documents, {side.tokens:,} tokens, {len(side.files)} files")

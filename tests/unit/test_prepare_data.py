@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -298,6 +299,16 @@ def test_what_is_printed_names_the_files_whatever_the_folder_is_called(
     assert data.tokenizer == str(tmp_path / name / "tokenizer.json")
 
 
+def test_an_interrupt_leaves_nothing_and_ends_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.txt").write_text("one")
+    monkeypatch.setattr(os, "fsync", lambda _: signal.raise_signal(signal.SIGINT))
+    assert main([str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--workers", "1"]) == 130
+    assert capsys.readouterr().err == "prepare_data: interrupted, nothing is left\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
 CALLS = ("mkdir", "fsync", "replace", "rename")
 
 
@@ -349,6 +360,29 @@ def test_a_run_that_is_killed_anywhere_leaves_nothing_under_the_name(tmp_path: P
     assert statuses[-1] == 0
     assert len(statuses) > 8
     assert set(statuses[:-1]) == {-9}
+
+
+def test_a_replacement_that_is_killed_anywhere_loses_neither_folder(tmp_path: Path) -> None:
+    texts = [tmp_path / "old.txt", tmp_path / "new.txt"]
+    for path in texts:
+        path.write_text(path.stem)
+        assert main([str(path), "--output", str(tmp_path / path.stem), "--workers", "1"]) == 0
+    old, new = (content(tmp_path / path.stem) for path in texts)
+    seen = []
+    for calls in range(20):
+        folder = tmp_path / str(calls)
+        shutil.copytree(tmp_path / "old", folder / "out")
+        arguments = [str(calls), str(texts[1]), "--output", str(folder / "out"), "--workers", "1", "--force"]
+        ended = call_on_ranks(_die_at_call, arguments, folder=tmp_path / "logs" / str(calls), ranks=1)
+        whole = {path.suffix: content(path) for path in folder.iterdir() if path.suffix != ".partial"}
+        seen.append((whole.get(""), whole.get(".replaced")))
+        if ended.ok:
+            break
+    before, aside, both, after = (old, None), (None, old), (new, old), (new, None)
+    assert seen == sorted(seen, key=[before, aside, both, after].index)
+    assert seen[0] == before
+    assert aside in seen
+    assert seen[-1] == after
 
 
 def test_bytes_and_their_end_are_the_tokens_by_default(tmp_path: Path) -> None:
