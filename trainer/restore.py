@@ -26,7 +26,8 @@ from trainer.state import checkpoint_specs
 
 _log = logging.getLogger(__name__)
 
-_KINDS = (b"c", b"p")  # in rank 0's message, before a path: a checkpoint of ours, or pretrained weights
+# In rank 0's message, before a path: a checkpoint of ours, pretrained weights, or checkpoints of this run that goes on.
+_NAMED, _PRETRAINED, _OWN = b"c", b"p", b"o"
 
 
 def restore(run: Run) -> None:
@@ -77,39 +78,41 @@ def _agree_on_origin(run: Run) -> Origin | None:
     choice = b""
     if run.cluster.rank == 0:
         try:
-            path = _find_path(run)
-            choice = b"" if path is None else _KINDS[is_folder(path)] + str(path).encode()
+            choice = _find(run)
         except TrainerError as error:
             problem = error
+        except OSError as error:
+            problem = CheckpointError("A path cannot be looked at", where=error.filename, found=error.strerror)
     run.cluster.board.agree("restore", problem)
     choice = run.cluster.board.from_rank0("restore/source", choice)
     if not choice:
         return None
-    is_pretrained, named = bool(_KINDS.index(choice[:1])), choice[1:].decode()
-    section = run.config.checkpoint
-    goes_on = section.load != "auto" and Path(named) != Path(section.load)
-    return Origin(Source(Path(named), None if goes_on else section.ckpt_step), goes_on, is_pretrained)
+    kind, path = choice[:1], Path(choice[1:].decode())
+    goes_on = kind == _OWN
+    return Origin(Source(path, None if goes_on else run.config.checkpoint.ckpt_step), goes_on, kind == _PRETRAINED)
 
 
-def _find_path(run: Run) -> Path | None:
-    """Return the folder to load from; None is a fresh start.
+def _find(run: Run) -> bytes:
+    """Return the kind and the path of what to load; nothing is a fresh start.
 
-    A path that `checkpoint.load` names outside this run's own folder is where the run begins. Once the run has a
-    checkpoint of its own, the same command goes on from that.
+    A path that `checkpoint.load` names outside this run's own folder is where the run begins; with `finetune` one
+    inside it is too, as weights that were imported there are. Once the run has a checkpoint of its own, which is of an
+    iteration beyond 0 in the second case, the same command goes on from that.
     """
     section = run.config.checkpoint
     if section.load == "none":
-        return None
+        return b""
     own = None if section.save is None else Path(section.save)
-    has_own = own is not None and bool(CheckpointFolder(own, Files()).committed())
+    committed = [] if own is None else CheckpointFolder(own, Files()).committed()
     if section.load != "auto":
         named = Path(section.load)
-        if own is None or not has_own or own.resolve() in (named.resolve(), *named.resolve().parents):
-            return named
-        _log.info(f"this run began at {named} and goes on from its own checkpoints")
-        return own
-    if has_own:
-        return own
+        is_inside = own is not None and own.resolve() in (named.resolve(), *named.resolve().parents)
+        if section.finetune and any(committed) if is_inside else committed:
+            _log.info(f"this run began at {named} and goes on from its own checkpoints")
+            return _OWN + str(own).encode()
+        return (_PRETRAINED if is_folder(named) else _NAMED) + str(named).encode()
+    if committed:
+        return _NAMED + str(own).encode()
     if section.ckpt_step is not None:
         raise CheckpointError(
             "An iteration was never saved",
@@ -128,7 +131,7 @@ def _find_path(run: Run) -> Path | None:
             found=f"{last} as the last iteration and no iter_ folder",
             fix="Mount or restore the checkpoints, or start over with checkpoint.load=none.",
         )
-    return None
+    return b""
 
 
 def _load(run: Run, origin: Origin) -> None:
