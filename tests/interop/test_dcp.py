@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
 import pickle
 import resource
 import shutil
+import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from models import stored_tensors
 from scripts import checkpoint as look
@@ -453,6 +457,40 @@ def test_a_flipped_bit_in_a_tensor_is_found(producers: dict[str, Producer], tmp_
     source = opened(folder, GPT2)
     source.read("transformer.wte.weight")
     with pytest.raises(CheckpointError, match=r"damaged .*model\.transformer\.wpe\.weight.*checksum"):
+        source.read("transformer.wpe.weight")
+
+
+def test_chunks_that_overlap_and_values_that_are_compressed_are_refused(
+    producers: dict[str, Producer], tmp_path: Path
+) -> None:
+    producer = producers["gpt2"]
+    folder = save({"model": producer.weights}, tmp_path / "in")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - written a moment ago
+    key = "model.transformer.wpe.weight"
+    entry, info = metadata.state_dict_metadata[key], metadata.storage_data[MetadataIndex(key, [0, 0])]
+    height, width = entry.size
+    half = torch.Size([height // 2, width])
+    entry.chunks = [ChunkStorageMetadata(torch.Size([at, 0]), half) for at in (0, 1)]
+    metadata.storage_data |= {MetadataIndex(key, chunk.offsets): info for chunk in entry.chunks}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=rf"{key}: its chunks overlap"):
+        opened(folder, GPT2)
+
+    entry.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), entry.size)]
+    data = (folder / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+    with (
+        zipfile.ZipFile(io.BytesIO(data)) as stored,
+        zipfile.ZipFile(folder / "__9_0.distcp", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in stored.namelist():
+            packed.writestr(name, stored.read(name))
+    size = (folder / "__9_0.distcp").stat().st_size
+    metadata.storage_data[MetadataIndex(key, [0, 0])] = replace(
+        info, relative_path="__9_0.distcp", offset=0, length=size
+    )
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    source = opened(folder, GPT2)
+    with pytest.raises(CheckpointError, match=rf"damaged .*__9_0\.distcp, {key}.* is compressed"):
         source.read("transformer.wpe.weight")
 
 

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from trainer.checkpoint.box import Box, intersect
 from trainer.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -143,7 +144,7 @@ class Folder:
                 raise CheckpointError(
                     "A tensor of a DCP folder is damaged",
                     where=f"{self.path / info.relative_path}, {key}, bytes from {info.offset} on",
-                    found=f"another checksum of {damaged}",
+                    found=damaged,
                     fix="Import another checkpoint; this one cannot be trusted.",
                 )
 
@@ -184,11 +185,14 @@ class _PlainValue(DefaultLoadPlanner):
         self.value: object = None
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        damaged = _damaged_part(value.getvalue())
+        if damaged is not None:
+            raise ValueError(damaged)
         self.value = torch.load(value, map_location="cpu", weights_only=True)
 
 
 def _damaged_part(data: bytes) -> str | None:
-    """Return the name of the first member of a zip file whose checksum is another; what is no zip file is not judged.
+    """Return what is wrong with the first member of a zip file that is not sound; what is no zip file is not judged.
 
     torch writes 0 for all of them where it is told to leave checksums out.
     """
@@ -197,12 +201,14 @@ def _damaged_part(data: bytes) -> str | None:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             for member in archive.infolist():
+                if member.compress_type != zipfile.ZIP_STORED:
+                    return f"{member.filename} is compressed, as torch writes nothing, and may become of any size"
                 if member.CRC:
                     with archive.open(member) as part:
                         while part.read(_BLOCK_BYTES):
                             pass
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        return str(error)
+        return f"another checksum: {error}"
     return None
 
 
@@ -308,7 +314,7 @@ def _unsound_tensor(key: str, entry: TensorStorageMetadata, storage: dict[Any, A
         return "no size, chunks or properties"
     if not isinstance(getattr(properties, "dtype", None), torch.dtype):
         return "no dtype"
-    filled = dict[tuple[int, ...], int]()
+    filled = dict[tuple[int, ...], tuple[int, ...]]()
     for chunk in chunks:
         offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
         if not (isinstance(chunk, ChunkStorageMetadata) and _is_size(offsets) and _is_size(sizes)):
@@ -318,10 +324,27 @@ def _unsound_tensor(key: str, entry: TensorStorageMetadata, storage: dict[Any, A
             return f"a chunk at {list(offsets)} of shape {list(sizes)} is not inside {list(size)}"
         if MetadataIndex(key, offsets) not in storage:
             return f"the chunk at {list(offsets)} lies nowhere"
-        filled[tuple(offsets)] = math.prod(sizes)
-    if sum(filled.values()) != math.prod(size):
-        return f"its chunks hold {sum(filled.values())} of {math.prod(size)} elements"
-    return None
+        filled[tuple(offsets)] = tuple(sizes)
+    held = sum(math.prod(sizes) for sizes in filled.values())
+    if held != math.prod(size):
+        return f"its chunks hold {held} of {math.prod(size)} elements"
+    return "its chunks overlap" if _overlap(filled) else None
+
+
+def _overlap(boxes: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Return whether boxes, sizes by offset, share an element. Those that a sweep over one dimension meets at once are
+    compared, over the dimension that most of them begin in at places of their own.
+    """
+    if len(boxes) < 2:
+        return False
+    dim = max(range(len(next(iter(boxes)))), key=lambda d: len({offset[d] for offset in boxes}))
+    open_boxes = list[Box]()
+    for box in sorted((Box(*pair) for pair in boxes.items() if math.prod(pair[1])), key=lambda b: b.offset[dim]):
+        open_boxes = [other for other in open_boxes if other.end[dim] > box.offset[dim]]
+        if any(intersect(box, other).numel for other in open_boxes):
+            return True
+        open_boxes.append(box)
+    return False
 
 
 def _is_size(value: object) -> TypeGuard[torch.Size]:
