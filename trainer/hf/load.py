@@ -10,7 +10,7 @@ import torch
 
 import models
 from models import ModelConfig
-from trainer.checkpoint.box import absolute, in_bytes, stretch, whole
+from trainer.checkpoint.box import Box, absolute, in_bytes, stretch, whole
 from trainer.checkpoint.gather import Gatherer
 from trainer.checkpoint.layout import Place
 from trainer.checkpoint.live import LiveTensor
@@ -62,10 +62,7 @@ def fill(
 
 def read_whole(folder: Folder, place: Place) -> torch.Tensor:
     """Return a tensor as float32, without the rows that pad its vocabulary."""
-    spec = place.spec
-    memory = torch.empty(spec.view, dtype=torch.float32)
-    fill(folder, {spec.name: place}, [LiveTensor(spec, whole(spec.view), memory, (0,))])
-    return memory.reshape(spec.shape)
+    return _read(folder, place, whole(place.spec.view)).reshape(place.spec.shape)
 
 
 def check_tied(folder: Folder, model: ModelConfig) -> None:
@@ -78,11 +75,30 @@ def check_tied(folder: Folder, model: ModelConfig) -> None:
         if alias not in folder.places:
             continue
         ours = name if name in folder.places else name.split(".", 1)[1]
-        tied, output = (read_whole(folder, folder.places[which]) for which in (ours, alias))
-        if tied.shape != output.shape or not torch.equal(tied.view(torch.int32), output.view(torch.int32)):
+        if not _are_same(folder, folder.places[ours], folder.places[alias]):
             raise MismatchError(
                 "Parameters are tied, and the folder holds two different ones",
                 where=folder.path,
                 expected=f"{alias} and {ours} of the same bits",
                 fix="Set tie_word_embeddings to false in its config.json, and model.tie_word_embeddings=false.",
             )
+
+
+def _are_same(folder: Folder, one: Place, other: Place) -> bool:
+    """Return whether two matrices have the same bits as float32, reading some rows of both at a time."""
+    if one.spec.shape != other.spec.shape:
+        return False
+    height, width = one.spec.shape
+    rows = max(1, ITEMS // width)
+    for lo in range(0, height, rows):
+        box = Box((lo, 0), (min(rows, height - lo), width))
+        ours, theirs = (_read(folder, place, box).view(torch.int32) for place in (one, other))
+        if not torch.equal(ours, theirs):
+            return False
+    return True
+
+
+def _read(folder: Folder, place: Place, box: Box) -> torch.Tensor:
+    memory = torch.empty(box.shape, dtype=torch.float32)
+    fill(folder, {place.spec.name: place}, [LiveTensor(place.spec, box, memory, (0,))])
+    return memory
