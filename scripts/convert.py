@@ -93,7 +93,7 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
         one = formats.add_parser(name, help=found.summary, description=found.summary)
         one.add_argument("source", type=Path, metavar="SOURCE", help="what the other program saved")
         one.add_argument("folder", type=Path, metavar="FOLDER", help="the checkpoint folder of the run that goes on")
-        one.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the configuration of that run")
+        one.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the configuration of that run")
         one.add_argument("--consumed-samples", type=int, metavar="N", help="samples that were trained on")
         one.add_argument("--trust-pickle", action="store_true", help="unpickle files, which can run any code in them")
         one.set_defaults(call=bring_in)

@@ -110,9 +110,16 @@ def compose(overrides: Sequence[str]) -> Config:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             config = OmegaConf.to_object(hydra.compose("train", overrides=list(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("The configuration cannot be composed", found=str(error).strip()) from error
+        raise ConfigError("The configuration cannot be composed", found=_told(error)) from error
     assert isinstance(config, Config)
     return config
+
+
+def _told(error: BaseException) -> str:
+    """Return what Hydra says, and what was wrong below it: of a value that does not fit it says only where."""
+    below = error.__cause__
+    said = str(error).strip()
+    return said if below is None else f"{said}: {str(below).strip().splitlines()[0]}"
 
 
 def _train(config: Config, resolved: str, cluster: Cluster, watch: SignalWatch) -> None:

@@ -447,6 +447,8 @@ def test_an_export_refuses_what_is_there_and_leaves_nothing_behind_where_it_fail
     assert "There is no tokenizer" in capsys.readouterr().err
     assert convert.main(["export", "hf", str(out), str(tmp_path / "new")]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
+    assert convert.main(["export", "hf", str(trained), str(tmp_path / "none/new")]) == 2
+    assert f"There is no folder to write to ({tmp_path / 'none'})" in capsys.readouterr().err
     checkpoint = Path(shutil.copytree(trained / "checkpoints/iter_0000003", tmp_path / "iter_0000003"))
     last = sorted(checkpoint.glob("model-*.safetensors"))[-1]
     last.write_bytes(last.read_bytes()[:-1] + b"!")
@@ -463,6 +465,42 @@ def test_a_number_beyond_the_dtype_is_refused(tmp_path: Path, capsys: pytest.Cap
     text = capsys.readouterr().err
     assert "A number is beyond what a dtype holds (transformer.ln_f.bias)" in text
     assert "found 100000.0. Take bfloat16 or float32." in text
+
+
+def test_command_lines_that_are_wrong_are_refused_with_what_is_wrong(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def text(*arguments: object) -> str:
+        assert convert.main([str(argument) for argument in arguments]) == 2
+        return capsys.readouterr().err
+
+    out = tmp_path / "run"
+    assert "no model folder of transformers" in text("import", "hf", tmp_path / "none", out)
+    assert "'abc' of type 'str'" in text("import", "hf", folder, out, "train.seq_length=abc")
+    with pytest.raises(SystemExit):
+        convert.main(["import", "hf"])
+    assert "required: SOURCE, FOLDER\n" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_path_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    ended = launch(tmp_path / "run", [*OURS_GPT2, f"checkpoint.load={'a' * 300}"])
+    assert ended.statuses == (1,)
+    assert "CheckpointError: A path cannot be looked at" in ended.text
+    assert "Traceback" not in ended.text
+
+
+def test_weights_imported_into_a_run_s_own_folder_begin_it_once(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert convert.main(["import", "hf", str(folder), str(run / "checkpoints"), *TINY[5:]]) == 0
+    again = [*OURS_GPT2, f"checkpoint.load={run}/checkpoints", "checkpoint.save_interval=1", "train.train_iters=2"]
+    first = run_ok(run, [*again, "train.exit_interval=1"])
+    assert "iteration 0 from" in first.text
+    assert "step     1/" in first.text
+    second = run_ok(run, again)
+    assert "goes on from its own checkpoints" in second.text
+    assert "step     1/" not in second.text
+    assert sorted(path.name for path in (run / "checkpoints").glob("iter_*")) == [f"iter_{n:07d}" for n in range(3)]
 
 
 @pytest.mark.parametrize("kind", ["gpt2-body", "llama-tied-stretched"])

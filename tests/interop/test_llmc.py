@@ -297,4 +297,6 @@ def test_models_that_a_file_cannot_say_are_refused_all_at_once(
     text = capsys.readouterr().err
     for name in ("tie_word_embeddings", "intermediate_size=44", "norm_eps=1e-06", "float32 or bfloat16"):
         assert name in text
+    assert convert.main(["export", "llmc", str(run), str(out), "--tokenizer", str(run)]) == 2
+    assert "Leave --tokenizer out" in capsys.readouterr().err
     assert not out.exists()

@@ -16,7 +16,7 @@ from trainer.checkpoint.lock import FolderLock
 from trainer.checkpoint.reader import open_checkpoint
 from trainer.convert.output import write_checkpoint
 from trainer.convert.source import Source, of_checkpoint
-from trainer.errors import CheckpointError, LockError, MismatchError
+from trainer.errors import CheckpointError, ConfigError, LockError, MismatchError
 
 OVERRIDES = [*TINY, "train.train_iters=4", "checkpoint.save_interval=2", "checkpoint.file_bytes=16384"]
 
@@ -81,6 +81,13 @@ def test_samples_are_counted_as_they_are_told(run: Path, tmp_path: Path) -> None
     assert (state["consumed_samples"], state["consumed_tokens"]) == (77, 77 * 16)
 
 
+@pytest.mark.parametrize("samples", [-1, 1 << 62])
+def test_samples_that_no_run_can_come_to_are_refused(run: Path, tmp_path: Path, samples: int) -> None:
+    with pytest.raises(ConfigError, match=f"found {samples}"):
+        write_checkpoint(source_of(run), tmp_path / "new", compose(OVERRIDES), consumed_samples=samples)
+    assert not (tmp_path / "new").exists()
+
+
 def test_an_iteration_that_is_there_is_never_overwritten(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "checkpoints/iter_0000002", tmp_path / "iter_0000002")
     before = all_files(tmp_path / "iter_0000002")
@@ -103,6 +110,8 @@ def test_a_folder_that_a_run_holds_is_refused(run: Path, tmp_path: Path) -> None
 
 def test_a_source_of_another_model_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"model\.n_layer +saved 2 +current 1"):
+        write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, "model.n_layer=1"]))
+    with pytest.raises(MismatchError, match="the source says which model it is"):
         write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, "model.n_layer=1"]))
     assert not (tmp_path / "new").exists()
 

@@ -82,7 +82,7 @@ class Chooser:
         path = self._source.path
         if not path.is_dir():
             raise CheckpointError(
-                "There is no checkpoint folder", where=path, fix="Correct checkpoint.load; nothing was started."
+                "There is no checkpoint folder", where=path, fix="Correct the path, or checkpoint.load."
             )
         if (path / MANIFEST).exists() or is_iteration_name(path.name):
             if self._source.iteration is not None:
@@ -100,7 +100,10 @@ class Chooser:
             return self._exactly(folder, committed, self._source.iteration)
         if not committed:
             raise CheckpointError(
-                "A folder holds no checkpoint", where=path, expected="an iter_ folder", fix="Correct checkpoint.load."
+                "A folder holds no checkpoint",
+                where=path,
+                expected="an iter_ folder",
+                fix="Correct the path, or checkpoint.load.",
             )
         return [folder.iteration(iteration) for iteration in reversed(committed)]
 

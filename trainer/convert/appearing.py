@@ -17,16 +17,17 @@ def appearing(out: Path, files: Files) -> Iterator[Path]:
     """Give a path beside `out` to write to, whose files the caller syncs; it becomes `out` at the end, by one rename.
 
     Raises:
-        CheckpointError: if something is at `out` already, or the file system fails; nothing is left then.
+        CheckpointError: if something is at `out` already, its folder is not there, or the file system fails; nothing
+            is left then.
     """
-    _refuse_there(out)
+    _refuse(out)
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
         yield partial
         if partial.is_dir():
             for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
                 files.sync_folder(folder)
-        _refuse_there(out)
+        _refuse(out)
         files.rename(partial, out)
         files.sync_folder(out.parent)
     except OSError as error:
@@ -38,6 +39,8 @@ def appearing(out: Path, files: Files) -> Iterator[Path]:
             files.remove_file(partial)
 
 
-def _refuse_there(out: Path) -> None:
+def _refuse(out: Path) -> None:
     if out.exists() or out.is_symlink():
         raise CheckpointError("There is something already", where=out, fix="Move it away, or name another path.")
+    if not out.parent.is_dir():
+        raise CheckpointError("There is no folder to write to", where=out.parent, fix="Make it, or name another path.")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 import models
 from models import Family, ModelConfig
@@ -19,7 +20,7 @@ from trainer.convert.formats import Asked, Format, Wanted
 from trainer.convert.llmc_models import HEADER_BYTES, MAGICS, VERSIONS, Part
 from trainer.convert.source import Source, of_checkpoint
 from trainer.convert.tensor_files import blocks_of
-from trainer.errors import CheckpointError, MismatchError
+from trainer.errors import CheckpointError, ConfigError, MismatchError
 
 _HEADER = struct.Struct("<256i")
 
@@ -58,13 +59,17 @@ def write(checkpoint: Checkpoint, out: Path, wanted: Wanted) -> None:
 
     Raises:
         MismatchError: for a model that such a file cannot describe, or a dtype that it cannot have.
+        ConfigError: if a tokenizer is wanted.
         CheckpointError: if `out` is there, the checkpoint is damaged, or the file system fails.
     """
     files, source = Files(), of_checkpoint(checkpoint)
+    if wanted.tokenizer is not None:
+        raise ConfigError("A file of weights has no room for a tokenizer", where=out, fix="Leave --tokenizer out.")
     header, parts = _describing(source.model, wanted.dtype, where=checkpoint.path)
     total = HEADER_BYTES + sum(math.prod(part.shape) for part in parts) * wanted.dtype.itemsize
     aliases = models.aliases(source.model)
-    with appearing(out, files) as partial:
+    bar = tqdm(total=total, desc=out.name, unit="B", unit_scale=True, disable=None, leave=False)
+    with appearing(out, files) as partial, bar:
         descriptor = files.open_for_writing(partial)
         try:
             files.reserve(descriptor, total)
@@ -76,6 +81,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: Wanted) -> None:
                 for block in blocks_of(tensor, wanted.dtype, where=part.name):
                     files.write(descriptor, [block], offset=at)
                     at += block.nbytes
+                    bar.update(block.nbytes)
                 at = end
             files.sync(descriptor)
         finally:

@@ -22,7 +22,7 @@ from trainer.checkpoint.store import CheckpointFolder
 from trainer.config import CheckpointSection, Config, ParallelSection, validate
 from trainer.convert.source import Source
 from trainer.convert.tensor_files import write_tensor_files
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.progress import Progress
 from trainer.state import checkpoint_specs
 
@@ -85,9 +85,19 @@ def _documents(source: Source, config: Config, consumed_samples: int | None) -> 
     schedule, description = describe_alone(config)
     theirs = record.model_record(source.model)
     found = differences({"model": theirs}, {"model": description["model"]}, record.rules_for(_MODEL_ALONE))
-    settle(found, flags=set(), where="the source")
+    try:
+        settle(found, flags=set(), where="the source")
+    except MismatchError as error:
+        raise MismatchError(
+            "The source holds another model than the one configured",
+            found=error.found,
+            fix="\nLeave model= and model.KEY=VALUE out: the source says which model it is.",
+        ) from None
     train = config.train
     samples = source.iteration * train.global_batch_size if consumed_samples is None else consumed_samples
+    most = (2**63 - 1) // train.seq_length  # tokens are counted in int64
+    if not 0 <= samples <= most:
+        raise ConfigError("No run can have trained on so many samples", expected=f"0 to {most}", found=samples)
     lr = schedule.at(source.iteration) if source.iteration else 0.0  # the first iteration is 1
     progress = Progress(source.iteration, samples, samples * train.seq_length)
     return {

@@ -52,6 +52,8 @@ def open_folder(path: Path, files: Files) -> Folder:
         MismatchError: for a model that ours cannot be.
         CheckpointError: for files that are missing, pickled or malformed.
     """
+    if not (path / CONFIG).is_file():
+        raise CheckpointError("There is no model folder of transformers", where=path, expected=f"{CONFIG} in it")
     model = read_model(json_file.read(path / CONFIG), where=path / CONFIG)
     index = path / INDEX
     if index.exists():
