@@ -6,6 +6,7 @@ The same model, prompt and options give the same text. The exit status is 0, or 
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import math
 import sys
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prompt with what follows it and return the exit status."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="generate: %(message)s", stream=sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what a terminal cannot
     try:
         print(_text(options))
     except TrainerError as error:

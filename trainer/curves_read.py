@@ -101,7 +101,7 @@ def read_run_file(path: str | Path, *, what: str) -> tuple[Path, str, bool]:
     try:
         text = file.read_bytes().decode("utf-8-sig", errors="replace")
     except OSError as error:
-        expected = f"a run folder with {METRICS_FILE}, such a file, or a text log"
+        expected = f"a run folder with {METRICS_FILE}, or a file of a run"
         raise DataError(f"Cannot read {what}", where=file, expected=expected, found=error.strerror) from error
     return file, text, file.suffix == ".jsonl" or _begins_with_record(text)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +116,14 @@ def test_texts_are_a_function_of_the_options(run: Path, capsys: pytest.CaptureFi
     assert text(*warm, "--seed", "1") == text(*warm, "--seed", "1")
     assert len({text(*warm, "--seed", str(seed)) for seed in range(5)}) == 5
     assert text(*warm, "--top-k", "1") == text()
+
+
+def test_what_a_terminal_cannot_show_is_escaped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    assert main([str(run), "--prompt", "\u00e9", "--max-new-tokens", "1"]) == 0
+    shown.flush()
+    assert shown.buffer.getvalue().startswith(b"\\xe9")  # type: ignore[attr-defined]
 
 
 def test_a_tokenizer_that_lies_in_the_folder_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
