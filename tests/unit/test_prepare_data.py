@@ -303,8 +303,13 @@ def test_an_interrupt_leaves_nothing_and_ends_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in.txt").write_text("one")
+    # Where the tests are started in the background, a SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(os, "fsync", lambda _: signal.raise_signal(signal.SIGINT))
-    assert main([str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--workers", "1"]) == 130
+    try:
+        assert main([str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--workers", "1"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "prepare_data: interrupted, nothing is left\n"
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
