@@ -71,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "compile": options.compile,
             "dropout": options.dropout,
             "threads": torch.get_num_threads(),
+            "padded_vocab": config.model.padded_vocab_size,
             "rounds": options.rounds,
             "tokens_per_s": {side: statistics.median(values) for side, values in rates.items()},
             "ratio": {side: _ratio(rates[OURS], rates[side]) for side in rates if side != OURS},
@@ -118,7 +119,8 @@ def _our_step(config: Config, values: Mapping[str, torch.Tensor], cluster: launc
     (model,) = build_models(config, cluster.device, topology=topology, mesh=None)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(values[name].view(parameter.shape))
+            value = values[name].flatten()
+            parameter.zero_().view(-1)[: value.numel()].copy_(value)  # rows that pad the vocabulary are the last
     section = config.optimizer
     betas = (section.adam_beta1, section.adam_beta2)
     no_decay = record.no_decay_names(config.model)
@@ -180,6 +182,7 @@ def _config(size: Size, options: argparse.Namespace) -> Config:
         bos_token_id=last,
         eos_token_id=last,
         dropout=options.dropout,
+        pad_vocab_multiple=options.pad_vocab_multiple,
     )
     train = TrainSection(dtype=Dtype(options.dtype), compile=options.compile, seq_length=size.seq_length)
     return Config(model, train=train, optimizer=OptimizerSection(lr=1e-3))
@@ -191,7 +194,7 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def _table(found: Mapping[str, object], rates: Mapping[str, Sequence[float]], losses: Mapping[str, float]) -> str:
     settings = ", ".join(
-        f"{key} {found[key]}" for key in ("device", "dtype", "compile", "dropout", "threads", "rounds")
+        f"{key} {found[key]}" for key in ("device", "dtype", "compile", "dropout", "threads", "padded_vocab", "rounds")
     )
     lines = [f"{found['size']}: {settings}"]
     for side, values in rates.items():
@@ -210,6 +213,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", choices=[dtype.value for dtype in Dtype])
     parser.add_argument("--compile", action="store_true", help="compile both models")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="of both sides (%(default)g)")
+    parser.add_argument(
+        "--pad-vocab-multiple", type=int, default=1, metavar="N", help="of our side, which pads in memory (%(default)d)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per size")
     return parser
 

@@ -51,5 +51,8 @@ def test_training_is_measured_beside_transformers_on_the_same_values(capsys: pyt
     assert all(rate > 0 for rate in found["tokens_per_s"].values())
     # Theirs leaves out the last target of every sample, and decays biases and norms too.
     assert found["loss"]["reprise"] == pytest.approx(found["loss"]["transformers"], rel=0.05)
-    assert bench_train.main(["tiny", "--rounds", "1", "--threads", threads]) == 0
-    assert capsys.readouterr().out.startswith("tiny: device ")
+    padded = ["--pad-vocab-multiple", "100"]
+    assert bench_train.main(["tiny", "--rounds", "1", "--threads", threads, *padded]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("tiny: device ")
+    assert "padded_vocab 100" in shown
