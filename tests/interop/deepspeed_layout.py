@@ -122,15 +122,19 @@ def _cut_together(state: State, groups: Sequence[Sequence[str]], way: Way, rank:
         pieces = [F.pad(values[n].flatten(), (0, p)) for n, p in zip(groups[number], paddings[number], strict=True)]
         return F.pad(torch.cat(pieces), (0, ends[number])).chunk(way.ranks)[rank].clone()
 
-    last = ends if rank == way.ranks - 1 else [0] * len(groups)
     masters = [flat(state.weights, number) for number in range(len(groups))]
+    # The end's padding may reach over several ranks.
+    behind = [(way.ranks - 1 - rank) * master.numel() for master in masters]
+    stripped = [
+        min(master.numel(), max(0, end - later)) for master, end, later in zip(masters, ends, behind, strict=True)
+    ]
     return {
         "dynamic_loss_scale": False,
         "overflow": False,
         "clip_grad": 1.0,
         "base_optimizer_state": _numbered(state, [[f"{n}"] for n in range(len(groups))], lambda n, m: flat(m, int(n))),
-        "single_partition_of_fp32_groups": [m[: m.numel() - e] for m, e in zip(masters, last, strict=True)],
-        "group_paddings": last,
+        "single_partition_of_fp32_groups": [m[: m.numel() - e] for m, e in zip(masters, stripped, strict=True)],
+        "group_paddings": stripped,
         "param_alignment_paddings": paddings,
         "partition_count": [way.ranks] * len(groups),
         "ds_version": VERSION,

@@ -5,6 +5,7 @@ Where DeepSpeed is not installed, what needs it is skipped: `make test-interop` 
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
 import json
@@ -268,15 +269,48 @@ def test_an_entry_of_another_kind_is_never_a_traceback(small: tuple[Config, Stat
     for path in sorted(tag.iterdir())[-2:]:
         original = dict(open_torch_file(path))
         for keys in _keys(original):
-            for value in (None, 7, [{}]):
+            for value in (None, 7, [{}], torch.zeros(2), torch.zeros(2, 2).to_sparse()):
                 replace_file(path, _with(original, keys, value))
                 try:
-                    opened(tmp_path, config)
+                    source = opened(tmp_path, config)
+                    for name in state.weights:
+                        source.read(name)
                 except TrainerError:
                     refused += 1
         replace_file(path, original)
     opened(tmp_path, config)
     assert refused > 20
+
+
+def test_what_a_user_saved_beside_is_told_as_not_carried(
+    small: tuple[Config, State], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, state = small
+    caplog.set_level("INFO")
+    for path in write(tmp_path, state, Way(2, 2)).glob("*model_states*"):
+        replace_file(path, {**open_torch_file(path), "rng": torch.get_rng_state(), "epoch": 3, "nothing": None})
+    opened(tmp_path, config)
+    assert "not carried: rng, epoch" in caplog.text
+
+
+def test_buffers_that_are_longer_than_their_parameters_are_refused(small: tuple[Config, State], tmp_path: Path) -> None:
+    config, state = small
+    (shard, *_) = sorted(write(tmp_path / "3", state, Way(3, 2)).glob("*optim*"))
+    whole = dict(open_torch_file(shard))
+    longer = copy.deepcopy({**whole["optimizer_state_dict"]})
+    longer["fp32_flat_groups"] = [torch.cat([torch.zeros(2), buffer]) for buffer in longer["fp32_flat_groups"]]
+    for entry in longer["optimizer_state_dict"]["state"].values():
+        entry |= {key: torch.cat([torch.zeros(2), entry[key]]) for key in ("exp_avg", "exp_avg_sq")}
+    replace_file(shard, {**whole, "optimizer_state_dict": longer})
+    assert "not as long as its parts" in str(refusal(tmp_path / "3", config))
+
+    (shard, *_) = sorted(write(tmp_path / "2", state, Way(2, 2)).glob("*optim*"))
+    whole = dict(open_torch_file(shard))
+    longer = copy.deepcopy({**whole["optimizer_state_dict"]})
+    for entry in longer["base_optimizer_state"]["state"].values():
+        entry["exp_avg"] = torch.cat([entry["exp_avg"], torch.zeros(3)])
+    replace_file(shard, {**whole, "optimizer_state_dict": longer})
+    assert "exp_avg 0" in str(refusal(tmp_path / "2", config))
 
 
 def replace_file(path: Path, table: Mapping[Any, Any]) -> None:
@@ -286,10 +320,12 @@ def replace_file(path: Path, table: Mapping[Any, Any]) -> None:
 
 
 def _keys(table: Mapping[Any, Any]) -> list[tuple[Any, ...]]:
-    """Return the ways to every entry of a table but to single parameters."""
+    """Return the ways to every entry of a table, of parameters to one of each kind only."""
     found = [(key,) for key in table]
     for key, value in table.items():
-        if isinstance(value, dict) and key not in ("module", "ds_config", "shared_params"):
+        if isinstance(value, dict) and key in ("module", "shared_params"):
+            found += [(key, name) for name in list(value)[:1]]
+        elif isinstance(value, dict) and key != "ds_config":
             found += [(key, *rest) for rest in _keys(value)]
     return [keys for keys in found if len(keys) < 4 and keys[-1] not in range(2, 100)]
 

@@ -6,7 +6,7 @@ Files are the business of `deepspeed_folder`, flat buffers that of `deepspeed_fl
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 
 from models import ModelConfig, aliases, stored_tensors
 from trainer.checkpoint import json_file
-from trainer.convert.deepspeed_flat import MOMENTS, WEIGHTS, Flats, locate
+from trainer.convert.deepspeed_flat import MOMENTS, WEIGHTS, Flats, is_plain, locate
 from trainer.convert.deepspeed_folder import Saved, Table, open_saved, take
 from trainer.convert.formats import Asked, Format
 from trainer.convert.source import Source
@@ -57,31 +57,34 @@ def read_source(path: Path, asked: Asked) -> Source:
             where=path,
             fix="If you know who wrote them, add --trust-pickle: torch unpickles them with weights_only=True.",
         )
-    saved = open_saved(path)
-    model = _model(saved, asked)
     try:
+        saved = open_saved(path)
+        model = _model(saved, asked)
         whole, shared = _whole(saved), _shared(saved)
         reader = _Reader(saved, locate(saved, whole), whole, _names(saved, shared, model))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        reader.check(model)
+        _tell(saved, reader)
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             "A DeepSpeed checkpoint has a form that is not known",
-            where=saved.path,
+            where=path,
             found=repr(error),
-            fix=f"It is damaged, or DeepSpeed {saved.models[0].get('ds_version')} lays it out in another way.",
+            fix="It is damaged, or its version of DeepSpeed lays it out in another way.",
         ) from error
     iteration = take(saved.models[0], "global_steps", int, saved.path)
     if iteration < 0:
         raise CheckpointError("The number of steps is below 0", where=saved.path, found=iteration)
-    reader.check(model)
     has_optimizer = any(place.step is not None for place in reader.flats.places.values())
-    _tell(saved, reader)
     _tell_position(saved.models[0].get("global_samples"), iteration, asked)
     return Source(model, iteration, has_optimizer, reader.read)
 
 
 def _model(saved: Saved, asked: Asked) -> ModelConfig:
     path = saved.path.parent / CONFIG
-    return read_model(json_file.read(path), where=path) if path.is_file() else asked.config.model
+    if not path.is_file():
+        return asked.config.model
+    _log.info(f"the model is that of {path}")
+    return read_model(json_file.read(path), where=path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,8 @@ class _Reader:
                 "The checkpoint holds another model",
                 where=self.saved.path,
                 found=f"{len(lines)} differences:\n{shown}{'' if lines[:_MOST_NAMED] == lines else ' ...'}",
-                fix="Choose its model by overrides, such as model=gpt2_124m or model.tie_word_embeddings=false.",
+                fix="Choose its model by overrides, such as model=gpt2_124m or model.tie_word_embeddings=false; a "
+                "config.json beside the tag's folder goes before them.",
             )
 
 
@@ -153,22 +157,35 @@ def _whole(saved: Saved) -> dict[str, torch.Tensor]:
         return {}
     module = take(saved.models[0], "module", dict, saved.path)
     left_out = {*(saved.models[0].get("buffer_names") or ()), *_shared(saved)}
-    return {name: tensor for name, tensor in module.items() if name not in left_out}
+    found = {name: tensor for name, tensor in module.items() if name not in left_out}
+    for name, tensor in found.items():
+        if not is_plain(tensor):
+            raise _no_tensor(saved, name)
+    return found
 
 
 def _shared(saved: Saved) -> Mapping[str, str]:
     """Return the names of parameters that are another one, and that one's name."""
     shared = saved.models[0].get("shared_params")
     if isinstance(shared, Mapping):
+        for name, other in shared.items():
+            if not isinstance(other, str):
+                raise CheckpointError(
+                    "A shared parameter has no name", where=f"{saved.path}, {name}", found=repr(other)
+                )
         return shared
     first, found = dict[tuple[int, torch.Size], str](), dict[str, str]()
     for name, tensor in take(saved.models[0], "module", dict, saved.path).items():
-        if not isinstance(tensor, torch.Tensor):
-            raise CheckpointError("A model file holds something else than tensors", where=f"{saved.path}, {name}")
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            raise _no_tensor(saved, name)
         other = first.setdefault((tensor.data_ptr(), tensor.shape), name)
         if other != name and tensor.numel():
             found[name] = other
     return found
+
+
+def _no_tensor(saved: Saved, name: object) -> CheckpointError:
+    return CheckpointError("A model file holds something else than dense tensors", where=f"{saved.path}, {name}")
 
 
 def _names(saved: Saved, shared: Mapping[str, str], model: ModelConfig) -> dict[str, str]:
@@ -197,13 +214,16 @@ def _tell(saved: Saved, reader: _Reader) -> None:
     frozen = [name for name, place in places.items() if place.step is None]
     ranks = f"{len(saved.optimizers)} ranks" if saved.optimizers else "stage 0"
     _log.info(f"{saved.path}: DeepSpeed {table.get('ds_version')}, {ranks}")
-    if len(frozen) == len(places) and table.get("optimizer") is not None:
-        _log.warning(
-            "Not carried: the optimizer's state, which stage 0 keeps by number, here in an order that is not known"
-        )
+    if len(frozen) == len(places):
+        if table.get("optimizer") is not None:
+            _log.warning(
+                "Not carried: the optimizer's moments and copies of weights, which stage 0 keeps by number, here in a "
+                "form or order that is not known; weights are the model's own, in its dtype"
+            )
     elif frozen:
         _log.warning(f"{len(frozen)} parameters were frozen; they go on with zero moments: {_first(frozen)}")
-    if rest := [str(key) for key, value in table.items() if key not in _KNOWN and value]:
+    added = [(key, value) for key, value in table.items() if key not in _KNOWN]
+    if rest := [str(key) for key, value in added if isinstance(value, torch.Tensor) or value]:
         _log.info(f"not carried: {_first(rest)}")
     for group in _settings(saved):
         _log.info(f"the optimizer was set to {group}: not carried, the run that goes on has its own, optimizer.*")
@@ -211,11 +231,12 @@ def _tell(saved: Saved, reader: _Reader) -> None:
 
 def _settings(saved: Saved) -> list[str]:
     """Return the numbers of the optimizer's groups, as text, each once."""
-    state: Table = (
+    first: Table = (
         saved.optimizers[0] if saved.optimizers else {"optimizer_state_dict": saved.models[0].get("optimizer")}
     )
-    table = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or {}
-    groups: Sequence[Table] = table.get("param_groups", ()) if isinstance(table, Mapping) else ()
+    tables = [first.get(key) for key in ("base_optimizer_state", "optimizer_state_dict")]
+    found = [table.get("param_groups") for table in tables if isinstance(table, Mapping)]
+    groups = [group for group in (found[0] if found else None) or () if isinstance(group, Mapping)]
     keys = ("lr", "betas", "eps", "weight_decay")
     return sorted({", ".join(f"{key} {group[key]}" for key in keys if key in group) for group in groups})
 

@@ -59,7 +59,7 @@ class Flats:
         """Add a chain of weights and those of its moments; return its number and its step.
 
         Raises:
-            CheckpointError: if the moments are not of one step.
+            CheckpointError: if the moments are not of one step, or not as many as the weights.
             MismatchError: if the optimizer is not of Adam's kind.
         """
         steps = {_step(entry, where) for entry in entries}
@@ -67,7 +67,13 @@ class Flats:
             raise _of_several_saves(where, steps)
         self.chains[WEIGHTS].append(weights)
         for key in MOMENTS:
-            self.chains[key].append([_moment(entry, key, where) for entry in entries])
+            moments = [_moment(entry, key, where) for entry in entries]
+            for number, (own, theirs) in enumerate(zip(weights, moments, strict=True)):
+                # Of weights alone, what pads the end is not stored, and it may reach over several ranks.
+                extra, is_end = theirs.numel() - own.numel(), not any(later.numel() for later in weights[number + 1 :])
+                if extra < 0 or (extra and not is_end):
+                    raise _damaged(where, f"{key} {number}", f"{theirs.numel()} numbers for {own.numel()} weights")
+            self.chains[key].append(moments)
         return len(self.chains[WEIGHTS]) - 1, steps.pop()
 
     def add_whole(self, name: str, shape: tuple[int, ...], fragments: Chain) -> None:
@@ -159,6 +165,15 @@ def _locate_cut_one_by_one(flats: Flats, saved: Saved) -> None:
             stretches = tuple((rank, offset, offset + part) for rank in range(len(saved.optimizers)))
             flats.places[name] = Place(shape, stretches, step)
             offset += part
+    lengths = {sum(tensor.numel() for tensor in chain) for chain in flats.chains[WEIGHTS]}
+    if lengths != {offset}:
+        raise CheckpointError(
+            "A rank's buffers are not as long as its parts of the parameters",
+            where=path,
+            expected=f"{offset} numbers",
+            found=sorted(lengths),
+            fix="The files are damaged, or DeepSpeed cut the parameters over fewer ranks.",
+        )
 
 
 def _add_frozen_parts(flats: Flats, saved: Saved) -> None:
@@ -169,7 +184,10 @@ def _add_frozen_parts(flats: Flats, saved: Saved) -> None:
     (shapes,) = _shapes({"frozen": [saved.models[0]["frozen_param_shapes"]]}, "frozen", path)
     tables = [take(model, "frozen_param_fragments", dict, path) for model in saved.models]
     for name, shape in shapes.items():
-        flats.add_whole(name, shape, [take(table, name, torch.Tensor, path) for table in tables])
+        fragments = [take(table, name, torch.Tensor, path) for table in tables]
+        if not all(map(is_plain, fragments)):
+            raise _damaged(path, f"frozen_param_fragments {name}", "something else than tensors of floating point")
+        flats.add_whole(name, shape, fragments)
 
 
 def _locate_numbered(flats: Flats, saved: Saved, whole: Mapping[str, torch.Tensor]) -> None:
@@ -227,9 +245,17 @@ def _shapes(table: Table, key: str, where: object) -> list[dict[str, tuple[int, 
     return found
 
 
+def is_plain(value: object) -> bool:
+    """Return whether it is a dense tensor of floating point, all of whose numbers are in the file."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+        return False
+    is_there = value.device.type == "cpu" and value.dtype in _FLOATS
+    return is_there and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
 def _tensors(table: Table, key: str, where: object) -> list[torch.Tensor]:
     found = take(table, key, list, where)
-    if not all(isinstance(tensor, torch.Tensor) and tensor.dtype in _FLOATS for tensor in found):
+    if not all(map(is_plain, found)):
         raise _damaged(where, key, "something else than tensors of floating point")
     return list(found)
 
@@ -243,7 +269,7 @@ def _entries(state: Table, key: str, where: object) -> list[Table]:
     by_number = take(table, "state", dict, where)
     groups = take(table, "param_groups", list, where)
     steps = [group.get("step") for group in groups for _ in take(group, "params", list, where)]
-    if list(by_number) != list(range(len(steps))):
+    if set(by_number) != set(range(len(steps))):
         raise MismatchError(
             "The optimizer has no moments of some parameters",
             where=where,
@@ -251,12 +277,12 @@ def _entries(state: Table, key: str, where: object) -> list[Table]:
             found=f"those of {len(by_number)}",
             fix="It was saved before the first step, or holds parameters that are not used.",
         )
-    return [{"step": step, **entry} for step, entry in zip(steps, by_number.values(), strict=True)]
+    return [{"step": step, **by_number[number]} for number, step in enumerate(steps)]
 
 
 def _moment(entry: Table, key: str, where: object) -> torch.Tensor:
     tensor = entry.get(key)
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _FLOATS:
+    if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
         raise MismatchError(
             "The optimizer is not Adam",
             where=where,

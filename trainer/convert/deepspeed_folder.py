@@ -6,6 +6,7 @@ What their buffers mean is told in `deepspeed`. Source of all names of files and
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -148,13 +149,14 @@ def _check_complete(
     world = max((count for count in counts if isinstance(count, int)), default=1)
     is_sharded = models[0].get("param_shapes") is not None
     expected = {"optim": is_sharded, "model": bool(ranks["model"])}
-    missing = [
+    lacking = (
         f"{kind}_states of rank {rank}"
         for kind, is_cut in expected.items()
+        if is_cut
         for rank in range(world)
-        if is_cut and rank not in ranks[kind]
-    ]
-    if missing:
+        if rank not in ranks[kind]
+    )
+    if missing := list(itertools.islice(lacking, 11)):
         raise CheckpointError(
             "Files of a DeepSpeed checkpoint are missing",
             where=folder,
@@ -162,7 +164,8 @@ def _check_complete(
             found=f"none for: {', '.join(missing[:10])}{', ...' if missing[10:] else ''}",
             fix="Every rank, on every node, writes its own: bring them all into this folder.",
         )
-    odd = {kind: sorted(found - set(range(world))) for kind, found in ranks.items() if found - set(range(world))}
+    beyond = {kind: sorted(rank for rank in found if rank >= world) for kind, found in ranks.items()}
+    odd = {kind: found for kind, found in beyond.items() if found}
     versions = {str(table.get("ds_version")) for table in [*models, *files]}
     if odd or any(count != world for count in counts) or len(versions) > 1:
         raise CheckpointError(
