@@ -105,8 +105,8 @@ class Embedding(nn.Embedding):
 def tie(embedding: Embedding, output: nn.Linear) -> None:
     """Make the output's weight the embedding's Parameter itself.
 
-    On the host the embedding then gives its gradient as rows of a sparse tensor. Autograd adds these in place to the
-    gradient of the output, which is dense; else it would fill, and then add, a second table for a few tokens' rows.
+    On the host the embedding then gives its gradient as rows of a sparse tensor. Autograd adds these to a copy of the
+    output's gradient, which is dense; else it would fill a second table for a few tokens' rows, and add all of it.
     """
     output.weight = embedding.weight
     is_plain = type(embedding.weight.data) is Tensor  # no DTensor: its embedding has no sparse gradient
