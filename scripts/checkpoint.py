@@ -19,6 +19,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from trainer.arguments import natural, positive
+from trainer.checkpoint.choose import Source
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.difference import state_differences, tensor_differences
 from trainer.checkpoint.files import Files
@@ -191,30 +193,17 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument("--all", action="store_true", help="list equal tensors too")
     pruned = command("prune", prune)
     pruned.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
-    pruned.add_argument("--keep", type=_positive, required=True, metavar="K", help="how many of the newest stay")
-    pruned.add_argument("--retain-interval", type=_natural, default=0, metavar="N", help="multiples of it stay too")
+    pruned.add_argument("--keep", type=positive, required=True, metavar="K", help="how many of the newest stay")
+    pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of it stay too")
     pruned.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     return parser
-
-
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return number
-
-
-def _natural(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError("must be 0 or more")
-    return number
 
 
 def _folder(run: Path) -> Path:
     """Return the checkpoint folder of a run that is named by its own folder or by that one."""
     if not run.is_dir():
         raise CheckpointError("There is no such folder", where=run)
-    inner = run / "checkpoints"
-    return inner if inner.is_dir() else run
+    return Source.named(run).path
 
 
 def _iterations(folder: Path) -> list[Path]:

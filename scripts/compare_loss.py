@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from trainer.arguments import amount, natural
 from trainer.curves import Comparison, Curve, Tolerance, common_dtype, compare, read_curve, report
 from trainer.curves_plot import plot_comparison, plot_comparisons
 from trainer.curves_table import name_runs, report_all, summarize_all
@@ -80,13 +80,13 @@ def _parser() -> argparse.ArgumentParser:
         "tests", metavar="TEST", nargs="+", help="run folder, metrics.jsonl or text log that is looked at"
     )
     parser.add_argument(
-        "--threshold-fp32", type=_amount, default=1e-5, metavar="X", help="absolute tolerance in float32 (%(default)g)"
+        "--threshold-fp32", type=amount, default=1e-5, metavar="X", help="absolute tolerance in float32 (%(default)g)"
     )
     parser.add_argument(
-        "--threshold-bf16", type=_amount, default=1e-2, metavar="X", help="absolute tolerance in bfloat16 (%(default)g)"
+        "--threshold-bf16", type=amount, default=1e-2, metavar="X", help="absolute tolerance in bfloat16 (%(default)g)"
     )
     parser.add_argument(
-        "--rtol", type=_amount, default=0.0, metavar="R", help="tolerance relative to BASE, added to it (%(default)g)"
+        "--rtol", type=amount, default=0.0, metavar="R", help="tolerance relative to BASE, added to it (%(default)g)"
     )
     parser.add_argument(
         "--dtype",
@@ -106,27 +106,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", metavar="FILE", default=None, help="draw all curves and their differences to BASE")
     parser.add_argument(
         "--max-rows",
-        type=_count,
+        type=natural,
         default=20,
         metavar="N",
         help="differing values in the table of a single TEST (%(default)d)",
     )
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     return parser
-
-
-def _amount(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from trainer.arguments import natural
 from trainer.curves_table import name_runs
 from trainer.errors import TrainerError
 from trainer.speed import SKIPPED, measure, read_timing, report_speeds, summarize_speeds
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder or metrics.jsonl; the first is the base")
     parser.add_argument(
         "--skip",
-        type=_count,
+        type=natural,
         default=SKIPPED,
         metavar="N",
         help="leave out the first N iterations of every run, which are slow once (%(default)d)",
@@ -58,13 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--plot", metavar="FILE", default=None, help="draw tokens/s by iteration, and their spread")
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
 
 
 if __name__ == "__main__":

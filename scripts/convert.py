@@ -72,9 +72,8 @@ def bring_out(options: argparse.Namespace) -> int:
 
 def _newest(path: Path) -> Checkpoint:
     """Return the checkpoint that is named by its own folder, or the newest valid one of a run."""
-    inner = path / "checkpoints"
-    source = choose.Source(inner if inner.is_dir() else path)
-    return open_checkpoint(choose.Chooser(source, Files(), lambda _: None).pick(), Files())
+    chooser = choose.Chooser(choose.Source.named(path), Files(), lambda _: None)
+    return open_checkpoint(chooser.pick(), Files())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import io
 import logging
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from models import ModelConfig
+from trainer.arguments import amount, natural, positive
 from trainer.data.text import BYTES, Encoder, bytes_encoder, open_encoder, prompt_tokens
 from trainer.errors import ConfigError, TrainerError
 from trainer.generate import Sampling, continue_with
@@ -70,31 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=where)
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what it goes on with; nothing begins a document")
     parser.add_argument("--tokenizer", metavar="NAME", help="bytes, or a tokenizer.json; by default the model's own")
-    parser.add_argument("--max-new-tokens", type=_positive, default=100, metavar="N")
-    parser.add_argument(
-        "--temperature", type=_temperature, default=0.0, metavar="T", help="0 takes the likeliest token"
-    )
-    parser.add_argument("--top-k", type=_natural, default=0, metavar="K", help="draw from so many only; 0 for all")
-    parser.add_argument("--seed", type=_natural, default=0, metavar="S")
+    parser.add_argument("--max-new-tokens", type=positive, default=100, metavar="N")
+    parser.add_argument("--temperature", type=amount, default=0.0, metavar="T", help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=natural, default=0, metavar="K", help="draw from so many only; 0 for all")
+    parser.add_argument("--seed", type=natural, default=0, metavar="S")
     return parser
-
-
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return number
-
-
-def _natural(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError("must be 0 or more")
-    return number
-
-
-def _temperature(text: str) -> float:
-    if not (math.isfinite(number := float(text)) and number >= 0):
-        raise argparse.ArgumentTypeError("must be 0 or more")
-    return number
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from trainer.arguments import positive
 from trainer.data.blocks import Form
 from trainer.data.prepared import FILE_TOKENS, Prepared, Side, Wanted, write_prepared
 from trainer.data.text import find_files
@@ -162,18 +163,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--file-tokens", type=int, default=FILE_TOKENS, metavar="N", help="most tokens of a file")
     parser.add_argument(
         "--workers",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="processes; by default one for each core, and one alone for bytes",
     )
     parser.add_argument("--force", action="store_true", help="replace a folder that an earlier call has made")
     return parser
-
-
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return number
 
 
 if __name__ == "__main__":

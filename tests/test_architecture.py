@@ -24,6 +24,7 @@ MAX_FUNCTION_LINES = 60
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "models",
+        "trainer.arguments",
         "trainer.errors",
         "trainer.topology",
         "trainer.progress",

@@ -35,8 +35,7 @@ def open_model(path: Path, device: torch.device) -> tuple[Model, Path]:
         places = stored_places(folder, folder.model)
         check_tied(folder, folder.model)
         return _filled(folder.model, lambda name: read_whole(folder, places[name]), device), path
-    inner = path / "checkpoints"
-    chooser = Chooser(Source(inner if inner.is_dir() else path), files, lambda _: None)
+    chooser = Chooser(Source.named(path), files, lambda _: None)
     while True:
         chosen = chooser.pick()
         try:

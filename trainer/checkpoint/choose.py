@@ -23,6 +23,12 @@ class Source:
     path: Path
     iteration: int | None = None
 
+    @staticmethod
+    def named(path: Path) -> Source:
+        """Return what a person means by a path, who may name a run by its own folder."""
+        inner = path / "checkpoints"
+        return Source(inner if inner.is_dir() else path)
+
 
 class Chooser:
     """Offers the candidates of a source, newest first, each checked as far as that goes without reading its tensors.

@@ -22,7 +22,7 @@ from trainer.errors import CheckpointError, MismatchError
 
 STATE = "trainer_state.json"
 FORMAT = "reprise/1"
-MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
+_MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,20 +180,30 @@ def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
 def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
     path = checkpoint.path / name
     kind = Kind.OPTIMIZER if name.startswith("optimizer/") else Kind.MODEL
-    with opened(checkpoint.files, path) as file:
-        prefix = bytearray(8)
-        file.read(memoryview(prefix), 0)
-        length = int.from_bytes(prefix, "little")
-        if length > min(MAX_HEADER_BYTES, checkpoint.manifest.files[name].total_bytes - 8):
-            raise CheckpointError("A safetensors header is damaged", where=path, found=f"a length of {length} B")
-        data = bytearray(8 + length)
-        file.read(memoryview(data), 0)
-    if manifest.digest_of(bytes(data)) != digest:
-        raise CheckpointError("A safetensors header is damaged", where=path, expected=f"digest {digest}")
-    table = json_file.parse(bytes(data[8:]), where=path)
     total_bytes = checkpoint.manifest.files[name].total_bytes
+    with opened(checkpoint.files, path) as file:
+        data = read_header(file, total_bytes, where=path)
+    if manifest.digest_of(data) != digest:
+        raise CheckpointError("A safetensors header is damaged", where=path, expected=f"digest {digest}")
+    table, length = json_file.parse(data[8:], where=path), len(data) - 8
     specs = header.parse(table, kind, data_bytes=total_bytes - 8 - length, where=path)
     return [Place(_as_written(checkpoint, spec, where=path), name, 8 + length + offset) for spec, offset in specs]
+
+
+def read_header(file: OpenFile, total_bytes: int, *, where: Path) -> bytes:
+    """Return the header of a safetensors file of `total_bytes`, behind the 8 bytes that say its length.
+
+    Raises:
+        CheckpointError: for a length that is beyond the file, or beyond what the safetensors library reads.
+    """
+    prefix = bytearray(8)
+    file.read(memoryview(prefix), 0)
+    length = int.from_bytes(prefix, "little")
+    if length > min(_MAX_HEADER_BYTES, total_bytes - 8):
+        raise CheckpointError("A safetensors header is damaged", where=where, found=f"a length of {length} B")
+    data = bytearray(8 + length)
+    file.read(memoryview(data), 0)
+    return bytes(data)
 
 
 def _as_written(checkpoint: Checkpoint, spec: TensorSpec, *, where: Path) -> TensorSpec:

@@ -15,7 +15,7 @@ from trainer.checkpoint import header, json_file
 from trainer.checkpoint.commit import INDEX, MANIFEST
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.layout import Kind, Place
-from trainer.checkpoint.reader import MAX_HEADER_BYTES, opened
+from trainer.checkpoint.reader import opened, read_header
 from trainer.checkpoint.store import is_iteration_name
 from trainer.errors import CheckpointError, MismatchError
 from trainer.hf.model import read_model
@@ -154,13 +154,7 @@ def _read_header(root: Path, name: str, files: Files) -> list[Place]:
     except OSError as error:
         raise CheckpointError("A file is missing", where=root / name, found=error.strerror) from error
     with opened(files, path) as file:
-        prefix = bytearray(8)
-        file.read(memoryview(prefix), 0)
-        length = int.from_bytes(prefix, "little")
-        if length > min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError("A safetensors header is damaged", where=root / name, found=f"a length of {length} B")
-        data = bytearray(length)
-        file.read(memoryview(data), 8)
-    table = json_file.parse(bytes(data), where=root / name)
+        data = read_header(file, size, where=root / name)
+    table, length = json_file.parse(data[8:], where=root / name), len(data) - 8
     specs = header.parse(table, Kind.MODEL, data_bytes=size - 8 - length, where=root / name)
     return [Place(spec, name, 8 + length + offset) for spec, offset in specs]

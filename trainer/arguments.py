@@ -1,0 +1,27 @@
+"""What a command line may say of a number. The options themselves are the business of each script."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def positive(text: str) -> int:
+    """Return an integer of at least 1; argparse refuses any other."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
+
+
+def natural(text: str) -> int:
+    """Return an integer of at least 0; argparse refuses any other."""
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return number
+
+
+def amount(text: str) -> float:
+    """Return a finite number of at least 0; argparse refuses any other."""
+    if not (math.isfinite(number := float(text)) and number >= 0):
+        raise argparse.ArgumentTypeError("must be a finite number, 0 or more")
+    return number
