@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import sys
@@ -21,6 +22,10 @@ from trainer.meeting import meet
 
 # What ranks get to find out who is missing.
 _GRACE_S = 5.0
+
+# glibc's numbers of what can be set, see mallopt(3), and the largest threshold that it would come to by itself.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MMAP_THRESHOLD_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,8 @@ def start(
     threads = max(1, len(os.sched_getaffinity(0)) // environment.local_world_size)
     torch.set_num_threads(threads)
     chosen = _device(device, environment.local_rank)
+    if chosen.type == "cpu":
+        _keep_freed_memory()
     if deterministic:
         _make_deterministic(chosen)
     if environment.world_size == 1:
@@ -178,6 +185,19 @@ def _device(name: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _keep_freed_memory() -> None:
+    """Have the allocator keep what a step frees, up to 32 MiB at a time: the next step asks for the same again.
+
+    glibc gives free memory at the end of its heap back to the system, which clears every page when it is touched again:
+    4 % of a step of 40 ms. Larger tensors are mapped and unmapped as before: kept, they would leave holes that nothing
+    else fits into. Other C libraries are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def _make_deterministic(device: torch.device) -> None:
