@@ -73,15 +73,16 @@ class GPT2(nn.Module):
         [B, T, padded_vocab_size] on the last stage, else hidden states, in the compute dtype. Without a `dropout_key`
         nothing is dropped.
         """
-        key = as_key(dropout_key)
+        key, table = as_key(dropout_key), None
         if self.stage.first:
-            tokens, positions = self.transformer["wte"](x), self.transformer["wpe"](x.shape[1])
+            tokens, table = cast(Embedding, self.transformer["wte"]).look_up(x)
+            positions = self.transformer["wpe"](x.shape[1])
             # Cast before the sum, as where a wrapper has cast the tables themselves.
             x = self.dropout(tokens.to(self.compute_dtype) + positions.to(self.compute_dtype), key)
         for block in self.blocks.values():
             x = run_block(block, x, key, recompute=self.activation_checkpointing)
         if self.stage.last:
-            x = self.lm_head(self.transformer["ln_f"](x))
+            x = self.lm_head(self.transformer["ln_f"](x), table)
         return x
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 _MASK64 = (1 << 64) - 1
@@ -96,21 +97,49 @@ class Dropout(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors, `weight` [rows, width], as transformers stores it."""
+    """A table of vectors, `weight` [rows, width], as transformers stores it. `is_lent` where the output uses it too."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.is_lent = False
 
     def reset_parameters(self) -> None:
         """Leave the values as allocated."""
 
+    def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the vectors of `tokens` [...], as [..., width], and the table for the output layer, where it is lent.
+
+        Whoever gets the table must use that in place of the weight.
+        """
+        if not self.is_lent:
+            return cast(Tensor, self(tokens)), None
+        return cast(tuple[Tensor, Tensor], _LendTable.apply(self.weight, tokens))  # type: ignore[no-untyped-call]
+
+
+class _LendTable(torch.autograd.Function):
+    """Looks tokens up in a table and hands the table on, so that the gradients of both uses come back together.
+
+    They come as the output's whole table and the rows of a few tokens, which are added to it. Two uses of a Parameter
+    would have autograd fill a second table for those rows, and add all of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(tokens)
+        return F.embedding(tokens, table), table.view_as(table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows: Tensor, table: Tensor) -> tuple[Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        return table.index_add_(0, tokens.flatten(), rows.flatten(0, -2)), None
+
 
 def tie(embedding: Embedding, output: nn.Linear) -> None:
-    """Make the output's weight the embedding's Parameter itself.
-
-    On the host the embedding then gives its gradient as rows of a sparse tensor. Autograd adds these to a copy of the
-    output's gradient, which is dense; else it would fill a second table for a few tokens' rows, and add all of it.
-    """
+    """Make the output's weight the embedding's Parameter itself."""
     output.weight = embedding.weight
-    is_plain = type(embedding.weight.data) is Tensor  # no DTensor: its embedding has no sparse gradient
-    embedding.sparse = is_plain and embedding.weight.device.type == "cpu"
+    # A DTensor's rows lie on several ranks, and on CUDA torch sorts tokens before it adds their rows.
+    embedding.is_lent = type(embedding.weight.data) is Tensor and embedding.weight.device.type == "cpu"
 
 
 class Linear(nn.Linear):
@@ -195,9 +224,12 @@ class OutputLayer(nn.Linear):
     def reset_parameters(self) -> None:
         """Leave the values as allocated."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., width] to logits [..., rows]; -inf in the columns of padding, which get no gradient."""
-        weight = self.weight.to(x.dtype)
+    def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
+        """Map [..., width] to logits [..., rows]; -inf in the columns of padding, which get no gradient.
+
+        `table` is what `Embedding.look_up` gave in place of the weight.
+        """
+        weight = (self.weight if table is None else table).to(x.dtype)
         padding = weight.shape[0] - self.vocab_size  # a DTensor's shape is that of the whole table
         if padding == 0:
             return F.linear(x, weight)

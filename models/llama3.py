@@ -63,13 +63,14 @@ class Llama3(nn.Module):
         [B, T, padded_vocab_size] on the last stage, else hidden states, in the compute dtype. `dropout_key` is there
         for both families to be called alike: this one has no dropout.
         """
-        cos, sin = self._rotation_for(x)
+        (cos, sin), table = self._rotation_for(x), None
         if self.stage.first:
-            x = self.model["embed_tokens"](x).to(self.compute_dtype)
+            x, table = cast(Embedding, self.model["embed_tokens"]).look_up(x)
+            x = x.to(self.compute_dtype)
         for block in self.blocks.values():
             x = run_block(block, x, cos, sin, recompute=self.activation_checkpointing)
         if self.stage.last:
-            x = self.lm_head(self.model["norm"](x))
+            x = self.lm_head(self.model["norm"](x), table)
         return x
 
     def _rotation_for(self, x: Tensor) -> tuple[Tensor, Tensor]:

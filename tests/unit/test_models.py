@@ -268,3 +268,7 @@ def test_a_tied_table_has_the_gradient_of_both_its_ends(family: ModelConfig) -> 
     assert gradient.layout is torch.strided
     # The order in which rows of a token that occurs twice are summed differs.
     torch.testing.assert_close(gradient, ends[name].grad + ends[alias].grad, rtol=1e-5, atol=1e-7)
+    windows, _ = batch
+    (asked,) = torch.autograd.grad(tied(windows).logsumexp(-1).sum(), [dict(tied.named_parameters())[name]])
+    both = torch.autograd.grad(untied(windows).logsumexp(-1).sum(), [ends[name], ends[alias]])
+    torch.testing.assert_close(asked, both[0] + both[1], rtol=1e-5, atol=1e-6)
