@@ -28,7 +28,9 @@ from trainer.state import TrainerState, build_part
 SAMPLES, SEQ_LENGTH = 4, 64
 
 
-def _gpt2(n_layer: int, n_head: int, n_embd: int, vocab_size: int, positions: int) -> ModelConfig:
+def _gpt2(
+    n_layer: int, n_head: int, n_embd: int, vocab_size: int, positions: int, *, pad_vocab_multiple: int = 1
+) -> ModelConfig:
     last = vocab_size - 1
     return ModelConfig(
         Family.gpt2,
@@ -41,12 +43,13 @@ def _gpt2(n_layer: int, n_head: int, n_embd: int, vocab_size: int, positions: in
         positions,
         bos_token_id=last,
         eos_token_id=last,
+        pad_vocab_multiple=pad_vocab_multiple,
     )
 
 
 # The parameters take 12 bytes each with their two moments: 1.5 GB, 50 MB and a little.
 SIZES: Mapping[str, ModelConfig] = {
-    "gpt2_124m": _gpt2(12, 12, 768, 50257, 1024),
+    "gpt2_124m": _gpt2(12, 12, 768, 50257, 1024, pad_vocab_multiple=128),
     "gpt2_4m": _gpt2(4, 4, 256, 4096, 256),
     "small": _gpt2(2, 2, 64, 512, 64),
 }

@@ -21,6 +21,7 @@ from trainer.restore import restore
 _TP2 = "parallel.tensor_model_parallel_size=2"
 _REAL_ROWS = (
     "model=gpt2_124m",
+    "model.pad_vocab_multiple=1",
     "model.n_layer=1",
     "model.n_embd=48",
     "model.n_head=6",

@@ -44,7 +44,8 @@ def test_published_sizes(name: str, count: int) -> None:
     config = read_config(name)
     assert parameter_count(config) == count
     with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in build_model(config).parameters()) == count
+        model = build_model(replace(config, pad_vocab_multiple=1))
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
 def test_flops_per_token_count_what_is_multiplied() -> None:
