@@ -1,20 +1,23 @@
-"""Measure training GPT-2 against transformers: `python scripts/bench_train.py [SIZE ...] [--threads N] [--json]`.
+"""Measure training GPT-2 against transformers: `python -m scripts.bench_train [SIZE ...] [--threads N] [--json]`.
 
-Both train the same model from the same values on the same tokens in one process, in turn: a round times some whole
-steps of each. A step is zero_grad, forward, loss, backward, clipping of the norm and fused AdamW. Ours is the trainer's
-own `train_step`; transformers' is the loop that its documentation shows, with the attention that it chooses by itself
-and, for comparison, with its eager one.
+Both train the same model from the same values on the same tokens, each in a process of its own, as its users have it,
+and in turn: a round times some whole steps of each, while the others wait. A step is zero_grad, forward, loss,
+backward, clipping of the norm and fused AdamW. Ours is the trainer's own `train_step`; transformers' is the loop that
+its documentation shows, with the attention that it chooses by itself and, for comparison, with its eager one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 import torch
 from torch import nn
@@ -35,7 +38,7 @@ OURS, THEIRS, EAGER = "reprise", "transformers", "transformers, eager attention"
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A GPT-2 and its batch; a round times `steps` steps of each side."""
+    """A GPT-2 and its batch; a round times `steps` steps of each side. Ours pads the vocabulary as its configs do."""
 
     n_layer: int
     n_head: int
@@ -44,11 +47,12 @@ class Size:
     batch: int
     steps: int
     seq_length: int = 64
+    pad_vocab_multiple: int = 1
 
 
 SIZES: Mapping[str, Size] = {
     "small": Size(4, 4, 128, 256, batch=12, steps=30),
-    "gpt2_124m": Size(12, 12, 768, 50257, batch=4, steps=3),
+    "gpt2_124m": Size(12, 12, 768, 50257, batch=4, steps=3, pad_vocab_multiple=128),
     "tiny": Size(2, 2, 16, 64, batch=2, steps=2),
 }
 
@@ -58,20 +62,15 @@ Step = Callable[[torch.Tensor], float]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the named sizes, print what was found and return 0."""
     options = _parser().parse_args(arguments)
-    cluster = launch.start(options.device, deterministic=False, variables={})
-    if options.threads:
-        torch.set_num_threads(options.threads)
     for name in options.sizes or ["small", "gpt2_124m"]:
-        config = _config(SIZES[name], options)
-        rates, losses = measure(config, SIZES[name], cluster, rounds=options.rounds)
+        rates, losses, setting = measure(name, options)
         found = {
             "size": name,
-            "device": cluster.device.type,
+            **setting,
             "dtype": options.dtype,
             "compile": options.compile,
             "dropout": options.dropout,
-            "threads": torch.get_num_threads(),
-            "padded_vocab": config.model.padded_vocab_size,
+            "padded_vocab": _config(SIZES[name], options).model.padded_vocab_size,
             "rounds": options.rounds,
             "tokens_per_s": {side: statistics.median(values) for side, values in rates.items()},
             "ratio": {side: _ratio(rates[OURS], rates[side]) for side in rates if side != OURS},
@@ -82,36 +81,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(
-    config: Config, size: Size, cluster: launch.Cluster, *, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the tokens per second of each side, round by round, and the last loss of each."""
-    theirs = {THEIRS: _their_model(config, cluster.device), EAGER: _their_model(config, cluster.device, "eager")}
-    theirs[EAGER].load_state_dict(theirs[THEIRS].state_dict())
-    sides = {OURS: _our_step(config, theirs[THEIRS].state_dict(), cluster)}
-    sides |= {side: _their_step(config, model, cluster.device) for side, model in theirs.items()}
+    name: str, options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, float], Mapping[str, object]]:
+    """Return the tokens per second of each side, round by round, the last loss of each, and device and threads."""
+    size = SIZES[name]
+    rates: dict[str, list[float]] = {side: [] for side in (OURS, THEIRS, EAGER)}
+    with ExitStack() as ending:
+        sides = {side: ending.enter_context(_started(side, name, options)) for side in (OURS, THEIRS, EAGER)}
+        settings = [pipe.recv() for pipe in sides.values()]
+        assert all(setting == settings[0] for setting in settings)
+        losses = {side: _run(pipe)[1] for side, pipe in sides.items()}
+        for number in range(options.rounds):
+            for side in list(sides) if number % 2 else list(reversed(sides)):
+                seconds, losses[side] = _run(sides[side])
+                rates[side].append(size.batch * size.seq_length * size.steps / seconds)
+    return rates, losses, settings[0]
+
+
+@contextmanager
+def _started(side: str, name: str, options: argparse.Namespace) -> Iterator[Connection]:
+    """Start the process of a side; yield the pipe that asks it for rounds. It ends with the pipe."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, side, name, options), daemon=True)
+    process.start()
+    theirs.close()  # so that a process that has died is noticed
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join()
+
+
+def _run(pipe: Connection) -> tuple[float, float]:
+    """Have a side run its steps; return how long they took, and the last loss."""
+    pipe.send(True)
+    seconds, loss = pipe.recv()
+    return seconds, loss
+
+
+def _serve(pipe: Connection, side: str, name: str, options: argparse.Namespace) -> None:
+    """Run the steps of a size whenever the pipe says so, until it is closed."""
+    size, config = SIZES[name], _config(SIZES[name], options)
+    torch.manual_seed(1234)
+    device, step = _start_ours(config, options) if side == OURS else _start_theirs(side, config, options)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(1234)
     shape = (size.batch, size.seq_length + 1)
-    batches = [torch.randint(size.vocab_size, shape, generator=generator).to(cluster.device) for _ in range(size.steps)]
-    rates: dict[str, list[float]] = {side: [] for side in sides}
-    losses = {side: _run(step, batches, cluster.device)[1] for side, step in sides.items()}
-    for number in range(rounds):
-        for side in list(sides) if number % 2 else list(reversed(sides)):
-            seconds, losses[side] = _run(sides[side], batches, cluster.device)
-            rates[side].append(size.batch * size.seq_length * size.steps / seconds)
-    return rates, losses
+    batches = [torch.randint(size.vocab_size, shape, generator=generator).to(device) for _ in range(size.steps)]
+    pipe.send({"device": device.type, "threads": torch.get_num_threads()})
+    with suppress(EOFError):
+        while pipe.recv():
+            start = time.perf_counter()
+            losses = [step(batch) for batch in batches]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            pipe.send((time.perf_counter() - start, losses[-1]))
 
 
-def _run(step: Step, batches: Sequence[torch.Tensor], device: torch.device) -> tuple[float, float]:
-    """Return how long the steps took, and the last loss; a step before them finds its memory again, and is not timed.
+def _start_ours(config: Config, options: argparse.Namespace) -> tuple[torch.device, Step]:
+    cluster = launch.start(options.device, deterministic=False, variables={})
+    values = _their_model(config, cluster.device).state_dict()
+    return cluster.device, _our_step(config, values, cluster)
 
-    The host's allocator gives memory back that one side has freed, and the other's next step pays for it.
-    """
-    step(batches[0])
-    start = time.perf_counter()
-    losses = [step(batch) for batch in batches]
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start, losses[-1]
+
+def _start_theirs(side: str, config: Config, options: argparse.Namespace) -> tuple[torch.device, Step]:
+    is_cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda" if is_cuda else "cpu")
+    model = _their_model(config, device, "eager" if side == EAGER else None)
+    return device, _their_step(config, model, device)
 
 
 def _our_step(config: Config, values: Mapping[str, torch.Tensor], cluster: launch.Cluster) -> Step:
@@ -182,7 +221,7 @@ def _config(size: Size, options: argparse.Namespace) -> Config:
         bos_token_id=last,
         eos_token_id=last,
         dropout=options.dropout,
-        pad_vocab_multiple=options.pad_vocab_multiple,
+        pad_vocab_multiple=options.pad_vocab_multiple or size.pad_vocab_multiple,
     )
     train = TrainSection(dtype=Dtype(options.dtype), compile=options.compile, seq_length=size.seq_length)
     return Config(model, train=train, optimizer=OptimizerSection(lr=1e-3))
@@ -214,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compile", action="store_true", help="compile both models")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="of both sides (%(default)g)")
     parser.add_argument(
-        "--pad-vocab-multiple", type=int, default=1, metavar="N", help="of our side, which pads in memory (%(default)d)"
+        "--pad-vocab-multiple", type=int, default=0, metavar="N", help="of our side, in memory (as in the configs)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per size")
     return parser
