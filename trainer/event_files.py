@@ -8,6 +8,7 @@ TensorBoard's business, which `trainer/metrics.py` calls.
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from trainer.checkpoint.files import Files, replace_file, temporary_of
 _HEADER, _FOOTER = struct.Struct("<QI"), struct.Struct("<I")
 # Every file begins with an event that says so: kVersionPrefix in TensorFlow's core/util/events_writer.h.
 _VERSION = b"brain.Event:"
+# TensorBoard reads the files of a folder in the order of their names, which begin with the second of their making.
+_NAME = re.compile(r"(events\.out\.tfevents\.)(\d{10})(\..*)")
 # The field `int64 step = 2` of the message Event, in TensorFlow's core/util/event.proto.
 _STEP = 2
 # What a wire type takes that says its length by itself: 64 and 32 bits, in Protocol Buffers' encoding.
@@ -49,6 +52,25 @@ def cut_events(folder: Path, iteration: int, *, but: str | None = None) -> None:
         kept = b"".join(record for record, event in _records(data) if _stays(event, iteration, but))
         if kept != data:
             replace_file(files, path, kept)
+
+
+def put_before(folder: Path, second: int) -> None:
+    """Rename event files, where they need it, so that one made at `second` or later comes after them all.
+
+    Two launches may share a second, and the clock of another host may be behind. The files keep their order, also where
+    a process is killed in here.
+
+    Args:
+        second: since the epoch, as it stands in the names.
+
+    Raises:
+        OSError: the folder cannot be read or written.
+    """
+    names = sorted(path.name for path in folder.glob("events.out.tfevents.*"))
+    found = [match for match in map(_NAME.fullmatch, names) if match]
+    for last, match in zip(range(second - len(found), second), found, strict=True):
+        if int(match[2]) > last:
+            Files().rename(folder / match[0], folder / f"{match[1]}{last:010d}{match[3]}")
 
 
 def _is_ours(data: bytes) -> bool:

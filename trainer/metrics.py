@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from trainer.bar import RunBar
 from trainer.checkpoint.files import Files, replace_file, temporary_of
 from trainer.checkpoint.policy import SaveReport
 from trainer.errors import TrainerError
-from trainer.event_files import cut_events
+from trainer.event_files import cut_events, put_before
 
 _log = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class RunLog:
             ) from error
         but = _VALID_LOSS if owes_evaluation else None
         self._plot(lambda: cut_events(self._folder / _EVENTS, iteration, but=but), iteration)
+        self._plot(lambda: put_before(self._folder / _EVENTS, int(time.time())), iteration)
         self._purge_step = iteration + 1
         self._bar = RunBar(sys.stdout, iteration=iteration, train_iters=self._train_iters)
 

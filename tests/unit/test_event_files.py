@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch.utils.tensorboard import SummaryWriter
 
 from trainer.checkpoint.files import temporary_of
 from trainer.checkpoint.policy import SaveReport
-from trainer.event_files import _step_of, cut_events
+from trainer.event_files import _step_of, cut_events, put_before
 from trainer.metrics import IterationRecord, RunLog
 
 
@@ -113,6 +115,30 @@ def test_what_a_killed_cut_left_is_removed(tmp_path: Path) -> None:
     temporary_of(path).write_bytes(path.read_bytes())
     cut_events(tmp_path, 1)
     assert points(tmp_path) == {"loss": [1]}
+
+
+@given(st.lists(st.integers(min_value=90, max_value=120), max_size=6))
+def test_a_file_made_later_comes_after_all_others_which_keep_their_order(seconds: list[int]) -> None:
+    with TemporaryDirectory() as folder:
+        names = [f"events.out.tfevents.{second:010d}.host.{pid}" for pid, second in enumerate(seconds, start=7)]
+        for name in names:
+            (Path(folder) / name).write_text(name)
+        put_before(Path(folder), 100)
+        found = sorted(Path(folder).iterdir())
+        assert [path.read_text() for path in found] == sorted(names)
+        assert all(path.name < "events.out.tfevents.0000000100." for path in found)
+
+
+def test_a_run_that_goes_on_within_the_second_or_behind_the_clock_shows_every_point_once(tmp_path: Path) -> None:
+    """TensorBoard reads files by their names, and takes what a file of a later name repeats for a new beginning."""
+    for first, last in ((1, 5), (5, 9), (7, 12)):
+        log = opened(tmp_path, first - 1)
+        train(log, first, last)
+        log.close()
+        (made,) = set((tmp_path / "tensorboard").iterdir()) - {*(tmp_path / "tensorboard").glob("*.ahead")}
+        made.rename(made.with_name(f"events.out.tfevents.{2_000_000_000 - first:010d}.host.1.ahead"))
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
 
 
 @given(st.integers(min_value=0, max_value=2**63 - 1), st.floats(allow_nan=False))
