@@ -1,5 +1,11 @@
-"""Keeps torch to one thread in every test that runs in this process."""
+"""Keeps torch to one thread in every test that runs in this process, and every process from waiting for names."""
+
+import os
 
 import torch
 
 torch.set_num_threads(1)
+
+# A store asks for the name of whoever connects. Where the name server is silent, that takes the resolver's five seconds
+# each time (see resolv.conf(5)); they are no part of any test.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
