@@ -75,7 +75,8 @@ class GPT2(nn.Module):
         """
         key, table = as_key(dropout_key), None
         if self.stage.first:
-            tokens, table = cast(Embedding, self.transformer["wte"]).look_up(x)
+            output = self.lm_head if self.stage.last else None
+            tokens, table = cast(Embedding, self.transformer["wte"]).look_up(x, output)
             positions = self.transformer["wpe"](x.shape[1])
             # Cast before the sum, as where a wrapper has cast the tables themselves.
             x = self.dropout(tokens.to(self.compute_dtype) + positions.to(self.compute_dtype), key)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 _MASK64 = (1 << 64) - 1
@@ -97,7 +96,7 @@ class Dropout(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors, `weight` [rows, width], as transformers stores it. `is_lent` where the output uses it too."""
+    """A table of vectors, `weight` [rows, width], as transformers stores it. `is_lent` if the output layer uses it."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__(rows, width)
@@ -106,12 +105,14 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """Leave the values as allocated."""
 
-    def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the vectors of `tokens` [...], as [..., width], and the table for the output layer, where it is lent.
+    def look_up(self, tokens: Tensor, output: nn.Linear | None) -> tuple[Tensor, Tensor | None]:
+        """Return the vectors of `tokens` [...], as [..., width], and the table for `output`, where it is lent.
 
-        Whoever gets the table must use that in place of the weight.
+        Whoever gets the table must use that in place of the weight. Nothing is lent where the weight of `output` is
+        another by now, or where hooks wait for this module to be called.
         """
-        if not self.is_lent:
+        hooks = self._forward_pre_hooks, self._forward_hooks, self._backward_pre_hooks, self._backward_hooks
+        if not self.is_lent or output is None or output.weight is not self.weight or any(hooks):
             return cast(Tensor, self(tokens)), None
         return cast(tuple[Tensor, Tensor], _LendTable.apply(self.weight, tokens))  # type: ignore[no-untyped-call]
 
@@ -119,20 +120,25 @@ class Embedding(nn.Embedding):
 class _LendTable(torch.autograd.Function):
     """Looks tokens up in a table and hands the table on, so that the gradients of both uses come back together.
 
-    They come as the output's whole table and the rows of a few tokens, which are added to it. Two uses of a Parameter
-    would have autograd fill a second table for those rows, and add all of it.
+    They come as the output's whole table and the rows of a few tokens, which are added to it, in place unless there is
+    to be a graph of the gradient. Two uses of a Parameter would have autograd fill a second table for those rows, and
+    add all of it.
     """
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(tokens)
+    def forward(table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return F.embedding(tokens, table), table.view_as(table)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+        _, tokens = inputs
+        ctx.save_for_backward(tokens)
+
+    @staticmethod
     def backward(ctx: Any, rows: Tensor, table: Tensor) -> tuple[Tensor, None]:
         (tokens,) = ctx.saved_tensors
-        return table.index_add_(0, tokens.flatten(), rows.flatten(0, -2)), None
+        add = table.index_add if torch.is_grad_enabled() else table.index_add_
+        return add(0, tokens.flatten(), rows.flatten(0, -2)), None
 
 
 def tie(embedding: Embedding, output: nn.Linear) -> None:

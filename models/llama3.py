@@ -65,7 +65,8 @@ class Llama3(nn.Module):
         """
         (cos, sin), table = self._rotation_for(x), None
         if self.stage.first:
-            x, table = cast(Embedding, self.model["embed_tokens"]).look_up(x)
+            output = self.lm_head if self.stage.last else None
+            x, table = cast(Embedding, self.model["embed_tokens"]).look_up(x, output)
             x = x.to(self.compute_dtype)
         for block in self.blocks.values():
             x = run_block(block, x, cos, sin, recompute=self.activation_checkpointing)

@@ -19,6 +19,7 @@ from model_samples import (
     stored_gradients,
 )
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models import (
@@ -33,6 +34,7 @@ from models import (
     stored_tensors,
     token_loss,
 )
+from models.layers import Embedding
 
 
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
@@ -272,3 +274,25 @@ def test_a_tied_table_has_the_gradient_of_both_its_ends(family: ModelConfig) -> 
     (asked,) = torch.autograd.grad(tied(windows).logsumexp(-1).sum(), [dict(tied.named_parameters())[name]])
     both = torch.autograd.grad(untied(windows).logsumexp(-1).sum(), [ends[name], ends[alias]])
     torch.testing.assert_close(asked, both[0] + both[1], rtol=1e-5, atol=1e-6)
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits: torch.Tensor = torch.func.functional_call(tied, parameters, (windows,))
+        return logits.logsumexp(-1).sum()
+
+    found = torch.func.grad(loss)(dict(tied.named_parameters()))[name]
+    torch.testing.assert_close(found, asked, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tied_table_is_lent_only_to_the_output_that_has_it_and_where_no_hook_waits(family: ModelConfig) -> None:
+    config = replace(family, tie_word_embeddings=True)
+    values, (windows, _) = random_values(config), samples(config)
+    model = fill(build_model(config), values)
+    logits = model(windows)
+    (embedding,) = (module for module in model.modules() if isinstance(module, Embedding))
+    called: list[nn.Module] = []
+    handle = embedding.register_forward_hook(lambda module, *_: called.append(module))
+    assert torch.equal(model(windows), logits)
+    assert called == [embedding]
+    handle.remove()
+    model.lm_head.weight = nn.Parameter(2 * embedding.weight.detach())
+    torch.testing.assert_close(model(windows), 2 * logits)
