@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
+import signal
 import statistics
 import sys
 import time
@@ -18,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,55 +87,82 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(
     name: str, options: argparse.Namespace
 ) -> tuple[dict[str, list[float]], dict[str, float], Mapping[str, object]]:
-    """Return the tokens per second of each side, round by round, the last loss of each, and device and threads."""
+    """Return the tokens per second of each side, round by round, the last loss of each, and device and threads.
+
+    Raises:
+        SystemExit: if the process of a side has ended.
+    """
     size = SIZES[name]
     rates: dict[str, list[float]] = {side: [] for side in (OURS, THEIRS, EAGER)}
     with ExitStack() as ending:
         sides = {side: ending.enter_context(_started(side, name, options)) for side in (OURS, THEIRS, EAGER)}
-        settings = [pipe.recv() for pipe in sides.values()]
-        assert all(setting == settings[0] for setting in settings)
-        losses = {side: _run(pipe)[1] for side, pipe in sides.items()}
+        settings = [side.hear() for side in sides.values()]
+        losses = {name: side.run()[1] for name, side in sides.items()}
         for number in range(options.rounds):
             for side in list(sides) if number % 2 else list(reversed(sides)):
-                seconds, losses[side] = _run(sides[side])
+                seconds, losses[side] = sides[side].run()
                 rates[side].append(size.batch * size.seq_length * size.steps / seconds)
     return rates, losses, settings[0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The process of a side, and the pipe that asks it for rounds."""
+
+    process: SpawnProcess
+    pipe: Connection
+
+    def run(self) -> tuple[float, float]:
+        """Have it run its steps; return how long they took, and the last loss."""
+        with suppress(ConnectionError):  # a process that has ended says nothing more
+            self.pipe.send(True)
+        seconds, loss = self.hear()
+        return seconds, loss
+
+    def hear(self) -> Any:
+        """Return what it says next.
+
+        Raises:
+            SystemExit: if it has ended.
+        """
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionError):
+            self.process.join()
+        raise SystemExit(f"bench_train: the process of {self.process.name} ended, status {self.process.exitcode}")
+
+
 @contextmanager
-def _started(side: str, name: str, options: argparse.Namespace) -> Iterator[Connection]:
-    """Start the process of a side; yield the pipe that asks it for rounds. It ends with the pipe."""
+def _started(side: str, name: str, options: argparse.Namespace) -> Iterator[_Side]:
+    """Start the process of a side. It ends with the pipe, and at once where the measurement fails."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, side, name, options), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, side, name, options), name=side, daemon=True)
     process.start()
     theirs.close()  # so that a process that has died is noticed
     try:
-        yield ours
+        yield _Side(process, ours)
+    except BaseException:
+        process.terminate()
+        raise
     finally:
         ours.close()
         process.join()
 
 
-def _run(pipe: Connection) -> tuple[float, float]:
-    """Have a side run its steps; return how long they took, and the last loss."""
-    pipe.send(True)
-    seconds, loss = pipe.recv()
-    return seconds, loss
-
-
 def _serve(pipe: Connection, side: str, name: str, options: argparse.Namespace) -> None:
-    """Run the steps of a size whenever the pipe says so, until it is closed."""
+    """Run the steps of a size whenever the pipe says so, until it is closed at the other end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this one ends it
     size, config = SIZES[name], _config(SIZES[name], options)
     torch.manual_seed(1234)
     device, step = _start_ours(config, options) if side == OURS else _start_theirs(side, config, options)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    # Each side chooses by itself, and not alike where OMP_NUM_THREADS is set.
+    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     generator = torch.Generator().manual_seed(1234)
     shape = (size.batch, size.seq_length + 1)
     batches = [torch.randint(size.vocab_size, shape, generator=generator).to(device) for _ in range(size.steps)]
     pipe.send({"device": device.type, "threads": torch.get_num_threads()})
-    with suppress(EOFError):
+    with suppress(EOFError, ConnectionError):
         while pipe.recv():
             start = time.perf_counter()
             losses = [step(batch) for batch in batches]
@@ -243,9 +274,15 @@ def _table(found: Mapping[str, object], rates: Mapping[str, Sequence[float]], lo
     return "\n".join(lines)
 
 
+def _size(name: str) -> str:
+    if name not in SIZES:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SIZES)}")
+    return name
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench_train", description="Measure training GPT-2 against transformers.")
-    parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"of {', '.join(SIZES)} (all but tiny)")
+    parser.add_argument("sizes", nargs="*", type=_size, metavar="SIZE", help=f"of {', '.join(SIZES)} (all but tiny)")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads of both sides (all cores)")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="timed rounds of each side (%(default)d)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 
 import pytest
 import torch
@@ -56,3 +57,15 @@ def test_training_is_measured_beside_transformers_on_the_same_values(capsys: pyt
     shown = capsys.readouterr().out
     assert shown.startswith("tiny: device ")
     assert "padded_vocab 100" in shown
+
+
+def test_training_is_not_measured_at_an_unknown_size_nor_without_one_of_the_sides(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_train.main(["tiny", "huge"])
+    assert "'huge' is none of small, gpt2_124m, tiny" in capsys.readouterr().err
+    # No such embedding can be built, so that the first process to be heard ends.
+    with pytest.raises(SystemExit, match="the process of reprise ended, status 1"):
+        bench_train.main(["tiny", "--rounds", "1", "--dropout", "2"])
+    assert not multiprocessing.active_children()
