@@ -134,7 +134,7 @@ class _Side:
 
 @contextmanager
 def _started(side: str, name: str, options: argparse.Namespace) -> Iterator[_Side]:
-    """Start the process of a side. It ends with the pipe, and at once where the measurement fails."""
+    """Start the process of a side, and end it in the end: it keeps nothing."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, side, name, options), name=side, daemon=True)
@@ -142,11 +142,9 @@ def _started(side: str, name: str, options: argparse.Namespace) -> Iterator[_Sid
     theirs.close()  # so that a process that has died is noticed
     try:
         yield _Side(process, ours)
-    except BaseException:
-        process.terminate()
-        raise
     finally:
         ours.close()
+        process.terminate()
         process.join()
 
 
