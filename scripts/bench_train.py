@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "ratio": {side: _ratio(rates[OURS], rates[side]) for side in rates if side != OURS},
             "loss": losses,
         }
-        print(json.dumps(found) if options.json else _table(found, rates, losses), flush=True)
+        print(json.dumps(found) if options.json else table(found, rates), flush=True)
     return 0
 
 
@@ -260,7 +260,8 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def _table(found: Mapping[str, object], rates: Mapping[str, Sequence[float]], losses: Mapping[str, float]) -> str:
+def table(found: Mapping[str, Any], rates: Mapping[str, Sequence[float]]) -> str:
+    """Return what was found in lines for a reader, with the tokens per second of each side, round by round."""
     settings = ", ".join(
         f"{key} {found[key]}" for key in ("device", "dtype", "compile", "dropout", "threads", "padded_vocab", "rounds")
     )
@@ -268,7 +269,7 @@ def _table(found: Mapping[str, object], rates: Mapping[str, Sequence[float]], lo
     for side, values in rates.items():
         speed = f"{statistics.median(values):>12,.0f} tokens/s ({min(values):,.0f} to {max(values):,.0f})"
         ratio = "" if side == OURS else f", {OURS} is {_ratio(rates[OURS], values):.3f} times as fast"
-        lines.append(f"  {side:<30}{speed}, last loss {losses[side]:.4f}{ratio}")
+        lines.append(f"  {side:<30}{speed}, last loss {found['loss'][side]:.4f}{ratio}")
     return "\n".join(lines)
 
 

@@ -44,19 +44,19 @@ def test_messages_between_ranks_are_counted_also_where_a_dtensor_sends_them() ->
 
 
 def test_training_is_measured_beside_transformers_on_the_same_values(capsys: pytest.CaptureFixture[str]) -> None:
-    threads = str(torch.get_num_threads())
-    assert bench_train.main(["tiny", "--rounds", "2", "--threads", threads, "--json"]) == 0
+    threads = torch.get_num_threads()
+    arguments = ["tiny", "--rounds", "2", "--threads", str(threads), "--pad-vocab-multiple", "100", "--json"]
+    assert bench_train.main(arguments) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["threads"] == int(threads)
+    assert (found["threads"], found["padded_vocab"]) == (threads, 100)
     assert found["tokens_per_s"].keys() == found["loss"].keys() == {"reprise", "transformers", bench_train.EAGER}
     assert all(rate > 0 for rate in found["tokens_per_s"].values())
     # Theirs leaves out the last target of every sample, and decays biases and norms too.
     assert found["loss"]["reprise"] == pytest.approx(found["loss"]["transformers"], rel=0.05)
-    padded = ["--pad-vocab-multiple", "100"]
-    assert bench_train.main(["tiny", "--rounds", "1", "--threads", threads, *padded]) == 0
-    shown = capsys.readouterr().out
+    shown = bench_train.table(found, {bench_train.OURS: [200.0, 300.0], bench_train.THEIRS: [100.0, 200.0]})
     assert shown.startswith("tiny: device ")
     assert "padded_vocab 100" in shown
+    assert "reprise is 1.750 times as fast" in shown
 
 
 def test_training_is_not_measured_at_an_unknown_size_nor_without_one_of_the_sides(
