@@ -19,7 +19,7 @@ import pytest
 
 import trainer.__main__
 from tests.crash import small_run
-from tests.crash.moments import standing
+from tests.crash.moments import await_true, standing
 from tests.crash.small_run import Plan
 from tests.harness import TINY, Running, all_files, call_on_ranks, started
 from trainer.checkpoint.files import Files
@@ -169,6 +169,7 @@ def test_a_stopped_trainer_that_was_taken_for_dead_ends_with_a_lock_error(
     standing_still = standing(run, [*BASE, *inline], moment=moment, iteration=iteration, ranks=ranks, gated=gated)
     with standing_still as (zombie, gate):
         gate.await_reached()
+        await_true((run / "checkpoints/iter_0000004").exists)  # written in the background
         for rank in range(ranks):
             zombie.send(rank, signal.SIGSTOP)
         holder = json.loads(lock.read_text())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.moments import Gate, describe, train_with_gate
+from tests.crash.moments import Gate, await_true, describe, train_with_gate
 from tests.harness import TINY, Ended, all_files, call_on_ranks, curve, run_ok, started, tensor_files
 
 pytestmark = pytest.mark.slow
@@ -124,12 +124,19 @@ def on_hosts(link: Link, gates: Sequence[Gate], run: Path, overrides: Sequence[s
     return [told, describe(gates), f"run.dir={run}", *overrides]
 
 
-def cut_in(run: Path, link: Link, gate: Gate, overrides: Sequence[str], *, at: str = SWITCH) -> Ended:
-    """Train until both ranks stand at the gate, cut the link, let them go on, return how they ended; mend the link."""
+def cut_in(
+    run: Path, link: Link, gate: Gate, overrides: Sequence[str], *, at: str = SWITCH, saved: Path | None = None
+) -> Ended:
+    """Train until both ranks stand at the gate, cut the link, let them go on, return how they ended; mend the link.
+
+    Args:
+        saved: a checkpoint that must be there by then: it is written in the background.
+    """
     Path(gate.folder).mkdir()
     arguments = on_hosts(link, [gate], run, overrides)
     with started(train_on_host, arguments, folder=run, ranks=2) as running:
         gate.await_reached()
+        await_true(lambda: saved is None or saved.exists())
         link.set("down", at=at)
         gate.open()
         running.join(BOUND_S)
@@ -146,11 +153,11 @@ def test_both_sides_of_a_cut_link_end_and_the_healed_job_is_the_unbroken_one(
     whole, run, overrides = tmp_path / "whole", tmp_path / "run", [*BASE, topology]
     run_ok(whole, overrides, ranks=2)
     gate = Gate(str(tmp_path / "gate"), "step", 4, (0, 1))
-    ended = cut_in(run, link, gate, overrides, at=at)
+    committed = run / "checkpoints/iter_0000002"
+    ended = cut_in(run, link, gate, overrides, at=at, saved=committed)
     assert ended.statuses == (1, 1), ended.text
     assert "rank 1" in ended.outputs[0].lower(), ended.text
     assert "rank 0" in ended.outputs[1].lower(), ended.text
-    committed = run / "checkpoints/iter_0000002"
     before = all_files(committed)
     again = call_on_ranks(train_on_host, on_hosts(link, [], run, overrides), folder=run, ranks=2)
     assert again.ok, again.text
