@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 
 import trainer.__main__ as command
 from models import parameter_count
-from trainer.config import Config, topology_of, validate
+from trainer.config import Config, topology_of
+from trainer.config_checks import validate
 from trainer.errors import ConfigError
 from trainer.topology import Topology
 

@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.bar import line_handler
-from trainer.config import Config, validate
+from trainer.config import Config
+from trainer.config_checks import validate
 from trainer.errors import ConfigError, LaunchError, TrainerError
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from models.config import Family, ModelConfig
-from trainer.config import CheckpointSection, Config, Dtype, validate
+from trainer.config import CheckpointSection, Config, Dtype
+from trainer.config_checks import validate
 from trainer.data.section import DataKind
 from trainer.errors import ConfigError
 from trainer.record import RULES, describe, flags_set, no_decay_names, rules_for

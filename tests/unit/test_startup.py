@@ -14,7 +14,7 @@ _COMPOSE = """
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from trainer.__main__ import CONFIGS
-from trainer.config import validate
+from trainer.config_checks import validate
 
 with initialize_config_dir(str(CONFIGS), version_base="1.3"):
     validate(OmegaConf.to_object(compose("train", ["model=gpt2_124m"])), 1)

@@ -19,7 +19,8 @@ from trainer.checkpoint.layout import build_layout
 from trainer.checkpoint.lock import FolderLock
 from trainer.checkpoint.reader import STATE
 from trainer.checkpoint.store import CheckpointFolder
-from trainer.config import CheckpointSection, Config, ParallelSection, validate
+from trainer.config import CheckpointSection, Config, ParallelSection
+from trainer.config_checks import validate
 from trainer.convert.source import Source
 from trainer.convert.tensor_files import write_tensor_files
 from trainer.errors import CheckpointError, ConfigError, MismatchError
