@@ -202,6 +202,7 @@ def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:
         async_save=section.async_save,
         staging_bytes=section.staging_bytes,
         stall_timeout_s=section.stall_timeout_s,
+        check_replicas=section.check_replicas,
     )
     return Checkpointer(policy, cluster.board, nonce=cluster.nonce, neighbours=cluster.neighbours)
 

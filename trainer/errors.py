@@ -71,6 +71,10 @@ class LockError(CheckpointError):
     """Another job writes to the same folder, or nobody can tell."""
 
 
+class ReplicaError(CheckpointError):
+    """Ranks that hold the same tensor hold different bits of it: the state of the run is damaged."""
+
+
 class LaunchError(TrainerError):
     """The process group could not be formed, or a peer failed."""
 

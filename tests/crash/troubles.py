@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import trainer.__main__
 import trainer.loop
 from trainer.build import Run
@@ -125,10 +127,25 @@ def failing_call(told: dict[str, Any]) -> Actions:
     return lambda _: setattr(Files, kind, fail), lambda _: setattr(Files, kind, real)
 
 
+def flipped_bit(told: dict[str, Any]) -> Actions:
+    """Flip one bit of this rank's copy of `tensor` after the optimizer's step of the iteration in which it begins."""
+
+    def begin(run: Run) -> None:
+        def flip(*_: object) -> None:
+            hook.remove()
+            (tensor,) = [found for found in run.state.shards() if found.spec.name == told["tensor"]]
+            tensor.local.detach().view(torch.int32).view(-1)[-1] ^= 1
+
+        hook = run.state.parts[-1].optimizer.register_step_post_hook(flip)
+
+    return begin, lambda _: None
+
+
 TROUBLES: dict[str, Callable[[dict[str, Any]], Actions]] = {
     "full disk": full_disk,
     "small files": small_files,
     "read-only": read_only,
     "deleted folder": deleted_folder,
     "failing call": failing_call,
+    "flipped bit": flipped_bit,
 }

@@ -172,11 +172,19 @@ class Checkpointer:
                 raise
             except TrainerError as error:
                 damage = error
-        self._agreements += 1
-        check_replicas(tensors, self._board, f"replicas/{self._nonce}/{self._agreements}")
+        self.check_replicas(tensors)
         if self._saver is not None:
             self._saver.loaded(path, checkpoint.iteration, has_optimizer=checkpoint.has_optimizer)
         return checkpoint, report
+
+    def check_replicas(self, live: Sequence[LiveTensor]) -> None:
+        """Compare the bits of live tensors that several ranks hold. A call of all ranks.
+
+        Raises:
+            CheckpointError: on every rank, a ReplicaError on rank 0, naming the first tensor that differs.
+        """
+        self._agreements += 1
+        check_replicas(live, self._board, f"replicas/{self._nonce}/{self._agreements}")
 
     def rewind(self, iteration: int) -> None:
         """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way."""

@@ -12,6 +12,7 @@ from trainer.checkpoint import commit, json_file
 from trainer.checkpoint.ballot import Outcome
 from trainer.checkpoint.board import Board
 from trainer.checkpoint.commit import Attempt, Claim, Poll
+from trainer.checkpoint.inventory import Inventory
 from trainer.checkpoint.layout import Kind, Layout
 from trainer.checkpoint.live import Contents
 from trainer.checkpoint.lock import FolderLock
@@ -19,10 +20,12 @@ from trainer.checkpoint.manifest import Written, WrittenPiece
 from trainer.checkpoint.planning import Plan
 from trainer.checkpoint.progress_line import ProgressLine
 from trainer.checkpoint.reader import STATE
+from trainer.checkpoint.replica_digests import ReplicaDigests
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.sharing import Neighbours
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
+from trainer.checkpoint.worker import Worker
 from trainer.checkpoint.writer import THREADS, Writer
 from trainer.errors import CheckpointError, LaunchError, LockError, TrainerError
 
@@ -79,6 +82,7 @@ class Flight:
     """A save of one rank, and what became of it: `run` is called once, on the worker thread of every rank.
 
     Args:
+        replicas: digests of what other ranks hold too.
         board: the worker thread's.
         poll: what this rank knows of the attempt; the main thread may decline on it.
         present: the iterations that this rank knows to be there.
@@ -96,6 +100,7 @@ class Flight:
     contents: Contents
     plan: Plan
     snapshot: Snapshot
+    replicas: ReplicaDigests
     board: Board
     poll: Poll
     lock: FolderLock | None
@@ -108,6 +113,20 @@ class Flight:
     stale: Sequence[str] = ()
     doomed: list[int] = field(default_factory=list)
     committed_at: float | None = None
+    inventory: Inventory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inventory = Inventory(self.plan.layout, self.plan.live)
+
+    @property
+    def blocked_s(self) -> float:
+        """Return for how long the optimizer's step was held back."""
+        return self.snapshot.blocked_s + self.replicas.blocked_s
+
+    def release(self) -> None:
+        """Let live memory change: copy and digest the rest of it. Main thread."""
+        self.snapshot.release()
+        self.replicas.release()
 
     @property
     def has_optimizer(self) -> bool:
@@ -129,6 +148,7 @@ class Flight:
             doomed = commit.exchange(
                 self.board,
                 self.attempt,
+                inventory=self.inventory,
                 work=lambda: self._write(partial),
                 publish=self._publish,
                 poll=self.poll,
@@ -158,6 +178,8 @@ class Flight:
     def _write(self, partial: Path) -> Written:
         attempt = self.attempt
         line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
+        digesting = Worker("checkpoint-replicas")
+        digested = digesting.submit(self.replicas.run)
         try:
             sharing = self.neighbours.join(attempt, self.plan.columns, may_share=self.may_share)
             if self.board.rank == 0:
@@ -165,9 +187,12 @@ class Flight:
             writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, THREADS, line.add, sharing)
             written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
             self.snapshot.check()
+            digested.wait()
+            self.inventory.add(self.replicas.all(written))
             return written
         finally:
             self.snapshot.close()
+            digesting.close()
 
     def _publish(self, written: list[WrittenPiece], claim: Claim) -> list[int]:
         documents, aliases = self.contents.documents, self.contents.aliases
