@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -125,9 +126,13 @@ class Files:
             OSError: if it is missing, or no regular file (a link, a folder, a device).
         """
         status = os.lstat(path)
-        if not os.path.isfile(path) or os.path.islink(path):
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
         return status.st_size
+
+    def is_folder(self, path: Path) -> bool:
+        """Return whether `path`, which is there, is a folder itself and no link to one."""
+        return stat.S_ISDIR(os.lstat(path).st_mode)
 
     def free_bytes(self, path: Path) -> int:
         """Return how many bytes an ordinary user may still write to the file system of `path`."""

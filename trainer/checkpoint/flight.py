@@ -24,7 +24,7 @@ from trainer.checkpoint.sharing import Neighbours
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.writer import THREADS, Writer
-from trainer.errors import CheckpointError, LaunchError, LockError, TrainerError
+from trainer.errors import CheckpointError, LaunchError, LockError, TrainerError, UnreadableError
 
 _log = logging.getLogger(__name__)
 
@@ -62,16 +62,7 @@ class Outlook:
 
     def decide_doomed(self) -> tuple[list[int], list[int]]:
         """Return what retention gives up now that the attempt is committed, and all that is committed."""
-        folder = self.attempt.folder
-        try:
-            committed = folder.committed()
-            held = folder.held(committed)
-        except OSError as error:
-            _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
-            return [], []
-        pinned = {*self.pinned, self.attempt.iteration, *held}
-        losses = _losses(folder, committed) if self.retention.keep_best else {}
-        return self.retention.doomed(committed, pinned=pinned, losses=losses), committed
+        return decide_doomed(self.attempt.folder, self.retention, pinned={*self.pinned, self.attempt.iteration})
 
 
 @dataclass(slots=True)
@@ -148,7 +139,7 @@ class Flight:
             return
         self.doomed = doomed
         if self.board.rank == 0:
-            self._delete(doomed)
+            delete(self.attempt.folder, doomed, attempt=self.attempt.name, lock=self.lock)
         self._discard_stale()
 
     @property
@@ -176,16 +167,6 @@ class Flight:
         )
         return self.outlook.decide_doomed()[0] if is_durable else []
 
-    def _delete(self, iterations: list[int]) -> None:
-        folder = self.attempt.folder
-        for iteration in iterations:
-            try:
-                if self.lock is not None:
-                    self.lock.check()
-                folder.files.remove_tree(folder.discard(iteration, self.attempt.name))
-            except (OSError, LockError) as error:
-                _log.error("iteration %d could not be deleted: %s", iteration, error)
-
     def _discard_stale(self) -> None:
         try:
             self.board.discard(self.stale)
@@ -211,19 +192,63 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _losses(folder: CheckpointFolder, iterations: Sequence[int]) -> dict[int, float]:
-    """Return the validation loss of the checkpoints that were evaluated when they were saved."""
-    found = {}
+def decide_doomed(
+    folder: CheckpointFolder, retention: Retention, *, pinned: Collection[int]
+) -> tuple[list[int], list[int]]:
+    """Return what retention gives up, and all that is committed; both empty where the folder cannot be listed.
+
+    Args:
+        pinned: iterations that stay, beside those with a `hold` file.
+    """
+    try:
+        committed = folder.committed()
+        held = folder.held(committed)
+    except OSError as error:
+        _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
+        return [], []
+    losses, unknown = _losses(folder, committed) if retention.keep_best else ({}, [])
+    return retention.doomed(committed, pinned={*pinned, *held, *unknown}, losses=losses), committed
+
+
+def delete(folder: CheckpointFolder, iterations: Sequence[int], *, attempt: str, lock: FolderLock | None) -> list[int]:
+    """Delete committed iterations and return those that are gone; a line of the log names the others. Rank 0 only.
+
+    Args:
+        attempt: names the folders on their way out; unique in the life of the folder.
+        lock: looked at again before each of them.
+    """
+    gone = []
+    for iteration in iterations:
+        try:
+            if lock is not None:
+                lock.check()
+            folder.files.remove_tree(folder.discard(iteration, attempt))
+            gone.append(iteration)
+        except (OSError, LockError) as error:
+            _log.error("iteration %d could not be deleted: %s", iteration, error)
+    return gone
+
+
+def _losses(folder: CheckpointFolder, iterations: Sequence[int]) -> tuple[dict[int, float], list[int]]:
+    """Return the validation loss of the checkpoints that were evaluated when they were saved.
+
+    Second are those whose state cannot be read now: any of them may be the best.
+    """
+    found, unknown = {}, []
     for iteration in iterations:
         path = folder.iteration(iteration) / STATE
         try:
             loss = json_file.read(path).get("valid_loss")
+        except UnreadableError as error:
+            _log.error("iteration %d stays, its loss is not known: %s", iteration, error)
+            unknown.append(iteration)
+            continue
         except TrainerError as error:
             _log.error("%s cannot be read, its loss counts for nothing: %s", path, error)
             continue
         if isinstance(loss, float):  # as a loss is written; `json_file` lets no NaN through
             found[iteration] = float(loss)
-    return found
+    return found, unknown
 
 
 def _needed_bytes(layout: Layout) -> int:
