@@ -11,7 +11,7 @@ from trainer.checkpoint.agreement import check_replicas
 from trainer.checkpoint.board import Board
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.files import Files
-from trainer.checkpoint.flight import cannot_write
+from trainer.checkpoint.flight import cannot_write, decide_doomed, delete
 from trainer.checkpoint.live import Contents, LiveTensor
 from trainer.checkpoint.loader import LoadReport, fill
 from trainer.checkpoint.lock import FolderLock
@@ -187,7 +187,8 @@ class Checkpointer:
         return checkpoint, report
 
     def rewind(self, iteration: int) -> None:
-        """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way."""
+        """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way; then delete what
+        retention gives up: on a full disk no save will make room for the next."""
         self.wait()
         if self._saver is not None:
             self._saver.rewound(iteration)
@@ -197,6 +198,7 @@ class Checkpointer:
                 newer = [found for found in self._folder.committed() if found > iteration]
                 for path in self._folder.supersede(newer):
                     _log.info("an abandoned branch of this run is kept as %s", path.name)
+                self._retain(self._folder)
             except OSError as error:
                 problem = cannot_write(self._folder.root, error)
         self._agree(problem)
@@ -213,6 +215,17 @@ class Checkpointer:
         if self._saver is not None:
             self._saver.close()
         self.abandon()
+
+    def _retain(self, folder: CheckpointFolder) -> None:
+        """Delete what retention gives up, if the newest is what this process has loaded: it is known to be good."""
+        assert self._saver is not None
+        pinned = self._saver.pinned
+        doomed, committed = decide_doomed(folder, self._policy.retention, pinned=pinned)
+        if not doomed or committed[-1] not in pinned:
+            return
+        keep = self._policy.retention.max_checkpoint_keep
+        for gone in delete(folder, doomed, attempt=self._nonce, lock=self._lock):
+            _log.info("deleted iteration %d, which checkpoint.max_checkpoint_keep=%d does not keep", gone, keep)
 
     def _verify(self, checkpoint: Checkpoint) -> None:
         rank, world_size = self._board.rank, self._board.world_size

@@ -16,6 +16,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY}
 _MOST_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
 _BLOCK_BYTES = 512  # the unit of st_blocks, stat(2), whatever the file system's blocks are
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
 
 
 class Files:
@@ -156,6 +157,14 @@ def describe_free_space(files: Files, path: Path) -> str:
         return f"{files.free_bytes(path)} B free"
     except OSError as error:
         return f"free space unknown: {error.strerror}"
+
+
+def keep_block(descriptor: int) -> None:
+    """Reserve the first block of an empty file, so that a full disk has room for what is written to it next.
+
+    The file stays empty; a file system that cannot do this is left alone.
+    """
+    _libc.fallocate(descriptor, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(_BLOCK_BYTES))
 
 
 def temporary_of(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Collection, Sequence
@@ -152,7 +153,7 @@ class Flight:
         try:
             sharing = self.neighbours.join(attempt, self.plan.columns, may_share=self.may_share)
             if self.board.rank == 0:
-                require_room(attempt)
+                require_room(attempt, self.retention)
             writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, THREADS, line.add, sharing)
             written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
             self.snapshot.check()
@@ -185,10 +186,13 @@ class Flight:
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
     """Return what to raise where the checkpoint folder cannot be written at all."""
+    fix = "Mend the file system, or name another folder with checkpoint.save."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix = "Make room. A run deletes at its start what checkpoint.max_checkpoint_keep does not keep."
     return CheckpointError(
         f"The checkpoint folder cannot be written: {error.strerror} (errno {error.errno})",
         where=error.filename or path,
-        fix="Mend the file system, or name another folder with checkpoint.save.",
+        fix=fix,
     )
 
 
@@ -256,8 +260,12 @@ def _needed_bytes(layout: Layout) -> int:
     return layout.total_bytes + (64 << 10) + 1024 * len(layout.places) + layout.total_bytes // (128 << 10)
 
 
-def require_room(attempt: Attempt) -> None:
-    """Refuse to begin where tensors and JSON files would not fit beside all that is there."""
+def require_room(attempt: Attempt, retention: Retention | None = None) -> None:
+    """Refuse to begin where tensors and JSON files would not fit beside all that is there.
+
+    Args:
+        retention: of the run that saves, for the advice: it has not deleted anything for this save yet.
+    """
     folder, files = attempt.folder, attempt.folder.files
     needed = _needed_bytes(attempt.layout)
     try:
@@ -272,5 +280,16 @@ def require_room(attempt: Attempt) -> None:
             where=folder.root,
             expected=f"{needed} B free",
             found=f"{free} B free",
-            fix="Make room, or lower checkpoint.max_checkpoint_keep.",
+            fix=_advice(retention),
         )
+
+
+def _advice(retention: Retention | None) -> str:
+    """Return how to make room: a smaller `max_checkpoint_keep` acts at the start of a run."""
+    if retention is None:
+        return "Make room, or name another folder."
+    if retention.max_checkpoint_keep == 1:
+        return "Make room: the next checkpoint is written before an older one is deleted, and one is kept already."
+    smaller = "checkpoint.max_checkpoint_keep=1, or more," if retention.max_checkpoint_keep == 0 else "a smaller one"
+    kept = "all are kept" if retention.max_checkpoint_keep == 0 else f"{retention.max_checkpoint_keep} are kept"
+    return f"Make room, or start the run again with {smaller}: the start deletes what is beyond it; now {kept}."
