@@ -63,6 +63,10 @@ class CheckpointError(TrainerError):
     """A checkpoint that cannot be written, or is not whole."""
 
 
+class UnreadableError(CheckpointError):
+    """A checkpoint that cannot be read now: the file system fails, which says nothing of what it holds."""
+
+
 class MismatchError(CheckpointError):
     """A valid checkpoint of another run: model, data, schedule or topology differ."""
 

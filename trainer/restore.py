@@ -14,6 +14,7 @@ from trainer.checkpoint.compat import differences, settle
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.live import LiveTensor, local_of, parameter_names
 from trainer.checkpoint.loader import LoadReport, check_tensors
+from trainer.checkpoint.patience import Patience, unreadable
 from trainer.checkpoint.reader import Checkpoint, read_places
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.config import CheckpointSection, Verify
@@ -78,11 +79,11 @@ def _agree_on_origin(run: Run) -> Origin | None:
     choice = b""
     if run.cluster.rank == 0:
         try:
-            choice = _find(run)
+            choice = Patience().retry(lambda: _find(run))
         except TrainerError as error:
             problem = error
         except OSError as error:
-            problem = CheckpointError("A path cannot be looked at", where=error.filename, found=error.strerror)
+            problem = unreadable(error, where=run.config.checkpoint.load)
     run.cluster.board.agree("restore", problem)
     choice = run.cluster.board.from_rank0("restore/source", choice)
     if not choice:

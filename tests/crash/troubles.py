@@ -45,6 +45,24 @@ def main(arguments: list[str]) -> None:
     trainer.__main__.main()
 
 
+def train(arguments: list[str]) -> None:
+    """Run the trainer's command with no trouble but those that are there already."""
+    sys.argv = ["trainer", *arguments]
+    trainer.__main__.main()
+
+
+def fill(folder: Path) -> None:
+    """Fill the file system of a folder to its last byte."""
+    with (folder / BALLAST).open("wb", buffering=0) as ballast:
+        for size in (1 << 16, 1 << 12, 1):
+            try:
+                while True:
+                    ballast.write(bytes(size))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+
+
 def _act_before(actions: dict[int, Callable[[Run], None]]) -> None:
     iterate = trainer.loop._iterate
 
@@ -76,14 +94,7 @@ def full_disk(told: dict[str, Any]) -> Actions:
     def begin(run: Run) -> None:
         if told["is_unforeseen"]:
             Files.free_bytes = lambda *_: 1 << 60  # type: ignore[method-assign]
-        with (Path(run.config.run.dir) / BALLAST).open("wb", buffering=0) as ballast:
-            for size in (1 << 16, 1 << 12, 1):
-                try:
-                    while True:
-                        ballast.write(bytes(size))
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
+        fill(Path(run.config.run.dir))
 
     return begin, lambda run: (Path(run.config.run.dir) / BALLAST).unlink()
 

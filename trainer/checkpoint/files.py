@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY}
 _MOST_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
 _BLOCK_BYTES = 512  # the unit of st_blocks, stat(2), whatever the file system's blocks are
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
 
 
 class Files:
@@ -125,9 +127,13 @@ class Files:
             OSError: if it is missing, or no regular file (a link, a folder, a device).
         """
         status = os.lstat(path)
-        if not os.path.isfile(path) or os.path.islink(path):
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
         return status.st_size
+
+    def is_folder(self, path: Path) -> bool:
+        """Return whether `path`, which is there, is a folder itself and no link to one."""
+        return stat.S_ISDIR(os.lstat(path).st_mode)
 
     def free_bytes(self, path: Path) -> int:
         """Return how many bytes an ordinary user may still write to the file system of `path`."""
@@ -151,6 +157,14 @@ def describe_free_space(files: Files, path: Path) -> str:
         return f"{files.free_bytes(path)} B free"
     except OSError as error:
         return f"free space unknown: {error.strerror}"
+
+
+def keep_block(descriptor: int) -> None:
+    """Reserve the first block of an empty file, so that a full disk has room for what is written to it next.
+
+    The file stays empty; a file system that cannot do this is left alone.
+    """
+    _libc.fallocate(descriptor, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(_BLOCK_BYTES))
 
 
 def temporary_of(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Collection, Sequence
@@ -27,7 +28,7 @@ from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.worker import Worker
 from trainer.checkpoint.writer import THREADS, Writer
-from trainer.errors import CheckpointError, LaunchError, LockError, TrainerError
+from trainer.errors import CheckpointError, LaunchError, LockError, TrainerError, UnreadableError
 
 _log = logging.getLogger(__name__)
 
@@ -65,16 +66,7 @@ class Outlook:
 
     def decide_doomed(self) -> tuple[list[int], list[int]]:
         """Return what retention gives up now that the attempt is committed, and all that is committed."""
-        folder = self.attempt.folder
-        try:
-            committed = folder.committed()
-            held = folder.held(committed)
-        except OSError as error:
-            _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
-            return [], []
-        pinned = {*self.pinned, self.attempt.iteration, *held}
-        losses = _losses(folder, committed) if self.retention.keep_best else {}
-        return self.retention.doomed(committed, pinned=pinned, losses=losses), committed
+        return decide_doomed(self.attempt.folder, self.retention, pinned={*self.pinned, self.attempt.iteration})
 
 
 @dataclass(slots=True)
@@ -168,7 +160,7 @@ class Flight:
             return
         self.doomed = doomed
         if self.board.rank == 0:
-            self._delete(doomed)
+            delete(self.attempt.folder, doomed, attempt=self.attempt.name, lock=self.lock)
         self._discard_stale()
 
     @property
@@ -183,7 +175,7 @@ class Flight:
         try:
             sharing = self.neighbours.join(attempt, self.plan.columns, may_share=self.may_share)
             if self.board.rank == 0:
-                require_room(attempt)
+                require_room(attempt, self.retention)
             writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, THREADS, line.add, sharing)
             written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
             self.snapshot.check()
@@ -200,16 +192,6 @@ class Flight:
             self.attempt, written, documents=documents, aliases=aliases, lock=self.lock, claim=claim
         )
         return self.outlook.decide_doomed()[0] if is_durable else []
-
-    def _delete(self, iterations: list[int]) -> None:
-        folder = self.attempt.folder
-        for iteration in iterations:
-            try:
-                if self.lock is not None:
-                    self.lock.check()
-                folder.files.remove_tree(folder.discard(iteration, self.attempt.name))
-            except (OSError, LockError) as error:
-                _log.error("iteration %d could not be deleted: %s", iteration, error)
 
     def _discard_stale(self) -> None:
         try:
@@ -229,26 +211,73 @@ class Flight:
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
     """Return what to raise where the checkpoint folder cannot be written at all."""
+    fix = "Mend the file system, or name another folder with checkpoint.save."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix = "Make room. A run deletes at its start what checkpoint.max_checkpoint_keep does not keep."
     return CheckpointError(
         f"The checkpoint folder cannot be written: {error.strerror} (errno {error.errno})",
         where=error.filename or path,
-        fix="Mend the file system, or name another folder with checkpoint.save.",
+        fix=fix,
     )
 
 
-def _losses(folder: CheckpointFolder, iterations: Sequence[int]) -> dict[int, float]:
-    """Return the validation loss of the checkpoints that were evaluated when they were saved."""
-    found = {}
+def decide_doomed(
+    folder: CheckpointFolder, retention: Retention, *, pinned: Collection[int]
+) -> tuple[list[int], list[int]]:
+    """Return what retention gives up, and all that is committed; both empty where the folder cannot be listed.
+
+    Args:
+        pinned: iterations that stay, beside those with a `hold` file.
+    """
+    try:
+        committed = folder.committed()
+        held = folder.held(committed)
+    except OSError as error:
+        _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
+        return [], []
+    losses, unknown = _losses(folder, committed) if retention.keep_best else ({}, [])
+    return retention.doomed(committed, pinned={*pinned, *held, *unknown}, losses=losses), committed
+
+
+def delete(folder: CheckpointFolder, iterations: Sequence[int], *, attempt: str, lock: FolderLock | None) -> list[int]:
+    """Delete committed iterations and return those that are gone; a line of the log names the others. Rank 0 only.
+
+    Args:
+        attempt: names the folders on their way out; unique in the life of the folder.
+        lock: looked at again before each of them.
+    """
+    gone = []
+    for iteration in iterations:
+        try:
+            if lock is not None:
+                lock.check()
+            folder.files.remove_tree(folder.discard(iteration, attempt))
+            gone.append(iteration)
+        except (OSError, LockError) as error:
+            _log.error("iteration %d could not be deleted: %s", iteration, error)
+    return gone
+
+
+def _losses(folder: CheckpointFolder, iterations: Sequence[int]) -> tuple[dict[int, float], list[int]]:
+    """Return the validation loss of the checkpoints that were evaluated when they were saved.
+
+    Second are those whose state cannot be read now: any of them may be the best.
+    """
+    found, unknown = {}, []
     for iteration in iterations:
         path = folder.iteration(iteration) / STATE
         try:
             loss = json_file.read(path).get("valid_loss")
+        except UnreadableError as error:
+            _log.error("iteration %d stays, its loss is not known: %s", iteration, error)
+            unknown.append(iteration)
+            continue
         except TrainerError as error:
             _log.error("%s cannot be read, its loss counts for nothing: %s", path, error)
             continue
         if isinstance(loss, float):  # as a loss is written; `json_file` lets no NaN through
             found[iteration] = float(loss)
-    return found
+    return found, unknown
 
 
 def _needed_bytes(layout: Layout) -> int:
@@ -256,8 +285,12 @@ def _needed_bytes(layout: Layout) -> int:
     return layout.total_bytes + (64 << 10) + 1024 * len(layout.places) + layout.total_bytes // (128 << 10)
 
 
-def require_room(attempt: Attempt) -> None:
-    """Refuse to begin where tensors and JSON files would not fit beside all that is there."""
+def require_room(attempt: Attempt, retention: Retention | None = None) -> None:
+    """Refuse to begin where tensors and JSON files would not fit beside all that is there.
+
+    Args:
+        retention: of the run that saves, for the advice: it has not deleted anything for this save yet.
+    """
     folder, files = attempt.folder, attempt.folder.files
     needed = _needed_bytes(attempt.layout)
     try:
@@ -272,5 +305,16 @@ def require_room(attempt: Attempt) -> None:
             where=folder.root,
             expected=f"{needed} B free",
             found=f"{free} B free",
-            fix="Make room, or lower checkpoint.max_checkpoint_keep.",
+            fix=_advice(retention),
         )
+
+
+def _advice(retention: Retention | None) -> str:
+    """Return how to make room: a smaller `max_checkpoint_keep` acts at the start of a run."""
+    if retention is None:
+        return "Make room, or name another folder."
+    if retention.max_checkpoint_keep == 1:
+        return "Make room: the next checkpoint is written before an older one is deleted, and one is kept already."
+    smaller = "checkpoint.max_checkpoint_keep=1, or more," if retention.max_checkpoint_keep == 0 else "a smaller one"
+    kept = "all are kept" if retention.max_checkpoint_keep == 0 else f"{retention.max_checkpoint_keep} are kept"
+    return f"Make room, or start the run again with {smaller}: the start deletes what is beyond it; now {kept}."

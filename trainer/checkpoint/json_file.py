@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.patience import failed_read
 from trainer.errors import CheckpointError
 
 Json = dict[str, Any]
@@ -67,12 +68,13 @@ def read(path: Path) -> Json:
 
     Raises:
         CheckpointError: if the file is missing or is no standard JSON object.
+        UnreadableError: if it cannot be read now.
     """
     try:
         with path.open("rb") as file:
             return parse(file.read(MAX_BYTES + 1), where=path)
     except OSError as error:
-        raise CheckpointError("A JSON file cannot be read", where=path, found=error.strerror) from error
+        raise failed_read("A JSON file cannot be read", error, where=path) from error
 
 
 def _refuse_constant(name: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainer.checkpoint.files import keep_block
 from trainer.errors import LockError
 
 HEARTBEAT_S = 15.0
@@ -92,6 +93,7 @@ class FolderLock:
             if holder is not None and holder.nonce == self._me.nonce:  # else the name there is somebody else's
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, 0)
+                    keep_block(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = None
 

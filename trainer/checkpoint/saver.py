@@ -183,6 +183,11 @@ class Saver:
         self._undecided = [found for found in self._undecided if found.attempt.iteration <= iteration]
 
     @property
+    def pinned(self) -> frozenset[int]:
+        """Return the iterations that retention leaves alone: those that this process has loaded."""
+        return frozenset(self._pinned)
+
+    @property
     def is_saving(self) -> bool:
         """Return whether a save is under way."""
         return self._started is not None and not self._started.job.is_done
@@ -302,7 +307,7 @@ class Saver:
             lock=lock,
             retention=self._policy.retention,
             present=frozenset(self._present),
-            pinned=frozenset(self._pinned),
+            pinned=self.pinned,
             neighbours=self._neighbours,
             may_share=self._may_share(made),
             leftovers=leftovers,
