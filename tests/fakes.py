@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -20,9 +21,17 @@ from trainer.checkpoint.files import Files
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.layout import Kind, TensorSpec
 from trainer.checkpoint.live import Contents, LiveTensor
+from trainer.data.token_file import HEADER_BYTES, TokenArray, TokenFile
 
 T = TypeVar("T")
 JOIN_S = 30.0
+
+
+def tokens_in_memory(tokens: TokenArray, name: str = "memory") -> TokenFile:
+    """Return a token file that lies on no disk."""
+    descriptor = os.memfd_create(name)
+    os.write(descriptor, bytes(HEADER_BYTES) + tokens.tobytes())
+    return TokenFile(Path(name), np.dtype(tokens.dtype), tokens.size, descriptor)
 
 
 def tcp_store() -> Store:

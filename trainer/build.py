@@ -20,8 +20,9 @@ from trainer.checkpoint.retention import Retention
 from trainer.config import Config, topology_of
 from trainer.data.batches import Samples
 from trainer.data.corpus import Corpus, default_cache, prepare
+from trainer.data.fingerprint import check_tokens, fingerprint, scan
 from trainer.data.text import open_encoder, prompt_tokens
-from trainer.data.token_file import fingerprint, open_token_file
+from trainer.data.token_file import open_token_files
 from trainer.errors import DataError, TrainerError
 from trainer.feed import Feed
 from trainer.launch import Cluster
@@ -131,7 +132,7 @@ def _build_feeds(config: Config, cluster: Cluster, topology: Topology) -> tuple[
     corpus = prepare(section, cache=cache)
 
     def feed(paths: tuple[Path, ...]) -> Feed:
-        samples = Samples([open_token_file(path) for path in paths], seq_length=train.seq_length)
+        samples = Samples(open_token_files(paths), seq_length=train.seq_length)
         rank = topology.coordinate(cluster.rank).dp
         return Feed(samples, train.global_batch_size, train.micro_batch_size, rank, topology.dp, cluster.device)
 
@@ -173,10 +174,10 @@ def _check_data(corpus: Corpus, config: Config) -> str:
             found=vocab_size,
             fix=f"Set model.vocab_size={corpus.vocab_size}, or choose other data.",
         )
-    valid = [open_token_file(path) for path in corpus.valid]
-    if config.train.eval_interval:
-        fingerprint(valid, vocab_size=vocab_size)
-    return fingerprint([open_token_file(path) for path in corpus.train], vocab_size=vocab_size)
+    train, valid = open_token_files(corpus.train), open_token_files(corpus.valid)
+    for file in [*(valid if config.train.eval_interval else []), *train]:
+        check_tokens(file, vocab_size)
+    return fingerprint([scan(file) for file in train])
 
 
 def _adam(config: Config, schedule: Schedule) -> AdamSettings:

@@ -23,7 +23,8 @@ from trainer.checkpoint.compat import differences, settle
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.manifest import FileEntry, Manifest, digest_of
 from trainer.checkpoint.reader import STATE
-from trainer.data.token_file import check_tokens, fingerprint, open_token_file, write_token_file
+from trainer.data.fingerprint import check_tokens, fingerprint, scan
+from trainer.data.token_file import open_token_file, write_token_file
 from trainer.errors import TrainerError
 
 MODEL = "model.safetensors"
@@ -161,7 +162,7 @@ class Inputs:
     def _try_tokens(self, data: bytes) -> None:
         self.tokens.write_bytes(data)
         file = open_token_file(self.tokens)
-        fingerprint([file])
+        fingerprint([scan(file)])
         check_tokens(file, 50_000)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fakes import tokens_in_memory
 from trainer.data.batches import Samples, global_batch_positions
 from trainer.data.order import sample_ids
 from trainer.data.token_file import TokenFile, open_token_file, write_token_file
@@ -16,7 +17,7 @@ from trainer.errors import DataError
 
 
 def token_file(*tokens: int, dtype: type = np.uint16, name: str = "a.bin") -> TokenFile:
-    return TokenFile(path=Path(name), dtype=np.dtype(dtype), tokens=np.array(tokens, dtype=dtype))
+    return tokens_in_memory(np.array(tokens, dtype=dtype), name=name)
 
 
 def test_windows_overlap_by_one_token_and_drop_the_last_partial_one() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes import tokens_in_memory
 from trainer.data.batches import Samples
 from trainer.data.order import sample_ids
-from trainer.data.token_file import TokenFile
 from trainer.feed import Feed
 
 SEQ_LENGTH = 4
@@ -20,7 +20,7 @@ SEQ_LENGTH = 4
 def samples() -> Samples:
     """Return 30 samples whose first tokens are their numbers times 4."""
     tokens = np.arange(30 * SEQ_LENGTH + 1, dtype=np.uint16)
-    return Samples([TokenFile("memory", np.dtype(np.uint16), tokens)], seq_length=SEQ_LENGTH)  # type: ignore[arg-type]
+    return Samples([tokens_in_memory(tokens)], seq_length=SEQ_LENGTH)
 
 
 def feeds(samples: Samples, *, ranks: int, micro_batch_size: int = 2) -> list[Feed]:

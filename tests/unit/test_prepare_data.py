@@ -46,7 +46,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def tokens(path: Path) -> list[int]:
-    return [int(token) for token in open_token_file(path).tokens]
+    return [int(token) for token in open_token_file(path).read()]
 
 
 def documents(path: Path, end: int) -> list[list[int]]:

@@ -25,7 +25,7 @@ def text_section(path: object, **keys: object) -> DataSection:
 
 
 def tokens_of(paths: tuple[Path, ...]) -> list[int]:
-    return [token for path in paths for token in open_token_file(path).tokens.tolist()]
+    return [token for path in paths for token in open_token_file(path).read().tolist()]
 
 
 def contents(corpus: Corpus) -> list[bytes]:
@@ -213,7 +213,7 @@ def test_stdlib_gives_the_same_bytes_twice(tmp_path: Path) -> None:
     first = prepare(DataSection(), cache=tmp_path / "a")
     second = prepare(DataSection(), cache=tmp_path / "b")
     assert contents(first) == contents(second)
-    train, valid = (open_token_file(part[0]).tokens for part in (first.train, first.valid))
+    train, valid = (open_token_file(part[0]).read() for part in (first.train, first.valid))
     assert train.max() == valid.max() == 256
     assert train.size > 5_000_000
     assert 100_000 < valid.size < 0.3 * train.size

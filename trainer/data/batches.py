@@ -30,7 +30,7 @@ class Samples:
     def __init__(self, files: Sequence[TokenFile], *, seq_length: int) -> None:
         if seq_length < 1:
             raise ValueError(f"expected a positive seq_length, found {seq_length}")
-        counts = [max(0, file.tokens.size - 1) // seq_length for file in files]
+        counts = [max(0, file.count - 1) // seq_length for file in files]
         self._files = tuple(files)
         self._seq_length = seq_length
         # The samples of file i are bounds[i] to bounds[i + 1] - 1.
@@ -40,7 +40,7 @@ class Samples:
                 "there is not one sample in the data",
                 where=", ".join(str(file.path) for file in files) or "no files",
                 expected=f"a file of at least {seq_length + 1} tokens (seq_length + 1)",
-                found=f"at most {max((file.tokens.size for file in files), default=0)} tokens",
+                found=f"at most {max((file.count for file in files), default=0)} tokens",
                 fix="Give more data or a smaller seq_length.",
             )
 
@@ -64,6 +64,7 @@ class Samples:
             int64 of shape [n, seq_length + 1]; inputs are ``[:, :-1]``, targets ``[:, 1:]``.
 
         Raises:
+            DataError: a file was cut since it was opened, or cannot be read.
             IndexError: an id is outside range(count).
         """
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.count):
@@ -72,7 +73,7 @@ class Samples:
         starts = (ids - self._bounds[numbers]) * self._seq_length
         out = np.empty((ids.size, self._seq_length + 1), dtype=np.int64)
         for row, (number, start) in enumerate(zip(numbers.tolist(), starts.tolist(), strict=True)):
-            out[row] = self._files[number].tokens[start : start + self._seq_length + 1]
+            out[row] = self._files[number].read(start, start + self._seq_length + 1)
         return out
 
 

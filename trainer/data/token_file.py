@@ -1,23 +1,26 @@
-"""Token files: a 1024-byte header and a flat array of tokens, opened as a read-only memory map.
+"""Token files: a 1024-byte header and a flat array of tokens, read with calls and never mapped into memory.
 
 The format is that of llm.c (``dev/data/data_common.py``, ``write_datafile``): 256 little-endian int32 values
 ``[magic, version, n_tokens, 0, ...]``, then the tokens. How tokens come from text is not decided here.
+
+A file that is cut while it is mapped ends the process with SIGBUS and without a message; a call returns fewer bytes.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from trainer.errors import DataError
 
@@ -26,7 +29,7 @@ TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 HEADER_BYTES = 256 * 4
 # The count is an int32 in the header.
 MAX_TOKENS = 2**31 - 1
-_SCAN_TOKENS = 4 * 2**20
+_OTHER_DESCRIPTORS = 1024  # what the rest of a rank may have open
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +46,60 @@ _FORMATS = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class TokenFile:
-    """One open token file; ``tokens`` is a read-only 1-D view of the mapped file, uint16 or uint32."""
+    """One open token file of `count` tokens, uint16 or uint32.
 
-    path: Path
-    dtype: np.dtype[Any]
-    tokens: TokenArray
+    The descriptor stays open, so a file that is replaced under the same name is read on as it was.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], count: int, descriptor: int) -> None:
+        self.path, self.dtype, self.count = path, dtype, count
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the tokens in bytes, without the header."""
+        return self.count * self.dtype.itemsize
+
+    def status(self) -> os.stat_result:
+        """Return the status of the open file."""
+        return os.fstat(self._descriptor)
+
+    def read(self, start: int = 0, stop: int | None = None) -> TokenArray:
+        """Copy the tokens `start` to `stop` - 1 out of the file, by default all; shape [stop - start].
+
+        Raises:
+            DataError: the file has become shorter since it was opened, or cannot be read.
+            IndexError: the file never had such tokens.
+        """
+        stop = self.count if stop is None else stop
+        if not 0 <= start <= stop <= self.count:
+            raise IndexError(f"expected tokens in range({self.count}), found {start} to {stop}")
+        tokens = np.empty(stop - start, dtype=self.dtype)
+        rest, at = tokens.view(np.uint8).data, HEADER_BYTES + start * self.dtype.itemsize
+        while rest.nbytes:
+            try:
+                read_bytes = os.preadv(self._descriptor, [rest], at)
+            except OSError as error:
+                raise _unreadable(self.path, error) from error
+            if not read_bytes:
+                raise self._cut()
+            rest, at = rest[read_bytes:], at + read_bytes
+        return tokens
+
+    def _cut(self) -> DataError:
+        return DataError(
+            "A token file was cut while it was in use",
+            where=self.path,
+            expected=f"{HEADER_BYTES + self.nbytes} bytes",
+            found=f"{self.status().st_size} bytes",
+            fix="Write or copy it again, and start again when nobody writes to it.",
+        )
 
 
 def open_token_file(path: str | Path) -> TokenFile:
-    """Map the tokens of a file, after its header and size were checked.
+    """Open a token file, after its header and size were checked.
 
     Raises:
         DataError: the file cannot be read, has another magic or version, or its size is not what its header says.
@@ -61,21 +107,36 @@ def open_token_file(path: str | Path) -> TokenFile:
     path = Path(path)
     try:
         # What is no regular file, a pipe for one, may keep whoever opens it waiting for ever.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file")
-            # Touching a map behind the end of its file kills the process (SIGBUS), so the size is checked first.
-            form, count = _check_header(path, file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size)
-            mapped = np.memmap(file, dtype=form.dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise DataError(
-            "a token file cannot be read",
-            where=path,
-            expected="a readable file",
-            found=error.strerror or str(error),
-            fix="Check data.train and data.valid, or write the file again.",
-        ) from error
-    return TokenFile(path=path, dtype=form.dtype, tokens=np.asarray(mapped))
+        raise _unreadable(path, error) from error
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        form, count = _check_header(path, os.pread(descriptor, HEADER_BYTES, 0), status.st_size)
+    except OSError as error:
+        os.close(descriptor)
+        raise _unreadable(path, error) from error
+    except DataError:
+        os.close(descriptor)
+        raise
+    return TokenFile(path, form.dtype, count, descriptor)
+
+
+def open_token_files(paths: Sequence[Path]) -> list[TokenFile]:
+    """Open all files of a data set, raising this process's soft limit of open files where they need it.
+
+    Raises:
+        DataError: as `open_token_file` does, or the hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(os.listdir("/proc/self/fd")) + len(paths) + _OTHER_DESCRIPTORS
+    if resource.RLIM_INFINITY not in (soft, hard) and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+    return [open_token_file(path) for path in paths]
 
 
 def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: npt.DTypeLike) -> None:
@@ -119,48 +180,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def check_tokens(file: TokenFile, vocab_size: int) -> None:
-    """Read the whole file and refuse a token that a model of ``vocab_size`` rows cannot embed.
-
-    Raises:
-        DataError: a token is not below ``vocab_size``; names file, position and token.
-    """
-    for start, chunk in _scan_chunks(file):
-        _check_chunk(file, start, chunk, vocab_size=vocab_size)
-
-
-def scan(file: TokenFile, vocab_size: int | None) -> str:
-    """Read the whole file once: check its tokens as `check_tokens` does and return the digest of its content.
-
-    With ``vocab_size`` None only the digest is computed. The digest is 16 hex digits, xxh3_64 of the token bytes.
-
-    Raises:
-        DataError: a token is not below ``vocab_size``.
-    """
-    digest = xxhash.xxh3_64()
-    for start, chunk in _scan_chunks(file):
-        if vocab_size is not None:
-            _check_chunk(file, start, chunk, vocab_size=vocab_size)
-        digest.update(chunk.data)
-    return digest.hexdigest()
-
-
-def fingerprint(files: Sequence[TokenFile], *, vocab_size: int | None = None) -> str:
-    """Return 16 hex digits for the content of the files in this order, whatever their paths.
-
-    xxh3_64 over one line ``<bytes> <dtype> <content digest>`` a file. Reads each file once, checking it against
-    ``vocab_size`` on the way (see `scan`).
-
-    Raises:
-        DataError: a token is not below ``vocab_size``.
-    """
-    digest = xxhash.xxh3_64()
-    for file in files:
-        line = f"{file.tokens.nbytes} {file.dtype.name} {scan(file, vocab_size)}\n"
-        digest.update(line.encode("ascii"))
-    return digest.hexdigest()
 
 
 def _check_header(path: Path, header: bytes, size_bytes: int) -> tuple[_Format, int]:
@@ -230,19 +249,14 @@ def _write_tokens(path: Path, file: BinaryIO, chunks: Iterable[TokenArray], form
     file.write(header.tobytes())
 
 
-def _scan_chunks(file: TokenFile) -> Iterator[tuple[int, TokenArray]]:
-    for start in range(0, file.tokens.size, _SCAN_TOKENS):
-        yield start, file.tokens[start : start + _SCAN_TOKENS]
-
-
-def _check_chunk(file: TokenFile, start: int, chunk: TokenArray, *, vocab_size: int) -> None:
-    if int(chunk.max()) < vocab_size:
-        return
-    offset = int(np.argmax(chunk >= vocab_size))
-    raise DataError(
-        "a token is outside the vocabulary of the model",
-        where=f"{file.path}, position {start + offset}",
-        expected=f"0 to {vocab_size - 1}",
-        found=int(chunk[offset]),
-        fix="Set the vocabulary size of the tokenizer that wrote the file.",
+def _unreadable(path: Path, error: OSError) -> DataError:
+    fix = "Check data.train and data.valid, or write the file again."
+    if error.errno == errno.EMFILE:
+        fix = "Raise the limit of open files (ulimit -Hn), or make fewer, larger files."
+    return DataError(
+        "a token file cannot be read",
+        where=path,
+        expected="a readable file",
+        found=error.strerror or str(error),
+        fix=fix,
     )
