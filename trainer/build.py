@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.fingerprint import check_tokens, fingerprint, scan
 from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.token_file import open_token_files
+from trainer.data.tokenizer_files import tokenizer_files
 from trainer.errors import DataError, TrainerError
 from trainer.feed import Feed
 from trainer.launch import Cluster
@@ -44,7 +45,8 @@ _DATA_TIMEOUT_S = 24 * 3600.0
 class Run:
     """A run that is built: its state, what it reads, writes and shows, and who may ask something of it.
 
-    `log` is None on ranks other than 0.
+    `log` is None on ranks other than 0. `tokenizer` is the files, by name, that each checkpoint gets beside the model:
+    rank 0's, and none where the run does not know its tokenizer or saves nothing.
     """
 
     config: Config
@@ -59,6 +61,7 @@ class Run:
     log: RunLog | None
     requests: Requests
     description: Json
+    tokenizer: Mapping[str, bytes]
 
 
 def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) -> Run:
@@ -97,6 +100,7 @@ def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) ->
         log=_build_log(config, cluster) if cluster.rank == 0 else None,
         requests=_build_requests(config, cluster, watch),
         description=description,
+        tokenizer=_read_tokenizer(config, cluster),
     )
 
 
@@ -161,6 +165,31 @@ def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
         rows=train.micro_batch_size if train.compile else 1,
         seed=train.seed,
         decode=decode,
+    )
+
+
+def _read_tokenizer(config: Config, cluster: Cluster) -> dict[str, bytes]:
+    """Let rank 0 read the tokenizer that is saved with every checkpoint, once."""
+    problem: TrainerError | None = None
+    found: dict[str, bytes] = {}
+    if cluster.rank == 0 and config.checkpoint.save is not None:
+        try:
+            found = tokenizer_of(config)
+        except TrainerError as error:
+            problem = error
+    cluster.board.agree("tokenizer", problem)
+    return found
+
+
+def tokenizer_of(config: Config) -> dict[str, bytes]:
+    """Return the files of the tokenizer of a run, by name; none where it is not known.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    model = config.model
+    return tokenizer_files(
+        config.data, bos=model.bos_token_id, eos=model.eos_token_id, positions=model.max_position_embeddings
     )
 
 

@@ -143,8 +143,8 @@ class CheckpointSection:
         save_retain_interval: multiples of it stay for ever; 0 has none.
         no_save_optim: save the weights only.
         load: `auto` continues this run from its newest valid checkpoint and starts fresh only where nothing was ever
-            saved or logged; `none` starts fresh; a path names a checkpoint folder, one iteration or, with `finetune`,
-            a model folder of transformers.
+            saved or logged; `none` starts fresh; a path names a run, its checkpoint folder, one iteration or, with
+            `finetune`, a model folder of transformers or a weight file of llm.c.
         ckpt_step: load this iteration instead of the newest.
         no_load_optim: load the weights only and go on at the saved iteration.
         finetune: load the weights only and start at iteration 0.

@@ -10,6 +10,7 @@ from dataclasses import replace
 import models
 from trainer import record
 from trainer.build import Run
+from trainer.checkpoint.json_file import Document
 from trainer.checkpoint.policy import SaveReport
 from trainer.config import OnNonfinite
 from trainer.errors import CheckpointError, LockError, ReplicaError, TrainerError
@@ -165,10 +166,11 @@ def _save(run: Run, slowdown: Slowdown) -> None:
     progress = run.state.progress
     if run.log is not None:
         run.log.sync()
-    documents = {
+    documents: dict[str, Document] = {
         "config.json": models.hf_config(run.config.model),
         "generation_config.json": models.generation_config(run.config.model),
         "trainer_state.json": record.state_record(progress, run.schedule.at(progress.iteration), run.description),
+        **run.tokenizer,
     }
     contents = run.state.contents(documents, with_optimizer=not run.config.checkpoint.no_save_optim)
     report = run.checkpointer.save(progress.iteration, contents)

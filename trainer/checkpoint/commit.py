@@ -312,7 +312,7 @@ def publish(
     attempt: Attempt,
     written: Sequence[WrittenPiece],
     *,
-    documents: Mapping[str, json_file.Json],
+    documents: Mapping[str, json_file.Document],
     aliases: Mapping[str, str],
     lock: FolderLock | None,
     claim: Claim,
@@ -336,7 +336,7 @@ def publish(
     }
     try:
         for name, document in {INDEX: model_index(attempt.layout), **documents}.items():
-            data = json_file.to_bytes(document)
+            data = json_file.content(document)
             files.write_whole(folder / name, data)
             entries[name] = FileEntry(len(data), manifest.digest_of(data), is_tensor_file=False)
         data = manifest.to_bytes(Manifest(attempt.name, entries, tensors, aliases))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -175,7 +175,7 @@ class Flight:
         try:
             sharing = self.neighbours.join(attempt, self.plan.columns, may_share=self.may_share)
             if self.board.rank == 0:
-                require_room(attempt, self.retention)
+                require_room(attempt, self.contents.documents, self.retention)
             writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, THREADS, line.add, sharing)
             written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
             self.snapshot.check()
@@ -285,14 +285,16 @@ def _needed_bytes(layout: Layout) -> int:
     return layout.total_bytes + (64 << 10) + 1024 * len(layout.places) + layout.total_bytes // (128 << 10)
 
 
-def require_room(attempt: Attempt, retention: Retention | None = None) -> None:
-    """Refuse to begin where tensors and JSON files would not fit beside all that is there.
+def require_room(
+    attempt: Attempt, documents: Mapping[str, json_file.Document], retention: Retention | None = None
+) -> None:
+    """Refuse to begin where tensors and documents would not fit beside all that is there.
 
     Args:
         retention: of the run that saves, for the advice: it has not deleted anything for this save yet.
     """
     folder, files = attempt.folder, attempt.folder.files
-    needed = _needed_bytes(attempt.layout)
+    needed = _needed_bytes(attempt.layout) + sum(len(data) for data in documents.values() if isinstance(data, bytes))
     try:
         free = files.free_bytes(folder.root)
         # Looked at afterwards: what other ranks reserve meanwhile may count twice, but is never missing.

@@ -11,6 +11,7 @@ from trainer.checkpoint.patience import failed_read
 from trainer.errors import CheckpointError
 
 Json = dict[str, Any]
+Document = Json | bytes  # a file of a checkpoint that holds no tensors: JSON, or bytes as they are
 
 # A manifest of a 405B model is about 12 MB; safetensors bounds its headers at 100 MB.
 MAX_BYTES = 256 << 20
@@ -36,6 +37,15 @@ def to_bytes(value: Json) -> bytes:
             expected="finite numbers, strings, booleans, null, lists and dictionaries of them",
             found=error,
         ) from error
+
+
+def content(document: Document) -> bytes:
+    """Return the bytes of a file that holds no tensors.
+
+    Raises:
+        CheckpointError: as `to_bytes` does.
+    """
+    return document if isinstance(document, bytes) else to_bytes(document)
 
 
 def parse(data: bytes, *, where: object) -> Json:
