@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ from typing import Any
 
 import pytest
 
-import trainer.__main__
 from tests.crash import small_run
+from tests.crash.hosts import run_trainer
 from tests.crash.moments import await_true, standing
 from tests.crash.small_run import Plan
 from tests.harness import TINY, Running, all_files, call_on_ranks, started
@@ -135,11 +134,6 @@ def test_the_folder_of_a_job_that_was_killed_while_stopped_is_taken_over(tmp_pat
 
 
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=12", "checkpoint.save_interval=4")
-
-
-def run_trainer(arguments: list[str]) -> None:
-    sys.argv = ["trainer", *arguments]
-    trainer.__main__.main()
 
 
 def let_the_holder_seem_dead(lock: Path) -> None:
