@@ -108,6 +108,18 @@ class Files:
         finally:
             os.close(descriptor)
 
+    def mark(self, path: Path, data: bytes) -> None:
+        """Write a small file that other hosts are to see, and that a power failure may take."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+
+    def read_small(self, path: Path, most_bytes: int) -> bytes:
+        """Return the content of a regular file, at most so many bytes of it; see `read_regular`."""
+        return read_regular(path, most_bytes)
+
     def rename(self, source: Path, target: Path) -> None:
         """Rename, replacing a file of the target's name."""
         os.rename(source, target)
@@ -149,6 +161,21 @@ class Files:
 def _ignore_missing(_function: object, _path: str, error: tuple[type[BaseException], BaseException, object]) -> None:
     if not isinstance(error[1], FileNotFoundError):
         raise error[1]
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a regular file, at most so many bytes of it. Waits for nobody: a pipe is refused.
+
+    Raises:
+        OSError: if it is missing, cannot be read, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return os.pread(descriptor, most_bytes, 0)
+    finally:
+        os.close(descriptor)
 
 
 def describe_free_space(files: Files, path: Path) -> str:
