@@ -35,6 +35,9 @@ class Chooser:
 
     Args:
         check: raises MismatchError for a valid checkpoint of another run, before any tensor file is opened.
+
+    Attributes:
+        digest: that of the checkpoint picked last.
     """
 
     def __init__(self, source: Source, files: Files, check: Callable[[Checkpoint], None]) -> None:
@@ -42,6 +45,7 @@ class Chooser:
         self._candidates: list[Path] | None = None
         self._is_exact = False
         self._skipped: list[str] = []
+        self.digest = ""
 
     def pick(self) -> Path:
         """Return the newest candidate that is valid.
@@ -63,6 +67,7 @@ class Chooser:
             except TrainerError as error:
                 self.skip(error)
                 continue
+            self.digest = checkpoint.digest
             return path
         raise CheckpointError(
             "No valid checkpoint is left",
