@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from trainer.checkpoint.board import Board, lone_board
 from trainer.errors import LaunchError
 from trainer.meeting import meet
+from trainer.relaunch import Launch, identify
 
 # What ranks get to find out who is missing.
 _GRACE_S = 5.0
@@ -93,6 +94,7 @@ class Cluster:
         nonce: a random name of this launch, equal on all ranks.
         store_host: which process the board depends on, in words.
         neighbours: the ranks on this host, where torchrun told of them.
+        launch: what this launch goes by; known on rank 0.
     """
 
     rank: int
@@ -103,6 +105,7 @@ class Cluster:
     nonce: str
     store_host: str = "rank 0"
     neighbours: tuple[int, ...] = ()
+    launch: Launch = field(default_factory=Launch)
 
     def gather(self, values: list[float]) -> list[list[float]]:
         """Return every rank's values in order of rank, the same bits everywhere. A collective call; float64."""
@@ -134,9 +137,10 @@ def start(
     if deterministic:
         _make_deterministic(chosen)
     if environment.world_size == 1:
-        return Cluster(0, 1, chosen, threads, lone_board(), secrets.token_hex(4))
+        launch = _identify_alone(environment, variables)
+        return Cluster(0, 1, chosen, threads, lone_board(), secrets.token_hex(4), launch=launch)
     with _bounded(environment, 2 * timeout_s + _GRACE_S):
-        store, name = _meet(environment, timeout_s)
+        store, name, launch = _meet(environment, timeout_s, variables)
         board = Board(store, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
         _form_group(environment, chosen, store=store, board=board, timeout_s=timeout_s)
     return Cluster(
@@ -148,6 +152,7 @@ def start(
         name,
         environment.store_host,
         environment.neighbours,
+        launch,
     )
 
 
@@ -229,8 +234,20 @@ def _bounded(environment: Environment, seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _meet(environment: Environment, timeout_s: float) -> tuple[PrefixStore, str]:
-    """Find the other ranks; return a store of our own making and the launch's name.
+def _identify_alone(environment: Environment, variables: Mapping[str, str]) -> Launch:
+    """Return what a run of one rank goes by; where torchrun's agent does not answer, that has to do without it."""
+    if not environment.has_agent_store:
+        return identify(variables, None)
+    timeout = timedelta(seconds=_GRACE_S)
+    try:
+        store = TCPStore(environment.address, environment.port, None, False, timeout=timeout, wait_for_workers=False)
+        return identify(variables, store)
+    except (dist.DistError, RuntimeError, ValueError):
+        return identify(variables, None)
+
+
+def _meet(environment: Environment, timeout_s: float, variables: Mapping[str, str]) -> tuple[PrefixStore, str, Launch]:
+    """Find the other ranks; return a store of our own making, the name of this meeting and what rank 0's launch is.
 
     torchrun's agent keeps its store over restarts, and gloo fails or hangs on the keys of a dead launch: so each
     launch has a prefix of its own.
@@ -246,9 +263,12 @@ def _meet(environment: Environment, timeout_s: float) -> tuple[PrefixStore, str]
             wait_for_workers=False,
         )
         name = meet(server, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
+        launch = Launch()
+        if environment.rank == 0:
+            launch = identify(variables, server if environment.has_agent_store else None)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise _not_met(environment, error, []) from error
-    return PrefixStore(name, server), name
+    return PrefixStore(name, server), name, launch
 
 
 def _form_group(

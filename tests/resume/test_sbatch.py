@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import TINY, curve, last_iteration, run_ok
-from tests.resume.test_torchrun import ROOT, await_iteration, started
+from tests.resume.test_torchrun import PYTHON, ROOT, await_iteration, started
 
 JOB = ROOT / "scripts/train.sbatch"
 BASE = ["model=gpt2_tiny", *TINY, "checkpoint.save_interval=5", "train.train_iters=3000"]
@@ -86,6 +86,26 @@ def test_a_job_that_is_asked_to_stop_saves_and_queues_itself_again(
     assert f"iteration {stopped} from" in ended.outputs[0]
     run_ok(tmp_path / "unbroken", again, ranks=2)
     assert curve(tmp_path / "run") == curve(tmp_path / "unbroken")
+
+
+@pytest.mark.slow
+def test_a_requeued_job_goes_on_whatever_its_command_says_of_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [*PYTHON, "run.dir=run", *BASE[:-1], "schedule.lr_decay_iters=10", "checkpoint.load=none"]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    outputs = []
+    for count, iterations in (("", 3), ("1", 6), ("2", 8)):
+        if count:
+            monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        with started([*command, f"train.train_iters={iterations}"], tmp_path) as process:
+            outputs.append(process.communicate(timeout=TIMEOUT_S)[0])
+        assert process.returncode == 0, outputs[-1]
+    assert "starting fresh" in outputs[0]
+    assert "iteration 3 from" in outputs[1]
+    assert "iteration 6 from" in outputs[2]
+    assert not list((tmp_path / "run/checkpoints").glob("*.superseded-*"))
+    assert [row[0] for row in curve(tmp_path / "run")] == list(range(1, 9))
 
 
 def test_the_job_is_a_script_that_bash_understands() -> None:
