@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainer.checkpoint.files import Files, make_folders
 from trainer.errors import LockError
 
 HEARTBEAT_S = 15.0
@@ -50,7 +51,7 @@ class FolderLock:
         Raises:
             LockError: if another job holds it, naming its host, pid and start, or the file system has no locks to give.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(Files(), self._path.parent)
         self._descriptor = self._take()
         threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True).start()
 
