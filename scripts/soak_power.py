@@ -5,15 +5,17 @@
 
 A job trains on a file system whose disk logs every write and flush; it is killed once and goes on. A cut is a place in
 that log: what was flushed before it is on the disk, and of what was not none, some or all; of some writes only some
-sectors. The file system is mounted as it is then. Every checkpoint in it must be byte for byte that of an unbroken run,
-every one that the job said it had saved must be there unless newer ones have taken its place, and, of every so many
-cuts, the same command must end as the unbroken run. Exit status 0 if that is so, 1 if not, 77 where nothing can
-be mounted. Needs root; nothing stays mounted.
+sectors. The file system is mounted as it is then. Every checkpoint in it must be byte for byte that of an unbroken run;
+every one whose save the job's output told before the cut, or metrics.jsonl on the disk records, must be there unless
+newer ones have taken its place; and after every so many cuts the same command must end as the unbroken run. Exit status
+0 if that is so, 1 if not, 77 where nothing can be mounted. Needs root; nothing stays mounted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import random
 import re
 import shutil
@@ -296,8 +298,10 @@ class Trial:
         self.tally.told += len(told)
         self.tally.checkpoints += len(committed)
         problems = [problem for found in committed for problem in self._compare(checkpoints.iteration(found), found)]
-        if missing := lost(told, committed, keep=self.plan.keep):
-            problems.append(f"of {told}, which were saved, {missing} are missing: {committed} are there")
+        recorded = recorded_saves(self._run / "metrics.jsonl")
+        for saves, who in ((told, "the job's output"), (recorded, "metrics.jsonl")):
+            if missing := lost(saves, committed, keep=self.plan.keep):
+                problems.append(f"of {saves}, saved as {who} says, {missing} are missing: {committed} are there")
         return problems
 
     def _resume(self, told: list[int]) -> list[str]:
@@ -335,6 +339,17 @@ class Trial:
         found, expected = contents_of(path), self.unbroken.checkpoints[iteration]
         odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
         return [f"{path.name} differs from the unbroken run's in {', '.join(odd)}"] if odd else []
+
+
+def recorded_saves(metrics: Path) -> list[int]:
+    """Return the iterations whose saves a metrics file records; damaged lines count for nothing."""
+    found = set()
+    for line in metrics.read_bytes().split(b"\n") if metrics.exists() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            record = json.loads(line)
+            if record["event"] == "save":
+                found.add(int(record["iteration"]))
+    return sorted(found)
 
 
 def lost(told: Sequence[int], committed: Sequence[int], *, keep: int) -> list[int]:

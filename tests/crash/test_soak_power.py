@@ -38,5 +38,5 @@ def test_power_cuts_lose_nothing_that_was_saved(tmp_path: Path, name: str) -> No
 def test_a_disk_that_forgets_what_it_flushed_is_found_out(tmp_path: Path) -> None:
     status, text = soak_power(tmp_path / "soak", "--on", "ext4-writeback", "--lies")
     assert status == 1, text
-    assert "which were saved" in text
+    assert "saved as the job's output says" in text
     assert "are missing" in text

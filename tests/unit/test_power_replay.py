@@ -12,7 +12,7 @@ import pytest
 from scripts.power.block_log import Entry, Kind, decode, encode, read
 from scripts.power.logged_disk import LoggedDisk, Opcode, Request
 from scripts.power.replay import SECTOR_BYTES, Cut, Replay, Survival, copy_sparse, survivors
-from scripts.soak_power import Recording, cuts, lost, saved_in
+from scripts.soak_power import Recording, cuts, lost, recorded_saves, saved_in
 
 PAGE = 4096
 DISK_NODE, SAID_NODE = 2, 3
@@ -200,6 +200,14 @@ class TestWhatIsLookedFor:
         self, told: list[int], committed: list[int], missing: list[int]
     ) -> None:
         assert lost(told, committed, keep=2) == missing
+
+    def test_the_saves_that_a_damaged_metrics_file_records_are_read(self, tmp_path: Path) -> None:
+        metrics = tmp_path / "metrics.jsonl"
+        assert recorded_saves(metrics) == []
+        save = b'{"iteration": %d, "event": "save"}'
+        others = [b'{"iteration": 5}', b'{"iteration": 6, "event": "evaluation"}', b"[1]", b"7", bytes(9), b"\xff"]
+        metrics.write_bytes(b"\n".join([save % 2, *others, save % 4, save[:20]]))
+        assert recorded_saves(metrics) == [2, 4]
 
     def test_cuts_come_in_the_order_of_the_log_many_right_after_a_save_was_told(self) -> None:
         log = [Entry(Kind.FLUSH, 0)] * 50
