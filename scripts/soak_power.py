@@ -7,8 +7,10 @@ A job trains on a file system whose disk logs every write and flush; it is kille
 that log: what was flushed before it is on the disk, and of what was not none, some or all; of some writes only some
 sectors. The file system is mounted as it is then. Every checkpoint in it must be byte for byte that of an unbroken run;
 every one whose save the job's output told before the cut, or metrics.jsonl on the disk records, must be there unless
-newer ones have taken its place; and after every so many cuts the same command must end as the unbroken run. Exit status
-0 if that is so, 1 if not, 77 where nothing can be mounted. Needs root; nothing stays mounted.
+newer ones have taken its place; and after every so many cuts the same command must end as the unbroken run.
+
+Exit status 0 if that is so, 1 if not: then the log and the disk that it began with stay in the folder, and a `Replay`
+makes the disk of the cut again. 77 where nothing can be mounted. Needs root; nothing stays mounted.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import random
 import re
 import shutil
+import signal
 import sys
 import time
 from collections import Counter
@@ -151,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lies", action="store_true", help="let the disk forget what it flushed: must end with 1")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/soak_power"), help="removed and made anew")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and unmount on the way out
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
     plan = Soak(
@@ -175,7 +179,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CannotMount as error:
         print(f"soak_power: nothing can be mounted here: {error}", file=sys.stderr)
         return CANNOT_MOUNT
-    return 0 if is_fine else 1
+    if not is_fine:
+        return 1
+    shutil.rmtree(options.folder)
+    return 0
 
 
 def train_unbroken(plan: Soak) -> Unbroken:

@@ -34,11 +34,12 @@ class Job:
 
     def end(self, timeout_s: float) -> list[int | None]:
         """Wait for the ranks and return their exit statuses; None for one that does not end in time and is killed."""
-        for process in self._processes:
-            process.join(timeout_s)
-        statuses = [process.exitcode for process in self._processes]
-        self.kill()
-        return statuses
+        try:
+            for process in self._processes:
+                process.join(timeout_s)
+            return [process.exitcode for process in self._processes]
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         """End all ranks with SIGKILL; they are gone when this returns."""
