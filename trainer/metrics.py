@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from trainer.bar import RunBar
-from trainer.checkpoint.files import Files, replace_file, temporary_of
+from trainer.checkpoint.files import Files, make_folders, replace_file, temporary_of
 from trainer.checkpoint.policy import SaveReport
 from trainer.errors import TrainerError
 from trainer.event_files import cut_events, put_before
@@ -115,10 +115,11 @@ class RunLog:
         """
         path = self._folder / "metrics.jsonl"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folders(Files(), self._folder)
             replace_file(Files(), self._folder / "config.yaml", config.encode())
             cut_after(path, iteration, owes_evaluation=owes_evaluation)
             self._lines = _Lines(path)
+            Files().sync_folder(self._folder)  # the records are durable with the first checkpoint, and so is their name
         except OSError as error:
             raise TrainerError(
                 f"The run's folder cannot be written: {error.strerror} (errno {error.errno})",

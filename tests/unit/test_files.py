@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import FailingFiles
-from trainer.checkpoint.files import Files, replace_file
+from trainer.checkpoint.files import Files, make_folders, replace_file
 
 
 def views(data: bytes, size: int) -> list[memoryview]:
@@ -129,3 +129,19 @@ def test_size_refuses_what_is_no_regular_file(tmp_path: Path) -> None:
     for name in ("link", "pipe", "missing", "."):
         with pytest.raises(OSError):  # noqa: PT011 - any errno refuses
             files.size(tmp_path / name)
+
+
+def test_folders_that_are_made_have_their_names_synced(tmp_path: Path) -> None:
+    class Noting(Files):
+        def sync_folder(self, path: Path) -> None:
+            synced.append((path, sorted(child.name for child in path.iterdir())))
+            super().sync_folder(path)
+
+    synced = list[tuple[Path, list[str]]]()
+    make_folders(Noting(), tmp_path / "a" / "b" / "c")
+    assert sorted(synced) == [(tmp_path, ["a"]), (tmp_path / "a", ["b"]), (tmp_path / "a/b", ["c"])]
+    synced.clear()
+    make_folders(Noting(), tmp_path / "a" / "b" / "c")
+    assert synced == []
+    make_folders(Noting(), tmp_path / "a" / "b" / "d")
+    assert synced == [(tmp_path / "a/b", ["c", "d"])]

@@ -194,6 +194,17 @@ def keep_block(descriptor: int) -> None:
     _libc.fallocate(descriptor, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(_BLOCK_BYTES))
 
 
+def make_folders(files: Files, path: Path) -> None:
+    """Make `path` and the folders above it that are missing; the names of those that are made here are durable then.
+
+    Otherwise a power failure could take the folder with all that was synced in it.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        files.sync_folder(folder.parent)
+
+
 def temporary_of(path: Path) -> Path:
     """Return where `replace_file` writes what becomes `path`; a process that is killed leaves it."""
     return path.with_name(f".{path.name}.new")

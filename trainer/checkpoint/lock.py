@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.checkpoint.files import keep_block, read_regular
+from trainer.checkpoint.files import Files, keep_block, make_folders, read_regular
 from trainer.errors import LockError
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class FolderLock:
         Raises:
             LockError: if another job holds it, naming its host, pid and start, or the file system has no locks to give.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(Files(), self._path.parent)
         self._descriptor = self._take()
         threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True).start()
 
