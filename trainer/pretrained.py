@@ -11,7 +11,7 @@ from trainer.checkpoint.loader import LoadReport
 from trainer.checkpoint.progress_line import ProgressLine
 from trainer.config import CheckpointSection
 from trainer.errors import MismatchError, TrainerError
-from trainer.hf.folder import CONFIG, open_folder, stored_places
+from trainer.hf.folder import CONFIG, left_behind, open_folder, stored_places
 from trainer.hf.load import check_tied, fill
 from trainer.hf.model import differences
 from trainer.launch import Cluster
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 def load_pretrained(path: Path, state: TrainerState, cluster: Cluster, section: CheckpointSection) -> LoadReport:
     """Fill the parameters from the folder at `path`, cast to float32; moments stay as they are. A call of all ranks.
 
-    Each rank reads what its boxes need and no more.
+    Each rank reads what its boxes need and no more. What else a trainer has saved in the folder is named in the log.
 
     Raises:
         TrainerError: on every rank; before anything is filled, if the folder does not hold the configured model.
@@ -34,6 +34,7 @@ def load_pretrained(path: Path, state: TrainerState, cluster: Cluster, section: 
         _require_finetune(path, section)
         folder = open_folder(path, Files())
         said = differences(folder.model, state.config, where=path / CONFIG)
+        said += left_behind(path)
         places = stored_places(folder, state.config)
         if cluster.rank == 0:
             check_tied(folder, state.config)

@@ -6,6 +6,7 @@ transformers as it lies; what is written here is smaller.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +22,11 @@ from trainer.convert.formats import Asked, Format, Wanted
 from trainer.convert.source import Source, of_checkpoint
 from trainer.convert.tensor_files import write_tensor_files
 from trainer.errors import CheckpointError
-from trainer.hf.folder import CONFIG, open_folder, stored_places
+from trainer.hf.folder import CONFIG, left_behind, open_folder, stored_places
 from trainer.hf.load import check_tied, read_whole
 from trainer.state import checkpoint_specs
+
+_log = logging.getLogger(__name__)
 
 FILE_BYTES = DEFAULT_FILE_BYTES
 # What tokenizers of transformers save themselves as.
@@ -40,7 +43,7 @@ TOKENIZER_FILES = (
 
 
 def read_source(path: Path, _: Asked) -> Source:
-    """Open a folder that `save_pretrained` wrote.
+    """Open a folder that `save_pretrained` wrote. What else a trainer has saved in it is named in the log.
 
     Raises:
         CheckpointError: if it is none, or is damaged.
@@ -49,6 +52,8 @@ def read_source(path: Path, _: Asked) -> Source:
     folder = open_folder(path, Files())
     places = stored_places(folder, folder.model)
     check_tied(folder, folder.model)
+    for line in left_behind(path):
+        _log.warning(line)
     return Source(folder.model, 0, has_optimizer=False, read=lambda name: read_whole(folder, places[name]))
 
 

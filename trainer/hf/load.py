@@ -18,6 +18,7 @@ from trainer.checkpoint.loader import LoadReport
 from trainer.checkpoint.reader import opened
 from trainer.checkpoint.target import Target
 from trainer.errors import MismatchError
+from trainer.hf.finite import FiniteCheck
 from trainer.hf.folder import Folder
 
 ITEMS = 1 << 20  # read and cast at once
@@ -33,7 +34,7 @@ def fill(
     """Read what each box of `live`, float32, needs into its memory; `progress` is told how many more bytes are there.
 
     Raises:
-        CheckpointError: if a file cannot be read, or ends early.
+        CheckpointError: if a file cannot be read or ends early, or a number in it is NaN or infinite.
     """
     start = time.perf_counter()
     gatherer = Gatherer()
@@ -41,14 +42,15 @@ def fill(
     for tensor in sorted(live, key=lambda t: (places[t.spec.name].file, places[t.spec.name].offset)):
         place, box = places[tensor.spec.name], tensor.box
         target, packed = Target(tensor, box), place.spec.image(box)
-        size = place.spec.dtype.itemsize
+        size, check = place.spec.dtype.itemsize, FiniteCheck()
         with opened(folder.files, (folder.path / place.file).resolve()) as file:
             for lo in range(0, box.numel, ITEMS):
                 hi = min(lo + ITEMS, box.numel)
                 data = np.empty((hi - lo) * size, dtype=np.uint8)
                 gatherer.gather(file.read, packed, lo * size, data, offset=place.offset)
-                values = torch.from_numpy(data).view(place.spec.dtype).to(torch.float32).view(torch.uint8).numpy()
-                at = 0
+                numbers = torch.from_numpy(data).view(place.spec.dtype).to(torch.float32)
+                check.add(numbers)
+                values, at = numbers.view(torch.uint8).numpy(), 0
                 for found in stretch(box.shape, lo, hi):
                     part = in_bytes(absolute(found, box), 4)
                     target.put(part, values[at : at + part.numel].reshape(part.shape))
@@ -56,6 +58,8 @@ def fill(
                 filled_bytes += at
                 progress(at)
             read_bytes += file.read_bytes
+        where = f"{folder.path / place.file}, {tensor.spec.name}"
+        check.require_all(box, place.spec.view, place.spec.shape, where=where)
         target.finish()
     return LoadReport(len(live), len(live), read_bytes, filled_bytes, time.perf_counter() - start)
 
