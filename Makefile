@@ -25,7 +25,8 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not soak" $(SIDE_BY_SIDE)
 
-# Checkpoints of other programs, made by these programs themselves; one more of them is installed for it.
+# Checkpoints of other programs, made by these programs themselves; one more of them is installed for it. The tests
+# compile its extension into $(VENV)/build, before any of their deadlines starts.
 test-interop: setup
 	PIP_DISABLE_PIP_VERSION_CHECK=1 DS_ACCELERATOR=cpu $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[interop]'
 	$(BIN)/python -m pytest tests/interop

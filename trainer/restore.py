@@ -15,7 +15,7 @@ from trainer.checkpoint.files import Files
 from trainer.checkpoint.flight import cannot_write
 from trainer.checkpoint.live import LiveTensor, local_of, parameter_names
 from trainer.checkpoint.loader import LoadReport, check_tensors
-from trainer.checkpoint.patience import Patience, unreadable
+from trainer.checkpoint.patience import Patience, failed_read
 from trainer.checkpoint.reader import Checkpoint, read_places
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.config import CheckpointSection, Verify
@@ -120,7 +120,8 @@ def _agree_on_origin(run: Run) -> Origin | None:
         except TrainerError as error:
             problem = error
         except OSError as error:
-            problem = unreadable(error, where=run.config.checkpoint.load)
+            where = run.config.checkpoint.load
+            problem = failed_read("A path cannot be looked at", error, where=where, fix="Correct checkpoint.load.")
     run.cluster.board.agree("restore", problem)
     choice = run.cluster.board.from_rank0("restore/source", choice)
     if not choice:
