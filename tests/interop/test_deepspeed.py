@@ -288,6 +288,26 @@ def test_weights_alone_come_in_where_they_are_asked_for(
         assert torch.equal(of_checkpoint(found).read(name), weights.to(own_dtype).float()), name
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_beside_an_optimizer_of_another_kind_come_in_alone(
+    small: tuple[Config, State], tmp_path: Path, stage: int
+) -> None:
+    config, state = small
+    tag = write(tmp_path, state, Way(stage, 2 if stage else 1))
+    for path in tag.glob("*optim_states.pt" if stage else "*model_states.pt"):
+        table = copy.deepcopy(dict(open_torch_file(path)))
+        wrapped = table["optimizer_state_dict"] if stage else table
+        entries = wrapped[{0: "optimizer", 2: "base_optimizer_state", 3: "optimizer_state_dict"}[stage]]["state"]
+        for number in entries:
+            entries[number] = {"momentum_buffer": entries[number]["exp_avg"]}
+        replace_file(path, table)
+    assert "--weights-only" in str(refusal(tmp_path, config))
+    source = read_source(tmp_path, Asked(config, trusts_pickle=True, weights_only=True))
+    assert (source.iteration, source.has_optimizer) == (0, False)
+    for name, weights in state.weights.items():
+        assert torch.equal(source.read(name), weights), name
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", ["optim", "model"])
 def test_a_missing_rank_is_named(small: tuple[Config, State], tmp_path: Path, stage: int, kind: str) -> None:

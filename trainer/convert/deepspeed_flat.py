@@ -12,7 +12,7 @@ Three layouts are known (DeepSpeed's `zero/stage_1_and_2.py`, `zero/stage3.py`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -56,19 +56,27 @@ class Flats:
         joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
         return joined[: prod(place.shape)].view(place.shape)
 
-    def add(self, weights: Chain, entries: Sequence[Table], where: object) -> tuple[int, float]:
+    def add(self, weights: Chain, entries: Sequence[Table] | None, where: object) -> tuple[int, float | None]:
         """Add a chain of weights and those of its moments; return its number and its step.
+
+        Args:
+            entries: what the optimizer has for each tensor of the chain; None to leave moments and step out.
 
         Raises:
             CheckpointError: if the moments are not of one step, or not as many as the weights.
             MismatchError: if the optimizer is not of Adam's kind.
         """
+        if entries is None:
+            self.chains[WEIGHTS].append(weights)
+            for key in MOMENTS:  # numbered alike
+                self.chains[key].append(())
+            return len(self.chains[WEIGHTS]) - 1, None
+        found = {key: [_moment(entry, key, where) for entry in entries] for key in MOMENTS}
         steps = {_step(entry, where) for entry in entries}
         if len(steps) != 1:
             raise _of_several_saves(where, steps)
         self.chains[WEIGHTS].append(weights)
-        for key in MOMENTS:
-            moments = [_moment(entry, key, where) for entry in entries]
+        for key, moments in found.items():
             for number, (own, theirs) in enumerate(zip(weights, moments, strict=True)):
                 # Of weights alone, what pads the end is not stored, and it may reach over several ranks.
                 extra, is_end = theirs.numel() - own.numel(), not any(later.numel() for later in weights[number + 1 :])
@@ -121,7 +129,7 @@ def locate(saved: Saved, whole: Whole, *, given: Sequence[str] | None, weights_o
 
     Args:
         given: the names of the optimizer's parameters at stage 0, in its order, as the user lists them.
-        weights_only: whether the moments of stage 0 are left out.
+        weights_only: whether moments are left out, and are not looked at.
 
     Raises:
         CheckpointError: if an entry is missing or no such thing.
@@ -129,9 +137,9 @@ def locate(saved: Saved, whole: Whole, *, given: Sequence[str] | None, weights_o
     """
     flats = Flats()
     if saved.is_stage_3:
-        _locate_cut_one_by_one(flats, saved)
+        _locate_cut_one_by_one(flats, saved, weights_only=weights_only)
     elif saved.optimizers:
-        _locate_cut_together(flats, saved)
+        _locate_cut_together(flats, saved, weights_only=weights_only)
     elif not weights_only:
         _locate_numbered(flats, saved, whole, given)
     for name, tensor in whole.weights.items():
@@ -143,10 +151,11 @@ def locate(saved: Saved, whole: Whole, *, given: Sequence[str] | None, weights_o
     return flats
 
 
-def _locate_cut_together(flats: Flats, saved: Saved) -> None:
+def _locate_cut_together(flats: Flats, saved: Saved, *, weights_only: bool) -> None:
     """Find the parameters of ZeRO 1 and 2."""
     path = saved.path
-    entries = [_entries(state, "base_optimizer_state", path) for state in saved.optimizers]
+    optimizers = () if weights_only else saved.optimizers
+    entries = [_entries(state, "base_optimizer_state", path) for state in optimizers]
     buffers = [_tensors(state, "single_partition_of_fp32_groups", path) for state in saved.optimizers]
     groups = _shapes(saved.models[0], "param_shapes", path)
     none = [[0] * len(group) for group in groups]
@@ -156,19 +165,21 @@ def _locate_cut_together(flats: Flats, saved: Saved) -> None:
     if set(counts) != {len(groups)} or [len(group) for group in paddings] != [len(group) for group in none]:
         raise _of_several_saves(path, {f"{count} groups" for count in (*counts, len(paddings), len(groups))})
     for number, group in enumerate(groups):
-        chain, step = flats.add([b[number] for b in buffers], [e[number] for e in entries], path)
+        moments = None if weights_only else [e[number] for e in entries]
+        chain, step = flats.add([b[number] for b in buffers], moments, path)
         offset = 0
         for (name, shape), padding in zip(group.items(), paddings[number], strict=True):
             flats.places[name] = Place(shape, ((chain, offset, offset + prod(shape)),), step)
             offset += prod(shape) + padding
 
 
-def _locate_cut_one_by_one(flats: Flats, saved: Saved) -> None:
+def _locate_cut_one_by_one(flats: Flats, saved: Saved, *, weights_only: bool) -> None:
     """Find the parameters of ZeRO 3: a chain is what one rank has."""
-    path, steps = saved.path, set[float]()
+    path, steps = saved.path, set[float | None]()
     for state in saved.optimizers:
-        buffers, entries = _tensors(state, "fp32_flat_groups", path), _entries(state, "optimizer_state_dict", path)
-        if len(buffers) != len(entries):
+        buffers = _tensors(state, "fp32_flat_groups", path)
+        entries = None if weights_only else _entries(state, "optimizer_state_dict", path)
+        if entries is not None and len(buffers) != len(entries):
             raise _of_several_saves(path, {f"{len(buffers)} buffers", f"{len(entries)} entries of the optimizer"})
         steps.add(flats.add(buffers, entries, path)[1])
     if len(steps) > 1:
@@ -308,7 +319,8 @@ def _entries(state: Table, key: str, where: object) -> list[Table]:
             where=where,
             expected=f"those of {len(steps)}",
             found=f"those of {len(by_number)}",
-            fix="It was saved before the first step, or holds parameters that are not used.",
+            fix="It was saved before the first step, or holds parameters that are not used. Take the weights alone "
+            "with --weights-only.",
         )
     return [{"step": step, **by_number[number]} for number, step in enumerate(steps)]
 
@@ -321,7 +333,7 @@ def _moment(entry: Table, key: str, where: object) -> torch.Tensor:
             where=where,
             expected=" and ".join(MOMENTS),
             found=", ".join(map(str, entry)),
-            fix="Only the moments of Adam and AdamW are imported.",
+            fix="Only the moments of Adam and AdamW are imported. Take the weights alone with --weights-only.",
         )
     return tensor
 
@@ -339,7 +351,7 @@ def _damaged(where: object, key: str, found: str) -> CheckpointError:
     return CheckpointError("An entry of a DeepSpeed file makes no sense", where=f"{where}, {key}", found=found)
 
 
-def _of_several_saves(where: object, found: set[float] | set[str]) -> CheckpointError:
+def _of_several_saves(where: object, found: Iterable[object]) -> CheckpointError:
     return CheckpointError(
         "The files of a DeepSpeed checkpoint are of several saves", where=where, found=sorted(map(str, found))
     )
