@@ -16,6 +16,7 @@ import xxhash
 
 from trainer.data.token_file import TokenArray
 from trainer.errors import DataError
+from trainer.regular_file import SMALL_BYTES, read_regular
 
 # Tests say little about the language and much about their fixtures; the others hold programs and their tests.
 _STDLIB_EXCLUDED_FOLDERS = frozenset(
@@ -106,7 +107,7 @@ def load_encoder(path: Path) -> Encoder:
             "data.tokenizer needs the tokenizers package", where=path, fix="Install it: pip install tokenizers."
         ) from error
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path, limit_bytes=SMALL_BYTES)
     except OSError as error:
         raise _unreadable(path, error) from error
     try:
