@@ -53,10 +53,11 @@ class Files:
         Raises:
             OSError: ENOSPC, EDQUOT or EFBIG where the blocks are not to be had.
         """
-        result = _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes))
-        if result == 0:
-            return
-        code = ctypes.get_errno()
+        code = errno.EINTR
+        while code == errno.EINTR:  # a signal came while blocks were being found
+            if _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes)) == 0:
+                return
+            code = ctypes.get_errno()
         if code not in _UNSUPPORTED:
             raise OSError(code, os.strerror(code))
         if os.fstat(descriptor).st_size < total_bytes:
@@ -129,10 +130,18 @@ class Files:
             raise OSError(errno.EINVAL, "not a regular file")
         return status.st_size
 
-    def free_bytes(self, path: Path) -> int:
-        """Return how many bytes an ordinary user may still write to the file system of `path`."""
+    def free_bytes(self, path: Path) -> int | None:
+        """Return how many bytes an ordinary user may still write to the file system of `path`.
+
+        None where the file system does not say: some network and FUSE file systems report a size of 0 blocks.
+        """
         status = os.statvfs(path)
-        return status.f_bavail * status.f_frsize
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+    def free_inodes(self, path: Path) -> int | None:
+        """Return how many more files the file system of `path` can hold; None where it has no such limit."""
+        status = os.statvfs(path)
+        return status.f_favail if status.f_files else None
 
     def allocated_bytes(self, path: Path) -> int:
         """Return how many bytes of the file system the files below `path` take; 0 where there are none."""
@@ -148,7 +157,9 @@ def _ignore_missing(_function: object, _path: str, error: tuple[type[BaseExcepti
 def describe_free_space(files: Files, path: Path) -> str:
     """Return in words how much may still be written to the file system of `path`."""
     try:
-        return f"{files.free_bytes(path)} B free"
+        free = files.free_bytes(path)
+        room = "an unknown number of bytes free" if free is None else f"{free} B free"
+        return f"no inodes left, so no file can be made; {room}" if files.free_inodes(path) == 0 else room
     except OSError as error:
         return f"free space unknown: {error.strerror}"
 
