@@ -32,12 +32,14 @@ case $1 in
     requeue) touch "$REQUEUED" ;;
 esac
 """
-# Stands where a rank's command line has `-m trainer`: says that it is there, and waits for a signal.
+# Stands where a rank's command line has `-m trainer`: waits for a signal and exits with its number. SIGUSR1 has the
+# lower number, so that it is taken first where both are pending.
 RANK = """
-import signal
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+import signal, sys
+both = [signal.SIGUSR1, signal.SIGTERM]
+signal.pthread_sigmask(signal.SIG_BLOCK, both)
 print("waiting", flush=True)
-signal.sigwait([signal.SIGUSR1])
+sys.exit(signal.sigwait(both))
 """
 needs_procps = pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill and pgrep of procps")
 
@@ -57,6 +59,12 @@ def rank(folder: Path, override: str, *, job: str = "") -> Iterator[subprocess.P
             process.kill()
 
 
+def first_signal(process: subprocess.Popen[str]) -> int:
+    """Return SIGUSR1 where the process was sent it, and else the SIGTERM that is sent here."""
+    process.terminate()
+    return process.wait(TIMEOUT_S)
+
+
 @needs_procps
 def test_the_command_of_the_document_signals_one_run_of_several_on_a_node(tmp_path: Path) -> None:
     (command,) = re.findall(r"^pkill .*$", (ROOT / "docs/launching.md").read_text(), re.MULTILINE)
@@ -68,8 +76,9 @@ def test_the_command_of_the_document_signals_one_run_of_several_on_a_node(tmp_pa
         rank(tmp_path, "run.name=one") as other,
     ):
         subprocess.run(["bash", "-c", command.replace("=two", f"={name}")], check=True, timeout=TIMEOUT_S)
-        assert ours.wait(TIMEOUT_S) == 0
-        assert (longer.poll(), other.poll()) == (None, None)
+        assert [first_signal(process) for process in (ours, longer, other)] == [
+            signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM,
+        ]  # fmt: skip
 
 
 @needs_procps
@@ -81,8 +90,7 @@ def test_the_job_signals_its_own_ranks_and_no_others_on_the_node(tmp_path: Path)
     with rank(tmp_path, "run.name=a", job=job) as ours, rank(tmp_path, "run.name=a", job=f"{job}1") as other:
         environment = {**os.environ, "SLURM_JOB_ID": job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         subprocess.run(["bash", "-c", f"WORKERS={ask}ask"], env=environment, timeout=TIMEOUT_S, check=False)
-        assert ours.wait(TIMEOUT_S) == 0
-        assert other.poll() is None
+        assert (first_signal(ours), first_signal(other)) == (signal.SIGUSR1, signal.SIGTERM)
 
 
 def test_the_document_and_the_job_name_the_ranks_alike() -> None:
