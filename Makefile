@@ -10,8 +10,9 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 
 setup: $(STAMP)
 
+# An environment that is there is kept, with whatever its user has installed into it; `make clean` removes it.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,check]'
 	touch $@
 

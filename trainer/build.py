@@ -26,7 +26,7 @@ from trainer.data.token_file import open_token_files
 from trainer.data.tokenizer_files import tokenizer_files
 from trainer.errors import DataError, TrainerError
 from trainer.feed import Feed
-from trainer.launch import Cluster
+from trainer.launch import Cluster, thread_count
 from trainer.metrics import RunLog, peak_flops
 from trainer.optim import AdamSettings
 from trainer.parallel.mesh import build_mesh
@@ -113,7 +113,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     cache = Path(config.data.cache) if config.data.cache else default_cache(os.environ, Path.home())
     digest = _check_data(prepare(config.data, cache=cache), config)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
-    environment = _environment(config, torch.device("cpu"), max(1, len(os.sched_getaffinity(0))))
+    environment = _environment(config, torch.device("cpu"), thread_count())
     topology = topology_of(config, 1)
     return schedule, record.describe(
         config, schedule=schedule, topology=topology, fingerprint=digest, environment=environment

@@ -24,6 +24,9 @@ from trainer.relaunch import Launch, identify
 # What ranks get to find out who is missing.
 _GRACE_S = 5.0
 
+# More threads than any host has cores; OpenMP would fail to start them.
+_MOST_THREADS = 4096
+
 # glibc's numbers of what can be set, see mallopt(3), and the largest threshold that it would come to by itself.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_THRESHOLD_BYTES = 32 << 20
@@ -129,7 +132,7 @@ def start(
         LaunchError: if the asked device is not there or the ranks do not meet.
     """
     environment = Environment.read(variables)
-    threads = max(1, len(os.sched_getaffinity(0)) // environment.local_world_size)
+    threads = thread_count(variables, environment.local_world_size)
     torch.set_num_threads(threads)
     chosen = _device(device, environment.local_rank)
     if chosen.type == "cpu":
@@ -154,6 +157,29 @@ def start(
         environment.neighbours,
         launch,
     )
+
+
+def thread_count(variables: Mapping[str, str] = os.environ, local_world_size: int = 1) -> int:
+    """Return how many threads a rank computes with: OMP_NUM_THREADS, else its share of the cores of its host.
+
+    torchrun sets OMP_NUM_THREADS=1 for several ranks on a host where the user has not set it, so that value counts for
+    a single rank only. Of a list, one count for each level of nesting, the first counts.
+
+    Raises:
+        LaunchError: OMP_NUM_THREADS is no positive integer.
+    """
+    text = variables.get("OMP_NUM_THREADS", "").strip()
+    first = text.partition(",")[0].strip()
+    if text and not (first.isascii() and first.isdigit() and 0 < int(first) <= _MOST_THREADS):
+        raise LaunchError(
+            "OMP_NUM_THREADS cannot be used",
+            expected=f"a number of threads from 1 to {_MOST_THREADS}",
+            found=repr(text),
+            fix="Correct it, or unset it for a rank's share of the cores.",
+        )
+    if text and (local_world_size == 1 or int(first) > 1):
+        return int(first)
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
 def stop(cluster: Cluster) -> None:

@@ -360,7 +360,7 @@ def require_room(
         taken = files.allocated_bytes(folder.partial(attempt.iteration, attempt.name))
     except OSError as error:
         raise cannot_write(folder.root, error) from error
-    if free + taken < needed:
+    if free is not None and free + taken < needed:
         raise CheckpointError(
             "There is no room for a checkpoint",
             where=folder.root,

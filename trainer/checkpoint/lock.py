@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.checkpoint.files import Files, keep_block, make_folders, read_regular
+from trainer.checkpoint.files import Files, keep_block, make_folders, read_small
 from trainer.errors import LockError
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class FolderLock:
             LockError: if somebody took it over, who may have let it go again since.
         """
         try:
-            read_regular(self._path, _MOST_BYTES)
+            read_small(self._path, _MOST_BYTES)
         except OSError:
             return
         holder = self._holder()
@@ -177,7 +177,7 @@ class FolderLock:
 
     def _holder(self) -> Holder | None:
         try:
-            holder = Holder(**json.loads(read_regular(self._path, _MOST_BYTES)))
+            holder = Holder(**json.loads(read_small(self._path, _MOST_BYTES)))
             time.localtime(holder.started)
         except (OSError, OverflowError, RecursionError, ValueError, TypeError):
             return None
