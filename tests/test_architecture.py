@@ -30,11 +30,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.progress",
         "trainer.schedule",
         "trainer.stop",
+        "trainer.streams",
         "trainer.bar",
         "trainer.signals",
         "trainer",
     ),
-    ("trainer.checkpoint", "trainer.data", "trainer.curves_read", "trainer.figure", "trainer.meeting"),
+    (
+        "trainer.checkpoint",
+        "trainer.data",
+        "trainer.config_values",
+        "trainer.curves_read",
+        "trainer.environment",
+        "trainer.figure",
+        "trainer.meeting",
+    ),
     ("trainer.config", "trainer.curves", "trainer.event_files", "trainer.hf"),
     (
         "trainer.config_checks",
@@ -49,6 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.record",
         "trainer.requests",
         "trainer.curves_table",
+        "trainer.memory_needs",
     ),
     ("trainer.state", "trainer.axes", "trainer.curves_plot", "trainer.speed"),
     (
@@ -91,6 +101,7 @@ HANDED_ON = {
     ("trainer.checkpoint.snapshot", "BaseException"),
     ("trainer.checkpoint.writer", "BaseException"),
     ("trainer.__main__", "BaseException"),
+    ("trainer.__main__", "Exception"),
     ("trainer.convert.torch_file", "Exception"),
 }
 
