@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.figure",
         "trainer.meeting",
     ),
-    ("trainer.config", "trainer.curves", "trainer.event_files", "trainer.hf"),
+    ("trainer.config", "trainer.curves", "trainer.event_files", "trainer.hf", "trainer.run_folder"),
     (
         "trainer.config_checks",
         "trainer.parallel",

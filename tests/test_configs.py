@@ -299,4 +299,4 @@ def test_a_run_makes_its_own_folder_and_nothing_else(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["book.txt", "cache", "runs"]
     made = tmp_path / "runs" / "one"
-    assert sorted(path.name for path in made.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
+    assert sorted(path.name for path in made.iterdir()) == ["checkpoints", "config.yaml", "lock", "metrics.jsonl"]

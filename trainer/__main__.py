@@ -31,6 +31,7 @@ from trainer.errors import ConfigError, LaunchError, TrainerError
 from trainer.memory_needs import require_host_memory, require_memory
 
 if TYPE_CHECKING:
+    from trainer.build import Run
     from trainer.launch import Cluster
     from trainer.signals import SignalWatch
 
@@ -232,8 +233,7 @@ def _train(config: Config, resolved: str, cluster: Cluster, watch: SignalWatch) 
     import torch
 
     from trainer.build import build
-    from trainer.loop import train
-    from trainer.restore import restore
+    from trainer.run_folder import hold_run_folder
 
     expected = cluster.board.from_rank0("config", resolved.encode()).decode()
     is_same = expected == resolved
@@ -243,6 +243,15 @@ def _train(config: Config, resolved: str, cluster: Cluster, watch: SignalWatch) 
         total_bytes = torch.cuda.get_device_properties(cluster.device).total_memory
         require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=str(cluster.device))
     built = build(config, cluster, watch)
+    checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
+    with hold_run_folder(Path(config.run.dir), checkpoints, cluster.board, cluster.nonce):
+        _train_built(built, resolved)
+
+
+def _train_built(built: Run, resolved: str) -> None:
+    from trainer.loop import train
+    from trainer.restore import restore
+
     try:
         restore(built)
         if built.log is not None:

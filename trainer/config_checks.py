@@ -40,14 +40,13 @@ def validate(config: Config, world_size: int) -> None:
 
 
 def unused_keys(config: Config) -> list[str]:
-    """Return a line that names the keys of saving that are set while nothing is saved; none where that is not so."""
-    section = config.checkpoint
+    """Return a line that names the keys of saving that are set though `checkpoint.save` is null, if there are any."""
+    section, defaults = config.checkpoint, CheckpointSection()
     if section.save is not None:
         return []
-    defaults = CheckpointSection()
     keys = [name for name in _OF_SAVING if getattr(section, name) != getattr(defaults, name)]
     named = ", ".join(f"checkpoint.{name}={getattr(section, name)}" for name in keys)
-    return [f"checkpoint.save is null, nothing is saved; not used: {named or 'no other key'}"]
+    return [f"checkpoint.save is null, so this is not used: {named}"] if keys else []
 
 
 def _size_problems(model: ModelConfig) -> list[str]:

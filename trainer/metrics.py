@@ -18,8 +18,8 @@ from typing import Any
 from trainer.bar import RunBar
 from trainer.checkpoint.files import Files, replace_file, temporary_of
 from trainer.checkpoint.policy import SaveReport
-from trainer.errors import TrainerError
 from trainer.event_files import cut_events, put_before
+from trainer.run_folder import cannot_write
 
 _log = logging.getLogger(__name__)
 
@@ -120,11 +120,7 @@ class RunLog:
             cut_after(path, iteration, owes_evaluation=owes_evaluation)
             self._lines = _Lines(path)
         except OSError as error:
-            raise TrainerError(
-                f"The run's folder cannot be written: {error.strerror} (errno {error.errno})",
-                where=error.filename or self._folder,
-                fix="Make room or mend the file system, or name another folder with run.dir.",
-            ) from error
+            raise cannot_write(self._folder, error) from error
         but = _VALID_LOSS if owes_evaluation else None
         self._plot(lambda: cut_events(self._folder / _EVENTS, iteration, but=but), iteration)
         self._plot(lambda: put_before(self._folder / _EVENTS, int(time.time())), iteration)

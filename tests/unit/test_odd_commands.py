@@ -232,6 +232,7 @@ def test_saving_is_switched_off_by_one_key_and_a_line_names_the_keys_that_are_no
     validate(config, 1)
     (line,) = unused_keys(config)
     assert line.endswith("not used: checkpoint.save_interval=20, checkpoint.max_checkpoint_keep=2")
+    assert unused_keys(compose(["checkpoint.save=null", "checkpoint.save_interval=0"])) == []
     assert unused_keys(compose(["experiment=demo"])) == []
 
 

@@ -31,13 +31,26 @@ class Holder:
 
 
 class FolderLock:
-    """The lock of one checkpoint folder, held from `acquire` to `release` or to the end of the process.
+    """The lock of one folder, held from `acquire` to `release` or to the end of the process.
 
     flock(2) alone decides between processes of one host: the kernel lets go when the holder dies. Between hosts whose
     file system does not carry flock, the holder's heartbeat (the file's time) decides.
+
+    Args:
+        kind: what the folder is, for messages.
+        key: the key of the configuration that names it.
     """
 
-    def __init__(self, folder: Path, nonce: str, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nonce: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        kind: str = "checkpoint folder",
+        key: str = "checkpoint.save",
+    ) -> None:
+        self._kind, self._key = kind, key
         self._path = folder / "lock"
         self._me = Holder(socket.gethostname(), os.getpid(), nonce, clock())
         self._clock = clock
@@ -118,9 +131,9 @@ class FolderLock:
             raise self._refusal(self._holder()) from None
         except OSError as error:
             raise LockError(
-                f"The lock of a checkpoint folder cannot be taken: {error.strerror} (errno {error.errno})",
+                f"The lock of a {self._kind} cannot be taken: {error.strerror} (errno {error.errno})",
                 where=self._path,
-                fix="Let the file system carry flock(2), or name another folder with checkpoint.save.",
+                fix=f"Let the file system carry flock(2), or name another folder with {self._key}.",
             ) from error
 
     def _beat(self) -> None:
@@ -146,8 +159,8 @@ class FolderLock:
             started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
             found = f"host {holder.host}, pid {holder.pid}, started {started}"
         return LockError(
-            "Another job writes to this checkpoint folder",
+            f"Another job writes to this {self._kind}",
             where=self._path.parent,
             found=found,
-            fix="End that job, or give this one another run.name or checkpoint.save.",
+            fix=f"End that job, or give this one another run.name or {self._key}.",
         )
