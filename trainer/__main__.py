@@ -253,10 +253,15 @@ def _train_built(built: Run, resolved: str) -> None:
     from trainer.restore import restore
 
     try:
-        restore(built)
+        began_elsewhere = restore(built)
         if built.log is not None:
             progress = built.state.progress
-            built.log.open(progress.iteration, resolved, owes_evaluation=progress.owes_evaluation)
+            built.log.open(
+                progress.iteration,
+                resolved,
+                owes_evaluation=progress.owes_evaluation,
+                began_elsewhere=began_elsewhere,
+            )
         train(built)
     except BaseException:
         if built.log is not None:

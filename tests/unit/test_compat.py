@@ -89,3 +89,11 @@ def test_what_is_allowed_or_said_gives_a_line_each() -> None:
     lines = settle(found, flags=("checkpoint.reshard",), where="x")
     assert lines[0].startswith("topology.tp: saved 1, now 2")
     assert lines[1] == "versions.torch: saved 2.11, now 2.13; bits may differ"
+
+
+def test_an_optional_field_is_compared_only_where_both_sides_have_it() -> None:
+    table = (*TABLE, Rule("evaluation", Verdict.SAID, says="losses are not measured alike", is_optional=True))
+    assert differences(SAVED, {**SAVED, "evaluation": {"iters": 4}}, table) == []
+    assert differences({**SAVED, "evaluation": {"iters": 4}}, SAVED, table) == []
+    found = differences({**SAVED, "evaluation": {"iters": 4}}, {**SAVED, "evaluation": {"iters": 8}}, table)
+    assert settle(found, flags=(), where="x") == ["evaluation.iters: saved 4, now 8; losses are not measured alike"]
