@@ -15,6 +15,7 @@ from models.config import (
     RopeScaling,
     Stage,
     StoredTensor,
+    parameter_count,
     problems,
 )
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         generation_config,
         hf_config,
         initial_values,
-        parameter_count,
         stored_tensors,
     )
     from models.gpt2 import GPT2

@@ -110,6 +110,20 @@ class Initial:
     std: float = 0.0
 
 
+def parameter_count(config: ModelConfig) -> int:
+    """Return the number of stored parameters in closed form; a tied table counts once, padding rows not at all."""
+    width, inner = config.n_embd, config.intermediate_size
+    tables = config.vocab_size * width * (1 if config.tie_word_embeddings else 2)
+    match config.family:
+        case Family.gpt2:
+            block = 4 * width * width + 2 * width * inner + 9 * width + inner
+            return tables + config.max_position_embeddings * width + config.n_layer * block + 2 * width
+        case Family.llama3:
+            kv_width = config.n_kv_head * config.head_dim
+            block = 2 * width * width + 2 * kv_width * width + 3 * width * inner + 2 * width
+            return tables + config.n_layer * block + width
+
+
 def problems(config: ModelConfig) -> list[str]:
     """Return every reason why no model of these sizes can be built; each names its key and value."""
     found = _size_problems(config) + _head_problems(config) + _number_problems(config)

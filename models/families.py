@@ -3,13 +3,12 @@
 The architectures live in `gpt2` and `llama3`; users import these names from `models`.
 """
 
-from math import prod
 from typing import TypeAlias
 
 import torch
 
 from models import gpt2, llama3
-from models.config import Family, Initial, ModelConfig, Stage, StoredTensor, problems
+from models.config import Family, Initial, ModelConfig, Stage, StoredTensor, parameter_count, problems
 from models.gpt2 import GPT2
 from models.llama3 import Llama3
 
@@ -76,11 +75,6 @@ def hf_config(config: ModelConfig) -> dict[str, object]:
 def generation_config(config: ModelConfig) -> dict[str, object]:
     """Return what `generation_config.json` must hold for transformers to stop at the end of a text."""
     return {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Return the number of stored parameters; a tied table counts once, padding rows not at all."""
-    return sum(prod(tensor.shape) for tensor in stored_tensors(config).values())
 
 
 def flops_per_token(config: ModelConfig, seq_length: int) -> int:

@@ -26,6 +26,7 @@ from scripts.bench.targets import Target
 from scripts.bench.training import growth_over_saves, save_back_to_back, train_with_saves
 from scripts.bench.ways import own_ways
 from trainer import launch
+from trainer.arguments import local_path
 
 _HELD_SIZE = "gpt2_124m"  # that of the bounds; with less to write, a save is what it takes besides writing
 PARTS = ("ways", "back-to-back", "growth", "training", "ranks")
@@ -105,7 +106,9 @@ def _say(line: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench_checkpoint", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path(), help="a folder is made in it, and removed at the end")
+    parser.add_argument(
+        "--folder", type=local_path, default=Path(), help="a folder is made in it, and removed at the end"
+    )
     parser.add_argument("--size", choices=SIZES, default=_HELD_SIZE, help="the model (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="how often all is measured in turn (%(default)d)")
     parser.add_argument("--only", type=_parts, default=PARTS, metavar="PART,...", help=f"of {', '.join(PARTS)}")

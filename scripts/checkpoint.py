@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from trainer.arguments import natural, positive
-from trainer.checkpoint.choose import Source
+from trainer.checkpoint.choose import Source, no_folder
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.difference import state_differences, tensor_differences
 from trainer.checkpoint.files import Files
@@ -205,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
 def _folder(run: Path) -> Path:
     """Return the checkpoint folder of a run that is named by its own folder or by that one."""
     if not run.is_dir():
-        raise CheckpointError("There is no such folder", where=run)
+        raise no_folder(run)
     return Source.named(run).path
 
 

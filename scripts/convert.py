@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from trainer.__main__ import compose
+from trainer.arguments import local_path
 from trainer.checkpoint import choose
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.reader import Checkpoint, open_checkpoint
@@ -114,7 +115,9 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
             continue
         one = formats.add_parser(name, help=found.summary, description=found.summary)
         one.add_argument("source", type=Path, metavar="SOURCE", help="what the other program saved")
-        one.add_argument("folder", type=Path, metavar="FOLDER", help="the checkpoint folder of the run that goes on")
+        one.add_argument(
+            "folder", type=local_path, metavar="FOLDER", help="the checkpoint folder of the run that goes on"
+        )
         one.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the configuration of that run")
         one.add_argument("--consumed-samples", type=int, metavar="N", help="samples that were trained on")
         one.add_argument("--trust-pickle", action="store_true", help="unpickle files, which can run any code in them")
@@ -134,7 +137,7 @@ def _add_exports(parser: argparse.ArgumentParser) -> None:
             continue
         one = formats.add_parser(name, help=found.summary, description=found.summary)
         one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="an iter_ folder, or a run for its newest")
-        one.add_argument("out", type=Path, metavar="OUT", help="what is written; it must not be there yet")
+        one.add_argument("out", type=local_path, metavar="OUT", help="what is written; it must not be there yet")
         one.add_argument("--dtype", choices=DTYPES, default="float32", help="of the tensors that are written")
         one.add_argument("--tokenizer", type=Path, metavar="PATH", help="a file or a folder of tokenizer files to add")
         one.set_defaults(call=bring_out)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.compare_loss import main as compare_loss
+from trainer.arguments import local_path
 
 KILL_AFTER = 49
 
@@ -23,7 +24,7 @@ KILL_AFTER = 49
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demonstration and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="removed and made anew")
+    parser.add_argument("--folder", type=local_path, default=Path("runs/demo"), help="removed and made anew")
     folder = parser.parse_args(arguments).folder
     shutil.rmtree(folder, ignore_errors=True)
     unbroken, killed = folder / "unbroken", folder / "killed"

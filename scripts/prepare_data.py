@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from trainer.arguments import positive
+from trainer.arguments import local_path, positive
 from trainer.data.blocks import Form
 from trainer.data.prepared import FILE_TOKENS, Prepared, Side, Wanted, write_prepared
 from trainer.data.text import find_files
@@ -147,7 +147,7 @@ def _form(options: argparse.Namespace, inputs: Sequence[Path]) -> Form:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prepare_data", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files or quoted globs, read in this order")
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the folder to make")
+    parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="the folder to make")
     parser.add_argument(
         "--tokenizer",
         nargs="+",

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from trainer.arguments import local_path
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.store import CheckpointFolder
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--keep", type=int, default=2, help="checkpoint.max_checkpoint_keep of the killed run")
     parser.add_argument("--seed", type=int, default=0, help="of the times")
-    parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="removed and made anew")
+    parser.add_argument("--folder", type=local_path, default=Path("runs/soak"), help="removed and made anew")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     plan = Soak(options.folder, options.kills, options.iterations, options.keep, options.seed, tuple(options.topology))

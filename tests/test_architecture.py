@@ -30,13 +30,30 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.progress",
         "trainer.schedule",
         "trainer.stop",
+        "trainer.streams",
         "trainer.bar",
         "trainer.signals",
         "trainer.regular_file",
         "trainer",
     ),
-    ("trainer.checkpoint", "trainer.data", "trainer.curves_read", "trainer.figure", "trainer.meeting"),
-    ("trainer.config", "trainer.curves", "trainer.event_files", "trainer.hf", "trainer.llmc", "trainer.relaunch"),
+    (
+        "trainer.checkpoint",
+        "trainer.data",
+        "trainer.config_values",
+        "trainer.curves_read",
+        "trainer.environment",
+        "trainer.figure",
+        "trainer.meeting",
+    ),
+    (
+        "trainer.config",
+        "trainer.curves",
+        "trainer.event_files",
+        "trainer.hf",
+        "trainer.llmc",
+        "trainer.relaunch",
+        "trainer.run_folder",
+    ),
     (
         "trainer.config_checks",
         "trainer.parallel",
@@ -50,6 +67,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.record",
         "trainer.requests",
         "trainer.curves_table",
+        "trainer.memory_needs",
     ),
     ("trainer.state", "trainer.axes", "trainer.curves_plot", "trainer.speed"),
     (
@@ -94,6 +112,7 @@ HANDED_ON = {
     ("trainer.checkpoint.snapshot", "BaseException"),
     ("trainer.checkpoint.writer", "BaseException"),
     ("trainer.__main__", "BaseException"),
+    ("trainer.__main__", "Exception"),
     ("trainer.convert.torch_file", "Exception"),
 }
 

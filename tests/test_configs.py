@@ -20,6 +20,7 @@ from models import parameter_count
 from trainer.config import Config, topology_of
 from trainer.config_checks import validate
 from trainer.errors import ConfigError
+from trainer.schedule import resolve
 from trainer.topology import Topology
 
 GROUPS = {
@@ -141,7 +142,19 @@ def test_the_default_is_small_and_saves_into_the_run_s_folder() -> None:
     assert parameter_count(config.model) == SIZES["gpt2_tiny"]
     assert config.checkpoint.save == "runs/default/checkpoints"
     assert composed("run.name=a").checkpoint.save == "runs/a/checkpoints"
-    assert composed("checkpoint.save=null", "checkpoint.save_interval=0").checkpoint.save is None
+    assert composed("checkpoint.save=null").checkpoint.save is None
+
+
+@pytest.mark.parametrize("schedule", GROUPS["schedule"])
+def test_the_default_warm_up_fits_every_length_and_stays_10_where_it_fitted(schedule: str) -> None:
+    for train_iters, warmup in {1: 0, 2: 1, 5: 2, 9: 4, 10: 10, 50: 10, 100: 10, 10**6: 10}.items():
+        config = composed(f"schedule={schedule}", f"train.train_iters={train_iters}")
+        validate(config, world_size=1)
+        found = resolve(config.schedule, train_iters, config.optimizer.lr)
+        assert (found.warmup_iters, found.decay_iters) == (warmup, train_iters)
+    extended = composed(f"schedule={schedule}", "train.train_iters=5", "schedule.lr_decay_iters=100")
+    validate(extended, world_size=1)
+    assert resolve(extended.schedule, 5, 1e-3).warmup_iters == 10
 
 
 def test_every_model_has_its_known_size() -> None:
@@ -192,7 +205,11 @@ IMPOSSIBLE: list[tuple[int, list[str], list[str]]] = [
     (1, ["model.n_layer=0"], ["model.n_layer=0", "at least 1"]),
     (1, ["model.pad_vocab_multiple=0"], ["model.pad_vocab_multiple=0"]),
     (1, ["schedule.lr_warmup_iters=101"], ["schedule.lr_warmup_iters=101", "train.train_iters=100"]),
-    (1, ["schedule.lr_decay_iters=5"], ["schedule.lr_warmup_iters=10", "schedule.lr_decay_iters=5"]),
+    (
+        1,
+        ["schedule.lr_warmup_iters=10", "schedule.lr_decay_iters=5"],
+        ["schedule.lr_warmup_iters=10", "schedule.lr_decay_iters=5"],
+    ),
     (1, ["schedule.min_lr=1"], ["schedule.min_lr=1", "optimizer.lr=0.001"]),
     (1, ["schedule.lr_wsd_decay_iters=10"], ["schedule.lr_wsd_decay_iters=10", "lr_decay_style=wsd"]),
     (1, ["schedule=wsd", "schedule.lr_wsd_decay_iters=91"], ["schedule.lr_wsd_decay_iters=91", "fit between"]),
@@ -209,7 +226,6 @@ IMPOSSIBLE: list[tuple[int, list[str], list[str]]] = [
     (1, ["data.path=book.txt"], ["data.path is set", "data.kind=stdlib"]),
     (1, ["data=token_file", "data.train=a.bin", "train.eval_interval=5"], ["train.eval_interval=5", "data.valid"]),
     (1, ["data.valid_fraction=1"], ["data.valid_fraction", "1"]),
-    (1, ["checkpoint.save=null"], ["checkpoint.save_interval=20", "checkpoint.save"]),
     (1, ["checkpoint.max_checkpoint_keep=-1"], ["checkpoint.max_checkpoint_keep=-1"]),
     (1, ["checkpoint.file_bytes=0"], ["checkpoint.file_bytes=0"]),
     (1, ["checkpoint.commit_timeout_s=0"], ["checkpoint.commit_timeout_s=0"]),
@@ -283,4 +299,4 @@ def test_a_run_makes_its_own_folder_and_nothing_else(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["book.txt", "cache", "runs"]
     made = tmp_path / "runs" / "one"
-    assert sorted(path.name for path in made.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
+    assert sorted(path.name for path in made.iterdir()) == ["checkpoints", "config.yaml", "lock", "metrics.jsonl"]

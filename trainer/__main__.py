@@ -7,26 +7,36 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer import streams
 from trainer.bar import line_handler
 from trainer.config import Config
-from trainer.config_checks import validate
+from trainer.config_checks import unused_keys, validate
+from trainer.environment import Environment
 from trainer.errors import ConfigError, LaunchError, TrainerError
+from trainer.memory_needs import require_host_memory, require_memory
 
 if TYPE_CHECKING:
+    from trainer.build import Run
     from trainer.launch import Cluster
     from trainer.signals import SignalWatch
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -37,18 +47,19 @@ _LAST_WORDS_S = 40.0
 ConfigStore.instance().store(name="schema", node=Config)
 
 
-@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
-def main(raw: DictConfig) -> None:
+def main() -> None:
     """Train as configured; exit with status 1 and one paragraph if that cannot be."""
-    rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.ERROR,
-        format="%(message)s" if rank == 0 else f"rank {rank}: %(message)s",
-        handlers=[line_handler(sys.stdout if rank == 0 else sys.stderr)],
-        force=True,
-    )
+    closed, rank = streams.replace_closed(), 0
     try:
-        run(raw)
+        environment = Environment.read(os.environ)
+        rank = environment.rank
+        raw = _composed_command()
+        if raw is None:
+            return
+        _start_log(rank, is_silent="stdout" in closed)
+        run(raw, environment)
+    except SystemExit:  # argparse has said why
+        raise
     except BaseException as error:  # noqa: BLE001 - told and handed on as the exit status
         if isinstance(error, TrainerError):
             prefix = "" if rank == 0 else f"rank {rank}: "
@@ -61,21 +72,31 @@ def main(raw: DictConfig) -> None:
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def run(raw: DictConfig) -> None:
-    """Resolve and check the configuration, then train. A call of all ranks.
+def _start_log(rank: int, *, is_silent: bool) -> None:
+    """Let rank 0 log to stdout, or only warnings to stderr where stdout is closed; other ranks log errors to stderr."""
+    if rank == 0 and not is_silent:
+        level, handler = logging.INFO, line_handler(sys.stdout)
+    else:
+        level, handler = logging.WARNING if rank == 0 else logging.ERROR, line_handler(sys.stderr)
+    form = "%(message)s" if rank == 0 else f"rank {rank}: %(message)s"
+    logging.basicConfig(level=level, format=form, handlers=[handler], force=True)
+
+
+def run(raw: DictConfig, environment: Environment) -> None:
+    """Check a composed configuration, then train. A call of all ranks.
 
     Raises:
         TrainerError: if the run cannot start.
     """
-    _refuse_clocks(raw)
-    resolved = OmegaConf.to_yaml(raw, resolve=True)
-    config = OmegaConf.to_object(raw)
-    assert isinstance(config, Config)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    config, resolved = _resolved(raw)
     if config.train.dry_run:
-        _dry_run(config, world_size)
+        _dry_run(config, environment.world_size)
         return
-    validate(config, world_size)
+    validate(config, environment.world_size)
+    require_host_memory(config, environment.world_size, environment.local_world_size)
+    streams.keep_errors_in(Path(config.run.dir))
+    for line in unused_keys(config):
+        _log.info(line)
     from trainer import launch
     from trainer.peers import PeerWatch
     from trainer.signals import SignalWatch
@@ -102,42 +123,145 @@ def run(raw: DictConfig) -> None:
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """Return the configuration that the command makes of these overrides, unchecked.
+    """Return the configuration that the command makes of these overrides; what it asks for is unchecked.
 
     Raises:
-        ConfigError: for an override that is none, or of a key that is not there.
+        ConfigError: for an override that cannot be parsed, an unknown key, or a value that cannot be resolved.
+    """
+    _refuse_hydra_keys(overrides)
+
+    def composed() -> DictConfig:
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return hydra.compose("train", overrides=list(overrides))
+
+    return _resolved(_reported(composed, overrides))[0]
+
+
+def _composed_command() -> DictConfig | None:
+    """Return what Hydra composes of the command line; None where it was asked to show something and has done so."""
+    arguments = get_args_parser().parse_args()
+    if arguments.multirun or arguments.experimental_rerun is not None:
+        raise ConfigError(
+            "The trainer runs one configuration per command",
+            found="--multirun" if arguments.multirun else "--experimental-rerun",
+            fix="Start one command per configuration, each with a run.name of its own.",
+        )
+    _refuse_hydra_keys(arguments.overrides)
+    found: list[DictConfig] = []
+    command = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(found.append)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+    _reported(command, arguments.overrides)
+    return found[0] if found else None
+
+
+def _reported(call: Callable[[], _T], overrides: Sequence[str]) -> _T:
+    """Call Hydra or OmegaConf, and raise what they raise as one ConfigError.
+
+    Their own errors name the override; what they let through, assertions and ValueErrors, does not.
     """
     try:
-        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            config = OmegaConf.to_object(hydra.compose("train", overrides=list(overrides)))
+        return call()
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("The configuration cannot be composed", found=_told(error)) from error
+        said = _told(error)
+        fix = "Give one value per key: the trainer has no multirun." if "--multirun" in said else None
+        raise ConfigError("The configuration cannot be composed", found=said, fix=fix) from error
+    except Exception as error:
+        where = " ".join(overrides) or None
+        raise ConfigError("The configuration cannot be composed", where=where, found=_told(error)) from error
+
+
+def _refuse_hydra_keys(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        if re.match(r"[+~]*hydra[./@=]", override) and not re.match(r"\+*hydra\.(searchpath|verbose)=", override):
+            raise ConfigError(
+                "Hydra only composes the configuration here; its own keys cannot be set",
+                found=override,
+                fix="Leave it out; run.dir names the folder that a run writes to.",
+            )
+
+
+def _resolved(raw: DictConfig) -> tuple[Config, str]:
+    """Return the configuration and its text in YAML, every interpolation resolved."""
+    _refuse_unknown_keys(raw)
+    _refuse_clocks(raw)
+
+    def resolve() -> tuple[object, str]:
+        return OmegaConf.to_object(raw), OmegaConf.to_yaml(raw, resolve=True)
+
+    config, text = _reported(resolve, ())
     assert isinstance(config, Config)
-    return config
+    return config, text
+
+
+def _refuse_unknown_keys(raw: DictConfig) -> None:
+    """Refuse keys that nothing reads, which `+KEY=VALUE` adds, and sections that `~KEY` took out."""
+    added = list(_unknown_keys(raw))
+    removed = [field.name for field in fields(Config) if field.name not in raw]
+    if added or removed:
+        raise ConfigError(
+            "The configuration has other keys than the trainer reads",
+            found="; ".join([*(f"{key} is unknown" for key in added), *(f"{key} is taken out" for key in removed)]),
+            fix="Correct the key; `--cfg job` shows all keys.",
+        )
+
+
+def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    known = {field.name for field in fields(OmegaConf.get_type(node))}  # type: ignore[arg-type]
+    for key in node:
+        name = f"{prefix}{key!s}"
+        if key not in known:
+            yield name
+            continue
+        is_set = not (OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key))
+        if is_set and isinstance(member := node[key], DictConfig):
+            yield from _unknown_keys(member, f"{name}.")
 
 
 def _told(error: BaseException) -> str:
-    """Return what Hydra says, and what was wrong below it: of a value that does not fit it says only where."""
+    """Return what Hydra says, in one line, and what was wrong below it: of a value it says only where."""
     below = error.__cause__
-    said = str(error).strip()
-    return said if below is None else f"{said}: {str(below).strip().splitlines()[0]}"
+    said = _one_line(str(error)) or type(error).__name__
+    return said if below is None else f"{said}: {_one_line(str(below))}"
+
+
+def _one_line(text: str) -> str:
+    lines = [re.sub(r"^full_key: (.*)", r"(\1)", line.strip()) for line in text.splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(("reference_type", "object_type")))
 
 
 def _train(config: Config, resolved: str, cluster: Cluster, watch: SignalWatch) -> None:
+    import torch
+
     from trainer.build import build
-    from trainer.loop import train
-    from trainer.restore import restore
+    from trainer.run_folder import hold_run_folder
 
     expected = cluster.board.from_rank0("config", resolved.encode()).decode()
     is_same = expected == resolved
     problem = None if is_same else ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
     cluster.board.agree("config", problem)
+    if cluster.device.type == "cuda":
+        total_bytes = torch.cuda.get_device_properties(cluster.device).total_memory
+        require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=str(cluster.device))
     built = build(config, cluster, watch)
+    checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
+    with hold_run_folder(Path(config.run.dir), checkpoints, cluster.board, cluster.nonce):
+        _train_built(built, resolved)
+
+
+def _train_built(built: Run, resolved: str) -> None:
+    from trainer.loop import train
+    from trainer.restore import restore
+
     try:
-        restore(built)
+        began_elsewhere = restore(built)
         if built.log is not None:
             progress = built.state.progress
-            built.log.open(progress.iteration, resolved, owes_evaluation=progress.owes_evaluation)
+            built.log.open(
+                progress.iteration,
+                resolved,
+                owes_evaluation=progress.owes_evaluation,
+                began_elsewhere=began_elsewhere,
+            )
         train(built)
     except BaseException:
         if built.log is not None:

@@ -1,9 +1,13 @@
-"""What a command line may say of a number. The options themselves are the business of each script."""
+"""Types of command-line arguments: numbers and local paths. The options themselves are the business of each script."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
+from pathlib import Path
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def positive(text: str) -> int:
@@ -32,3 +36,17 @@ def amount(text: str) -> float:
     if not (math.isfinite(number := float(text)) and number >= 0):
         raise argparse.ArgumentTypeError("must be a finite number, 0 or more")
     return number
+
+
+def is_url(text: str) -> bool:
+    """Return whether a path begins with a scheme, as `s3://` or `file://`."""
+    return _URL.match(text.strip()) is not None
+
+
+def local_path(text: str) -> Path:
+    """Return a path of a mounted file system; argparse refuses an empty one and URLs."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL; only paths of mounted file systems can be used")
+    return Path(text)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -39,6 +40,9 @@ from trainer.state import TrainerState, build_part
 from trainer.topology import Topology
 
 _DATA_TIMEOUT_S = 24 * 3600.0
+
+# The fingerprints of the training data and of the validation data; None where nothing is evaluated.
+Digests: TypeAlias = tuple[str, str | None]
 
 
 @dataclass(slots=True)
@@ -75,7 +79,7 @@ def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) ->
     """
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
-    train, valid, digest = _build_feeds(config, cluster, topology)
+    train, valid, digests = _build_feeds(config, cluster, topology)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     adam = _adam(config, schedule)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
@@ -85,7 +89,12 @@ def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) ->
     state = TrainerState(config.model, parts, grid)
     environment = _environment(config, cluster.device, cluster.threads)
     description = record.describe(
-        config, schedule=schedule, topology=topology, fingerprint=digest, environment=environment
+        config,
+        schedule=schedule,
+        topology=topology,
+        fingerprint=digests[0],
+        environment=environment,
+        valid_fingerprint=digests[1],
     )
     return Run(
         config=config,
@@ -111,28 +120,33 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
         TrainerError: if the data does not suit.
     """
     cache = Path(config.data.cache) if config.data.cache else default_cache(os.environ, Path.home())
-    digest = _check_data(prepare(config.data, cache=cache), config)
+    digest, valid_digest = _check_data(prepare(config.data, cache=cache), config)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     environment = _environment(config, torch.device("cpu"), thread_count())
     topology = topology_of(config, 1)
     return schedule, record.describe(
-        config, schedule=schedule, topology=topology, fingerprint=digest, environment=environment
+        config,
+        schedule=schedule,
+        topology=topology,
+        fingerprint=digest,
+        environment=environment,
+        valid_fingerprint=valid_digest,
     )
 
 
-def _build_feeds(config: Config, cluster: Cluster, topology: Topology) -> tuple[Feed, Feed | None, str]:
+def _build_feeds(config: Config, cluster: Cluster, topology: Topology) -> tuple[Feed, Feed | None, Digests]:
     section, train = config.data, config.train
     cache = Path(section.cache) if section.cache else default_cache(os.environ, Path.home())
     problem: TrainerError | None = None
-    digest = ""
+    digests: Digests = "", None
     if cluster.rank == 0:  # first alone, so that the others find the prepared files
         try:
-            digest = _check_data(prepare(section, cache=cache), config)
+            digests = _check_data(prepare(section, cache=cache), config)
         except TrainerError as error:
             problem = error
     # Tokenising and scanning may take long; a rank that dies meanwhile is heard of at once.
     cluster.board.clone(_DATA_TIMEOUT_S).agree("data", problem)
-    digest = cluster.board.from_rank0("data/fingerprint", digest.encode()).decode()
+    told: list[str | None] = json.loads(cluster.board.from_rank0("data/fingerprint", json.dumps(digests).encode()))
     corpus = prepare(section, cache=cache)
 
     def feed(paths: tuple[Path, ...]) -> Feed:
@@ -141,7 +155,7 @@ def _build_feeds(config: Config, cluster: Cluster, topology: Topology) -> tuple[
         return Feed(samples, train.global_batch_size, train.micro_batch_size, rank, topology.dp, cluster.device)
 
     valid = feed(corpus.valid) if train.eval_interval else None
-    return feed(corpus.train), valid, digest
+    return feed(corpus.train), valid, (str(told[0]), told[1])
 
 
 def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
@@ -193,8 +207,8 @@ def tokenizer_of(config: Config) -> dict[str, bytes]:
     )
 
 
-def _check_data(corpus: Corpus, config: Config) -> str:
-    """Return the fingerprint of the training data after checking that the model's vocabulary holds every token."""
+def _check_data(corpus: Corpus, config: Config) -> Digests:
+    """Return the fingerprints of the data after checking that the model's vocabulary holds every token."""
     vocab_size = config.model.vocab_size
     if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
         raise DataError(
@@ -203,10 +217,13 @@ def _check_data(corpus: Corpus, config: Config) -> str:
             found=vocab_size,
             fix=f"Set model.vocab_size={corpus.vocab_size}, or choose other data.",
         )
-    train, valid = open_token_files(corpus.train), open_token_files(corpus.valid)
-    for file in [*(valid if config.train.eval_interval else []), *train]:
+    train = open_token_files(corpus.train)
+    valid = open_token_files(corpus.valid) if config.train.eval_interval else None
+    for file in [*(valid or []), *train]:
         check_tokens(file, vocab_size)
-    return fingerprint([scan(file) for file in train])
+    return fingerprint([scan(file) for file in train]), None if valid is None else fingerprint(
+        [scan(file) for file in valid]
+    )
 
 
 def _adam(config: Config, schedule: Schedule) -> AdamSettings:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
+from models.config import ModelConfig, parameter_count
 from models.config import problems as model_problems
-from trainer.config import Config, OptimizerSection, topology_of
+from trainer.config import CheckpointSection, Config, OptimizerSection, topology_of
+from trainer.config_values import number_problems, path_problems
 from trainer.data.section import DataKind
 from trainer.data.section import problems as data_problems
 from trainer.errors import ConfigError
 from trainer.schedule import problems as schedule_problems
+
+# Clocks, timers and torch's stores count in 64 bits of small units: 30 years are enough.
+_MOST_SECONDS, _MOST_MINUTES = 1e9, 1e7
+# No table of a dry run and no model of modules is practical beyond these.
+_MOST_RANKS, _MOST_LAYERS, _MOST_PARAMETERS = 1 << 20, 10_000, 10**16
 
 
 def validate(config: Config, world_size: int) -> None:
@@ -18,8 +23,9 @@ def validate(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: one message that lists every problem with its key.
     """
-    found = [
-        *model_problems(config.model),
+    found = number_problems(config) or [  # comparisons with NaN say nothing
+        *path_problems(config),
+        *(model_problems(config.model) or _size_problems(config.model)),
         *data_problems(config.data),
         *schedule_problems(config.schedule, config.train.train_iters, config.optimizer.lr),
         *_train_problems(config),
@@ -31,6 +37,24 @@ def validate(config: Config, world_size: int) -> None:
     if found:
         lines = "\n".join(f"  {problem}" for problem in found)
         raise ConfigError(f"The configuration cannot run:\n{lines}\nNothing was started")
+
+
+def unused_keys(config: Config) -> list[str]:
+    """Return a line that names the keys of saving that are set though `checkpoint.save` is null, if there are any."""
+    section, defaults = config.checkpoint, CheckpointSection()
+    if section.save is not None:
+        return []
+    keys = [name for name in _OF_SAVING if getattr(section, name) != getattr(defaults, name)]
+    named = ", ".join(f"checkpoint.{name}={getattr(section, name)}" for name in keys)
+    return [f"checkpoint.save is null, so this is not used: {named}"] if keys else []
+
+
+def _size_problems(model: ModelConfig) -> list[str]:
+    """Return why a model that is possible in itself is beyond every machine, dry runs included."""
+    if model.n_layer > _MOST_LAYERS:
+        return [f"model.n_layer={model.n_layer}: must be at most {_MOST_LAYERS}"]
+    count = parameter_count(model)
+    return [f"model: {count:,} parameters, must be at most {_MOST_PARAMETERS:,}"] if count > _MOST_PARAMETERS else []
 
 
 def _train_problems(config: Config) -> list[str]:
@@ -55,11 +79,15 @@ def _train_problems(config: Config) -> list[str]:
     ):
         if getattr(train, name) < 0:
             found.append(f"train.{name}={getattr(train, name)}: must be 0 (never) or more")
-    if not (math.isfinite(train.clip_grad) and train.clip_grad >= 0):
+    if train.clip_grad < 0:
         found.append(f"train.clip_grad={train.clip_grad}: must be 0 (no clipping) or more")
-    for name in ("exit_signal_save_seconds", "distributed_timeout_minutes"):
-        if not getattr(train, name) > 0:
-            found.append(f"train.{name}={getattr(train, name)}: must be above 0")
+    for name, most in (("exit_signal_save_seconds", _MOST_SECONDS), ("distributed_timeout_minutes", _MOST_MINUTES)):
+        if not 0 < getattr(train, name) <= most:
+            found.append(f"train.{name}={getattr(train, name)}: must be above 0 and at most {most:g}")
+    if train.seed < 0:
+        found.append(f"train.seed={train.seed}: must be 0 or more")
+    if train.dry_run_ranks > _MOST_RANKS:
+        found.append(f"train.dry_run_ranks={train.dry_run_ranks}: must be at most {_MOST_RANKS}")
     if train.seq_length > config.model.max_position_embeddings:
         limit = config.model.max_position_embeddings
         found.append(f"train.seq_length={train.seq_length}: above model.max_position_embeddings={limit}")
@@ -146,15 +174,15 @@ def _optimizer_problems(optimizer: OptimizerSection) -> list[str]:
     found = []
     for name in ("lr", "weight_decay", "adam_eps"):
         value = getattr(optimizer, name)
-        if not (math.isfinite(value) and value >= 0):
-            found.append(f"optimizer.{name}={value}: must be a finite number of at least 0")
+        if value < 0:
+            found.append(f"optimizer.{name}={value}: must be at least 0")
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(optimizer, name) < 1:
             found.append(f"optimizer.{name}={getattr(optimizer, name)}: must be at least 0 and below 1")
     return found
 
 
-_NATURAL = (
+_OF_SAVING = (
     "save_interval",
     "save_interval_mins",
     "max_checkpoint_keep",
@@ -167,12 +195,9 @@ _NATURAL = (
 
 def _checkpoint_problems(config: Config) -> list[str]:
     section, found = config.checkpoint, []
-    for name in _NATURAL:
+    for name in _OF_SAVING:
         if getattr(section, name) < 0:
             found.append(f"checkpoint.{name}={getattr(section, name)}: must be 0 or more")
-    for name in ("save_interval", "save_interval_mins"):
-        if section.save is None and getattr(section, name):
-            found.append(f"checkpoint.{name}={getattr(section, name)}: needs checkpoint.save, or set it to 0")
     if section.keep_best and not (config.train.eval_interval and section.max_checkpoint_keep):
         found.append(
             f"checkpoint.keep_best={section.keep_best}: needs train.eval_interval and checkpoint.max_checkpoint_keep"
@@ -180,14 +205,16 @@ def _checkpoint_problems(config: Config) -> list[str]:
     if section.file_bytes < 1:
         found.append(f"checkpoint.file_bytes={section.file_bytes}: must be at least 1")
     for name in ("commit_timeout_s", "stall_timeout_s"):
-        if getattr(section, name) <= 0:
-            found.append(f"checkpoint.{name}={getattr(section, name)}: must be above 0")
+        if not 0 < getattr(section, name) <= _MOST_SECONDS:
+            found.append(f"checkpoint.{name}={getattr(section, name)}: must be above 0 and at most {_MOST_SECONDS:g}")
     if section.staging_bytes is not None and section.staging_bytes < 0:
         found.append(f"checkpoint.staging_bytes={section.staging_bytes}: must be 0 or more, or null")
     if section.override_scheduler and section.use_checkpoint_scheduler:
         found.append("checkpoint.override_scheduler and checkpoint.use_checkpoint_scheduler exclude each other")
     if section.finetune and section.load in ("auto", "none"):
         found.append(f"checkpoint.finetune: needs checkpoint.load=PATH, found {section.load}")
+    if section.ckpt_step is not None and section.ckpt_step < 0:
+        found.append(f"checkpoint.ckpt_step={section.ckpt_step}: must be 0 or more, or null")
     if section.ckpt_step is not None and section.load == "none":
         found.append(f"checkpoint.ckpt_step={section.ckpt_step}: nothing is loaded with checkpoint.load=none")
     return found

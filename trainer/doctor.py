@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trainer.arguments import local_path
 from trainer.checkpoint.arena import map_memory
 from trainer.checkpoint.files import Files, describe_free_space
 from trainer.checkpoint.lock import FolderLock
@@ -44,7 +45,7 @@ class Finding:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Look at the machine and a folder, print a line for each thing, and return the exit status."""
     parser = argparse.ArgumentParser(prog="trainer.doctor", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(), help="where runs would be saved (here)")
+    parser.add_argument("folder", nargs="?", type=local_path, default=Path(), help="where runs would be saved (here)")
     options = parser.parse_args(arguments)
     status = 0
     for finding in [*machine(), *folder(options.folder)]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from trainer.checkpoint.board import Board, lone_board
+from trainer.environment import Environment
 from trainer.errors import LaunchError
 from trainer.meeting import meet
 from trainer.relaunch import Launch, identify
@@ -30,62 +31,6 @@ _MOST_THREADS = 4096
 # glibc's numbers of what can be set, see mallopt(3), and the largest threshold that it would come to by itself.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_THRESHOLD_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """What torchrun tells a rank; a plain `python` is a world of one."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    address: str
-    port: int
-    has_agent_store: bool
-
-    @property
-    def store_host(self) -> str:
-        """Return which process has the store, in words."""
-        return "torchrun's agent on the first node" if self.has_agent_store else "rank 0"
-
-    @staticmethod
-    def read(variables: Mapping[str, str]) -> Environment:
-        """Read torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
-
-        Raises:
-            LaunchError: for a variable that is no number, or a world without an address.
-        """
-        try:
-            number = {name: int(variables.get(name, default)) for name, default in _NUMBERS.items()}
-        except ValueError as error:
-            raise LaunchError("torchrun's environment cannot be read", found=error) from error
-        if number["WORLD_SIZE"] > 1 and "MASTER_ADDR" not in variables:
-            raise LaunchError("WORLD_SIZE is set but MASTER_ADDR is not", fix="Launch with torchrun.")
-        return Environment(
-            number["RANK"],
-            number["WORLD_SIZE"],
-            number["LOCAL_RANK"],
-            number["LOCAL_WORLD_SIZE"],
-            variables.get("MASTER_ADDR", "localhost"),
-            number["MASTER_PORT"],
-            variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
-
-    @property
-    def neighbours(self) -> tuple[int, ...]:
-        """Return the ranks on this host, this one among them: torchrun numbers them one after the other."""
-        first = self.rank - self.local_rank
-        return tuple(range(first, min(first + self.local_world_size, self.world_size)))
-
-
-_NUMBERS = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_PORT": "0",
-}
 
 
 @dataclass(frozen=True, slots=True)

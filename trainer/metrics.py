@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,15 +18,16 @@ from typing import Any
 from trainer.bar import RunBar
 from trainer.checkpoint.files import Files, make_folders, replace_file, temporary_of
 from trainer.checkpoint.policy import SaveReport
-from trainer.errors import TrainerError
 from trainer.event_files import cut_events, put_before
 from trainer.regular_file import read_regular
+from trainer.run_folder import cannot_write
 
 _log = logging.getLogger(__name__)
 
 # Dense bfloat16 peak in FLOP/s, from the makers' data sheets, by a part of the device's name.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "B200": 2250e12}
 
+_METRICS = "metrics.jsonl"
 _EVENTS = "tensorboard"  # the folder of TensorBoard's files
 _VALID_LOSS = "valid/loss"
 
@@ -105,35 +106,46 @@ class RunLog:
         self._has_lost_points = False
         self._is_resumed = False  # until the first iteration after a resume is recorded
 
-    def open(self, iteration: int, config: str, *, owes_evaluation: bool = False) -> None:
+    def open(
+        self, iteration: int, config: str, *, owes_evaluation: bool = False, began_elsewhere: bool = False
+    ) -> None:
         """Begin after `iteration`: what other branches of the run recorded beyond it goes to a file beside.
 
         Args:
             config: the resolved configuration in YAML, kept as `config.yaml`.
             owes_evaluation: whether the evaluation of that iteration is still to come, or to come again.
+            began_elsewhere: whether the iterations until now may be those of another run, which this one has no
+                lines of.
 
         Raises:
             TrainerError: if the run's folder cannot be written.
         """
-        path = self._folder / "metrics.jsonl"
+        path = self._folder / _METRICS
         try:
             make_folders(Files(), self._folder)
             replace_file(Files(), self._folder / "config.yaml", config.encode())
-            cut_after(path, iteration, owes_evaluation=owes_evaluation)
+            recorded = cut_after(path, iteration, owes_evaluation=owes_evaluation)
             self._lines = _Lines(path)
             Files().sync_folder(self._folder)  # the records are durable with the first checkpoint, and so is their name
         except OSError as error:
-            raise TrainerError(
-                f"The run's folder cannot be written: {error.strerror} (errno {error.errno})",
-                where=error.filename or self._folder,
-                fix="Make room or mend the file system, or name another folder with run.dir.",
-            ) from error
+            raise cannot_write(self._folder, error) from error
+        self._report_gap(recorded, iteration, first=min(recorded, default=iteration + 1 if began_elsewhere else 1))
         but = _VALID_LOSS if owes_evaluation else None
         self._plot(lambda: cut_events(self._folder / _EVENTS, iteration, but=but), iteration)
         self._plot(lambda: put_before(self._folder / _EVENTS, int(time.time())), iteration)
         self._purge_step = iteration + 1
         self._is_resumed = iteration > 0
         self._bar = RunBar(sys.stdout, iteration=iteration, train_iters=self._train_iters)
+
+    def _report_gap(self, recorded: Set[int], iteration: int, *, first: int) -> None:
+        """Log which of the iterations from `first` to `iteration` have no line."""
+        count = iteration + 1 - first - len(recorded)
+        if count > 0:
+            lacks = [number for number in range(first, iteration + 1) if number not in recorded]
+            _log.warning(
+                f"{self._folder / _METRICS} has no line of {count} iterations of this run, the first {lacks[0]}, the "
+                f"last {lacks[-1]}: it was deleted or cut"
+            )
 
     def iteration(self, record: IterationRecord) -> None:
         """Record one iteration."""
@@ -296,8 +308,10 @@ class _Lines:
             self._has_failed = True
 
 
-def cut_after(path: Path, iteration: int, *, owes_evaluation: bool = False) -> None:
+def cut_after(path: Path, iteration: int, *, owes_evaluation: bool = False) -> set[int]:
     """Move the lines of `path` beyond `iteration`, and torn ones, to `metrics.abandoned-k.jsonl`.
+
+    Returns the iterations of training whose lines stay.
 
     With `owes_evaluation` the evaluation of that iteration goes too: it will be done again.
 
@@ -306,14 +320,16 @@ def cut_after(path: Path, iteration: int, *, owes_evaluation: bool = False) -> N
     writes, but to the old one.
     """
     if not path.exists():
-        return
-    files, kept, cut = Files(), list[str](), list[str]()
+        return set()
+    files, kept, cut, recorded = Files(), list[str](), list[str](), set[int]()
     for line in _read_lines(path):
-        number = _iteration_of(line)
+        number, event = _parsed(line)
         is_kept = number is not None and number <= iteration
         if owes_evaluation and number == iteration:
-            is_kept = json.loads(line).get("event") != "evaluation"
+            is_kept = event != "evaluation"
         (kept if is_kept else cut).append(line)
+        if number is not None and is_kept and event is None:
+            recorded.add(number)
     side, is_unfinished = _side_file(path, {*kept, *cut})
     if cut:
         replace_file(files, side, _to_bytes(cut))
@@ -322,6 +338,7 @@ def cut_after(path: Path, iteration: int, *, owes_evaluation: bool = False) -> N
         files.remove_file(side)
     for left in (temporary_of(path), temporary_of(side)):
         files.remove_file(left)
+    return recorded
 
 
 def _side_file(path: Path, lines: Collection[str]) -> tuple[Path, bool]:
@@ -339,7 +356,7 @@ def last_recorded_iteration(path: Path) -> int | None:
     """Return the last iteration that `path` records, or None if there is none."""
     if not path.exists():
         return None
-    numbers = [_iteration_of(line) for line in _read_lines(path)]
+    numbers = [_parsed(line)[0] for line in _read_lines(path)]
     return max((number for number in numbers if number is not None), default=None)
 
 
@@ -357,14 +374,16 @@ def _to_bytes(lines: Iterable[str]) -> bytes:
     return "".join(lines).encode("utf-8", errors="surrogateescape")
 
 
-def _iteration_of(line: str) -> int | None:
+def _parsed(line: str) -> tuple[int | None, object]:
+    """Return the iteration of a line, None if it is torn, and its event, None if it is of training."""
     if not line.endswith("\n"):
-        return None
+        return None, None
     try:
-        number = json.loads(line)["iteration"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return number if isinstance(number, int) else None
+        members = json.loads(line)
+        number = members["iteration"]
+        return (number if isinstance(number, int) else None), members.get("event")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, None
 
 
 def _finite(value: float) -> float | None:

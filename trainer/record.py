@@ -17,6 +17,7 @@ from trainer.schedule import DecayStyle, Schedule
 from trainer.topology import Topology
 
 _ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
+_LOSSES = "checkpoint.keep_best and the best loss compare validation losses that are not measured alike"
 _MASKS = f"{_ROUNDING}, but for other masks where there is dropout"
 
 RULES: tuple[Rule, ...] = (
@@ -28,6 +29,8 @@ RULES: tuple[Rule, ...] = (
     Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run goes on with other batches"),
     Rule("batch.micro_batch_size", Verdict.SAID, says=_MASKS),
     Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run goes on with other samples"),
+    Rule("data.valid_fingerprint", Verdict.SAID, says=_LOSSES, is_optional=True),
+    Rule("evaluation", Verdict.SAID, says=_LOSSES, is_optional=True),
     Rule(
         "seed",
         Verdict.FLAG,
@@ -43,6 +46,7 @@ RULES: tuple[Rule, ...] = (
         says="the loss curve will differ",
         hint="schedule.lr_decay_iters={saved} extends the run on the saved schedule",
     ),
+    Rule("clip_grad", Verdict.SAID, says="the loss curve will differ", is_optional=True),
     Rule("adam", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
     Rule("precision", Verdict.SAID, says=_ROUNDING),
     Rule("environment", Verdict.SAID, says=_ROUNDING),
@@ -74,8 +78,21 @@ def model_record(config: ModelConfig) -> Json:
     return {**asdict(config), "family": config.family.value}
 
 
-def describe(config: Config, *, schedule: Schedule, topology: Topology, fingerprint: str, environment: Json) -> Json:
-    """Return the part of the record that stays the same all through a run."""
+def describe(
+    config: Config,
+    *,
+    schedule: Schedule,
+    topology: Topology,
+    fingerprint: str,
+    environment: Json,
+    valid_fingerprint: str | None = None,
+) -> Json:
+    """Return the part of the record that stays the same all through a run.
+
+    Args:
+        fingerprint: of the training data.
+        valid_fingerprint: of the validation data; None where nothing is evaluated.
+    """
     train, optimizer = config.train, config.optimizer
     no_decay = no_decay_names(config.model)
     names = list(stored_tensors(config.model))
@@ -95,7 +112,12 @@ def describe(config: Config, *, schedule: Schedule, topology: Topology, fingerpr
             "seq_length": train.seq_length,
             "micro_batch_size": train.micro_batch_size,
         },
-        "data": {"fingerprint": fingerprint},
+        "data": {
+            "fingerprint": fingerprint,
+            **({"valid_fingerprint": valid_fingerprint} if valid_fingerprint else {}),
+        },
+        "evaluation": _evaluation(config),
+        "clip_grad": train.clip_grad,
         "seed": train.seed,
         "schedule": asdict(schedule),
         "adam": {
@@ -114,6 +136,12 @@ def describe(config: Config, *, schedule: Schedule, topology: Topology, fingerpr
         "precision": {"dtype": train.dtype.value},
         "environment": environment,
     }
+
+
+def _evaluation(config: Config) -> Json:
+    train = config.train
+    iters = {"eval_iters": train.eval_iters} if train.eval_interval else {}
+    return {"eval_interval": train.eval_interval, **iters}
 
 
 def state_record(progress: Progress, lr: float, description: Json) -> Json:

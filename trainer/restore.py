@@ -17,7 +17,7 @@ from trainer.checkpoint.live import LiveTensor, local_of, parameter_names
 from trainer.checkpoint.loader import LoadReport, check_tensors
 from trainer.checkpoint.patience import Patience, failed_read
 from trainer.checkpoint.reader import Checkpoint, read_places
-from trainer.checkpoint.store import CheckpointFolder
+from trainer.checkpoint.store import TRACKER, CheckpointFolder
 from trainer.config import CheckpointSection, Verify
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.hf.folder import is_folder
@@ -36,11 +36,13 @@ _NAMED, _OWN = b"c", b"o"
 _WEIGHTS = {b"p": WeightsKind.folder, b"f": WeightsKind.file}
 
 
-def restore(run: Run) -> None:
+def restore(run: Run) -> bool:
     """Load what `checkpoint.load` names, or start fresh. A call of all ranks.
 
     Afterwards the state, the schedule and the progress are those of the checkpoint, tied embeddings are one tensor
     again, and checkpoints of this run that are newer are out of the way.
+
+    Returns whether the run begins at what `checkpoint.load` names, so that it has no records of the iterations before.
 
     Raises:
         TrainerError: on every rank, before a byte was copied, if the checkpoint is not one that this run may continue.
@@ -63,6 +65,7 @@ def restore(run: Run) -> None:
     run.checkpointer.rewind(began_at)
     if _is_directed(run.config.checkpoint):
         _note_beginning(run, began_at)
+    return origin is not None and not origin.goes_on and run.config.checkpoint.load != "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +168,32 @@ def _find(run: Run) -> bytes:
             found="no checkpoint",
             fix="Correct checkpoint.ckpt_step.",
         )
-    metrics = Path(run.config.run.dir) / "metrics.jsonl"
+    _refuse_lost_checkpoints(run)
+    return b""
+
+
+def _refuse_lost_checkpoints(run: Run) -> None:
+    """Refuse a fresh start where the records or the tracker show that there were checkpoints."""
+    metrics, save = Path(run.config.run.dir) / "metrics.jsonl", run.config.checkpoint.save
     last = last_recorded_iteration(metrics)
+    own = None if save is None else CheckpointFolder(Path(save), Files())
+    tracked = None if own is None else own.tracker()
     if last is not None:
         raise CheckpointError(
             "This run has recorded iterations but has no checkpoint to continue from",
             where=metrics,
-            expected=f"a checkpoint in {section.save}" if section.save else "a checkpoint, but checkpoint.save is null",
+            expected=f"a checkpoint in {save}" if save else "a checkpoint, but checkpoint.save is null",
             found=f"{last} as the last iteration and no iter_ folder",
             fix="Mount or restore the checkpoints, or start over with checkpoint.load=none.",
         )
-    return b""
+    if own is not None and tracked is not None:
+        raise CheckpointError(
+            "The tracker names a checkpoint, but there is none to continue from",
+            where=own.root / TRACKER,
+            expected=f"the folder {own.iteration(tracked).name}",
+            found="no iter_ folder",
+            fix="Restore the checkpoints, or start over with checkpoint.load=none.",
+        )
 
 
 def _named(path: Path) -> bytes:

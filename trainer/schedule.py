@@ -21,17 +21,21 @@ class ScheduleSection:
     """The learning-rate schedule.
 
     Args:
-        lr_warmup_iters: iterations over which the rate rises linearly from 0.
+        lr_warmup_iters: iterations over which the rate rises linearly from 0; null means 10, or half of
+            `lr_decay_iters` where that is below 10.
         lr_decay_iters: iteration at which `min_lr` is reached; null means `train.train_iters`.
         min_lr: the rate from then on.
         lr_wsd_decay_iters: for wsd, how many iterations before `lr_decay_iters` the decay begins; null means a tenth.
     """
 
     lr_decay_style: DecayStyle = DecayStyle.cosine
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: int | None = 0
     lr_decay_iters: int | None = None
     min_lr: float = 0.0
     lr_wsd_decay_iters: int | None = None
+
+
+_WARMUP_ITERS = 10  # the default's, where the schedule is as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +76,28 @@ def resolve(section: ScheduleSection, train_iters: int, lr: float) -> Schedule:
         style=section.lr_decay_style.value,
         lr=lr,
         min_lr=section.min_lr,
-        warmup_iters=section.lr_warmup_iters,
+        warmup_iters=_warmup_iters(section, decay_iters),
         decay_iters=decay_iters,
         wsd_decay_iters=wsd if section.lr_decay_style is DecayStyle.wsd else 0,
     )
+
+
+def _warmup_iters(section: ScheduleSection, decay_iters: int) -> int:
+    if section.lr_warmup_iters is not None:
+        return section.lr_warmup_iters
+    return _WARMUP_ITERS if decay_iters >= _WARMUP_ITERS else max(0, decay_iters // 2)
 
 
 def problems(section: ScheduleSection, train_iters: int, lr: float) -> list[str]:
     """Return every reason why a section is no schedule; each names its key and value."""
     found = []
     decay_iters = train_iters if section.lr_decay_iters is None else section.lr_decay_iters
-    warmup = section.lr_warmup_iters
+    warmup = _warmup_iters(section, decay_iters)
     if section.lr_decay_iters is not None and section.lr_decay_iters < 1:
         found.append(f"schedule.lr_decay_iters={section.lr_decay_iters}: must be at least 1")
     if warmup < 0:
         found.append(f"schedule.lr_warmup_iters={warmup}: must be 0 or more")
-    if warmup > train_iters:
+    if section.lr_warmup_iters is not None and warmup > train_iters:
         found.append(f"schedule.lr_warmup_iters={warmup}: longer than the run, train.train_iters={train_iters}")
     elif warmup > decay_iters:
         found.append(f"schedule.lr_warmup_iters={warmup}: longer than schedule.lr_decay_iters={decay_iters}")

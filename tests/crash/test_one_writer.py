@@ -167,7 +167,8 @@ def test_a_stopped_trainer_that_was_taken_for_dead_ends_with_a_lock_error(
         for rank in range(ranks):
             zombie.send(rank, signal.SIGSTOP)
         holder = json.loads(lock.read_text())
-        let_the_holder_seem_dead(lock)
+        for held in (lock, run / "lock"):
+            let_the_holder_seem_dead(held)
         arguments = [f"run.dir={run}", *BASE]
         with started(run_trainer, arguments, folder=tmp_path / "successor", ranks=ranks) as running:
             running.join(60.0)

@@ -6,11 +6,18 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.harness import ALL_CORES, TINY, Ended, all_files, curve, launch, run_ok
+from trainer.checkpoint import manifest
+from trainer.checkpoint.commit import MANIFEST
+from trainer.checkpoint.manifest import FileEntry, digest_of
+from trainer.checkpoint.reader import STATE
+from trainer.data.token_file import write_token_file
 
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=3", "schedule.lr_decay_iters=20"]
 
@@ -146,6 +153,70 @@ def test_what_only_changes_the_rounding_is_said_in_a_line(run: Path) -> None:
         "model.dropout: saved 0.0, now 0.1; the loss curve will differ",
     ):
         assert line in ended.text
+
+
+def test_another_clipping_and_another_evaluation_are_said_in_a_line(run: Path) -> None:
+    ended = run_ok(run, [*BASE, "train.clip_grad=0.5", "train.eval_interval=1", "train.eval_iters=1"])
+    assert "clip_grad: saved 1.0, now 0.5; the loss curve will differ" in ended.text
+    losses = "checkpoint.keep_best and the best loss compare validation losses that are not measured alike"
+    assert f"evaluation.eval_interval: saved 0, now 1; {losses}" in ended.text
+    assert "eval_iters" not in ended.text  # nothing was evaluated before
+
+
+def test_other_validation_data_are_said_in_a_line(tmp_path: Path) -> None:
+    for name, seed in (("train", 0), ("valid", 1), ("other", 2)):
+        tokens = np.random.default_rng(seed).integers(0, 256, 4000)
+        write_token_file(tmp_path / f"{name}.bin", [tokens], dtype=np.uint16)
+    evaluated = [*BASE, "data=token_file", f"data.train={tmp_path}/train.bin", "train.eval_interval=3"]
+    first = [*evaluated, f"data.valid={tmp_path}/valid.bin", "train.eval_iters=2"]
+    run = tmp_path / "run"
+    run_ok(run, first)
+    ended = run_ok(run, [*evaluated, f"data.valid={tmp_path}/other.bin", "train.eval_iters=1", "train.train_iters=4"])
+    assert re.search(r"^data\.valid_fingerprint: saved \w{16}, now \w{16}; checkpoint\.keep_best", ended.text, re.M)
+    assert "evaluation.eval_iters: saved 2, now 1; " in ended.text
+    assert "data.fingerprint" not in ended.text
+
+
+def test_a_checkpoint_without_the_optional_members_loads_without_a_word(run: Path) -> None:
+    checkpoint = run / "checkpoints/iter_0000003"
+    state = json.loads((checkpoint / STATE).read_text())
+    assert state["data"].keys() == {"fingerprint"}  # nothing is evaluated in this run
+    assert {state.pop("clip_grad"), *state.pop("evaluation").values()} == {1.0, 0}
+    replace_document(checkpoint, STATE, state)
+    ended = run_ok(run, [*BASE, "train.clip_grad=0.5", "train.eval_interval=3"])
+    assert "now" not in ended.text.split("loaded")[0]
+
+
+def test_lost_records_and_lost_checkpoints_are_said_in_a_line(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("9\n")
+    text = continue_from_lost(run)
+    assert f"{run}/metrics.jsonl has no line of 3 iterations of this run, the first 1, the last 3" in text
+    assert "names iteration 9, but the newest checkpoint is iter_0000003" in text
+
+
+def test_a_tracker_without_any_checkpoint_is_no_fresh_start(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints/iter_0000003")
+    (run / "metrics.jsonl").unlink()
+    message = refuse(run)
+    assert "The tracker names a checkpoint, but there is none to continue from" in message
+    assert "expected the folder iter_0000003" in message
+    assert "starting fresh" in run_ok(run, [*BASE, "checkpoint.load=none"]).text
+
+
+def replace_document(checkpoint: Path, name: str, document: dict[str, object]) -> None:
+    """Replace a JSON file of a checkpoint, and its digest in the manifest."""
+    data = json.dumps(document).encode()
+    (checkpoint / name).write_bytes(data)
+    found = manifest.from_bytes((checkpoint / MANIFEST).read_bytes(), where=checkpoint)
+    files = {**found.files, name: FileEntry(len(data), digest_of(data), is_tensor_file=False)}
+    (checkpoint / MANIFEST).write_bytes(manifest.to_bytes(replace(found, files=files)))
+
+
+def continue_from_lost(run: Path) -> str:
+    ended = run_ok(run, [*BASE, "train.train_iters=4"])
+    assert [row[0] for row in curve(run)] == [4]
+    return ended.outputs[0]
 
 
 @pytest.mark.skipif(len(ALL_CORES) < 2, reason="needs two cores")

@@ -94,7 +94,7 @@ def test_plain_python_trains_and_resumes_from_any_folder(tmp_path: Path) -> None
     assert "iteration 3 from" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
     run = tmp_path / "runs/plain"
-    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.yaml", "lock", "metrics.jsonl"]
     assert [row[0] for row in curve(run)] == [1, 2, 3, 4, 5]
 
 

@@ -78,6 +78,9 @@ def test_a_folder_without_checkpoints_is_said_so(
 ) -> None:
     assert main([*command, str(tmp_path / "nowhere")]) == IMPOSSIBLE
     assert f"checkpoint: There is no such folder ({tmp_path / 'nowhere'})" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main([*command, str(tmp_path / "file")]) == IMPOSSIBLE
+    assert f"A path is a file where a folder is expected ({tmp_path / 'file'})" in capsys.readouterr().err
     if command[0] != "prune":
         assert main([*command, str(tmp_path)]) == IMPOSSIBLE
         assert "holds no checkpoint" in capsys.readouterr().err

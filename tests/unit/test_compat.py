@@ -98,3 +98,11 @@ def test_a_hint_without_a_saved_value_is_left_out() -> None:
         with pytest.raises(MismatchError) as caught:
             settle(found, flags=(), where="x")
         assert f"current 40  ({hint}checkpoint.other=true allows it)" in str(caught.value)
+
+
+def test_an_optional_field_is_compared_only_where_both_sides_have_it() -> None:
+    table = (*TABLE, Rule("evaluation", Verdict.SAID, says="losses are not measured alike", is_optional=True))
+    assert differences(SAVED, {**SAVED, "evaluation": {"iters": 4}}, table) == []
+    assert differences({**SAVED, "evaluation": {"iters": 4}}, SAVED, table) == []
+    found = differences({**SAVED, "evaluation": {"iters": 4}}, {**SAVED, "evaluation": {"iters": 8}}, table)
+    assert settle(found, flags=(), where="x") == ["evaluation.iters: saved 4, now 8; losses are not measured alike"]

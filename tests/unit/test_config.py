@@ -66,7 +66,6 @@ def test_an_impossible_value_is_named_with_its_key(section: str, key: str, value
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ([("checkpoint", "save", None), ("checkpoint", "save_interval", 5)], "needs checkpoint.save"),
         (
             [("checkpoint", "override_scheduler", True), ("checkpoint", "use_checkpoint_scheduler", True)],
             "exclude each other",

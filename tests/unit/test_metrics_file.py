@@ -265,3 +265,39 @@ def test_the_peak_of_a_device_is_found_by_its_name() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("Radeon") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "began_elsewhere", "words"),
+    [
+        (None, False, "has no line of 6 iterations of this run, the first 1, the last 6"),
+        ("", False, "has no line of 6 iterations of this run, the first 1, the last 6"),
+        (lines(1, 2, 5, 6), False, "has no line of 2 iterations of this run, the first 3, the last 4"),
+        (lines(1, 2, 3, 4) + lines(5)[:-3], False, "has no line of 2 iterations of this run, the first 5, the last 6"),
+        (lines(3, 4, 6), True, "has no line of 1 iterations of this run, the first 5, the last 5"),
+        (lines(1, 2, 3, 4, 5, 6, 7), False, None),
+        (lines(4, 5, 6), True, None),
+        (None, True, None),
+    ],
+)
+def test_lines_that_were_deleted_or_cut_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None, began_elsewhere: bool, words: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    log = run_log(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        log.open(6, "config", began_elsewhere=began_elsewhere)
+    log.close()
+    assert [record.getMessage().partition("metrics.jsonl ")[2] for record in caplog.records] == (
+        [] if words is None else [f"{words}: it was deleted or cut"]
+    )
+
+
+def test_an_evaluation_is_no_line_of_an_iteration_of_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").write_text(lines(1) + json.dumps({"iteration": 2, "event": "evaluation"}) + "\n")
+    log = run_log(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        log.open(2, "config")
+    log.close()
+    assert "the first 2, the last 2" in caplog.text

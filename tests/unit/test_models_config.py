@@ -1,6 +1,7 @@
 """Shipped configurations, published sizes, and what is refused."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,15 @@ import torch
 from model_samples import FAMILIES, GPT2, LLAMA3
 from omegaconf import OmegaConf
 
-from models import ModelConfig, RopeScaling, build_model, flops_per_token, parameter_count, problems
+from models import (
+    ModelConfig,
+    RopeScaling,
+    build_model,
+    flops_per_token,
+    parameter_count,
+    problems,
+    stored_tensors,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 
@@ -46,6 +55,13 @@ def test_published_sizes(name: str, count: int) -> None:
     with torch.device("meta"):
         model = build_model(replace(config, pad_vocab_multiple=1))
     assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_count_in_closed_form_is_that_of_the_stored_tensors(path: Path) -> None:
+    shipped = read_config(path.stem)
+    for config in (shipped, replace(shipped, tie_word_embeddings=not shipped.tie_word_embeddings)):
+        assert parameter_count(config) == sum(prod(tensor.shape) for tensor in stored_tensors(config).values())
 
 
 def test_flops_per_token_count_what_is_multiplied() -> None:

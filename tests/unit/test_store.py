@@ -80,6 +80,26 @@ def test_sweep_lets_the_tracker_name_the_newest_checkpoint(tmp_path: Path, left:
     assert not (tmp_path / f".{TRACKER}.new").exists()
 
 
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ([], "names iteration 9, but the newest checkpoint is iter_0000007: newer ones were removed"),
+        (["iter_0000009.superseded-1"], None),
+        (["iter_0000009"], None),
+    ],
+)
+def test_a_tracker_newer_than_the_folders_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, others: list[str], words: str | None
+) -> None:
+    folder = CheckpointFolder(tmp_path, Files())
+    for name in ("iter_0000007", *others):
+        (tmp_path / name).mkdir()
+    (tmp_path / TRACKER).write_text("9\n")
+    folder.sweep()
+    assert (words in caplog.text) if words else caplog.records == []
+    assert folder.tracker() == (9 if others == ["iter_0000009"] else 7)
+
+
 def test_superseding_takes_the_tracker_back_with_it(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, "iter_0000007", "iter_0000040")
     folder.sweep()

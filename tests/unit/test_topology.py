@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.environment import Environment
 from trainer.errors import LaunchError
-from trainer.launch import Environment
 from trainer.stop import should_exit
 from trainer.topology import Coordinate, Topology
 

@@ -31,6 +31,13 @@ class Source:
         return Source(inner if inner.is_dir() else path)
 
 
+def no_folder(path: Path, *, kind: str = "such folder", fix: str | None = None) -> CheckpointError:
+    """Return the error of a path that is no folder: nothing is there, or something else is."""
+    if path.exists():
+        return CheckpointError("A path is a file where a folder is expected", where=path, fix=fix)
+    return CheckpointError(f"There is no {kind}", where=path, fix=fix)
+
+
 class Chooser:
     """Offers the candidates of a source, newest first, each checked as far as that goes without reading its tensors.
 
@@ -102,9 +109,7 @@ class Chooser:
     def _find(self) -> list[Path]:
         path = self._source.path
         if not path.is_dir():
-            raise CheckpointError(
-                "There is no checkpoint folder", where=path, fix="Correct the path, or checkpoint.load."
-            )
+            raise no_folder(path, kind="checkpoint folder", fix="Correct the path, or checkpoint.load.")
         if (path / MANIFEST).exists() or is_iteration_name(path.name):
             if self._source.iteration is not None:
                 raise CheckpointError(

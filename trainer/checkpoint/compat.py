@@ -29,6 +29,7 @@ class Rule:
         flag: the flag that allows the difference, for Verdict.FLAG.
         says: what the difference means once it is allowed, for the log line.
         hint: what to know before allowing it, for the refusal; `{saved}` in it becomes the saved value.
+        is_optional: whether a field that only one side has is no difference: older checkpoints lack it.
     """
 
     field: str
@@ -36,6 +37,7 @@ class Rule:
     flag: str = ""
     says: str = ""
     hint: str = ""
+    is_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,9 @@ def differences(saved: Json, current: Json, table: Sequence[Rule]) -> list[Diffe
     found = []
     for field in sorted(old.keys() | new.keys()):
         rule = _rule_for(field, table)
-        if rule is not None and old.get(field) != new.get(field):
+        if rule is None or (rule.is_optional and not (field in old and field in new)):
+            continue
+        if old.get(field) != new.get(field):
             found.append(Difference(field, old.get(field), new.get(field), rule))
     return sorted(found, key=lambda d: table.index(d.rule))
 

@@ -39,13 +39,26 @@ class Holder:
 
 
 class FolderLock:
-    """The lock of one checkpoint folder, held from `acquire` to `release` or to the end of the process.
+    """The lock of one folder, held from `acquire` to `release` or to the end of the process.
 
     flock(2) alone decides between processes of one host: the kernel lets go when the holder dies. Between hosts whose
     file system does not carry flock, the holder's heartbeat (the file's time) decides.
+
+    Args:
+        kind: what the folder is, for messages.
+        key: the key of the configuration that names it.
     """
 
-    def __init__(self, folder: Path, nonce: str, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nonce: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        kind: str = "checkpoint folder",
+        key: str = "checkpoint.save",
+    ) -> None:
+        self._kind, self._key = kind, key
         self._path = folder / "lock"
         self._me = Holder(socket.gethostname(), os.getpid(), nonce, clock())
         self._clock = clock
@@ -160,9 +173,9 @@ class FolderLock:
             raise self._refusal(self._holder()) from None
         except OSError as error:
             raise LockError(
-                f"The lock of a checkpoint folder cannot be taken: {error.strerror} (errno {error.errno})",
+                f"The lock of a {self._kind} cannot be taken: {error.strerror} (errno {error.errno})",
                 where=self._path,
-                fix="Let the file system carry flock(2), or name another folder with checkpoint.save.",
+                fix=f"Let the file system carry flock(2), or name another folder with {self._key}.",
             ) from error
 
     def _beat(self) -> None:
@@ -185,7 +198,7 @@ class FolderLock:
 
     def _refusal(self, holder: Holder | None) -> LockError:
         found = "a holder that left no name"
-        fix = "End that job, or give this one another run.name or checkpoint.save."
+        fix = f"End that job, or give this one another run.name or {self._key}."
         if holder is not None:
             started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
             found = f"host {holder.host}, pid {holder.pid}, started {started}"
@@ -193,14 +206,14 @@ class FolderLock:
             age_s = max(0.0, self._clock() - self._heartbeat())
             found += f", last heard of {age_s:.0f} s ago"
             fix = (
-                "If that job runs, end it, or give this one another run.name or checkpoint.save. If it is dead, start "
+                f"If that job runs, end it, or give this one another run.name or {self._key}. If it is dead, start "
                 f"this one again in {max(1.0, STALE_S - age_s):.0f} s, or remove {self._path}."
             )
-        return LockError("Another job writes to this checkpoint folder", where=self._path.parent, found=found, fix=fix)
+        return LockError(f"Another job writes to this {self._kind}", where=self._path.parent, found=found, fix=fix)
 
     def _no_file(self) -> LockError:
         return LockError(
-            "The lock of a checkpoint folder is no regular file",
+            f"The lock of a {self._kind} is no regular file",
             where=self._path,
-            fix="Remove it, or name another folder with checkpoint.save.",
+            fix=f"Remove it, or name another folder with {self._key}.",
         )

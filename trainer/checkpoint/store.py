@@ -149,7 +149,8 @@ class CheckpointFolder:
         leftovers = [path for path in folders if _LEFTOVER.fullmatch(path.name)]
         leftovers += [path for path in found if _MARK.fullmatch(path.name) and path.is_file()]
         removed = [path for path in leftovers if self._remove(path)]
-        if self.committed():  # else it is all that tells of a run whose checkpoints are gone
+        if committed := self.committed():  # else it is all that tells of a run whose checkpoints are gone
+            self._report_lost(max(committed))
             self._mend_tracker()
         return removed
 
@@ -199,6 +200,18 @@ class CheckpointFolder:
             _log.error("%s could not be swept: %s", path, error)
             return False
         return True
+
+    def _report_lost(self, newest: int) -> None:
+        """Log that the tracker names a newer checkpoint than there is; a superseded one was renamed on purpose."""
+        tracked = self.tracker()
+        if tracked is None or tracked <= newest or any(self.root.glob(f"{iteration_name(tracked)}.superseded-*")):
+            return
+        _log.warning(
+            "%s names iteration %d, but the newest checkpoint is %s: newer ones were removed, or are not visible here",
+            self.root / TRACKER,
+            tracked,
+            iteration_name(newest),
+        )
 
     def _mend_tracker(self) -> None:
         """Let the tracker name the newest checkpoint: a hint only, the checkpoints are there all the same."""

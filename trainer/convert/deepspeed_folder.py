@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainer.checkpoint.choose import no_folder
 from trainer.convert.torch_file import open_torch_file
 from trainer.errors import CheckpointError, MismatchError
 
@@ -99,7 +100,7 @@ def take(table: Table, key: object, kind: type[T], where: object) -> T:
 def _tag(path: Path) -> Path:
     """Return the folder of the tag that is asked for."""
     if not path.is_dir():
-        raise CheckpointError("There is no such folder", where=path)
+        raise no_folder(path)
     latest = path / "latest"
     if not latest.is_file():
         if (path / "latest_universal").is_file():

@@ -1,0 +1,61 @@
+"""A run whose caller has closed its standard streams trains and saves, and its errors are in a file of the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import TINY, all_files, curve
+from trainer.__main__ import CONFIGS
+
+ARGUMENTS = ("run.dir=run", "model=gpt2_tiny", *TINY, "train.train_iters=2", "schedule.lr_warmup_iters=1")
+
+
+def run(folder: Path, closing: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in `folder` with the redirections of a shell, as `>&-`."""
+    command = [sys.executable, "-m", "trainer", *ARGUMENTS, *arguments]
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {closing}', "sh", *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(CONFIGS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    "closing",
+    [">&-", *(pytest.param(each, marks=pytest.mark.slow) for each in ("2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"))],
+)
+def test_a_run_with_closed_streams_trains_and_writes_its_files(tmp_path: Path, closing: str) -> None:
+    ended = run(tmp_path, closing)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    assert [row[0] for row in curve(tmp_path / "run")] == [1, 2]
+    assert (tmp_path / "run/checkpoints/iter_0000002/manifest.json").exists()
+    assert not (tmp_path / "run/error.log").exists()
+    # No file of the run was opened in the place of a closed stream, where prints would have gone into it.
+    assert all(b"train loss" not in data for data in all_files(tmp_path / "run").values())
+
+
+@pytest.mark.slow
+def test_the_error_of_a_run_without_streams_is_in_a_file_of_the_run(tmp_path: Path) -> None:
+    assert run(tmp_path, ">&- 2>&-").returncode == 0
+    assert run(tmp_path, ">&- 2>&-", "model.n_layer=1").returncode == 1
+    (line, *rest) = (tmp_path / "run/error.log").read_text().splitlines()
+    assert line.startswith("MismatchError: The checkpoint belongs to another run")
+    assert "model.n_layer" in rest[0]
+    # With stdout open the error is there.
+    ended = run(tmp_path, "2>&-", "model.n_layer=1")
+    assert ended.returncode == 1
+    assert "MismatchError: The checkpoint belongs to another run" in ended.stdout
+
+
+def test_a_refused_configuration_makes_no_file_for_its_error(tmp_path: Path) -> None:
+    assert run(tmp_path, ">&- 2>&-", "checkpoint.save=s3://bucket/run").returncode == 1
+    assert list(tmp_path.iterdir()) == []

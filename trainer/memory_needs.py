@@ -1,0 +1,84 @@
+"""The least memory that a run needs, in closed form, so that a model that cannot fit is refused before it is built."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from models.config import parameter_count
+from trainer.config import Config, topology_of
+from trainer.errors import ConfigError
+
+_GIB = 1 << 30
+_STATE_BYTES = 16  # of a parameter: weight, gradient and two moments, float32
+_TOKEN_BYTES = 8
+_GPU_NODE = Path("/dev/nvidiactl")
+
+
+def least_bytes(config: Config, world_size: int) -> int:
+    """Return a lower bound of the bytes that one rank of `world_size` holds, on average, at the end of an iteration.
+
+    Weights, gradients, moments and the tokens of an iteration are counted, activations are not.
+    """
+    topology = topology_of(config, world_size)
+    copies = topology.dp if config.parallel.zero_stage == 0 else 1
+    padded = replace(config.model, vocab_size=config.model.padded_vocab_size)
+    state = _STATE_BYTES * parameter_count(padded) * copies // world_size
+    train = config.train
+    return state + _TOKEN_BYTES * (train.global_batch_size // topology.dp) * (train.seq_length + 1)
+
+
+def host_bytes(meminfo: str, cgroup_limit: str = "max") -> int | None:
+    """Return the memory and swap of a host in bytes; None where the kernel does not report them.
+
+    Args:
+        meminfo: the text of `/proc/meminfo`.
+        cgroup_limit: the text of the control group's `memory.max`.
+    """
+    sizes = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+): +(\d+) kB$", meminfo, re.MULTILINE)}
+    memory = sizes.get("MemTotal")
+    if memory is None:
+        return None
+    if cgroup_limit.strip().isdigit():
+        memory = min(memory, int(cgroup_limit))
+    return memory + sizes.get("SwapTotal", 0)
+
+
+def require_host_memory(config: Config, world_size: int, local_world_size: int) -> None:
+    """Refuse a run on CPUs whose state cannot fit into this host's memory and swap.
+
+    Raises:
+        ConfigError: naming both sizes.
+    """
+    device = config.train.device
+    if device == "cuda" or (device == "auto" and _GPU_NODE.exists()):
+        return
+    available = host_bytes(_text(Path("/proc/meminfo")), _text(Path("/sys/fs/cgroup/memory.max")))
+    if available is not None:
+        require_memory(config, world_size, ranks=local_world_size, available_bytes=available, where="this host")
+
+
+def require_memory(config: Config, world_size: int, *, ranks: int, available_bytes: int, where: str) -> None:
+    """Refuse a run whose state cannot fit where `ranks` of its ranks share `available_bytes`.
+
+    Raises:
+        ConfigError: naming both sizes.
+    """
+    needed = ranks * least_bytes(config, world_size)
+    if needed > available_bytes:
+        raise ConfigError(
+            f"The run does not fit into the memory of {where}",
+            where=f"{ranks} of {world_size} ranks",
+            expected=f"at most {available_bytes / _GIB:.1f} GiB",
+            found=f"at least {needed / _GIB:.1f} GiB for {parameter_count(config.model):,} parameters, their gradients "
+            f"and moments, and {config.train.global_batch_size:,} samples of {config.train.seq_length:,} tokens",
+            fix="Choose a smaller model or batch, or more hosts; train.dry_run=true shows what every rank would hold.",
+        )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
