@@ -44,6 +44,8 @@ RULES: tuple[Rule, ...] = (
         hint="schedule.lr_decay_iters={saved} extends the run on the saved schedule",
     ),
     Rule("adam", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
+    Rule("optimizer", Verdict.REFUSED),
+    Rule("optimizer.weight_decay", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
     Rule("precision", Verdict.SAID, says=_ROUNDING),
     Rule("environment", Verdict.SAID, says=_ROUNDING),
 )
@@ -64,6 +66,38 @@ def rules_for(section: CheckpointSection) -> Sequence[Rule]:
     return RULES
 
 
+def compared(saved: Json, current: Json) -> tuple[Json, Json]:
+    """Return two states in the form in which they are compared.
+
+    In the place of the optimizer's groups it has whether each parameter that both states know has weight decay; how
+    much is in `adam`. A member of the optimizer that the saved state leaves out, which it may, is in neither.
+    """
+    theirs, ours = saved.get("optimizer", {}), current["optimizer"]
+    if not isinstance(theirs, Mapping):
+        return saved, current
+    old, new = ({"name": table["name"]} if "name" in theirs else {} for table in (theirs, ours))
+    if "groups" in theirs:
+        there, here = _decays(theirs["groups"]), _decays(ours["groups"])
+        if there is None or here is None:
+            return saved, current
+        both = there.keys() & here.keys()
+        old["weight_decay"], new["weight_decay"] = ({name: known[name] for name in both} for known in (there, here))
+    return {**saved, "optimizer": old}, {**current, "optimizer": new}
+
+
+def _decays(groups: object) -> dict[str, bool] | None:
+    """Return whether each parameter has weight decay: the first group has. None for what are no groups."""
+    if not isinstance(groups, list):
+        return None
+    found = dict[str, bool]()
+    for number, group in enumerate(groups):
+        names = group.get("names") if isinstance(group, Mapping) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return None
+        found |= dict.fromkeys(names, number == 0)
+    return found
+
+
 def no_decay_names(config: ModelConfig) -> frozenset[str]:
     """Return the parameters without weight decay: biases and norms, all that is no matrix on disk."""
     return frozenset(name for name, tensor in stored_tensors(config).items() if len(tensor.shape) < 2)
@@ -77,8 +111,6 @@ def model_record(config: ModelConfig) -> Json:
 def describe(config: Config, *, schedule: Schedule, topology: Topology, fingerprint: str, environment: Json) -> Json:
     """Return the part of the record that stays the same all through a run."""
     train, optimizer = config.train, config.optimizer
-    no_decay = no_decay_names(config.model)
-    names = list(stored_tensors(config.model))
     return {
         "model": model_record(config.model),
         "topology": {
@@ -104,15 +136,21 @@ def describe(config: Config, *, schedule: Schedule, topology: Topology, fingerpr
             "beta2": optimizer.adam_beta2,
             "eps": optimizer.adam_eps,
         },
-        "optimizer": {
-            "name": "AdamW",
-            "groups": [
-                {"weight_decay": optimizer.weight_decay, "names": [name for name in names if name not in no_decay]},
-                {"weight_decay": 0.0, "names": [name for name in names if name in no_decay]},
-            ],
-        },
+        "optimizer": optimizer_record(config.model, optimizer.weight_decay),
         "precision": {"dtype": train.dtype.value},
         "environment": environment,
+    }
+
+
+def optimizer_record(model: ModelConfig, weight_decay: float) -> Json:
+    """Return the optimizer's name and its groups: the parameters with weight decay, then those without."""
+    no_decay, names = no_decay_names(model), list(stored_tensors(model))
+    return {
+        "name": "AdamW",
+        "groups": [
+            {"weight_decay": weight_decay, "names": [name for name in names if name not in no_decay]},
+            {"weight_decay": 0.0, "names": [name for name in names if name in no_decay]},
+        ],
     }
 
 
