@@ -74,6 +74,9 @@ def test_a_pipeline_over_a_checkpoint_says_what_generate_says(
         assert theirs(text).input_ids == tokens
         assert theirs(theirs.decode([*tokens, end])).input_ids == [*tokens, end]
 
+    ordinary = AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
+    assert ordinary("a<|endoftext|>").input_ids == prompt_tokens(encoder, "a<|endoftext|>", encoder.vocab_size)
+
     assert look.main(["verify", str(folder)]) == 0
     (folder / NAMES[0]).write_bytes((folder / NAMES[0]).read_bytes()[:-1] + b" ")
     assert look.main(["verify", str(folder)]) == 1
