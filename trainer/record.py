@@ -48,6 +48,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("clip_grad", Verdict.SAID, says="the loss curve will differ", is_optional=True),
     Rule("adam", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
+    Rule("optimizer", Verdict.REFUSED),
+    Rule("optimizer.weight_decay", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
     Rule("precision", Verdict.SAID, says=_ROUNDING),
     Rule("environment", Verdict.SAID, says=_ROUNDING),
 )
@@ -66,6 +68,38 @@ def rules_for(section: CheckpointSection) -> Sequence[Rule]:
     if section.use_checkpoint_scheduler:
         return [rule for rule in RULES if not rule.field.startswith(("schedule", "adam"))]
     return RULES
+
+
+def compared(saved: Json, current: Json) -> tuple[Json, Json]:
+    """Return two states in the form in which they are compared.
+
+    In the place of the optimizer's groups it has whether each parameter that both states know has weight decay; how
+    much is in `adam`. A member of the optimizer that the saved state leaves out, which it may, is in neither.
+    """
+    theirs, ours = saved.get("optimizer", {}), current["optimizer"]
+    if not isinstance(theirs, Mapping):
+        return saved, current
+    old, new = ({"name": table["name"]} if "name" in theirs else {} for table in (theirs, ours))
+    if "groups" in theirs:
+        there, here = _decays(theirs["groups"]), _decays(ours["groups"])
+        if there is None or here is None:
+            return saved, current
+        both = there.keys() & here.keys()
+        old["weight_decay"], new["weight_decay"] = ({name: known[name] for name in both} for known in (there, here))
+    return {**saved, "optimizer": old}, {**current, "optimizer": new}
+
+
+def _decays(groups: object) -> dict[str, bool] | None:
+    """Return whether each parameter has weight decay: the first group has. None for what are no groups."""
+    if not isinstance(groups, list):
+        return None
+    found = dict[str, bool]()
+    for number, group in enumerate(groups):
+        names = group.get("names") if isinstance(group, Mapping) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return None
+        found |= dict.fromkeys(names, number == 0)
+    return found
 
 
 def no_decay_names(config: ModelConfig) -> frozenset[str]:
@@ -94,8 +128,6 @@ def describe(
         valid_fingerprint: of the validation data; None where nothing is evaluated.
     """
     train, optimizer = config.train, config.optimizer
-    no_decay = no_decay_names(config.model)
-    names = list(stored_tensors(config.model))
     return {
         "model": model_record(config.model),
         "topology": {
@@ -126,13 +158,7 @@ def describe(
             "beta2": optimizer.adam_beta2,
             "eps": optimizer.adam_eps,
         },
-        "optimizer": {
-            "name": "AdamW",
-            "groups": [
-                {"weight_decay": optimizer.weight_decay, "names": [name for name in names if name not in no_decay]},
-                {"weight_decay": 0.0, "names": [name for name in names if name in no_decay]},
-            ],
-        },
+        "optimizer": optimizer_record(config.model, optimizer.weight_decay),
         "precision": {"dtype": train.dtype.value},
         "environment": environment,
     }
@@ -142,6 +168,18 @@ def _evaluation(config: Config) -> Json:
     train = config.train
     iters = {"eval_iters": train.eval_iters} if train.eval_interval else {}
     return {"eval_interval": train.eval_interval, **iters}
+
+
+def optimizer_record(model: ModelConfig, weight_decay: float) -> Json:
+    """Return the optimizer's name and its groups: the parameters with weight decay, then those without."""
+    no_decay, names = no_decay_names(model), list(stored_tensors(model))
+    return {
+        "name": "AdamW",
+        "groups": [
+            {"weight_decay": weight_decay, "names": [name for name in names if name not in no_decay]},
+            {"weight_decay": 0.0, "names": [name for name in names if name in no_decay]},
+        ],
+    }
 
 
 def state_record(progress: Progress, lr: float, description: Json) -> Json:

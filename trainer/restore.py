@@ -249,7 +249,7 @@ def _load(run: Run, origin: Origin) -> None:
 
 def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:
     """Refuse a checkpoint of another run; log the differences that are allowed. Opens no tensor file."""
-    found = differences(checkpoint.state, run.description, record.rules_for(section))
+    found = differences(*record.compared(checkpoint.state, run.description), record.rules_for(section))
     for line in settle(found, flags=record.flags_set(section), where=checkpoint.path):
         _log.warning(line)
     if not (checkpoint.has_optimizer or section.no_load_optim or section.finetune):
@@ -274,7 +274,8 @@ def _take_schedule(run: Run, checkpoint: Checkpoint) -> None:
             group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
             # Which group decays is told by its names: the rate that the command gave it may be 0.
             group["weight_decay"] = 0.0 if names[group["params"][0]] in no_decay else adam["weight_decay"]
-    taken = {key: checkpoint.state[key] for key in ("schedule", "adam", "optimizer")}
+    taken = {key: checkpoint.state[key] for key in ("schedule", "adam")}
+    taken["optimizer"] = record.optimizer_record(run.config.model, adam["weight_decay"])
     run.description = {**run.description, **taken}
 
 

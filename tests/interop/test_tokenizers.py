@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer, pipeline
 
 from scripts import checkpoint as look
 from scripts import convert, generate
-from tests.harness import TINY, run_ok
+from tests.harness import TINY, compose, launch, run_ok
+from trainer.build import build
+from trainer.checkpoint.board import lone_board
 from trainer.data.bpe import train_bpe
 from trainer.data.text import END_OF_TEXT_NAMES, open_encoder, prompt_tokens
+from trainer.data.token_file import write_token_file
+from trainer.launch import Cluster
+from trainer.loop import train
+from trainer.restore import restore
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +74,9 @@ def test_a_pipeline_over_a_checkpoint_says_what_generate_says(
         assert theirs(text).input_ids == tokens
         assert theirs(theirs.decode([*tokens, end])).input_ids == [*tokens, end]
 
+    ordinary = AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
+    assert ordinary("a<|endoftext|>").input_ids == prompt_tokens(encoder, "a<|endoftext|>", encoder.vocab_size)
+
     assert look.main(["verify", str(folder)]) == 0
     (folder / NAMES[0]).write_bytes((folder / NAMES[0]).read_bytes()[:-1] + b" ")
     assert look.main(["verify", str(folder)]) == 1
@@ -86,3 +97,35 @@ def test_an_export_and_an_import_carry_the_tokenizer(tmp_path: Path) -> None:
         written = (folder / name).read_bytes()
         assert (slim / name).read_bytes() == written
         assert (tmp_path / "back/iter_0000000" / name).read_bytes() == written
+
+
+def test_the_tokenizer_is_read_once_before_the_first_step(tmp_path: Path) -> None:
+    tokenizer = bpe(tmp_path, adds_begin=False)
+    content = tokenizer.read_bytes()
+    (tmp_path / "text.txt").write_text(TEXT)
+    overrides = [*TINY, "model=gpt2_tiny", "model.vocab_size=300", "model.eos_token_id=0", "train.train_iters=3"]
+    overrides += ["data=text", f"data.path={tmp_path}/text.txt", f"data.tokenizer={tokenizer}"]
+    overrides += [f"data.cache={tmp_path}/cache", f"run.dir={tmp_path}/run", "checkpoint.save_interval=2"]
+    run = build(compose(overrides), Cluster(0, 1, torch.device("cpu"), 1, lone_board(), "test"))
+    try:
+        tokenizer.unlink()
+        restore(run)
+        run.log = None  # it has nothing to say here
+        train(run)
+    finally:
+        run.checkpointer.close()
+    saved = sorted((tmp_path / "run/checkpoints").glob("iter_*"))
+    assert [path.name for path in saved] == ["iter_0000002", "iter_0000003"]
+    assert [(path / NAMES[0]).read_bytes() for path in saved] == [content, content]
+
+
+def test_token_files_without_a_tokenizer_save_none(tmp_path: Path) -> None:
+    write_token_file(tmp_path / "tokens.bin", [np.arange(2000) % 257], dtype=np.uint16)
+    run_ok(tmp_path / "run", [*TINY, "data=token_file", f"data.train={tmp_path}/tokens.bin", "train.train_iters=3"])
+    names = {path.name for path in (tmp_path / "run/checkpoints/iter_0000003").iterdir()}
+    assert "config.json" in names
+    assert not names & set(NAMES)
+    command = [*TINY, "data=token_file", f"data.train={tmp_path}/tokens.bin", "data.tokenizer=none.json"]
+    ended = launch(tmp_path / "other", [*command, "train.train_iters=3"])
+    assert "DataError: a file cannot be read (none.json)" in ended.text
+    assert not (tmp_path / "other/checkpoints").exists()

@@ -14,6 +14,8 @@ from transformers.utils import logging as transformers_logging
 
 from models import Model, aliases, build_model, stored_tensors
 from tests.harness import TINY, compose, run_ok
+from trainer.data.section import DataSection
+from trainer.data.tokenizer_files import tokenizer_files
 
 # family, ranks, ZeRO stage and what else makes the layout of the files another one
 CASES = {
@@ -65,6 +67,10 @@ def test_transformers_opens_a_training_checkpoint_as_it_lies(tmp_path: Path, cas
     run_ok(tmp_path / "run", overrides, ranks=ranks)
     folder = tmp_path / "run/checkpoints/iter_0000003"
 
+    # Rank 0 writes them, the same bytes on any topology.
+    expected = tokenizer_files(DataSection(), bos=256, eos=256, positions=32)
+    assert {name: (folder / name).read_bytes() for name in expected} == expected
+
     handler = _Lines()
     logger = transformers_logging.get_logger("transformers")
     logger.addHandler(handler)
@@ -80,11 +86,11 @@ def test_transformers_opens_a_training_checkpoint_as_it_lies(tmp_path: Path, cas
 
     tokens = torch.randint(257, (3, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = theirs.eval()(tokens).logits
+        logits = theirs.eval()(tokens).logits
         found = our_model(folder, overrides)(tokens)[..., :257]  # what is beyond is padding
     # float32 sums in another order, on logits of about 1.
-    assert (found - expected).abs().max() <= 1e-5
-    assert expected.abs().max() > 0.05
+    assert (found - logits).abs().max() <= 1e-5
+    assert logits.abs().max() > 0.05
 
     text = theirs.generate(tokens[:1, :4], max_new_tokens=5, do_sample=False)
     assert 5 <= text.shape[1] <= 9

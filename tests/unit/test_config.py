@@ -116,7 +116,7 @@ def test_the_record_names_the_groups_and_leaves_no_field_without_a_rule() -> Non
         == no_decay_names(found.model)
     )
     spoken_of = {rule.field.split(".")[0] for rule in RULES}
-    assert description.keys() - spoken_of == {"optimizer"}  # what may differ there is in "adam"
+    assert description.keys() <= spoken_of
 
 
 def test_the_flags_that_are_set_and_the_rules_that_apply() -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
+from scripts import checkpoint as look
 from tests.fakes import Axis, Sharding, all_ranks, sample_specs, sample_state
 from trainer.checkpoint import save
 from trainer.checkpoint.board import Board
@@ -97,17 +99,87 @@ def test_the_printed_reader_refuses_a_file_cut_short_and_one_that_is_missing(tmp
         read(path)
 
 
-def test_the_printed_reader_needs_nothing_of_ours_and_is_short() -> None:
+def test_the_printed_reader_needs_nothing_of_ours_and_is_as_long_as_the_document_says() -> None:
     code = python_blocks()[-1]
     assert set(re.findall(r"^(?:import|from) (\w+)", code, flags=re.MULTILINE)) == {
         "itertools",
         "json",
+        "math",
         "pathlib",
+        "stat",
         "sys",
         "numpy",
         "xxhash",
     }
-    assert len([line for line in code.splitlines() if line.strip()]) <= 70
+    said = re.search(r"It has (\d+) lines that are not blank", DOCUMENT)
+    assert said is not None
+    assert len([line for line in code.splitlines() if line.strip()]) == int(said[1])
+
+
+def digest(data: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def reseal(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change the text of a manifest, and give it the digest that then is right."""
+    body = change((path / "manifest.json").read_bytes()[:-31])
+    (path / "manifest.json").write_bytes(body + f',"xxh3_64":"{digest(body)}"}}\n'.encode())
+
+
+def rewrite(path: Path, name: str, change: Callable[[bytes], bytes]) -> None:
+    """Change a file that holds no tensors, and give the manifest the size and the digest that then are right."""
+    old = (path / name).read_bytes()
+    new = change(old)
+    (path / name).write_bytes(new)
+    entry = '"%s":{"bytes":%d,"xxh3_64":"%s"}'
+    before, after = (entry % (name, len(data), digest(data)) for data in (old, new))
+    reseal(path, lambda text: text.replace(before.encode(), after.encode()))
+
+
+def link(file: Path) -> None:
+    """Put a file or a folder elsewhere, and a link to it in its place."""
+    file.rename(file.parents[1] / f"moved {file.name}")
+    file.symlink_to(file.parents[1] / f"moved {file.name}")
+
+
+def doubled(key: bytes) -> Callable[[bytes], bytes]:
+    return lambda text: text.replace(b"{", b'{"%s": 7, ' % key, 1)
+
+
+def inside(replaced: str, by: str) -> Callable[[bytes], bytes]:
+    return lambda text: text.replace(replaced.encode(), by.encode())
+
+
+STATE, INDEX = "trainer_state.json", "model.safetensors.index.json"
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "another format of the state": lambda path: rewrite(path, STATE, inside("reprise/1", "reprise/2")),
+    "another format of the manifest": lambda path: reseal(path, inside("manifest/1", "manifest/2")),
+    "a file that is a link": lambda path: link(path / "model.safetensors"),
+    "a folder that is a link": lambda path: link(path / "optimizer"),
+    "a manifest that is a link": lambda path: link(path / "manifest.json"),
+    "a path out of the folder": lambda path: reseal(path, inside(f'"{STATE}"', f'"../{path.name}/{STATE}"')),
+    "a path with a dot": lambda path: reseal(path, inside(f'"{STATE}"', f'"./{STATE}"')),
+    "an absolute path": lambda path: reseal(path, inside(f'"{STATE}"', f'"{path}/{STATE}"')),
+    "a key twice in the manifest": lambda path: reseal(path, doubled(b"format")),
+    "a key twice in the state": lambda path: rewrite(path, STATE, doubled(b"iteration")),
+    "a key twice in the index": lambda path: rewrite(path, INDEX, doubled(b"weight_map")),
+    "NaN in the state": lambda path: rewrite(path, STATE, inside('"iteration": 3', '"iteration": NaN')),
+    "an index of another file": lambda path: rewrite(path, INDEX, inside('"model.safetensors"', '"none.safetensors"')),
+    "no state": lambda path: reseal(path, lambda text: re.sub(rb',"trainer_state.json":{[^}]*}', b"", text)),
+    "other blocks": lambda path: reseal(path, inside('"block_bytes":4194304', '"block_bytes":4194305')),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_the_printed_reader_refuses_what_verify_refuses(tmp_path: Path, read: Reader, case: str) -> None:
+    path = saved(tmp_path, REPLICAS)
+    assert look.main(["verify", str(path)]) == 0
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    HOSTILE[case](path)
+    assert {file: file.read_bytes() for file in before} != before or any(file.is_symlink() for file in path.iterdir())
+    assert look.main(["verify", str(path)]) != 0
+    with pytest.raises(ValueError, match=r"."):
+        read(path)
 
 
 def test_the_worked_example_is_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
