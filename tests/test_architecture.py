@@ -55,6 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.step",
         "trainer.evaluate",
         "trainer.speed_plot",
+        "trainer.run_data",
         "trainer.sample",
         "trainer.parts",
         "trainer.tied",

@@ -19,11 +19,9 @@ from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.retention import Retention
 from trainer.config import Config, topology_of
 from trainer.data.batches import Samples
-from trainer.data.corpus import Corpus, default_cache, prepare
-from trainer.data.fingerprint import check_tokens, fingerprint, scan
 from trainer.data.text import open_encoder, prompt_tokens
-from trainer.data.token_file import open_token_files
-from trainer.errors import DataError, TrainerError
+from trainer.data.token_file import TokenFile
+from trainer.errors import TrainerError
 from trainer.feed import Feed
 from trainer.launch import Cluster
 from trainer.metrics import RunLog, peak_flops
@@ -31,13 +29,12 @@ from trainer.optim import AdamSettings
 from trainer.parallel.mesh import build_mesh
 from trainer.parts import build_axes, build_grid, build_models
 from trainer.requests import RequestRules, Requests
+from trainer.run_data import RunData, look_alone, open_data
 from trainer.sample import Sampler
 from trainer.schedule import Schedule, resolve
 from trainer.signals import SignalWatch
 from trainer.state import TrainerState, build_part
 from trainer.topology import Topology
-
-_DATA_TIMEOUT_S = 24 * 3600.0
 
 
 @dataclass(slots=True)
@@ -72,7 +69,8 @@ def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) ->
     """
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
-    train, valid, digest = _build_feeds(config, cluster, topology)
+    data = open_data(config, cluster)
+    train, valid = _build_feeds(config, cluster, topology, data)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     adam = _adam(config, schedule)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
@@ -82,7 +80,7 @@ def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) ->
     state = TrainerState(config.model, parts, grid)
     environment = _environment(config, cluster.device, cluster.threads)
     description = record.describe(
-        config, schedule=schedule, topology=topology, fingerprint=digest, environment=environment
+        config, schedule=schedule, topology=topology, fingerprint=data.fingerprint, environment=environment
     )
     return Run(
         config=config,
@@ -106,8 +104,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     Raises:
         TrainerError: if the data does not suit.
     """
-    cache = Path(config.data.cache) if config.data.cache else default_cache(os.environ, Path.home())
-    digest = _check_data(prepare(config.data, cache=cache), config)
+    digest = look_alone(config)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     environment = _environment(config, torch.device("cpu"), max(1, len(os.sched_getaffinity(0))))
     topology = topology_of(config, 1)
@@ -116,28 +113,15 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     )
 
 
-def _build_feeds(config: Config, cluster: Cluster, topology: Topology) -> tuple[Feed, Feed | None, str]:
-    section, train = config.data, config.train
-    cache = Path(section.cache) if section.cache else default_cache(os.environ, Path.home())
-    problem: TrainerError | None = None
-    digest = ""
-    if cluster.rank == 0:  # first alone, so that the others find the prepared files
-        try:
-            digest = _check_data(prepare(section, cache=cache), config)
-        except TrainerError as error:
-            problem = error
-    # Tokenising and scanning may take long; a rank that dies meanwhile is heard of at once.
-    cluster.board.clone(_DATA_TIMEOUT_S).agree("data", problem)
-    digest = cluster.board.from_rank0("data/fingerprint", digest.encode()).decode()
-    corpus = prepare(section, cache=cache)
+def _build_feeds(config: Config, cluster: Cluster, topology: Topology, data: RunData) -> tuple[Feed, Feed | None]:
+    train = config.train
 
-    def feed(paths: tuple[Path, ...]) -> Feed:
-        samples = Samples(open_token_files(paths), seq_length=train.seq_length)
+    def feed(files: Sequence[TokenFile]) -> Feed:
+        samples = Samples(files, seq_length=train.seq_length)
         rank = topology.coordinate(cluster.rank).dp
         return Feed(samples, train.global_batch_size, train.micro_batch_size, rank, topology.dp, cluster.device)
 
-    valid = feed(corpus.valid) if train.eval_interval else None
-    return feed(corpus.train), valid, digest
+    return feed(data.train), feed(data.valid) if train.eval_interval else None
 
 
 def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
@@ -162,22 +146,6 @@ def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
         seed=train.seed,
         decode=decode,
     )
-
-
-def _check_data(corpus: Corpus, config: Config) -> str:
-    """Return the fingerprint of the training data after checking that the model's vocabulary holds every token."""
-    vocab_size = config.model.vocab_size
-    if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
-        raise DataError(
-            "The data has more tokens than the model",
-            expected=f"model.vocab_size of at least {corpus.vocab_size}",
-            found=vocab_size,
-            fix=f"Set model.vocab_size={corpus.vocab_size}, or choose other data.",
-        )
-    train, valid = open_token_files(corpus.train), open_token_files(corpus.valid)
-    for file in [*(valid if config.train.eval_interval else []), *train]:
-        check_tokens(file, vocab_size)
-    return fingerprint([scan(file) for file in train])
 
 
 def _adam(config: Config, schedule: Schedule) -> AdamSettings:

@@ -26,7 +26,8 @@ from trainer.errors import DataError
 
 TOKENIZER = "tokenizer.json"
 FILE_TOKENS = 1 << 30
-_OURS = re.compile(r"(train|valid)_\d{6}\.bin|tokenizer\.json")
+# A run that reads the folder keeps digests of the token files in it, see `trainer.data.digest_file`.
+_OURS = re.compile(r"(train|valid)_\d{6}\.bin|tokenizer\.json|\.(train|valid)_\d{6}\.bin\.digest(\.[0-9a-f]{16})?")
 
 # Told what is going on, how many bytes there are for it to read, and gives the function that counts them.
 Progress = Callable[[str, int], Callable[[int], object]]
