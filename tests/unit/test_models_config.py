@@ -8,7 +8,7 @@ import torch
 from model_samples import FAMILIES, GPT2, LLAMA3
 from omegaconf import OmegaConf
 
-from models import ModelConfig, RopeScaling, build_model, flops_per_token, parameter_count, problems
+from models import Activation, ModelConfig, RopeScaling, build_model, flops_per_token, parameter_count, problems
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 
@@ -75,6 +75,12 @@ def test_problems_lists_every_fault_at_once() -> None:
     ):
         assert sum(problem.startswith(fault) for problem in found) == 1, (fault, found)
     assert len(found) == 10
+
+
+def test_llama3_refuses_another_activation_by_name() -> None:
+    (found,) = problems(replace(LLAMA3, activation=Activation.gelu))
+    assert found.startswith("model.activation=gelu: llama3")
+    assert problems(replace(GPT2, activation=Activation.gelu)) == []
 
 
 def test_problems_lists_every_fault_of_rotary_positions() -> None:
