@@ -44,6 +44,8 @@ _FORMATS = (
     _Format(magic=20240520, version=1, dtype=np.dtype("<u2")),
     _Format(magic=20240801, version=7, dtype=np.dtype("<u4")),
 )
+# What the first two int32 of a token file are.
+MAGICS = tuple((form.magic, form.version) for form in _FORMATS)
 
 
 class TokenFile:
@@ -200,7 +202,7 @@ def _check_header(path: Path, header: bytes, size_bytes: int) -> tuple[_Format, 
             where=path,
             expected=known,
             found=f"magic {magic} version {version}",
-            fix="Write it again with this header of 256 int32 values; raw arrays without a header are not read.",
+            fix="Write it again with this header of 256 int32 values; of arrays without one `prepare_data --raw` does.",
         )
     body_bytes = size_bytes - HEADER_BYTES
     if body_bytes != count * form.dtype.itemsize:
