@@ -227,6 +227,7 @@ def hf_config(config: ModelConfig) -> dict[str, object]:
         "n_embd": config.n_embd,
         "n_inner": config.intermediate_size,
         "n_positions": config.max_position_embeddings,
+        "n_ctx": config.max_position_embeddings,  # llama.cpp's converter reads no other name
         "vocab_size": config.vocab_size,
         "attn_pdrop": config.dropout,
         "embd_pdrop": config.dropout,

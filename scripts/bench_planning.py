@@ -24,12 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer import record
 from trainer.__main__ import compose
-from trainer.checkpoint import commit, manifest
+from trainer.checkpoint import manifest
 from trainer.checkpoint.layout import Layout, build_layout
 from trainer.checkpoint.live import is_dtensor
 from trainer.checkpoint.manifest import DIGEST_BYTES, FileEntry, Manifest, TensorEntry, WrittenPiece, block_count
 from trainer.checkpoint.ownership import Piece, pieces_of
 from trainer.checkpoint.planning import plan
+from trainer.checkpoint.report import decode, encode
 from trainer.config import Config, topology_of
 from trainer.dry_run import Simulated, boxes_at, holdings_of, simulate
 from trainer.optim import AdamSettings, build_adamw
@@ -198,14 +199,14 @@ def _put_together(plans: Iterable[Sequence[Piece]], layout: Layout, found: Found
     """Check that the plans of one pipeline stage tile its tensors, and return the manifest's entries of these."""
     reports = []
     for pieces in plans:
-        report = commit.encode([_as_if_written(piece) for piece in pieces], layout)
+        report = encode([_as_if_written(piece) for piece in pieces], layout)
         found.pieces += len(pieces)
         found.most_pieces = max(found.most_pieces, len(pieces))
         found.report_bytes += len(report)
         found.largest_report_bytes = max(found.largest_report_bytes, len(report))
         reports.append(report)
     start = time.perf_counter()
-    written = [piece for report in reports for piece in commit.decode(report, layout)]
+    written = [piece for report in reports for piece in decode(report, layout)]
     names = {piece.name for piece in written}
     stage = Layout((), {name: place for name, place in layout.places.items() if name in names})
     entries = manifest.tile(stage, written)

@@ -1,7 +1,7 @@
 """Look into checkpoints and look after them: `python -m scripts.checkpoint ls|show|verify|diff|prune`.
 
 Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged or differs, 2 when
-the command cannot be carried out.
+the command cannot be carried out: a file that cannot be read now is not damaged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,11 @@ from trainer.checkpoint.reader import Checkpoint, check_first_blocks, open_check
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import HOLD, CheckpointFolder, is_iteration_name, iteration_of
 from trainer.checkpoint.verify import verify_share
-from trainer.errors import CheckpointError, TrainerError
+from trainer.errors import CheckpointError, TrainerError, UnreadableError
 
 FINE, BAD, IMPOSSIBLE = 0, 1, 2
 WIDEST = 60  # of a list in a table
+_UNKNOWN = "not known"  # of a checkpoint that cannot be read now
 _SIZES = ("world_size", "dp", "tp", "pp", "vpp", "zero_stage")  # of a topology, all of them integers
 Row = dict[str, Any]
 
@@ -62,7 +63,7 @@ def list_run(options: argparse.Namespace) -> int:
     if not rows:
         raise CheckpointError("A folder holds no checkpoint", where=folder, expected="an iter_ folder")
     _print(options, rows)
-    return FINE if all(row["valid"] == "yes" for row in rows) else BAD
+    return _status(row["valid"] for row in rows)
 
 
 def show(options: argparse.Namespace) -> int:
@@ -106,11 +107,13 @@ def verify(options: argparse.Namespace) -> int:
             total = sum(place.spec.total_bytes for place in places.values())
             with tqdm(total=total, desc=path.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
                 row["bytes"] = verify_share(checkpoint, places, rank=0, world_size=1, progress=bar.update)
+        except UnreadableError as error:
+            row["result"] = f"{_UNKNOWN}: {error}"
         except TrainerError as error:
             row["result"] = str(error)
         rows.append(row)
     _print(options, rows)
-    return FINE if all(row["result"] == "whole" for row in rows) else BAD
+    return _status(row["result"] for row in rows)
 
 
 def diff(options: argparse.Namespace) -> int:
@@ -242,10 +245,20 @@ def _summary(path: Path) -> Row:
         row |= {"iteration": checkpoint.iteration, "topology": _topology(checkpoint)}
         row["loss"] = checkpoint.state.get("valid_loss")
         row["valid"] = "yes"
+    except UnreadableError as error:
+        row["valid"] = f"{_UNKNOWN}: {error}"
     except TrainerError as error:
         row["valid"] = f"no: {error}"
     row["notes"] = ", ".join(_notes(path))
     return row
+
+
+def _status(findings: Iterable[str]) -> int:
+    """Return the exit status: damage counts more than what nobody knows."""
+    found = set(findings) - {"yes", "whole"}
+    if not found:
+        return FINE
+    return IMPOSSIBLE if all(finding.startswith(_UNKNOWN) for finding in found) else BAD
 
 
 def _notes(path: Path) -> list[str]:

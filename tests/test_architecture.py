@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer",
     ),
     ("trainer.checkpoint", "trainer.data", "trainer.curves_read", "trainer.figure", "trainer.meeting"),
-    ("trainer.config", "trainer.curves", "trainer.event_files", "trainer.hf"),
+    ("trainer.config", "trainer.curves", "trainer.event_files", "trainer.hf", "trainer.llmc"),
     (
         "trainer.config_checks",
         "trainer.parallel",

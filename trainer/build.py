@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from trainer.config import Config, topology_of
 from trainer.data.batches import Samples
 from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.token_file import TokenFile
+from trainer.data.tokenizer_files import tokenizer_files
 from trainer.errors import TrainerError
 from trainer.feed import Feed
 from trainer.launch import Cluster
@@ -41,7 +42,8 @@ from trainer.topology import Topology
 class Run:
     """A run that is built: its state, what it reads, writes and shows, and who may ask something of it.
 
-    `log` is None on ranks other than 0.
+    `log` is None on ranks other than 0. `tokenizer` is the files, by name, that each checkpoint gets beside the model:
+    rank 0's, and none where the run does not know its tokenizer or saves nothing.
     """
 
     config: Config
@@ -56,6 +58,7 @@ class Run:
     log: RunLog | None
     requests: Requests
     description: Json
+    tokenizer: Mapping[str, bytes]
 
 
 def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) -> Run:
@@ -95,6 +98,7 @@ def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) ->
         log=_build_log(config, cluster) if cluster.rank == 0 else None,
         requests=_build_requests(config, cluster, watch),
         description=description,
+        tokenizer=_read_tokenizer(config, cluster),
     )
 
 
@@ -148,6 +152,31 @@ def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
     )
 
 
+def _read_tokenizer(config: Config, cluster: Cluster) -> dict[str, bytes]:
+    """Let rank 0 read the tokenizer that is saved with every checkpoint, once."""
+    problem: TrainerError | None = None
+    found: dict[str, bytes] = {}
+    if cluster.rank == 0 and config.checkpoint.save is not None:
+        try:
+            found = tokenizer_of(config)
+        except TrainerError as error:
+            problem = error
+    cluster.board.agree("tokenizer", problem)
+    return found
+
+
+def tokenizer_of(config: Config) -> dict[str, bytes]:
+    """Return the files of the tokenizer of a run, by name; none where it is not known.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    model = config.model
+    return tokenizer_files(
+        config.data, bos=model.bos_token_id, eos=model.eos_token_id, positions=model.max_position_embeddings
+    )
+
+
 def _adam(config: Config, schedule: Schedule) -> AdamSettings:
     section = config.optimizer
     return AdamSettings(
@@ -171,6 +200,7 @@ def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:
         async_save=section.async_save,
         staging_bytes=section.staging_bytes,
         stall_timeout_s=section.stall_timeout_s,
+        check_replicas=section.check_replicas,
     )
     return Checkpointer(policy, cluster.board, nonce=cluster.nonce, neighbours=cluster.neighbours)
 

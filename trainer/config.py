@@ -65,6 +65,8 @@ class TrainSection:
         exit_signal_save_seconds: SIGTERM, SIGINT or SIGUSR1 to any rank saves and exits; a process that is not through
             after so long is left with status 1. torchrun kills 30 s after SIGTERM.
         on_nonfinite: `stop` ends the run, with nothing saved of that iteration; `skip` goes on without its step.
+        check_replicas_interval: compare the bits of ranks that hold the same tensor after every multiple, besides at
+            saves, and end the run where two differ; 0 never.
         distributed_timeout_minutes: how long a rank waits for the others in a collective or for a message, and after
             which one that shows no sign of life is lost.
         device: `auto` takes a CUDA device where there is one; else `cpu` or `cuda`.
@@ -90,6 +92,7 @@ class TrainSection:
     exit_duration_in_mins: float = 0.0
     exit_signal_save_seconds: float = 25.0
     on_nonfinite: OnNonfinite = OnNonfinite.stop
+    check_replicas_interval: int = 0
     distributed_timeout_minutes: float = 10.0
     device: str = "auto"
     dry_run: bool = False
@@ -140,8 +143,8 @@ class CheckpointSection:
         save_retain_interval: multiples of it stay for ever; 0 has none.
         no_save_optim: save the weights only.
         load: `auto` continues this run from its newest valid checkpoint and starts fresh only where nothing was ever
-            saved or logged; `none` starts fresh; a path names a checkpoint folder, one iteration or, with `finetune`,
-            a model folder of transformers.
+            saved or logged; `none` starts fresh; a path names a run, its checkpoint folder, one iteration or, with
+            `finetune`, a model folder of transformers or a weight file of llm.c.
         ckpt_step: load this iteration instead of the newest.
         no_load_optim: load the weights only and go on at the saved iteration.
         finetune: load the weights only and start at iteration 0.
@@ -158,6 +161,8 @@ class CheckpointSection:
         staging_bytes: host memory for those copies on each rank; null is what the rank writes, and once more what it
             has of tensors cut by columns. With less, the step waits for the disk.
         stall_timeout_s: how long that step waits for a disk that writes nothing before the save is given up.
+        check_replicas: at every so many saves, compare the bits of ranks that hold the same tensor, and commit nothing
+            and end the run where two differ; 0 never.
         exit_on_save_failure: end the run after so many failed saves in a row; 0 never.
     """
 
@@ -183,6 +188,7 @@ class CheckpointSection:
     async_save: bool = True
     staging_bytes: int | None = None
     stall_timeout_s: float = 5.0
+    check_replicas: int = 1
     exit_on_save_failure: int = 0
 
 

@@ -46,7 +46,13 @@ def _train_problems(config: Config) -> list[str]:
     ):
         if getattr(train, name) < 1:
             found.append(f"train.{name}={getattr(train, name)}: must be at least 1")
-    for name in ("eval_interval", "sample_interval", "exit_interval", "exit_duration_in_mins"):
+    for name in (
+        "eval_interval",
+        "sample_interval",
+        "exit_interval",
+        "exit_duration_in_mins",
+        "check_replicas_interval",
+    ):
         if getattr(train, name) < 0:
             found.append(f"train.{name}={getattr(train, name)}: must be 0 (never) or more")
     if not (math.isfinite(train.clip_grad) and train.clip_grad >= 0):
@@ -154,6 +160,7 @@ _NATURAL = (
     "max_checkpoint_keep",
     "keep_best",
     "save_retain_interval",
+    "check_replicas",
     "exit_on_save_failure",
 )
 

@@ -63,12 +63,20 @@ class CheckpointError(TrainerError):
     """A checkpoint that cannot be written, or is not whole."""
 
 
+class UnreadableError(CheckpointError):
+    """A checkpoint that cannot be read now: the file system fails, which says nothing of what it holds."""
+
+
 class MismatchError(CheckpointError):
     """A valid checkpoint of another run: model, data, schedule or topology differ."""
 
 
 class LockError(CheckpointError):
     """Another job writes to the same folder, or nobody can tell."""
+
+
+class ReplicaError(CheckpointError):
+    """Ranks that hold the same tensor hold different bits of it: the state of the run is damaged."""
 
 
 class LaunchError(TrainerError):

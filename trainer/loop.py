@@ -10,9 +10,10 @@ from dataclasses import replace
 import models
 from trainer import record
 from trainer.build import Run
+from trainer.checkpoint.json_file import Document
 from trainer.checkpoint.policy import SaveReport
 from trainer.config import OnNonfinite
-from trainer.errors import CheckpointError, LockError, TrainerError
+from trainer.errors import CheckpointError, LockError, ReplicaError, TrainerError
 from trainer.evaluate import evaluate
 from trainer.metrics import IterationRecord, Slowdown
 from trainer.random import dropout_key
@@ -45,6 +46,8 @@ def train(run: Run) -> None:
     while state.progress.iteration < settings.train_iters and not state.progress.owes_evaluation:
         asked = _train_and_record(run, slowdown)
         iteration = state.progress.iteration
+        if settings.check_replicas_interval and iteration % settings.check_replicas_interval == 0:
+            _check_replicas(run)
         if settings.eval_interval and iteration % settings.eval_interval == 0:
             _evaluate(run)
         if run.sampler is not None and iteration % settings.sample_interval == 0:
@@ -150,6 +153,12 @@ def _sample(run: Run, sampler: Sampler) -> None:
         run.log.sample(run.state.progress.iteration, sampler.decode([*sampler.prompt, *tokens]))
 
 
+def _check_replicas(run: Run) -> None:
+    """Refuse to train on where ranks that hold the same tensor hold different bits of it."""
+    check_tied_copies(run.state, run.axes.ends)
+    run.checkpointer.check_replicas([tensor for tensor in run.state.shards() if not tensor.is_copy])
+
+
 def _save(run: Run, slowdown: Slowdown) -> None:
     """Save the state as it stands, in the background unless `checkpoint.async_save=false`."""
     run.requests.saving()
@@ -157,10 +166,11 @@ def _save(run: Run, slowdown: Slowdown) -> None:
     progress = run.state.progress
     if run.log is not None:
         run.log.sync()
-    documents = {
+    documents: dict[str, Document] = {
         "config.json": models.hf_config(run.config.model),
         "generation_config.json": models.generation_config(run.config.model),
         "trainer_state.json": record.state_record(progress, run.schedule.at(progress.iteration), run.description),
+        **run.tokenizer,
     }
     contents = run.state.contents(documents, with_optimizer=not run.config.checkpoint.no_save_optim)
     report = run.checkpointer.save(progress.iteration, contents)
@@ -170,7 +180,8 @@ def _save(run: Run, slowdown: Slowdown) -> None:
 
 def _record_saves(run: Run, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:
     for report in reports:
-        if isinstance(report.error, LockError):  # another job has this folder: what goes on here is of no use
+        # Another job has this folder, or the state is damaged: what goes on here is of no use.
+        if isinstance(report.error, LockError | ReplicaError):
             raise report.error
         slowdown_s = slowdown.take()
         if report.error is None and run.log is not None:

@@ -1,50 +1,76 @@
-"""Begins a run with the weights of a transformers folder, on any topology. What lies there is told in `hf`."""
+"""Begins a run, on any topology, with weights of another program: a folder of transformers, or a file of llm.c.
+
+What lies there is told in `hf` and in `llmc`.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
+from models import ModelConfig
 from trainer.checkpoint.agreement import check_replicas
 from trainer.checkpoint.files import Files
+from trainer.checkpoint.live import LiveTensor
 from trainer.checkpoint.loader import LoadReport
 from trainer.checkpoint.progress_line import ProgressLine
 from trainer.config import CheckpointSection
 from trainer.errors import MismatchError, TrainerError
+from trainer.hf import load as hf
 from trainer.hf.folder import CONFIG, open_folder, stored_places
-from trainer.hf.load import check_tied, fill
+from trainer.hf.load import check_tied
 from trainer.hf.model import differences
 from trainer.launch import Cluster
+from trainer.llmc import load as llmc
+from trainer.llmc.file import open_file
 from trainer.state import TrainerState
 
 _log = logging.getLogger(__name__)
 
 
-def load_pretrained(path: Path, state: TrainerState, cluster: Cluster, section: CheckpointSection) -> LoadReport:
-    """Fill the parameters from the folder at `path`, cast to float32; moments stay as they are. A call of all ranks.
+class Kind(Enum):
+    """What holds the weights that a run begins with."""
+
+    folder = "folder"  # of transformers
+    file = "file"  # of llm.c
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Weights of the configured model: lines on what differs and may, and how to fill live tensors with them."""
+
+    says: Sequence[str]
+    fill: Callable[[Sequence[LiveTensor], Callable[[int], None]], LoadReport]
+
+
+def load_pretrained(
+    path: Path, kind: Kind, state: TrainerState, cluster: Cluster, section: CheckpointSection
+) -> LoadReport:
+    """Fill the parameters from what lies at `path`, cast to float32; moments stay as they are. A call of all ranks.
 
     Each rank reads what its boxes need and no more.
 
     Raises:
-        TrainerError: on every rank; before anything is filled, if the folder does not hold the configured model.
+        TrainerError: on every rank; before anything is filled, if it does not hold the configured model.
     """
     problem: TrainerError | None = None
-    live, said = list(state.shards(with_optimizer=False)), list[str]()
+    live = list(state.shards(with_optimizer=False))
+    weights = _Weights((), lambda live, _: LoadReport(0, len(live), 0, 0, 0.0))
     try:
-        _require_finetune(path, section)
-        folder = open_folder(path, Files())
-        said = differences(folder.model, state.config, where=path / CONFIG)
-        places = stored_places(folder, state.config)
-        if cluster.rank == 0:
-            check_tied(folder, state.config)
+        _require_finetune(path, kind, section)
+        opens = _open_folder if kind is Kind.folder else _open_file
+        weights = opens(path, state.config, is_first=cluster.rank == 0)
     except TrainerError as error:
         problem = error
     cluster.board.agree("pretrained/open", problem)
-    for text in said if cluster.rank == 0 else ():
+    for text in weights.says if cluster.rank == 0 else ():
         _log.warning(text)
     try:
         line = ProgressLine(f"loading {path}", sum(tensor.local.nbytes for tensor in live))
-        report = fill(folder, places, live, progress=line.add)
+        report = weights.fill(live, line.add)
     except TrainerError as error:
         problem = error
     cluster.board.agree("pretrained/fill", problem)
@@ -52,17 +78,34 @@ def load_pretrained(path: Path, state: TrainerState, cluster: Cluster, section: 
     return report
 
 
-def _require_finetune(path: Path, section: CheckpointSection) -> None:
+def _open_folder(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
+    folder = open_folder(path, Files())
+    says = differences(folder.model, model, where=path / CONFIG)
+    places = stored_places(folder, model)
+    if is_first:
+        check_tied(folder, model)
+    return _Weights(says, lambda live, progress: hf.fill(folder, places, live, progress=progress))
+
+
+def _open_file(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
+    del is_first  # a file of a tied model has one table
+    file = open_file(path, Files())
+    says = differences(file.model, model, where=path, kind=Kind.file.value)
+    return _Weights(says, lambda live, progress: llmc.fill(file, live, progress=progress))
+
+
+def _require_finetune(path: Path, kind: Kind, section: CheckpointSection) -> None:
     if not section.finetune:
+        owner = "transformers" if kind is Kind.folder else "llm.c"
         raise MismatchError(
-            "The folder holds weights of transformers, and no run to go on with",
+            f"The {kind.value} holds weights of {owner}, and no run to go on with",
             where=path,
             found="no trainer_state.json",
             fix="To start at iteration 0 from its weights set checkpoint.finetune=true.",
         )
     if section.ckpt_step is not None:
         raise MismatchError(
-            "An iteration is asked of a folder that has none",
+            f"An iteration is asked of a {kind.value} that has none",
             where=path,
             found=f"checkpoint.ckpt_step={section.ckpt_step}",
             fix="Leave checkpoint.ckpt_step out.",

@@ -14,20 +14,24 @@ from trainer.checkpoint.compat import differences, settle
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.live import LiveTensor, local_of, parameter_names
 from trainer.checkpoint.loader import LoadReport, check_tensors
+from trainer.checkpoint.patience import Patience, unreadable
 from trainer.checkpoint.reader import Checkpoint, read_places
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.config import CheckpointSection, Verify
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.hf.folder import is_folder
+from trainer.llmc.file import WEIGHTS, foreign
 from trainer.metrics import last_recorded_iteration
+from trainer.pretrained import Kind as WeightsKind
 from trainer.pretrained import load_pretrained
 from trainer.random import fill_initial_values
 from trainer.state import checkpoint_specs
 
 _log = logging.getLogger(__name__)
 
-# In rank 0's message, before a path: a checkpoint of ours, pretrained weights, or checkpoints of this run that goes on.
-_NAMED, _PRETRAINED, _OWN = b"c", b"p", b"o"
+# In rank 0's message, before a path: a checkpoint of ours, checkpoints of this run that goes on, or weights of others.
+_NAMED, _OWN = b"c", b"o"
+_WEIGHTS = {b"p": WeightsKind.folder, b"f": WeightsKind.file}
 
 
 def restore(run: Run) -> None:
@@ -46,9 +50,9 @@ def restore(run: Run) -> None:
         fill_initial_values(run.state.shards(with_optimizer=False), initial, run.config.train.seed)
         if run.cluster.rank == 0:
             _log.info(f"starting fresh, seed {run.config.train.seed}")
-    elif origin.is_pretrained:
+    elif origin.weights is not None:
         path = origin.source.path
-        report = load_pretrained(path, run.state, run.cluster, run.config.checkpoint)
+        report = load_pretrained(path, origin.weights, run.state, run.cluster, run.config.checkpoint)
         _log_load(run, report, "weights", path)
     else:
         _load(run, origin)
@@ -64,12 +68,12 @@ class Origin:
     command says of the beginning (ckpt_step, finetune, no_load_optim) says nothing of that.
 
     Args:
-        is_pretrained: whether it is a model folder of transformers.
+        weights: what holds weights of another program; None for a checkpoint of ours.
     """
 
     source: Source
     goes_on: bool
-    is_pretrained: bool
+    weights: WeightsKind | None
 
 
 def _agree_on_origin(run: Run) -> Origin | None:
@@ -78,18 +82,19 @@ def _agree_on_origin(run: Run) -> Origin | None:
     choice = b""
     if run.cluster.rank == 0:
         try:
-            choice = _find(run)
+            choice = Patience().retry(lambda: _find(run))
         except TrainerError as error:
             problem = error
         except OSError as error:
-            problem = CheckpointError("A path cannot be looked at", where=error.filename, found=error.strerror)
+            problem = unreadable(error, where=run.config.checkpoint.load)
     run.cluster.board.agree("restore", problem)
     choice = run.cluster.board.from_rank0("restore/source", choice)
     if not choice:
         return None
     kind, path = choice[:1], Path(choice[1:].decode())
     goes_on = kind == _OWN
-    return Origin(Source(path, None if goes_on else run.config.checkpoint.ckpt_step), goes_on, kind == _PRETRAINED)
+    source = Source(path, None if goes_on else run.config.checkpoint.ckpt_step)
+    return Origin(source, goes_on, _WEIGHTS.get(kind))
 
 
 def _find(run: Run) -> bytes:
@@ -105,12 +110,12 @@ def _find(run: Run) -> bytes:
     own = None if section.save is None else Path(section.save)
     committed = [] if own is None else CheckpointFolder(own, Files()).committed()
     if section.load != "auto":
-        named = Path(section.load)
+        named = Source.named(Path(section.load)).path
         is_inside = own is not None and own.resolve() in (named.resolve(), *named.resolve().parents)
         if section.finetune and any(committed) if is_inside else committed:
             _log.info(f"this run began at {named} and goes on from its own checkpoints")
             return _OWN + str(own).encode()
-        return (_PRETRAINED if is_folder(named) else _NAMED) + str(named).encode()
+        return _named(Path(section.load))
     if committed:
         return _NAMED + str(own).encode()
     if section.ckpt_step is not None:
@@ -132,6 +137,27 @@ def _find(run: Run) -> bytes:
             fix="Mount or restore the checkpoints, or start over with checkpoint.load=none.",
         )
     return b""
+
+
+def _named(path: Path) -> bytes:
+    """Return the kind and the path of what a person has named, who may name a run by its own folder.
+
+    Raises:
+        CheckpointError: for a file that no run can begin with.
+    """
+    if path.is_file():
+        found = foreign(path)
+        if found is not None:
+            raise CheckpointError(
+                "A file is of no format that a run can begin with",
+                where=path,
+                expected=f"weights of llm.c, with {WEIGHTS}",
+                found=found,
+                fix="Name a run, a checkpoint, a model folder of transformers or such a file with checkpoint.load; "
+                "scripts.convert imports other formats.",
+            )
+        return b"f" + str(path).encode()
+    return b"p" + str(path).encode() if is_folder(path) else _NAMED + str(Source.named(path).path).encode()
 
 
 def _load(run: Run, origin: Origin) -> None:

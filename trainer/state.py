@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from models import Model, ModelConfig, aliases, stored_tensors
-from trainer.checkpoint.json_file import Json
+from trainer.checkpoint.json_file import Document
 from trainer.checkpoint.layout import Kind, TensorSpec, build_layout
 from trainer.checkpoint.live import (
     Contents,
@@ -82,7 +82,7 @@ class TrainerState:
             for group in part.optimizer.param_groups:
                 yield from group["params"]
 
-    def contents(self, documents: Mapping[str, Json], *, with_optimizer: bool) -> Contents:
+    def contents(self, documents: Mapping[str, Document], *, with_optimizer: bool) -> Contents:
         """Return what a checkpoint of this state holds, with the same `specs` and `live` while no tensor moves."""
         optimizers = tuple(part.optimizer for part in self.parts)
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)

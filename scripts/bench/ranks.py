@@ -25,13 +25,16 @@ from scripts.bench.ways import proven
 from trainer import launch
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.choose import Source
+from trainer.checkpoint.layout import DEFAULT_FILE_BYTES
 from trainer.checkpoint.live import Contents
+from trainer.checkpoint.planning import make_plan
 from trainer.checkpoint.policy import SavePolicy
+from trainer.checkpoint.replica_digests import ReplicaDigests
 
 RANKS = 2
-TOPOLOGIES = ("zero3", "tp2")
+TOPOLOGIES = ("zero3", "tp2", "zero0")
 RAW, FIRST, INLINE, BACKGROUND, BLOCKED = "raw", "first", "inline", "background", "blocked"
-READ, LOAD = "read", "load"
+READ, LOAD, REPLICAS = "read", "load", "replicas"
 _TIMEOUT_S = 1800.0
 
 Rounds = list[dict[str, float]]
@@ -97,7 +100,7 @@ class _Rank:
     def run(self, rounds: int) -> Rounds:
         """Return what each round took, on the slowest rank."""
         found = []
-        ways = (self._raw, self._inline, self._in_background)
+        ways = (self._raw, self._inline, self._in_background, self._digest_replicas)
         for number in range(rounds):
             row: dict[str, float] = {}
             order = [str(index) for index in range(len(ways))]
@@ -155,6 +158,17 @@ class _Rank:
             report = proven(checkpointer.reports()[-1])
         row[BACKGROUND], row[BLOCKED] = self._slowest(report.seconds), self._slowest(report.blocked_s)
         checkpointer.close()
+
+    def _digest_replicas(self, row: dict[str, float], _: int) -> None:
+        """Digest what the other rank writes, on one thread while nothing else runs: the most that a step can wait."""
+        contents = self._subject.contents(1)
+        plan = make_plan(contents, rank=self._rank, file_bytes=DEFAULT_FILE_BYTES, holds_steps=True)
+        memory = {**plan.sources.steady, **plan.watched.steady}
+
+        def digest() -> None:
+            ReplicaDigests(plan.shared, plan.pieces, memory, {}).release()
+
+        row[REPLICAS] = self._slowest(self._timed(digest))
 
     def _checkpointer(self, number: int, *, async_save: bool) -> Checkpointer:
         nonce = f"{self._name}-{number}-{int(async_save)}"

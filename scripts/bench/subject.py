@@ -56,6 +56,7 @@ SIZES: Mapping[str, ModelConfig] = {
 
 PARALLEL: Mapping[str, ParallelSection] = {
     "one rank": ParallelSection(zero_stage=0),
+    "zero0": ParallelSection(zero_stage=0),
     "zero3": ParallelSection(zero_stage=3),
     "tp2": ParallelSection(zero_stage=0, tensor_model_parallel_size=2),
 }

@@ -86,18 +86,26 @@ def of_growth(grown_bytes: int, *, saves: int) -> list[Target]:
 def of_ranks(found: Mapping[str, ranks.Rounds]) -> list[Target]:
     """Return what two ranks take, by topology."""
     most = {"zero3": 1.15, "tp2": 1.3}
+    most_digesting = {"zero0": 0.06}
     targets = []
     for name, rounds in found.items():
         where = f"{ranks.RANKS} ranks, {name}"
         targets += [
-            Target("i", f"{where}: inline save / raw write", _ratio(rounds, ranks.INLINE, ranks.RAW), most[name]),
+            Target("i", f"{where}: inline save / raw write", _ratio(rounds, ranks.INLINE, ranks.RAW), most.get(name)),
             Target("i", f"{where}: first inline save / raw write", _ratio(rounds, ranks.FIRST, ranks.RAW)),
             Target("i", f"{where}: background save / raw write", _ratio(rounds, ranks.BACKGROUND, ranks.RAW)),
             Target("i", f"{where}: blocked / raw write", _ratio(rounds, ranks.BLOCKED, ranks.RAW)),
             Target("i", f"{where}: load with digests / raw read", _ratio(rounds, ranks.LOAD, ranks.READ)),
-            Target("i", f"{where}: raw write", statistics.median(row[ranks.RAW] for row in rounds), unit=" s"),
+            Target(
+                "i", f"{where}: digests of replicas", _median(rounds, ranks.REPLICAS), most_digesting.get(name), " s"
+            ),
+            Target("i", f"{where}: raw write", _median(rounds, ranks.RAW), unit=" s"),
         ]
     return targets
+
+
+def _median(rounds: Sequence[Mapping[str, float]], figure: str) -> float:
+    return statistics.median(row[figure] for row in rounds)
 
 
 def _ratio(rounds: Sequence[Mapping[str, float]], figure: str, base: str) -> float:

@@ -115,6 +115,31 @@ def test_a_disk_that_fills_up_is_told_before_the_first_byte(small_disk: Path, un
     assert_told(ended, "There is no room for a checkpoint", str(run / "checkpoints"), " B free", "found 0 B free")
 
 
+@pytest.mark.parametrize("is_full_to_the_last_byte", [False, True])
+def test_a_smaller_number_to_keep_makes_room_at_the_next_start(
+    small_disk: Path, is_full_to_the_last_byte: bool
+) -> None:
+    run, log = small_disk / "run", small_disk.with_name("log")
+    command = [f"run.dir={run}", *BASE, "train.train_iters=40", "schedule.lr_decay_iters=40"]
+    full = call_on_ranks(troubles.train, command, folder=log, ranks=1)
+    assert full.statuses == (1,)
+    assert "There is no room for a checkpoint" in full.text
+    assert "start the run again with checkpoint.max_checkpoint_keep=1, or more" in full.text
+    kept = names(run)
+    newest = int(kept[-1].removeprefix("iter_"))
+    assert len(kept) > 2
+    assert newest < 40
+    if is_full_to_the_last_byte:
+        troubles.fill(small_disk)
+    again = call_on_ranks(troubles.train, [*command, "checkpoint.max_checkpoint_keep=2"], folder=log, ranks=1)
+    assert again.ok, again.text
+    assert f"iteration {newest} from" in again.text
+    assert "deleted iteration 2, which checkpoint.max_checkpoint_keep=2 does not keep" in again.text
+    assert "was not saved" not in again.text
+    assert names(run) == folders(newest, 38, 40)
+    assert [row[0] for row in curve(run)] == list(range(1, 41))
+
+
 def test_records_wait_until_there_is_room_for_them_again(small_disk: Path) -> None:
     run = small_disk / "run"
     overrides = ["train.train_iters=30", "checkpoint.max_checkpoint_keep=2"]

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import trainer.__main__
 import trainer.loop
 from trainer.build import Run
@@ -41,6 +43,24 @@ def main(arguments: list[str]) -> None:
         _act_before({told["begins"]: begin, told["ends"]: end})
     sys.argv = ["trainer", *overrides]
     trainer.__main__.main()
+
+
+def train(arguments: list[str]) -> None:
+    """Run the trainer's command with no trouble but those that are there already."""
+    sys.argv = ["trainer", *arguments]
+    trainer.__main__.main()
+
+
+def fill(folder: Path) -> None:
+    """Fill the file system of a folder to its last byte."""
+    with (folder / BALLAST).open("wb", buffering=0) as ballast:
+        for size in (1 << 16, 1 << 12, 1):
+            try:
+                while True:
+                    ballast.write(bytes(size))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
 
 
 def _act_before(actions: dict[int, Callable[[Run], None]]) -> None:
@@ -74,14 +94,7 @@ def full_disk(told: dict[str, Any]) -> Actions:
     def begin(run: Run) -> None:
         if told["is_unforeseen"]:
             Files.free_bytes = lambda *_: 1 << 60  # type: ignore[method-assign]
-        with (Path(run.config.run.dir) / BALLAST).open("wb", buffering=0) as ballast:
-            for size in (1 << 16, 1 << 12, 1):
-                try:
-                    while True:
-                        ballast.write(bytes(size))
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
+        fill(Path(run.config.run.dir))
 
     return begin, lambda run: (Path(run.config.run.dir) / BALLAST).unlink()
 
@@ -125,10 +138,25 @@ def failing_call(told: dict[str, Any]) -> Actions:
     return lambda _: setattr(Files, kind, fail), lambda _: setattr(Files, kind, real)
 
 
+def flipped_bit(told: dict[str, Any]) -> Actions:
+    """Flip one bit of this rank's copy of `tensor` after the optimizer's step of the iteration in which it begins."""
+
+    def begin(run: Run) -> None:
+        def flip(*_: object) -> None:
+            hook.remove()
+            (tensor,) = [found for found in run.state.shards() if found.spec.name == told["tensor"]]
+            tensor.local.detach().view(torch.int32).view(-1)[-1] ^= 1
+
+        hook = run.state.parts[-1].optimizer.register_step_post_hook(flip)
+
+    return begin, lambda _: None
+
+
 TROUBLES: dict[str, Callable[[dict[str, Any]], Actions]] = {
     "full disk": full_disk,
     "small files": small_files,
     "read-only": read_only,
     "deleted folder": deleted_folder,
     "failing call": failing_call,
+    "flipped bit": flipped_bit,
 }

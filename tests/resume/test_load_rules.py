@@ -102,6 +102,16 @@ def test_with_every_checkpoint_damaged_nothing_starts(run: Path) -> None:
     assert "checkpoint.load=none" in message
 
 
+def test_a_run_is_named_by_its_own_folder(run: Path, tmp_path: Path) -> None:
+    more = [*BASE, "train.train_iters=10", f"checkpoint.load={run}"]
+    ended = run_ok(tmp_path / "other", more)
+    assert f"iteration 8 from {iteration(run, 8)}" in ended.text
+    assert names(tmp_path / "other") == ["iter_0000010"]
+    assert "iteration 10 from" in run_ok(tmp_path / "other", more).text  # it goes on from its own
+    assert f"iteration 6 from {iteration(run, 6)}" in run_ok(run, [*more, "checkpoint.ckpt_step=6"]).text
+    assert names(run)[-2:] == ["iter_0000008.superseded-1", "iter_0000010"]
+
+
 def test_recorded_iterations_without_a_checkpoint_are_no_fresh_start(run: Path) -> None:
     for number in (2, 4, 6, 8):
         shutil.rmtree(iteration(run, number))

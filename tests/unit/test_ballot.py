@@ -18,6 +18,7 @@ from trainer.checkpoint.board import Board
 from trainer.checkpoint.box import Box
 from trainer.checkpoint.commit import Attempt, Poll
 from trainer.checkpoint.files import Files
+from trainer.checkpoint.inventory import Inventory
 from trainer.checkpoint.layout import Kind, TensorSpec, build_layout
 from trainer.checkpoint.manifest import DIGEST_BYTES, Written, WrittenPiece
 from trainer.checkpoint.reader import FORMAT, STATE
@@ -28,6 +29,7 @@ PATIENCE_S = 0.3  # of a rank that waits for a message
 LIMIT_S = 6.0  # by then every rank has ended, whatever it has waited for
 DOOMED = [3, 5]
 MOST_RANKS = 3
+ODD = TensorSpec(Kind.MODEL, "other", (2,), torch.float32, (2,))
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Troubles:
         declines_s: when the main thread of a rank gives up, if its worker is not through.
         renames: whether the rename succeeds.
         syncs: whether it is made durable after that; `takes_back`: whether it can be undone if not.
+        odd: the ranks that save another table of tensors than rank 0.
         faults: what a rank's call of the store, by number, meets.
         stops_at: the call of anybody from which on the store's host stands still; `dies_at` is gone.
     """
@@ -54,6 +57,7 @@ class Troubles:
     renames: bool
     syncs: bool
     takes_back: bool
+    odd: frozenset[int]
     faults: dict[tuple[int, int], Fault]
     stops_at: int | None
     dies_at: int | None
@@ -83,6 +87,7 @@ def troubles(draw: st.DrawFn, *, with_faults: bool = True) -> Troubles:
         draw(st.frozensets(st.integers(0, 3 * ranks), max_size=1)),
         tuple(draw(st.none() | moment) for _ in range(ranks)),
         *(draw(st.sampled_from([True, True, True, False])) for _ in ("renames", "syncs", "takes_back")),
+        draw(st.just(frozenset[int]()) | st.frozensets(st.integers(1, MOST_RANKS), max_size=2)),
         draw(faults) if with_faults else {},
         draw(from_call) if with_faults else None,
         draw(from_call) if with_faults else None,
@@ -175,6 +180,7 @@ class Attempted:
         rank.doomed = commit.exchange(
             self._board(rank),
             self.attempt,
+            inventory=Inventory(build_layout([ODD]) if rank.number in self.told.odd else self.attempt.layout),
             work=lambda: self._work(rank.number),
             publish=self._publish,
             poll=rank.poll,
@@ -222,6 +228,7 @@ def attempted(told: Troubles) -> Attempted:
         assert found.disk.commits == is_committed
         if is_committed:
             assert found.written_at_commit == set(range(told.ranks))
+            assert not told.odd & set(range(told.ranks))
         for rank in found.ranks:
             assert rank.worker is not None
             outcome = rank.poll.ballot.outcome
@@ -270,6 +277,7 @@ def calm(ranks: int, **changes: object) -> Troubles:
         renames=True,
         syncs=True,
         takes_back=True,
+        odd=frozenset(),
         faults={},
     )
     return Troubles(**{**told, "stops_at": None, "dies_at": None, **changes})  # type: ignore[arg-type]
@@ -290,6 +298,15 @@ def test_a_name_that_is_not_durable_is_one_thing_to_all_ranks(takes_back: bool) 
     found = attempted(calm(3, syncs=False, takes_back=takes_back))
     assert outcomes(found) == [Outcome.FAILED if takes_back else Outcome.COMMITTED] * 3
     assert [rank.doomed for rank in found.ranks] == [None if takes_back else []] * 3
+
+
+@pytest.mark.parametrize("odd", [{1}, {2}, {1, 2}])
+def test_ranks_that_save_other_tensors_are_named_on_every_rank(odd: set[int]) -> None:
+    found = attempted(calm(3, odd=frozenset(odd)))
+    assert outcomes(found) == [Outcome.FAILED] * 3
+    for rank in found.ranks:
+        assert rank.worker is not None
+        assert f"w only on rank 0; other only on rank {min(odd)}" in str(rank.worker.error)
 
 
 @pytest.mark.parametrize("number", range(3))

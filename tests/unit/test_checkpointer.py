@@ -160,6 +160,49 @@ def test_retention_counts_beyond_seven_digits_and_spares_what_was_loaded(tmp_pat
     assert folders_in(tmp_path) == ["iter_10000000", "iter_10000001", "iter_9999998"]
 
 
+def resumed(root: Path, retention: Retention, iteration: int | None = None) -> list[str]:
+    """Start, load and rewind as the trainer does; return the folders that are left."""
+    checkpointer = started(SavePolicy(root, retention=retention))
+    source = Source(root, iteration)
+    found, _ = checkpointer.restore(source, check=lambda _: None, live=lambda _: contents(0).live)
+    checkpointer.rewind(found.iteration)
+    checkpointer.close()
+    return folders_in(root)
+
+
+@pytest.fixture
+def five(tmp_path: Path) -> Path:
+    """Return a folder with iterations 1 to 5."""
+    checkpointer = started(SavePolicy(tmp_path))
+    for iteration in range(1, 6):
+        saved(checkpointer, iteration)
+    checkpointer.close()
+    return tmp_path
+
+
+def test_a_start_deletes_what_retention_does_not_keep(five: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    (five / "iter_0000002" / "hold").touch()
+    assert resumed(five, Retention(2)) == ["iter_0000002", "iter_0000004", "iter_0000005"]
+    assert "deleted iteration 1, which checkpoint.max_checkpoint_keep=2 does not keep" in caplog.text
+    assert load(five) == 5.0
+
+
+def test_a_start_deletes_none_of_a_branch_that_it_abandons_and_none_that_it_loads(five: Path) -> None:
+    kept = ["iter_0000003", "iter_0000004.superseded-1", "iter_0000005.superseded-1"]
+    assert resumed(five, Retention(1), 3) == kept
+
+
+def test_a_start_deletes_nothing_before_it_has_loaded_the_newest(five: Path) -> None:
+    before = folders_in(five)
+    checkpointer = started(SavePolicy(five, retention=Retention(1)))
+    checkpointer.rewind(5)
+    checkpointer.close()
+    assert folders_in(five) == before
+    (five / "iter_0000005" / STATE).unlink()
+    assert resumed(five, Retention(2)) == ["iter_0000003", "iter_0000004", "iter_0000005.superseded-1"]
+
+
 def test_a_rewind_renames_newer_checkpoints_and_they_are_saved_anew(tmp_path: Path) -> None:
     checkpointer = started(SavePolicy(tmp_path))
     for iteration in (1, 2, 3):

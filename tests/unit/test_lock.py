@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -13,10 +14,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.fakes import run_ranks
 from trainer.checkpoint import lock as lock_module
 from trainer.checkpoint.lock import STALE_S, FolderLock
 from trainer.errors import LockError
@@ -86,6 +89,88 @@ def test_a_living_holder_on_another_host_is_respected(tmp_path: Path) -> None:
     with pytest.raises(LockError, match="host node-7, pid 4711"):
         FolderLock(tmp_path, "mine").acquire()
     assert "node-7" in (tmp_path / "lock").read_text()
+
+
+def test_a_refusal_for_another_host_says_how_long_to_wait_and_what_to_remove(
+    tmp_path: Path,
+) -> None:
+    leave_record(tmp_path, host="node-7", age_s=0)
+    then = (tmp_path / "lock").stat().st_mtime
+    with pytest.raises(LockError) as caught:
+        FolderLock(tmp_path, "mine", clock=lambda: then + 30.0).acquire()
+    assert "last heard of 30 s ago" in str(caught.value)
+    assert f"start this one again in {STALE_S - 30:.0f} s, or remove {tmp_path / 'lock'}." in str(caught.value)
+
+
+def leave_record_from_the_future(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.005)
+    monkeypatch.setattr(lock_module, "STALE_S", 0.5)
+    leave_record(folder, host="node-7", age_s=-3600)
+
+
+def test_a_holder_whose_heartbeat_lies_in_the_future_and_does_not_change_is_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_record_from_the_future(tmp_path, monkeypatch)
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    lock.check()
+    lock.release()
+    assert "3600 s in the future, set by host node-7: compare the clocks" in caplog.text
+
+
+def test_a_holder_whose_heartbeat_lies_in_the_future_and_goes_on_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_record_from_the_future(tmp_path, monkeypatch)
+    is_over = threading.Event()
+
+    def beat() -> None:
+        ahead_s = 3600.0
+        while not is_over.wait(0.005):
+            ahead_s += 1.0
+            os.utime(tmp_path / "lock", (time.time() + ahead_s,) * 2)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(LockError, match="host node-7, pid 4711"):
+            FolderLock(tmp_path, "mine").acquire()
+    finally:
+        is_over.set()
+        thread.join()
+    assert "node-7" in (tmp_path / "lock").read_text()
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
+        server.bind(path.name)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, os.mkdir, make_socket, lambda path: path.symlink_to("/dev/zero")],
+    ids=["pipe", "folder", "socket", "device"],
+)
+def test_a_lock_that_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "lock")
+    before = os.listdir("/proc/self/fd")
+    (error,) = run_ranks(1, lambda _: FolderLock(tmp_path, "mine").acquire())  # on a thread: it must not wait
+    assert isinstance(error, LockError)
+    assert f"The lock of a checkpoint folder is no regular file ({tmp_path / 'lock'})" in str(error)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_lock_that_becomes_a_pipe_keeps_its_holder_waiting_for_nothing(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    (tmp_path / "lock").unlink()
+    os.mkfifo(tmp_path / "lock")
+    (error,) = run_ranks(1, lambda _: lock.check())  # on a thread: it must not wait
+    assert isinstance(error, LockError)
+    assert "a holder that left no name" in str(error)
+    lock.refuse_if_taken()
+    lock.release()
 
 
 def test_a_holder_on_another_host_that_fell_silent_is_taken_for_dead(tmp_path: Path) -> None:
@@ -182,7 +267,10 @@ def test_a_heartbeat_keeps_no_successor_alive(tmp_path: Path, monkeypatch: pytes
     assert not beat.is_alive()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"host": "x"}', "\xff"])
+OF_WRONG_KINDS = '{"host": "x", "pid": 1, "nonce": "n", "started": "then"}'
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"host": "x"}', "\xff", OF_WRONG_KINDS, 60_000 * "["])
 def test_a_record_of_nonsense_does_not_keep_a_folder_locked(tmp_path: Path, text: str) -> None:
     (tmp_path / "lock").write_text(text, encoding="latin-1")
     lock = FolderLock(tmp_path, "mine")

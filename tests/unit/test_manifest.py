@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from trainer.checkpoint import manifest
 from trainer.checkpoint.box import Box, whole
-from trainer.checkpoint.commit import decode, encode
 from trainer.checkpoint.layout import Kind, Layout, TensorSpec, build_layout
 from trainer.checkpoint.manifest import FileEntry, Manifest, TensorEntry, WrittenPiece, digest_of
+from trainer.checkpoint.report import decode, encode
 from trainer.errors import CheckpointError, MismatchError
 
 A, B = b"12345678", b"abcdefgh"

@@ -229,6 +229,20 @@ def test_initial_values_follow_transformers(family: ModelConfig, tmp_path: Path)
                 assert parameter.std().item() == pytest.approx(initial.std, rel=0.05), name
 
 
+# Source: llama.cpp, conversion/gpt2.py and conversion/llama.py, what `set_gguf_parameters` looks up without a default.
+LLAMA_CPP = {
+    "gpt2": ("n_layer", "n_ctx", "n_embd", "n_head", "layer_norm_epsilon"),
+    "llama3": ("num_hidden_layers", "max_position_embeddings", "hidden_size", "num_attention_heads", "vocab_size"),
+}
+
+
+def test_the_configuration_has_the_names_that_llama_cpps_converter_reads(family: ModelConfig) -> None:
+    found = hf_config(family)
+    assert [name for name in LLAMA_CPP[family.family.value] if name not in found] == []
+    if family.family is Family.gpt2:
+        assert found["n_ctx"] == family.max_position_embeddings
+
+
 def test_token_loss_is_float32_and_leaves_out_ignored_targets() -> None:
     logits, targets = torch.randn(2, 5, 7, dtype=torch.bfloat16), torch.randint(7, (2, 5))
     targets[1] = -100

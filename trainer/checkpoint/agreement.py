@@ -1,4 +1,4 @@
-"""Proof after a load: ranks that hold the same box hold the same bits, whoever filled it."""
+"""Proof, after a load or between iterations, that ranks that hold the same box hold the same bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import xxhash
 from trainer.checkpoint.board import Board
 from trainer.checkpoint.live import LiveTensor
 from trainer.checkpoint.snapshot import memory_of
-from trainer.errors import CheckpointError
+from trainer.errors import ReplicaError
 
 _DIGEST = struct.Struct("<Q")
 _ROW = struct.Struct("<QQ")  # digest of the group's ranks, digest of all its tensors
@@ -25,7 +25,7 @@ def check_replicas(live: Sequence[LiveTensor], board: Board, key: str) -> None:
     Each rank sends one digest per group of replicas; only where two differ, those of every tensor.
 
     Raises:
-        CheckpointError: on every rank, naming the first tensor that differs and the ranks.
+        ReplicaError: on rank 0, naming the first tensor that differs and the ranks; a CheckpointError on the others.
     """
     if board.world_size == 1:
         return
@@ -40,7 +40,7 @@ def check_replicas(live: Sequence[LiveTensor], board: Board, key: str) -> None:
         return
     mine = [tensors for group, tensors in groups.items() if _DIGEST.pack(_digest_of_ranks(group)) == odd_group]
     details = board.collect(f"{key}/tensors", b"".join(digest for tensors in mine for digest in tensors.values()))
-    problem: CheckpointError | None = None
+    problem: ReplicaError | None = None
     if board.rank == 0:
         problem = _describe([(rank, data) for rank, data in enumerate(details) if data], live, odd_group)
     board.agree(f"{key}/differs", problem)
@@ -70,7 +70,7 @@ def _first_difference(reports: Sequence[bytes]) -> bytes:
     return b""
 
 
-def _describe(details: Sequence[tuple[int, bytes]], live: Sequence[LiveTensor], odd_group: bytes) -> CheckpointError:
+def _describe(details: Sequence[tuple[int, bytes]], live: Sequence[LiveTensor], odd_group: bytes) -> ReplicaError:
     """Return the error that names the first tensor, where this rank knows its name, and the ranks that differ."""
     (first_rank, first), *others = details
     names = [t.spec.name for t in live if _DIGEST.pack(_digest_of_ranks(t.replicas)) == odd_group]
@@ -82,10 +82,12 @@ def _describe(details: Sequence[tuple[int, bytes]], live: Sequence[LiveTensor], 
                 break
         else:
             continue
-        return CheckpointError(
-            "Replicas differ after a load",
+        return ReplicaError(
+            "Replicas of the same tensor hold different bits",
             where=name,
             expected=f"the same bits on ranks {first_rank} and {rank}",
-            fix="Load again; if it happens again, the memory of one of these hosts cannot be trusted.",
+            fix="Load the newest checkpoint again; if it happens again, the memory of one of these hosts cannot be "
+            "trusted.",
         )
-    return CheckpointError("Replicas differ after a load", found=f"ranks {[rank for rank, _ in details]}")
+    ranks = [rank for rank, _ in details]
+    return ReplicaError("Replicas of the same tensor hold different bits", found=f"ranks {ranks}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,6 +39,7 @@ def save(
     iteration: int,
     state: Mapping[str, object] | None = None,
     max_checkpoint_keep: int = 0,
+    from_rank0: Sequence[str] = (),
 ) -> Path:
     """Save a model and its optimizer as `folder/iter_<iteration>`, and return that path.
 
@@ -46,13 +49,19 @@ def save(
     Args:
         state: JSON values of your own, given back by `load`.
         max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
+        from_rank0: shell patterns for the names of tensors that differ between ranks by design, such as the BatchNorm
+            statistics of DDP (`["*.running_*", "*.num_batches_tracked"]`). Rank 0's are saved. All other tensors that
+            several ranks hold must be equal bit for bit.
 
     Raises:
-        TrainerError: if the checkpoint could not be written; nothing that was committed is touched.
+        ReplicaError: on rank 0, if ranks hold different bits of one tensor; on the others it is a CheckpointError.
+        TrainerError: if the ranks give different models, optimizers or iterations, or the checkpoint could not be
+            written; nothing that was committed is touched.
     """
     board, nonce = _board()
     policy = SavePolicy(Path(folder), retention=Retention(max_checkpoint_keep), file_bytes=DEFAULT_FILE_BYTES)
-    live = tuple(live_tensors(model, optimizer, grid=Grid.flat(board.world_size)))
+    found = live_tensors(model, optimizer, grid=Grid.flat(board.world_size))
+    live = _rank0_alone(list(found), from_rank0, board.rank)
     document: Json = {"format": FORMAT, "iteration": iteration, "user": dict(state or {}), "groups": []}
     if optimizer is not None:
         document |= {"optimizer": {"name": type(optimizer).__name__}, "groups": _groups(model, optimizer)}
@@ -112,6 +121,24 @@ def load(
     if optimizer is not None:
         _set_groups(model, optimizer, _saved_groups(checkpoint))
     return {**_user(checkpoint), "iteration": checkpoint.iteration}
+
+
+def _rank0_alone(live: Sequence[LiveTensor], patterns: Sequence[str], rank: int) -> tuple[LiveTensor, ...]:
+    """Let rank 0 alone save the tensors whose names fit a pattern."""
+    names = {tensor.spec.name: [p for p in patterns if fnmatch.fnmatchcase(tensor.spec.name, p)] for tensor in live}
+    unused = set(patterns) - {pattern for fitting in names.values() for pattern in fitting}
+    if unused:
+        raise CheckpointError(
+            "A pattern in from_rank0 fits no tensor",
+            found=", ".join(sorted(unused)),
+            fix="Correct it, or leave it out; `save` names tensors as `model.named_parameters()` does.",
+        )
+    return tuple(
+        (replace(tensor, replicas=(0,)) if rank == 0 else replace(tensor, is_copy=True))
+        if names[tensor.spec.name] and 0 in tensor.replicas
+        else tensor
+        for tensor in live
+    )
 
 
 def _board() -> tuple[Board, str]:

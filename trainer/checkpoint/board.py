@@ -13,7 +13,15 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from trainer.errors import CheckpointError, DataError, LaunchError, LockError, MismatchError, TrainerError
+from trainer.errors import (
+    CheckpointError,
+    DataError,
+    LaunchError,
+    LockError,
+    MismatchError,
+    TrainerError,
+    UnreadableError,
+)
 
 # A TCPStore resets the connection on values over 8 MiB.
 MESSAGE_BYTES = 4 << 20
@@ -134,7 +142,7 @@ class Board:
 
         Raises:
             TrainerError: this rank's `problem`, or the first one of another rank: a DataError, MismatchError,
-                LockError or LaunchError stays one, any other becomes a CheckpointError.
+                LockError, LaunchError or UnreadableError stays one, any other becomes a CheckpointError.
         """
         notices = self.collect(f"{key}/problem", b"" if problem is None else _pack(problem))
         found = [(rank, *_unpack(data)) for rank, data in enumerate(notices) if data]
@@ -218,7 +226,7 @@ class Board:
 
 
 _KINDS: dict[str, type[TrainerError]] = {
-    kind.__name__: kind for kind in (DataError, MismatchError, LockError, LaunchError)
+    kind.__name__: kind for kind in (DataError, MismatchError, LockError, LaunchError, UnreadableError)
 }
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from trainer.checkpoint import choose
 from trainer.checkpoint.agreement import check_replicas
 from trainer.checkpoint.board import Board
+from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.files import Files
-from trainer.checkpoint.flight import cannot_write
+from trainer.checkpoint.flight import cannot_write, decide_doomed, delete
 from trainer.checkpoint.live import Contents, LiveTensor
 from trainer.checkpoint.loader import LoadReport, fill
 from trainer.checkpoint.lock import FolderLock
+from trainer.checkpoint.patience import Patience, PatientFiles, await_sight
 from trainer.checkpoint.policy import SavePolicy, SaveReport
 from trainer.checkpoint.progress_line import ProgressLine
 from trainer.checkpoint.reader import Checkpoint, open_checkpoint, read_places
@@ -34,6 +36,7 @@ class Checkpointer:
     Args:
         nonce: a name of this run of the program, equal on all ranks; attempts are named after it.
         neighbours: the ranks on this host, this one among them; where they are not known, columns are written by row.
+        patience: how long a load tries reads again that fail.
     """
 
     def __init__(
@@ -44,9 +47,10 @@ class Checkpointer:
         nonce: str,
         files: Files | None = None,
         neighbours: Sequence[int] = (),
+        patience: Patience | None = None,
     ) -> None:
         self._policy, self._board, self._nonce = policy, board, nonce
-        self._files = files or Files()
+        self._files, self._patience = files or Files(), patience or Patience()
         self._agreements = 0
         self._lock: FolderLock | None = None
         self._folder = None if policy.folder is None else CheckpointFolder(policy.folder, self._files)
@@ -148,17 +152,21 @@ class Checkpointer:
             verify_all: before that, check those of all blocks of the checkpoint, shared out between the ranks.
 
         Raises:
+            UnreadableError: on every rank, if a rank cannot read the checkpoint now, or does not see it.
             CheckpointError: on every rank, if none can be loaded; damaged ones are logged and skipped, unless named
                 exactly.
         """
         self.wait()
-        chooser = choose.Chooser(source, self._files, check)
+        files = PatientFiles(self._files, self._patience)
+        chooser = choose.Chooser(source, files, check, patience=self._patience)
         damage: TrainerError | None = None
         while True:
             path = self._pick(chooser, damage)
             problem: TrainerError | None = None
             try:
-                checkpoint = open_checkpoint(path, self._files)
+                if self._board.rank:
+                    await_sight(path / MANIFEST, self._patience, rank=self._board.rank)
+                checkpoint = open_checkpoint(path, files)
                 if verify_all:
                     self._verify(checkpoint)
                 tensors = live(checkpoint)
@@ -172,14 +180,23 @@ class Checkpointer:
                 raise
             except TrainerError as error:
                 damage = error
-        self._agreements += 1
-        check_replicas(tensors, self._board, f"replicas/{self._nonce}/{self._agreements}")
+        self.check_replicas(tensors)
         if self._saver is not None:
             self._saver.loaded(path, checkpoint.iteration, has_optimizer=checkpoint.has_optimizer)
         return checkpoint, report
 
+    def check_replicas(self, live: Sequence[LiveTensor]) -> None:
+        """Compare the bits of live tensors that several ranks hold. A call of all ranks.
+
+        Raises:
+            CheckpointError: on every rank, a ReplicaError on rank 0, naming the first tensor that differs.
+        """
+        self._agreements += 1
+        check_replicas(live, self._board, f"replicas/{self._nonce}/{self._agreements}")
+
     def rewind(self, iteration: int) -> None:
-        """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way."""
+        """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way; then delete what
+        retention gives up: on a full disk no save will make room for the next."""
         self.wait()
         if self._saver is not None:
             self._saver.rewound(iteration)
@@ -189,6 +206,7 @@ class Checkpointer:
                 newer = [found for found in self._folder.committed() if found > iteration]
                 for path in self._folder.supersede(newer):
                     _log.info("an abandoned branch of this run is kept as %s", path.name)
+                self._retain(self._folder)
             except OSError as error:
                 problem = cannot_write(self._folder.root, error)
         self._agree(problem)
@@ -205,6 +223,17 @@ class Checkpointer:
         if self._saver is not None:
             self._saver.close()
         self.abandon()
+
+    def _retain(self, folder: CheckpointFolder) -> None:
+        """Delete what retention gives up, if the newest is what this process has loaded: it is known to be good."""
+        assert self._saver is not None
+        pinned = self._saver.pinned
+        doomed, committed = decide_doomed(folder, self._policy.retention, pinned=pinned)
+        if not doomed or committed[-1] not in pinned:
+            return
+        keep = self._policy.retention.max_checkpoint_keep
+        for gone in delete(folder, doomed, attempt=self._nonce, lock=self._lock):
+            _log.info("deleted iteration %d, which checkpoint.max_checkpoint_keep=%d does not keep", gone, keep)
 
     def _verify(self, checkpoint: Checkpoint) -> None:
         rank, world_size = self._board.rank, self._board.world_size

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.files import Files
+from trainer.checkpoint.patience import Patience, unreadable
 from trainer.checkpoint.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
 from trainer.checkpoint.store import CheckpointFolder, is_iteration_name, iteration_name
-from trainer.errors import CheckpointError, MismatchError, TrainerError
+from trainer.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
 
 _log = logging.getLogger(__name__)
 
@@ -35,10 +36,14 @@ class Chooser:
 
     Args:
         check: raises MismatchError for a valid checkpoint of another run, before any tensor file is opened.
+        patience: how long a folder that cannot be listed is tried again; not at all by default.
     """
 
-    def __init__(self, source: Source, files: Files, check: Callable[[Checkpoint], None]) -> None:
+    def __init__(
+        self, source: Source, files: Files, check: Callable[[Checkpoint], None], *, patience: Patience | None = None
+    ) -> None:
         self._source, self._files, self._check = source, files, check
+        self._patience = patience or Patience(0.0)
         self._candidates: list[Path] | None = None
         self._is_exact = False
         self._skipped: list[str] = []
@@ -48,17 +53,21 @@ class Chooser:
 
         Raises:
             MismatchError: if that one belongs to another run.
+            UnreadableError: if it, or the folder, cannot be read now: an older one is no substitute.
             CheckpointError: if there is none, naming what was skipped and why.
         """
         if self._candidates is None:
-            self._candidates = self._find()
+            try:
+                self._candidates = self._patience.retry(self._find, where=self._source.path)
+            except OSError as error:
+                raise unreadable(error, where=self._source.path) from error
         while self._candidates:
             path = self._candidates[0]
             try:
                 checkpoint = open_checkpoint(path, self._files)
                 self._check(checkpoint)
                 check_first_blocks(checkpoint, read_places(checkpoint))
-            except MismatchError:
+            except (MismatchError, UnreadableError):
                 raise
             except TrainerError as error:
                 self.skip(error)
@@ -75,9 +84,10 @@ class Chooser:
         """Strike the candidate picked last off the list, damaged as `error` says.
 
         Raises:
-            TrainerError: `error` itself if it is a mismatch or the folder was named exactly: nothing else will do.
+            TrainerError: `error` itself if it is a mismatch, if it says nothing of the checkpoint, or if the folder was
+                named exactly: nothing else will do.
         """
-        if self._is_exact or isinstance(error, MismatchError):
+        if self._is_exact or isinstance(error, (MismatchError, UnreadableError)):
             raise error
         if self._candidates:
             path = self._candidates.pop(0)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from trainer.checkpoint import ballot, json_file, manifest
+from trainer.checkpoint import ballot, disagreement, json_file, manifest
 from trainer.checkpoint.ballot import Action, Ballot, Event, Outcome
 from trainer.checkpoint.board import Board
-from trainer.checkpoint.box import Box
 from trainer.checkpoint.files import describe_free_space
+from trainer.checkpoint.inventory import Inventory, identity_of
 from trainer.checkpoint.layout import Layout, model_index
 from trainer.checkpoint.lock import FolderLock
-from trainer.checkpoint.manifest import DIGEST_BYTES, FileEntry, Manifest, Written, WrittenPiece
+from trainer.checkpoint.manifest import FileEntry, Manifest, Written, WrittenPiece
+from trainer.checkpoint.report import Report, decode, encode
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.errors import CheckpointError, LaunchError, TrainerError
 
@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
-_OK, _FAILED = b"ok", b"no"  # the first two bytes of a report and of a verdict
-_TOTAL = struct.Struct("<Q")  # in a report, before its pieces
+# The first two bytes of a verdict; after _ASK, that of two ranks which are to send their tables comes later.
+_OK, _FAILED, _ASK = b"ok", b"no", b"??"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,18 @@ Publish = Callable[[list[WrittenPiece], Claim], list[int]]
 
 
 def exchange(
-    board: Board, attempt: Attempt, *, work: Callable[[], Written], publish: Publish, poll: Poll
+    board: Board,
+    attempt: Attempt,
+    *,
+    inventory: Inventory,
+    work: Callable[[], Written],
+    publish: Publish,
+    poll: Poll,
 ) -> list[int] | None:
-    """Run `work` on every rank and, if all succeed, `publish` on rank 0; all ranks learn the outcome.
+    """Run `work` on every rank and, if all succeed and agree, `publish` on rank 0; all ranks learn the outcome.
 
     Args:
+        inventory: what this rank saves; complete once `work` has returned.
         publish: makes the checkpoint of all ranks' pieces; it calls what it is given right before the rename, and ends
             if that raises.
         poll: of this attempt on this rank; another thread may `decline` on it meanwhile.
@@ -83,10 +90,11 @@ def exchange(
         What `publish` returned, the iterations that are to be deleted now; None where that message was lost.
 
     Raises:
+        ReplicaError: on rank 0, if ranks that hold the same tensor hold different bits of it.
         TrainerError: on every rank, if the attempt did not become a checkpoint.
         BaseException: on the rank where `work` or `publish` raised it; the others get a CheckpointError that names it.
     """
-    part = _Part(board, attempt, work, publish, poll)
+    part = _Part(board, attempt, inventory, work, publish, poll)
     action = poll.take(part.work())
     while action is not Action.END:
         for event in part.perform(action):
@@ -103,13 +111,16 @@ class _Part:
         self,
         board: Board,
         attempt: Attempt,
+        inventory: Inventory,
         work: Callable[[], Written],
         publish: Publish,
         poll: Poll,
     ) -> None:
-        self._board, self._attempt, self._work, self._publish, self._poll = board, attempt, work, publish, poll
+        self._board, self._attempt, self._inventory = board, attempt, inventory
+        self._work, self._publish, self._poll = work, publish, poll
         self._key = _key(attempt.name)
-        self._reports = [b""]
+        self._report = Report(attempt.iteration, inventory.identity)
+        self._reports: list[Report] = []
         self.doomed: list[int] | None = None
         self.error: BaseException | None = None
 
@@ -117,11 +128,17 @@ class _Part:
         """Write this rank's part."""
         try:
             written = self._work()
-            self._reports = [_OK + _TOTAL.pack(written.total_bytes) + encode(written.pieces, self._attempt.layout)]
+            self._report = replace(
+                self._report,
+                groups=self._inventory.groups(),
+                written_bytes=written.total_bytes,
+                pieces=encode(written.pieces, self._attempt.layout),
+            )
         except BaseException as error:  # noqa: BLE001 - raised again once the peers know
             self.error = error
-            self._reports = [_FAILED + _text(error)]
-            return ballot.Failed(_text(error).decode())
+            self._report = replace(self._report, problem=_text(error))
+            return ballot.Failed(_text(error))
+        self._reports = [self._report]  # all there are, where there is one rank
         return ballot.Wrote()
 
     def perform(self, action: Action) -> list[Event]:
@@ -129,10 +146,10 @@ class _Part:
         try:
             match action:
                 case Action.REPORT:
-                    self._board.collect(f"{self._key}/report", self._reports[0])
+                    self._board.collect(f"{self._key}/report", self._report.to_bytes())
                     return [ballot.Reported()]
                 case Action.AWAIT_VERDICT:
-                    return [self._heard(self._board.from_rank0(f"{self._key}/verdict", None))]
+                    return [self._heard(self._await_verdict())]
                 case Action.LOOK:
                     return [ballot.FoundCommitted() if is_committed(self._attempt) else ballot.FoundNothing()]
                 case Action.COLLECT:
@@ -149,37 +166,74 @@ class _Part:
 
     def _collect(self) -> list[Event]:
         try:
-            self._reports = self._board.collect(f"{self._key}/report", self._reports[0])
-            return [ballot.Report(rank, _problem(data)) for rank, data in enumerate(self._reports) if rank]
+            reports = self._board.collect(f"{self._key}/report", self._report.to_bytes())
+            self._reports = [Report.from_bytes(data) for data in reports]
+            self._require_agreement()
         except LaunchError:
             raise
         except BaseException as error:  # noqa: BLE001 - raised again once the peers know
-            self.error = self.error or error
-            return [ballot.Failed(_text(error).decode())]
+            if not (isinstance(error, TrainerError) and isinstance(self.error, TrainerError)):
+                error = self.error or error
+            self.error = error
+            return [ballot.Failed(_text(error))]
+        return [ballot.Report(rank, report.problem) for rank, report in enumerate(self._reports) if rank]
+
+    def _require_agreement(self) -> None:
+        """Refuse reports of ranks that do not save the same thing; two of them are asked for their tables.
+
+        Raises:
+            CheckpointError: naming what differs and the ranks.
+            LaunchError: if a rank does not answer.
+        """
+        disagreement.refuse_other_iterations(self._reports)
+        found = disagreement.find(self._reports)
+        if found is None:
+            return
+        asked = [rank for rank in found.witnesses if rank]
+        self._board.from_rank0(f"{self._key}/verdict", _ASK + " ".join(map(str, asked)).encode())
+        keys = {rank: f"{self._key}/table/{rank}" for rank in asked}
+        tables = {rank: self._board.read(key, sender=f"rank {rank}") for rank, key in keys.items()}
+        self._board.forget(list(keys.values()))
+        tables[self._board.rank] = self._inventory.to_bytes()
+        raise disagreement.explain(found, [tables[rank] for rank in found.witnesses])
+
+    def _await_verdict(self) -> bytes:
+        verdict = self._board.from_rank0(f"{self._key}/verdict", None)
+        if not verdict.startswith(_ASK):
+            return verdict
+        if self._board.rank in map(int, verdict[len(_ASK) :].split()):
+            self._board.post(f"{self._key}/table/{self._board.rank}", self._inventory.to_bytes())
+        return self._board.from_rank0(f"{self._key}/verdict/last", None)
 
     def _make(self) -> Event:
         layout = self._attempt.layout
         try:
-            reports = [data[len(_OK) :] for data in self._reports]
-            _check_total(sum(_TOTAL.unpack_from(data)[0] for data in reports), layout)
-            pieces = [piece for data in reports for piece in decode(data[_TOTAL.size :], layout)]
+            _check_total(sum(report.written_bytes for report in self._reports), layout)
+            pieces = [piece for report in self._reports for piece in decode(report.pieces, layout)]
             self.doomed = self._publish(pieces, self._poll.claim)
         except BaseException as error:  # noqa: BLE001 - raised again once the peers know
             self.error = error
-            return ballot.Failed(_text(error).decode())
+            return ballot.Failed(_text(error))
         return ballot.Renamed()
 
     def _verdict(self) -> bytes:
         known = self._poll.ballot
         if known.outcome is Outcome.COMMITTED:
-            return _OK + " ".join(map(str, self.doomed or [])).encode()
+            return _committed(self._attempt.iteration, self.doomed or [])
         return _FAILED + str(known.problem).encode()
 
     def _heard(self, verdict: bytes) -> Event:
-        problem = _problem(verdict)
-        if problem is None:
-            self.doomed = [int(number) for number in verdict[2:].split()]
-        return ballot.Verdict(problem)
+        if not verdict.startswith(_OK):
+            return ballot.Verdict(verdict[len(_FAILED) :].decode().rstrip("."))
+        iteration, *doomed = (int(number) for number in verdict[len(_OK) :].split())
+        if iteration != self._attempt.iteration:
+            return ballot.Verdict(f"Rank 0 saved iteration {iteration}, this rank {self._attempt.iteration}")
+        self.doomed = doomed
+        return ballot.Verdict(None)
+
+
+def _committed(iteration: int, doomed: Sequence[int]) -> bytes:
+    return _OK + " ".join(map(str, [iteration, *doomed])).encode()
 
 
 def _check_total(written_bytes: int, layout: Layout) -> None:
@@ -201,46 +255,48 @@ def decline(board: Board, attempt: Attempt, error: TrainerError, poll: Poll) -> 
         Whether it has failed for certain: a rank whose report is out, or that renames already, comes too late.
     """
     action = poll.take(ballot.Declined(str(error)))
-    key, text = _key(attempt.name), _FAILED + _text(error)
+    key = _key(attempt.name)
     if action is Action.ANNOUNCE:
-        _announce(board, key, text)
+        _announce(board, key, _FAILED + _text(error).encode())
     if action is Action.REPORT:
+        report = Report(attempt.iteration, identity_of(attempt.layout), problem=_text(error))
         try:
-            board.post(f"{key}/report/{board.rank}", text)
+            board.post(f"{key}/report/{board.rank}", report.to_bytes())
         except LaunchError as lost:
             _log.error("the failure of %s did not go out: %s", key, lost)
     return poll.ballot.outcome is Outcome.FAILED
 
 
-def excuse(board: Board, name: str) -> None:
+def excuse(board: Board, name: str, iteration: int) -> None:
     """Tell a rank that tries to save, as attempt `name`, what rank 0 knows to be there, that it is. Rank 0 only."""
-    _announce(board, _key(name), _OK)
+    _announce(board, _key(name), _committed(iteration, []))
 
 
 def keys_of(name: str, rank: int) -> list[str]:
-    """Return the keys of what a rank may have posted about attempt `name`: they hang until rank 0 has collected."""
-    return [f"{_key(name)}/verdict"] if rank == 0 else [f"{_key(name)}/report/{rank}"]
+    """Return the keys of what a rank may have posted about attempt `name`: they stay until rank 0 has collected."""
+    key = _key(name)
+    return [f"{key}/verdict", f"{key}/verdict/last"] if rank == 0 else [f"{key}/report/{rank}", f"{key}/table/{rank}"]
 
 
 def _key(name: str) -> str:
     return f"save/{name}"
 
 
-def _problem(message: bytes) -> str | None:
-    """Return what a report or a verdict complains of."""
-    return None if message.startswith(_OK) else message[2:].decode().rstrip(".")
-
-
 def _announce(board: Board, key: str, verdict: bytes) -> None:
-    """Tell all ranks; where the store is gone, they look for the folder: nothing that happened here changes by it."""
+    """Tell all ranks; where the store is gone, they look for the folder: nothing that happened here changes by it.
+
+    A failure goes out twice: a rank that was asked for its table, or saw others being asked, waits for the last word.
+    """
     try:
         board.from_rank0(f"{key}/verdict", verdict)
+        if not verdict.startswith(_OK):
+            board.from_rank0(f"{key}/verdict/last", verdict)
     except LaunchError as error:
         _log.error("the verdict on %s did not go out: %s", key, error)
 
 
-def _text(error: BaseException) -> bytes:
-    return (str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}").encode()
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
 
 
 def is_committed(attempt: Attempt) -> bool:
@@ -256,7 +312,7 @@ def publish(
     attempt: Attempt,
     written: Sequence[WrittenPiece],
     *,
-    documents: Mapping[str, json_file.Json],
+    documents: Mapping[str, json_file.Document],
     aliases: Mapping[str, str],
     lock: FolderLock | None,
     claim: Claim,
@@ -280,7 +336,7 @@ def publish(
     }
     try:
         for name, document in {INDEX: model_index(attempt.layout), **documents}.items():
-            data = json_file.to_bytes(document)
+            data = json_file.content(document)
             files.write_whole(folder / name, data)
             entries[name] = FileEntry(len(data), manifest.digest_of(data), is_tensor_file=False)
         data = manifest.to_bytes(Manifest(attempt.name, entries, tensors, aliases))
@@ -300,34 +356,3 @@ def publish(
             found=describe_free_space(files, attempt.folder.root),
             fix="Committed checkpoints are untouched; make room or mend the disk.",
         ) from error
-
-
-_PIECE = struct.Struct("<IBQQI")
-
-
-def encode(pieces: Sequence[WrittenPiece], layout: Layout) -> bytes:
-    """Return a report: per piece the tensor's number in the layout, dimensions, byte range, digests, box."""
-    numbers = {name: number for number, name in enumerate(layout.places)}
-    parts = []
-    for piece in pieces:
-        dims = len(piece.box.offset)
-        count = len(piece.digests) // DIGEST_BYTES
-        parts.append(_PIECE.pack(numbers[piece.name], dims, piece.lo, piece.hi, count))
-        parts.append(struct.pack(f"<{2 * dims}Q", *piece.box.offset, *piece.box.shape))
-        parts.append(piece.digests)
-    return b"".join(parts)
-
-
-def decode(data: bytes, layout: Layout) -> list[WrittenPiece]:
-    """Return the pieces of a report."""
-    names = list(layout.places)
-    pieces, at = [], 0
-    while at < len(data):
-        number, dims, lo, hi, count = _PIECE.unpack_from(data, at)
-        at += _PIECE.size
-        numbers = struct.unpack_from(f"<{2 * dims}Q", data, at)
-        at += 16 * dims
-        digests = data[at : at + count * DIGEST_BYTES]
-        at += count * DIGEST_BYTES
-        pieces.append(WrittenPiece(names[number], Box(numbers[:dims], numbers[dims:]), lo, hi, digests))
-    return pieces

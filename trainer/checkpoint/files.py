@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY}
 _MOST_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
 _BLOCK_BYTES = 512  # the unit of st_blocks, stat(2), whatever the file system's blocks are
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
 
 
 class Files:
@@ -106,6 +108,18 @@ class Files:
         finally:
             os.close(descriptor)
 
+    def mark(self, path: Path, data: bytes) -> None:
+        """Write a small file that other hosts are to see, and that a power failure may take."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+
+    def read_small(self, path: Path, most_bytes: int) -> bytes:
+        """Return the content of a regular file, at most so many bytes of it; see `read_regular`."""
+        return read_regular(path, most_bytes)
+
     def rename(self, source: Path, target: Path) -> None:
         """Rename, replacing a file of the target's name."""
         os.rename(source, target)
@@ -125,9 +139,13 @@ class Files:
             OSError: if it is missing, or no regular file (a link, a folder, a device).
         """
         status = os.lstat(path)
-        if not os.path.isfile(path) or os.path.islink(path):
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
         return status.st_size
+
+    def is_folder(self, path: Path) -> bool:
+        """Return whether `path`, which is there, is a folder itself and no link to one."""
+        return stat.S_ISDIR(os.lstat(path).st_mode)
 
     def free_bytes(self, path: Path) -> int:
         """Return how many bytes an ordinary user may still write to the file system of `path`."""
@@ -145,12 +163,35 @@ def _ignore_missing(_function: object, _path: str, error: tuple[type[BaseExcepti
         raise error[1]
 
 
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a regular file, at most so many bytes of it. Waits for nobody: a pipe is refused.
+
+    Raises:
+        OSError: if it is missing, cannot be read, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return os.pread(descriptor, most_bytes, 0)
+    finally:
+        os.close(descriptor)
+
+
 def describe_free_space(files: Files, path: Path) -> str:
     """Return in words how much may still be written to the file system of `path`."""
     try:
         return f"{files.free_bytes(path)} B free"
     except OSError as error:
         return f"free space unknown: {error.strerror}"
+
+
+def keep_block(descriptor: int) -> None:
+    """Reserve the first block of an empty file, so that a full disk has room for what is written to it next.
+
+    The file stays empty; a file system that cannot do this is left alone.
+    """
+    _libc.fallocate(descriptor, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(_BLOCK_BYTES))
 
 
 def temporary_of(path: Path) -> Path:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from trainer.checkpoint import commit, json_file
 from trainer.checkpoint.ballot import Outcome
 from trainer.checkpoint.board import Board
 from trainer.checkpoint.commit import Attempt, Claim, Poll
+from trainer.checkpoint.inventory import Inventory
 from trainer.checkpoint.layout import Kind, Layout
 from trainer.checkpoint.live import Contents
 from trainer.checkpoint.lock import FolderLock
@@ -19,12 +21,14 @@ from trainer.checkpoint.manifest import Written, WrittenPiece
 from trainer.checkpoint.planning import Plan
 from trainer.checkpoint.progress_line import ProgressLine
 from trainer.checkpoint.reader import STATE
+from trainer.checkpoint.replica_digests import ReplicaDigests
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.sharing import Neighbours
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
+from trainer.checkpoint.worker import Worker
 from trainer.checkpoint.writer import THREADS, Writer
-from trainer.errors import CheckpointError, LaunchError, LockError, TrainerError
+from trainer.errors import CheckpointError, LaunchError, LockError, TrainerError, UnreadableError
 
 _log = logging.getLogger(__name__)
 
@@ -62,16 +66,7 @@ class Outlook:
 
     def decide_doomed(self) -> tuple[list[int], list[int]]:
         """Return what retention gives up now that the attempt is committed, and all that is committed."""
-        folder = self.attempt.folder
-        try:
-            committed = folder.committed()
-            held = folder.held(committed)
-        except OSError as error:
-            _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
-            return [], []
-        pinned = {*self.pinned, self.attempt.iteration, *held}
-        losses = _losses(folder, committed) if self.retention.keep_best else {}
-        return self.retention.doomed(committed, pinned=pinned, losses=losses), committed
+        return decide_doomed(self.attempt.folder, self.retention, pinned={*self.pinned, self.attempt.iteration})
 
 
 @dataclass(slots=True)
@@ -79,6 +74,7 @@ class Flight:
     """A save of one rank, and what became of it: `run` is called once, on the worker thread of every rank.
 
     Args:
+        replicas: digests of what other ranks hold too.
         board: the worker thread's.
         poll: what this rank knows of the attempt; the main thread may decline on it.
         present: the iterations that this rank knows to be there.
@@ -96,6 +92,7 @@ class Flight:
     contents: Contents
     plan: Plan
     snapshot: Snapshot
+    replicas: ReplicaDigests
     board: Board
     poll: Poll
     lock: FolderLock | None
@@ -108,6 +105,20 @@ class Flight:
     stale: Sequence[str] = ()
     doomed: list[int] = field(default_factory=list)
     committed_at: float | None = None
+    inventory: Inventory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inventory = Inventory(self.plan.layout, self.plan.live)
+
+    @property
+    def blocked_s(self) -> float:
+        """Return for how long the optimizer's step was held back."""
+        return self.snapshot.blocked_s + self.replicas.blocked_s
+
+    def release(self) -> None:
+        """Let live memory change: copy and digest the rest of it. Main thread."""
+        self.snapshot.release()
+        self.replicas.release()
 
     @property
     def has_optimizer(self) -> bool:
@@ -129,6 +140,7 @@ class Flight:
             doomed = commit.exchange(
                 self.board,
                 self.attempt,
+                inventory=self.inventory,
                 work=lambda: self._write(partial),
                 publish=self._publish,
                 poll=self.poll,
@@ -148,7 +160,7 @@ class Flight:
             return
         self.doomed = doomed
         if self.board.rank == 0:
-            self._delete(doomed)
+            delete(self.attempt.folder, doomed, attempt=self.attempt.name, lock=self.lock)
         self._discard_stale()
 
     @property
@@ -158,16 +170,21 @@ class Flight:
     def _write(self, partial: Path) -> Written:
         attempt = self.attempt
         line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
+        digesting = Worker("checkpoint-replicas")
+        digested = digesting.submit(self.replicas.run)
         try:
             sharing = self.neighbours.join(attempt, self.plan.columns, may_share=self.may_share)
             if self.board.rank == 0:
-                require_room(attempt)
+                require_room(attempt, self.contents.documents, self.retention)
             writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, THREADS, line.add, sharing)
             written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
             self.snapshot.check()
+            digested.wait()
+            self.inventory.add(self.replicas.all(written))
             return written
         finally:
             self.snapshot.close()
+            digesting.close()
 
     def _publish(self, written: list[WrittenPiece], claim: Claim) -> list[int]:
         documents, aliases = self.contents.documents, self.contents.aliases
@@ -175,16 +192,6 @@ class Flight:
             self.attempt, written, documents=documents, aliases=aliases, lock=self.lock, claim=claim
         )
         return self.outlook.decide_doomed()[0] if is_durable else []
-
-    def _delete(self, iterations: list[int]) -> None:
-        folder = self.attempt.folder
-        for iteration in iterations:
-            try:
-                if self.lock is not None:
-                    self.lock.check()
-                folder.files.remove_tree(folder.discard(iteration, self.attempt.name))
-            except (OSError, LockError) as error:
-                _log.error("iteration %d could not be deleted: %s", iteration, error)
 
     def _discard_stale(self) -> None:
         try:
@@ -204,26 +211,73 @@ class Flight:
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
     """Return what to raise where the checkpoint folder cannot be written at all."""
+    fix = "Mend the file system, or name another folder with checkpoint.save."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix = "Make room. A run deletes at its start what checkpoint.max_checkpoint_keep does not keep."
     return CheckpointError(
         f"The checkpoint folder cannot be written: {error.strerror} (errno {error.errno})",
         where=error.filename or path,
-        fix="Mend the file system, or name another folder with checkpoint.save.",
+        fix=fix,
     )
 
 
-def _losses(folder: CheckpointFolder, iterations: Sequence[int]) -> dict[int, float]:
-    """Return the validation loss of the checkpoints that were evaluated when they were saved."""
-    found = {}
+def decide_doomed(
+    folder: CheckpointFolder, retention: Retention, *, pinned: Collection[int]
+) -> tuple[list[int], list[int]]:
+    """Return what retention gives up, and all that is committed; both empty where the folder cannot be listed.
+
+    Args:
+        pinned: iterations that stay, beside those with a `hold` file.
+    """
+    try:
+        committed = folder.committed()
+        held = folder.held(committed)
+    except OSError as error:
+        _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
+        return [], []
+    losses, unknown = _losses(folder, committed) if retention.keep_best else ({}, [])
+    return retention.doomed(committed, pinned={*pinned, *held, *unknown}, losses=losses), committed
+
+
+def delete(folder: CheckpointFolder, iterations: Sequence[int], *, attempt: str, lock: FolderLock | None) -> list[int]:
+    """Delete committed iterations and return those that are gone; a line of the log names the others. Rank 0 only.
+
+    Args:
+        attempt: names the folders on their way out; unique in the life of the folder.
+        lock: looked at again before each of them.
+    """
+    gone = []
+    for iteration in iterations:
+        try:
+            if lock is not None:
+                lock.check()
+            folder.files.remove_tree(folder.discard(iteration, attempt))
+            gone.append(iteration)
+        except (OSError, LockError) as error:
+            _log.error("iteration %d could not be deleted: %s", iteration, error)
+    return gone
+
+
+def _losses(folder: CheckpointFolder, iterations: Sequence[int]) -> tuple[dict[int, float], list[int]]:
+    """Return the validation loss of the checkpoints that were evaluated when they were saved.
+
+    Second are those whose state cannot be read now: any of them may be the best.
+    """
+    found, unknown = {}, []
     for iteration in iterations:
         path = folder.iteration(iteration) / STATE
         try:
             loss = json_file.read(path).get("valid_loss")
+        except UnreadableError as error:
+            _log.error("iteration %d stays, its loss is not known: %s", iteration, error)
+            unknown.append(iteration)
+            continue
         except TrainerError as error:
             _log.error("%s cannot be read, its loss counts for nothing: %s", path, error)
             continue
         if isinstance(loss, float):  # as a loss is written; `json_file` lets no NaN through
             found[iteration] = float(loss)
-    return found
+    return found, unknown
 
 
 def _needed_bytes(layout: Layout) -> int:
@@ -231,10 +285,16 @@ def _needed_bytes(layout: Layout) -> int:
     return layout.total_bytes + (64 << 10) + 1024 * len(layout.places) + layout.total_bytes // (128 << 10)
 
 
-def require_room(attempt: Attempt) -> None:
-    """Refuse to begin where tensors and JSON files would not fit beside all that is there."""
+def require_room(
+    attempt: Attempt, documents: Mapping[str, json_file.Document], retention: Retention | None = None
+) -> None:
+    """Refuse to begin where tensors and documents would not fit beside all that is there.
+
+    Args:
+        retention: of the run that saves, for the advice: it has not deleted anything for this save yet.
+    """
     folder, files = attempt.folder, attempt.folder.files
-    needed = _needed_bytes(attempt.layout)
+    needed = _needed_bytes(attempt.layout) + sum(len(data) for data in documents.values() if isinstance(data, bytes))
     try:
         free = files.free_bytes(folder.root)
         # Looked at afterwards: what other ranks reserve meanwhile may count twice, but is never missing.
@@ -247,5 +307,16 @@ def require_room(attempt: Attempt) -> None:
             where=folder.root,
             expected=f"{needed} B free",
             found=f"{free} B free",
-            fix="Make room, or lower checkpoint.max_checkpoint_keep.",
+            fix=_advice(retention),
         )
+
+
+def _advice(retention: Retention | None) -> str:
+    """Return how to make room: a smaller `max_checkpoint_keep` acts at the start of a run."""
+    if retention is None:
+        return "Make room, or name another folder."
+    if retention.max_checkpoint_keep == 1:
+        return "Make room: the next checkpoint is written before an older one is deleted, and one is kept already."
+    smaller = "checkpoint.max_checkpoint_keep=1, or more," if retention.max_checkpoint_keep == 0 else "a smaller one"
+    kept = "all are kept" if retention.max_checkpoint_keep == 0 else f"{retention.max_checkpoint_keep} are kept"
+    return f"Make room, or start the run again with {smaller}: the start deletes what is beyond it; now {kept}."

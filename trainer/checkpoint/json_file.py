@@ -7,9 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.patience import failed_read
 from trainer.errors import CheckpointError
 
 Json = dict[str, Any]
+Document = Json | bytes  # a file of a checkpoint that holds no tensors: JSON, or bytes as they are
 
 # A manifest of a 405B model is about 12 MB; safetensors bounds its headers at 100 MB.
 MAX_BYTES = 256 << 20
@@ -35,6 +37,15 @@ def to_bytes(value: Json) -> bytes:
             expected="finite numbers, strings, booleans, null, lists and dictionaries of them",
             found=error,
         ) from error
+
+
+def content(document: Document) -> bytes:
+    """Return the bytes of a file that holds no tensors.
+
+    Raises:
+        CheckpointError: as `to_bytes` does.
+    """
+    return document if isinstance(document, bytes) else to_bytes(document)
 
 
 def parse(data: bytes, *, where: object) -> Json:
@@ -67,12 +78,13 @@ def read(path: Path) -> Json:
 
     Raises:
         CheckpointError: if the file is missing or is no standard JSON object.
+        UnreadableError: if it cannot be read now.
     """
     try:
         with path.open("rb") as file:
             return parse(file.read(MAX_BYTES + 1), where=path)
     except OSError as error:
-        raise CheckpointError("A JSON file cannot be read", where=path, found=error.strerror) from error
+        raise failed_read("A JSON file cannot be read", error, where=path) from error
 
 
 def _refuse_constant(name: str) -> None:

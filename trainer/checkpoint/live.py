@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.box import Box, Split, box_of_splits, intersect, relative, whole
-from trainer.checkpoint.json_file import Json
+from trainer.checkpoint.json_file import Document
 from trainer.checkpoint.layout import Kind, TensorSpec
 from trainer.checkpoint.storable import check_byteorder, check_disjoint, check_memory
 from trainer.errors import CheckpointError
@@ -68,7 +68,8 @@ class Contents:
         aliases: second names of stored tensors (tied parameters), alias -> stored name. What is saved is the stored
             name's tensor, and no other is looked at: `aliases_of` gives only names of the very same tensor, so that
             there is nothing to compare. Whoever names another tensor here answers for its being equal.
-        documents: JSON files beside the tensors, by file name; only rank 0's are written.
+        documents: files beside the tensors, by file name: JSON, or bytes that are written as they are. Only rank 0's
+            are written.
         optimizers: those that change the live tensors; a background save holds their next step back for as long as it
             reads what that changes. What none of them changes is copied.
     """
@@ -76,7 +77,7 @@ class Contents:
     specs: tuple[TensorSpec, ...]
     live: tuple[LiveTensor, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    documents: Mapping[str, Json] = field(default_factory=dict)
+    documents: Mapping[str, Document] = field(default_factory=dict)
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
 

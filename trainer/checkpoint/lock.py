@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import logging
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainer.checkpoint.files import keep_block, read_regular
 from trainer.errors import LockError
+
+_log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 15.0
 # A holder on another host that has not been heard of for this long is taken for dead.
 STALE_S = 120.0
+_LOOK_S = 1.0
+_MOST_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,7 @@ class FolderLock:
             LockError: if somebody took it over, who may have let it go again since.
         """
         try:
-            self._path.read_bytes()
+            read_regular(self._path, _MOST_BYTES)
         except OSError:
             return
         holder = self._holder()
@@ -92,17 +100,18 @@ class FolderLock:
             if holder is not None and holder.nonce == self._me.nonce:  # else the name there is somebody else's
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, 0)
+                    keep_block(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = None
 
     def _take(self) -> int:
         """Take the lock file, made if it is not there, and return its descriptor."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = self._open()
         try:
             self._lock(descriptor)
             holder = self._holder()
-            if holder is not None and holder.host != self._me.host and self._clock() - self._heartbeat() < STALE_S:
-                raise self._refusal(holder)
+            if holder is not None and holder.host != self._me.host:
+                self._refuse_if_alive(holder)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(asdict(self._me)).encode(), 0)
             os.fsync(descriptor)
@@ -110,6 +119,39 @@ class FolderLock:
             os.close(descriptor)
             raise
         return descriptor
+
+    def _open(self) -> int:
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder, a socket
+                raise self._no_file() from error
+            raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise self._no_file()
+        return descriptor
+
+    def _refuse_if_alive(self, holder: Holder) -> None:
+        """Refuse to go on unless a holder on another host, where flock may not reach, is dead by its heartbeat.
+
+        The age of a heartbeat from the future says nothing: it is watched, as a living holder sets it again and again.
+        """
+        seen = self._heartbeat()
+        age_s = self._clock() - seen
+        if 0 <= age_s < STALE_S:
+            raise self._refusal(holder)
+        if age_s >= STALE_S:
+            return
+        _log.warning(
+            f"{self._path} has a time {-age_s:.0f} s in the future, set by host {holder.host}: compare the clocks. "
+            f"Watching for {STALE_S:.0f} s whether that host sets it again"
+        )
+        deadline = time.monotonic() + STALE_S
+        while time.monotonic() < deadline:
+            self._stop.wait(min(_LOOK_S, HEARTBEAT_S))
+            if self._heartbeat() != seen:
+                raise self._refusal(holder)
 
     def _lock(self, descriptor: int) -> None:
         try:
@@ -135,19 +177,30 @@ class FolderLock:
 
     def _holder(self) -> Holder | None:
         try:
-            return Holder(**json.loads(self._path.read_text()))
-        except (OSError, ValueError, TypeError):
+            holder = Holder(**json.loads(read_regular(self._path, _MOST_BYTES)))
+            time.localtime(holder.started)
+        except (OSError, OverflowError, RecursionError, ValueError, TypeError):
             return None
+        return holder
 
     def _refusal(self, holder: Holder | None) -> LockError:
-        if holder is None:
-            found = "a holder that left no name"
-        else:
+        found = "a holder that left no name"
+        fix = "End that job, or give this one another run.name or checkpoint.save."
+        if holder is not None:
             started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
             found = f"host {holder.host}, pid {holder.pid}, started {started}"
+        if holder is not None and holder.host != self._me.host:  # it may have died with its host
+            age_s = max(0.0, self._clock() - self._heartbeat())
+            found += f", last heard of {age_s:.0f} s ago"
+            fix = (
+                "If that job runs, end it, or give this one another run.name or checkpoint.save. If it is dead, start "
+                f"this one again in {max(1.0, STALE_S - age_s):.0f} s, or remove {self._path}."
+            )
+        return LockError("Another job writes to this checkpoint folder", where=self._path.parent, found=found, fix=fix)
+
+    def _no_file(self) -> LockError:
         return LockError(
-            "Another job writes to this checkpoint folder",
-            where=self._path.parent,
-            found=found,
-            fix="End that job, or give this one another run.name or checkpoint.save.",
+            "The lock of a checkpoint folder is no regular file",
+            where=self._path,
+            fix="Remove it, or name another folder with checkpoint.save.",
         )

@@ -38,14 +38,14 @@ class DeviceMemory:
     address = 0
 
     def __init__(self, packed: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        self._bytes = packed.reshape(-1).view(torch.uint8)
+        self.bytes = packed.reshape(-1).view(torch.uint8)
         self._stream = stream
-        self.total_bytes = self._bytes.numel()
+        self.total_bytes = self.bytes.numel()
 
     def copy_to(self, target: Bytes, lo: int) -> torch.cuda.Event | None:
         """Begin to copy bytes from `lo` on; return the event of their being there."""
         with torch.cuda.stream(self._stream):
-            torch.from_numpy(target).copy_(self._bytes[lo : lo + target.nbytes], non_blocking=True)
+            torch.from_numpy(target).copy_(self.bytes[lo : lo + target.nbytes], non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
             return event
@@ -88,6 +88,18 @@ class Sources:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return {**self._steady, **copies}
+
+    @property
+    def steady(self) -> dict[str, Memory]:
+        """Return the memory of the tensors that change at known times only."""
+        return self._steady
+
+    def changing(self) -> dict[str, Memory]:
+        """Return the memory of the other tensors as it is now, without a copy where they are contiguous."""
+        return {
+            tensor.spec.name: self._memory(tensor.local.detach().contiguous(), is_private=False)
+            for tensor in self._copied
+        }
 
     def _memory(self, packed: torch.Tensor, *, is_private: bool) -> Memory:
         if packed.device.type == "cpu":

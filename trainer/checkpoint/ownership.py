@@ -44,15 +44,39 @@ def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
 
     Pure, and equal on all replicas: each sees the same common boxes in the same order, whatever else it holds.
     """
+    mine: dict[str, Piece] = {}
+    for replicas, members in _groups(holdings).items():
+        for piece in _stretch(members, index=replicas.index(rank), count=len(replicas)):
+            mine[piece.name] = piece
+    return [mine[holding.name] for holding in holdings if holding.name in mine]
+
+
+def shared_pieces(holdings: Sequence[Holding]) -> dict[tuple[int, ...], dict[str, list[Piece]]]:
+    """Return, for each set of two or more ranks with boxes in common, the pieces of these boxes, whoever writes them.
+
+    Pure, and equal on all these ranks.
+
+    Returns:
+        By the ranks, then by tensor in the order of `holdings`: the pieces in the order of their bytes.
+    """
+    found: dict[tuple[int, ...], dict[str, list[Piece]]] = {}
+    for replicas, members in _groups(holdings).items():
+        if len(replicas) > 1:
+            by_name: dict[str, list[Piece]] = {member.name: [] for member in members}
+            for index in range(len(replicas)):
+                for piece in _stretch(members, index=index, count=len(replicas)):
+                    by_name[piece.name].append(piece)
+            found[replicas] = by_name
+    return found
+
+
+def _groups(holdings: Sequence[Holding]) -> dict[tuple[int, ...], list[Holding]]:
+    """Return the holdings that are not empty, by the ranks that share them."""
     groups: dict[tuple[int, ...], list[Holding]] = defaultdict(list)
     for holding in holdings:
         if holding.image.total_bytes:
             groups[holding.replicas].append(holding)
-    mine: dict[str, Piece] = {}
-    for replicas, members in groups.items():
-        for piece in _stretch(members, index=replicas.index(rank), count=len(replicas)):
-            mine[piece.name] = piece
-    return [mine[holding.name] for holding in holdings if holding.name in mine]
+    return groups
 
 
 def _stretch(members: list[Holding], *, index: int, count: int) -> list[Piece]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from trainer.checkpoint.chunks import Chunk, cut
 from trainer.checkpoint.layout import PAGE_BYTES, Layout, TensorSpec, build_layout
 from trainer.checkpoint.live import Contents, LiveTensor, storages_of
 from trainer.checkpoint.memory import Sources
-from trainer.checkpoint.ownership import Holding, Piece, pieces_of
+from trainer.checkpoint.ownership import Holding, Piece, pieces_of, shared_pieces
+from trainer.checkpoint.replica_digests import SharedPieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Plan:
         chunks: by file, in stretches that may be written at once. The files come in an order that is rotated by rank,
             so that ranks do not queue for one.
         columns: the pieces whose rows lie apart in their file.
+        shared: the pieces, of any rank, of the boxes that several ranks hold, this one among them.
+        watched: the memory of those of them that this rank writes nothing of.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -33,6 +36,8 @@ class Plan:
     chunks: dict[str, list[list[Chunk]]]
     columns: list[Piece]
     sources: Sources
+    shared: SharedPieces
+    watched: Sources
 
     def suits(self, contents: Contents) -> bool:
         """Return whether `contents` are the very same tensors."""
@@ -59,11 +64,27 @@ def make_plan(contents: Contents, *, rank: int, file_bytes: int, holds_steps: bo
     """
     layout = build_layout(contents.specs, file_bytes=file_bytes)
     pieces = plan(contents.live, layout, rank)
+    shared = shared_pieces(_holdings(contents.live, layout))
     wanted = {piece.name for piece in pieces}
-    mine = [tensor for tensor in contents.live if tensor.spec.name in wanted]
-    sources = Sources(mine, storages_of(contents.optimizers) if holds_steps else None)
+    watched = {name for tensors in shared.values() for name in tensors} - wanted
+    steady = storages_of(contents.optimizers) if holds_steps else None
     chunks = _rotated(cut(pieces, layout), rank)
-    return Plan(contents.specs, contents.live, contents.optimizers, layout, pieces, chunks, columns_of(chunks), sources)
+    return Plan(
+        specs=contents.specs,
+        live=contents.live,
+        optimizers=contents.optimizers,
+        layout=layout,
+        pieces=pieces,
+        chunks=chunks,
+        columns=columns_of(chunks),
+        sources=Sources(_named(contents.live, wanted), steady),
+        shared=shared,
+        watched=Sources(_named(contents.live, watched), steady),
+    )
+
+
+def _named(live: Sequence[LiveTensor], names: Collection[str]) -> list[LiveTensor]:
+    return [tensor for tensor in live if tensor.spec.name in names and not tensor.is_copy]
 
 
 def columns_of(chunks: Mapping[str, Sequence[Sequence[Chunk]]]) -> list[Piece]:
@@ -80,11 +101,13 @@ def _rotated(chunks: dict[str, list[list[Chunk]]], rank: int) -> dict[str, list[
 
 def plan(live: Sequence[LiveTensor], layout: Layout, rank: int) -> list[Piece]:
     """Return the pieces that `rank` writes."""
-    holdings = []
-    for tensor in live:
-        if tensor.is_copy:
-            continue
-        spec = tensor.spec
-        box_image = spec.image(tensor.box)
-        holdings.append(Holding(spec.name, box_image, layout.places[spec.name].offset, tensor.replicas))
-    return pieces_of(holdings, rank)
+    return pieces_of(_holdings(live, layout), rank)
+
+
+def _holdings(live: Sequence[LiveTensor], layout: Layout) -> list[Holding]:
+    return [
+        Holding(spec.name, spec.image(tensor.box), layout.places[spec.name].offset, tensor.replicas)
+        for tensor in live
+        if not tensor.is_copy
+        for spec in (tensor.spec,)
+    ]

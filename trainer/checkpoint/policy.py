@@ -25,6 +25,7 @@ class SavePolicy:
             ranks, unless that exceeds it. With less, that step waits for the disk. What may change at any time
             (buffers, frozen parameters) is copied besides.
         stall_timeout_s: how long that step waits for a disk that writes nothing before the save is given up.
+        check_replicas: compare the bits of ranks that hold the same tensor at every so many saves; 0 never.
     """
 
     folder: Path | None
@@ -35,6 +36,7 @@ class SavePolicy:
     async_save: bool = False
     staging_bytes: int | None = None
     stall_timeout_s: float = 5.0
+    check_replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)

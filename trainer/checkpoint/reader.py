@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from trainer.checkpoint.gather import Gatherer
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.layout import Kind, Place, TensorSpec
 from trainer.checkpoint.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest
+from trainer.checkpoint.patience import failed_read
 from trainer.errors import CheckpointError, MismatchError
 
 STATE = "trainer_state.json"
@@ -49,13 +49,14 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
 
     Raises:
         MismatchError: if it has another format version.
+        UnreadableError: if a file cannot be read now.
         CheckpointError: naming the first file that is missing or damaged.
     """
     try:
         found = manifest.from_bytes(_read(path / MANIFEST, files), where=path / MANIFEST)
     except OSError as error:
-        raise CheckpointError(
-            "A folder is no checkpoint", where=path, expected=MANIFEST, found=error.strerror, fix="Name another one."
+        raise failed_read(
+            "A folder is no checkpoint", error, where=path, expected=MANIFEST, fix="Name another one."
         ) from error
     document: bytes | None = None
     for name, entry in found.files.items():
@@ -116,7 +117,7 @@ def _read(path: Path, files: Files) -> bytes:
         files.close(descriptor)
 
 
-def _refuse_links(root: Path, name: str) -> None:
+def _refuse_links(root: Path, name: str, files: Files) -> None:
     """Refuse a file in a folder that is a link: it may lie anywhere. Of the file itself, `Files.size` asks.
 
     Raises:
@@ -126,7 +127,7 @@ def _refuse_links(root: Path, name: str) -> None:
     folder = root
     for part in name.split("/")[:-1]:
         folder /= part
-        if not stat.S_ISDIR(folder.lstat().st_mode):
+        if not files.is_folder(folder):
             raise CheckpointError("A file of a checkpoint lies in what is no folder", where=folder, expected="a folder")
 
 
@@ -134,11 +135,11 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
     """Check a file's size and, if it is no tensor file, its digest; return the content of the latter."""
     path = root / name
     try:
-        _refuse_links(root, name)
+        _refuse_links(root, name, files)
         size = files.size(path)
         data = b"" if entry.is_tensor_file or size != entry.total_bytes else _read(path, files)
     except OSError as error:
-        raise CheckpointError("A file of a checkpoint is missing", where=path, found=error.strerror) from error
+        raise failed_read("A file of a checkpoint is missing", error, where=path) from error
     if size != entry.total_bytes:
         raise CheckpointError(
             "A file has another size", where=path, expected=f"{entry.total_bytes} B", found=f"{size} B"
@@ -282,7 +283,8 @@ def opened(files: Files, path: Path) -> Iterator[OpenFile]:
     """Open a tensor file for reading.
 
     Raises:
-        CheckpointError: if it cannot be opened or read.
+        CheckpointError: if it is missing, or no regular file.
+        UnreadableError: if it cannot be opened or read now.
     """
     try:
         descriptor = files.open_for_reading(path)
@@ -291,4 +293,4 @@ def opened(files: Files, path: Path) -> Iterator[OpenFile]:
         finally:
             files.close(descriptor)
     except OSError as error:
-        raise CheckpointError("A file cannot be read", where=path, found=error.strerror) from error
+        raise failed_read("A file cannot be read", error, where=path) from error

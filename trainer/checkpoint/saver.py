@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +20,10 @@ from trainer.checkpoint.flight import Flight, Outlook
 from trainer.checkpoint.layout import Kind
 from trainer.checkpoint.live import Contents
 from trainer.checkpoint.lock import FolderLock
+from trainer.checkpoint.memory import Memory
 from trainer.checkpoint.planning import Plan, make_plan
 from trainer.checkpoint.policy import SavePolicy, SaveReport
+from trainer.checkpoint.replica_digests import ReplicaDigests
 from trainer.checkpoint.sharing import Neighbours
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
@@ -104,7 +106,7 @@ class Saver:
             _log.info("iteration %d is saved already, nothing to do", iteration)
             self._neighbours.refuse(self._board, name)  # another, which gave that save up too early, may try again
             if self._board.rank == 0:
-                commit.excuse(self._board, name)
+                commit.excuse(self._board, name, iteration)
                 self._stale += commit.keys_of(name, 0)
                 self._leftovers.append(self._folder.partial(iteration, name))
             return None
@@ -179,6 +181,11 @@ class Saver:
         """Forget checkpoints newer than `iteration`, which are out of the way."""
         self._present = {found: has for found, has in self._present.items() if found <= iteration}
         self._undecided = [found for found in self._undecided if found.attempt.iteration <= iteration]
+
+    @property
+    def pinned(self) -> frozenset[int]:
+        """Return the iterations that retention leaves alone: those that this process has loaded."""
+        return frozenset(self._pinned)
 
     @property
     def is_saving(self) -> bool:
@@ -287,25 +294,33 @@ class Saver:
     def _prepare(self, attempt: Attempt, contents: Contents, made: Plan, lock: FolderLock | None) -> Flight:
         leftovers, self._leftovers = self._leftovers, []
         stale, self._stale = self._stale, []
-        snapshot = Snapshot(
-            made.sources.begin(), made.order, arena=self._arena, stall_timeout_s=self._policy.stall_timeout_s
-        )
+        memory = made.sources.begin()
+        snapshot = Snapshot(memory, made.order, arena=self._arena, stall_timeout_s=self._policy.stall_timeout_s)
         return Flight(
             attempt=attempt,
             contents=contents,
             plan=made,
             snapshot=snapshot,
+            replicas=self._replicas(made, memory),
             board=self._worker_board,
             poll=self._new_poll(),
             lock=lock,
             retention=self._policy.retention,
             present=frozenset(self._present),
-            pinned=frozenset(self._pinned),
+            pinned=self.pinned,
             neighbours=self._neighbours,
             may_share=self._may_share(made),
             leftovers=leftovers,
             stale=stale,
         )
+
+    def _replicas(self, made: Plan, memory: Mapping[str, Memory]) -> ReplicaDigests:
+        """Return the digests of what other ranks hold too, of every save or of some."""
+        interval = self._policy.check_replicas
+        if not interval or self._attempts % interval:
+            return ReplicaDigests({}, [], {}, {})
+        watched = made.watched
+        return ReplicaDigests(made.shared, made.pieces, {**memory, **watched.steady}, watched.changing())
 
     def _may_share(self, made: Plan) -> bool:
         """Return whether there may be a second copy of the columns, beside that of the arena."""
@@ -317,9 +332,9 @@ class Saver:
         snapshot = flight.snapshot
 
         def release(*_: object) -> None:
-            blocked_s, was_given_up = snapshot.blocked_s, snapshot.is_given_up
-            snapshot.release()
-            self._blocked_s += snapshot.blocked_s - blocked_s
+            blocked_s, was_given_up = flight.blocked_s, snapshot.is_given_up
+            flight.release()
+            self._blocked_s += flight.blocked_s - blocked_s
             if snapshot.is_given_up and not was_given_up:
                 self._decline(flight.attempt, _hangs(flight.attempt), flight.poll)
 
@@ -335,7 +350,7 @@ def _report(started: _Started, error: TrainerError | None) -> SaveReport:
         attempt.folder.iteration(attempt.iteration),
         written_bytes=flight.written_bytes,
         seconds=end - started.start,
-        blocked_s=started.blocked_s + snapshot.blocked_s,
+        blocked_s=started.blocked_s + flight.blocked_s,
         waited_s=started.waited_s,
         copied_bytes=snapshot.copied_bytes,
         error=error,

@@ -23,11 +23,12 @@ import numpy.typing as npt
 from trainer.checkpoint.arena import populate
 from trainer.checkpoint.board import Board
 from trainer.checkpoint.box import Image
-from trainer.checkpoint.commit import Attempt, decode, encode
+from trainer.checkpoint.commit import Attempt
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.layout import Layout
 from trainer.checkpoint.manifest import WrittenPiece
 from trainer.checkpoint.ownership import Piece
+from trainer.checkpoint.report import decode, encode
 from trainer.checkpoint.strips import COUNTERS_AT, STRIPS_AT, Strip, Strips, shared_bytes, strips_of
 from trainer.errors import CheckpointError, LaunchError
 

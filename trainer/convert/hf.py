@@ -18,25 +18,15 @@ from trainer.checkpoint.layout import DEFAULT_FILE_BYTES, build_layout, model_in
 from trainer.checkpoint.reader import Checkpoint
 from trainer.convert.appearing import appearing
 from trainer.convert.formats import Asked, Format, Wanted
-from trainer.convert.source import Source, of_checkpoint
+from trainer.convert.source import TOKENIZER_FILES, Source, of_checkpoint, tokenizer_files_in
 from trainer.convert.tensor_files import write_tensor_files
+from trainer.data.text import read_tokenizer
 from trainer.errors import CheckpointError
 from trainer.hf.folder import CONFIG, open_folder, stored_places
 from trainer.hf.load import check_tied, read_whole
 from trainer.state import checkpoint_specs
 
 FILE_BYTES = DEFAULT_FILE_BYTES
-# What tokenizers of transformers save themselves as.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 
 
 def read_source(path: Path, _: Asked) -> Source:
@@ -49,11 +39,19 @@ def read_source(path: Path, _: Asked) -> Source:
     folder = open_folder(path, Files())
     places = stored_places(folder, folder.model)
     check_tied(folder, folder.model)
-    return Source(folder.model, 0, has_optimizer=False, read=lambda name: read_whole(folder, places[name]))
+    return Source(
+        folder.model,
+        0,
+        has_optimizer=False,
+        read=lambda name: read_whole(folder, places[name]),
+        tokenizer=tokenizer_files_in(path),
+    )
 
 
 def write(checkpoint: Checkpoint, out: Path, wanted: Wanted) -> None:
     """Write the weights as a folder that transformers opens, cast to the dtype that is wanted.
+
+    The tokenizer is the one that is wanted, else that of the checkpoint.
 
     Raises:
         CheckpointError: if `out` is there, the checkpoint is damaged, a number is beyond the dtype, or the file system
@@ -68,20 +66,20 @@ def write(checkpoint: Checkpoint, out: Path, wanted: Wanted) -> None:
     }
     if len(layout.files) > 1:
         documents[INDEX] = model_index(layout)
-    tokenizer = {} if wanted.tokenizer is None else _tokenizer_files(wanted.tokenizer)
+    tokenizer = source.tokenizer if wanted.tokenizer is None else _tokenizer_files(wanted.tokenizer)
     with appearing(out, files) as partial:
         files.make_folder(partial)
         write_tensor_files(partial, files, layout, source.read)
         for name, document in documents.items():
             files.write_whole(partial / name, json_file.to_bytes(document))
         for name, path in tokenizer.items():
-            files.write_whole(partial / name, path.read_bytes())
+            files.write_whole(partial / name, read_tokenizer(path))
 
 
 def _tokenizer_files(path: Path) -> dict[str, Path]:
     """Return the tokenizer files to copy by the names they get; a file of another name is a `tokenizer.json`."""
     if path.is_dir():
-        found = {name: path / name for name in TOKENIZER_FILES if (path / name).is_file()}
+        found = tokenizer_files_in(path)
     else:
         name = path.name if path.name in TOKENIZER_FILES else TOKENIZER_FILES[0]
         found = {name: path} if path.is_file() else {}

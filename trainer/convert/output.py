@@ -8,13 +8,13 @@ from pathlib import Path
 
 import models
 from trainer import record
-from trainer.build import describe_alone
+from trainer.build import describe_alone, tokenizer_of
 from trainer.checkpoint import commit
 from trainer.checkpoint.commit import Attempt
 from trainer.checkpoint.compat import differences, settle
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.flight import cannot_write, require_room
-from trainer.checkpoint.json_file import Json
+from trainer.checkpoint.json_file import Document
 from trainer.checkpoint.layout import build_layout
 from trainer.checkpoint.lock import FolderLock
 from trainer.checkpoint.reader import STATE
@@ -23,6 +23,7 @@ from trainer.config import CheckpointSection, Config, ParallelSection
 from trainer.config_checks import validate
 from trainer.convert.source import Source
 from trainer.convert.tensor_files import write_tensor_files
+from trainer.data.text import bytes_encoder, read_tokenizer
 from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.progress import Progress
 from trainer.state import checkpoint_specs
@@ -62,7 +63,7 @@ def write_checkpoint(source: Source, folder: Path, config: Config, *, consumed_s
     return attempt.folder.iteration(source.iteration)
 
 
-def _write(source: Source, attempt: Attempt, config: Config, documents: dict[str, Json], lock: FolderLock) -> None:
+def _write(source: Source, attempt: Attempt, config: Config, documents: dict[str, Document], lock: FolderLock) -> None:
     target, partial = (
         attempt.folder.iteration(attempt.iteration),
         attempt.folder.partial(attempt.iteration, attempt.name),
@@ -71,7 +72,7 @@ def _write(source: Source, attempt: Attempt, config: Config, documents: dict[str
         raise CheckpointError(
             "The iteration is there already", where=target, fix="Move it away, or name another folder."
         )
-    require_room(attempt)
+    require_room(attempt, documents)
     files = attempt.folder.files
     try:
         files.make_folder(partial)
@@ -82,7 +83,7 @@ def _write(source: Source, attempt: Attempt, config: Config, documents: dict[str
         files.remove_tree(partial)  # gone, once it has its name
 
 
-def _documents(source: Source, config: Config, consumed_samples: int | None) -> dict[str, Json]:
+def _documents(source: Source, config: Config, consumed_samples: int | None) -> dict[str, Document]:
     schedule, description = describe_alone(config)
     theirs = record.model_record(source.model)
     found = differences({"model": theirs}, {"model": description["model"]}, record.rules_for(_MODEL_ALONE))
@@ -105,7 +106,16 @@ def _documents(source: Source, config: Config, consumed_samples: int | None) -> 
         "config.json": models.hf_config(config.model),
         "generation_config.json": models.generation_config(config.model),
         STATE: record.state_record(progress, lr, description),
+        **_tokenizer(source, config),
     }
+
+
+def _tokenizer(source: Source, config: Config) -> dict[str, bytes]:
+    """Return the files of the source's tokenizer; else those of the one that is named, or of bytes where they fit."""
+    if source.tokenizer:
+        return {name: read_tokenizer(path) for name, path in source.tokenizer.items()}
+    is_known = config.data.tokenizer is not None or config.model.vocab_size == bytes_encoder().vocab_size
+    return tokenizer_of(config) if is_known else {}
 
 
 _MODEL_ALONE = CheckpointSection(finetune=True)

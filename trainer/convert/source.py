@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,23 @@ from trainer.checkpoint.reader import Checkpoint, read_places
 from trainer.errors import CheckpointError
 from trainer.record import saved_model
 
+# What tokenizers of transformers save themselves as.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def tokenizer_files_in(folder: Path) -> dict[str, Path]:
+    """Return the files of a tokenizer that lie in a folder, by name."""
+    return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -25,12 +43,14 @@ class Source:
         read: gives a CPU tensor of the stored shape, of any floating dtype, by our stored name, which is transformers'
             (`models.stored_tensors`); moments are `exp_avg.<name>` and `exp_avg_sq.<name>`, steps `step.<name>`. Called
             once for each tensor, in the order of our files.
+        tokenizer: the files of the tokenizer that lie beside the model, by name.
     """
 
     model: ModelConfig
     iteration: int
     has_optimizer: bool
     read: Callable[[str], torch.Tensor]
+    tokenizer: Mapping[str, Path] = field(default_factory=dict)
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> Source:
@@ -50,4 +70,5 @@ def of_checkpoint(checkpoint: Checkpoint) -> Source:
         return memory.reshape(spec.shape)
 
     model = saved_model(checkpoint.state, where=checkpoint.path)
-    return Source(model, checkpoint.iteration, checkpoint.has_optimizer, read)
+    tokenizer = {n: path for n, path in tokenizer_files_in(checkpoint.path).items() if n in checkpoint.manifest.files}
+    return Source(model, checkpoint.iteration, checkpoint.has_optimizer, read, tokenizer)

@@ -28,7 +28,7 @@ class DataSection:
     Attributes:
         path: ``text``: a file or a glob, ``**`` allowed.
         tokenizer: ``text``: a tokenizer.json; null, or ``bytes``, trains on bytes. ``token_file``: what wrote the
-            tokens, a tokenizer.json or ``bytes``; only text samples need it.
+            tokens, a tokenizer.json or ``bytes``; text samples need it. It is saved with every checkpoint.
         train: ``token_file``: a file or a glob.
         valid: ``token_file``: a file or a glob; null means that there is nothing to evaluate on.
         valid_fraction: share of files (of bytes, for a single file) that is held out.

@@ -5,8 +5,10 @@ Where the tokens are kept is decided in `trainer.data.corpus`.
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
 from trainer.data.token_file import TokenArray
 from trainer.errors import DataError
 
@@ -24,7 +27,9 @@ _STDLIB_EXCLUDED_FOLDERS = frozenset(
 # Written by the build or the distribution: the text differs between two installations of one version.
 _STDLIB_EXCLUDED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 
-END_OF_TEXT_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>")
+END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>")
+# It is saved beside every checkpoint; the largest in use are below 40 MiB.
+MOST_TOKENIZER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,34 +86,33 @@ def bytes_encoder() -> Encoder:
     """Return the encoder whose tokens are the bytes 0 to 255 and whose end of text is 256."""
 
     def decode(tokens: Sequence[int]) -> str:
-        pieces = (bytes([t]) if t < 256 else END_OF_TEXT_NAMES[0].encode() if t == 256 else b"" for t in tokens)
+        pieces = (bytes([t]) if t < 256 else END_OF_TEXT.encode() if t == END_OF_TEXT_ID else b"" for t in tokens)
         return b"".join(pieces).decode("utf-8", "replace")
 
     return Encoder(
         label=BYTES,
-        vocab_size=257,
-        end_of_text=256,
+        vocab_size=END_OF_TEXT_ID + 1,
+        end_of_text=END_OF_TEXT_ID,
         encode=lambda document: np.frombuffer(document.text, np.uint8),
         decode=decode,
     )
 
 
 def load_encoder(path: Path) -> Encoder:
-    """Read a ``tokenizer.json`` with the `tokenizers` package.
+    """Read a ``tokenizer.json`` with the `tokenizers` package, which the tokenizer of bytes does not need.
 
     Raises:
         DataError: the package is missing, the file is not a tokenizer, or it has no end-of-text token.
     """
+    raw = read_tokenizer(path)
+    if raw == bytes_tokenizer():
+        return bytes_encoder()
     try:
         import tokenizers
     except ImportError as error:
         raise DataError(
             "data.tokenizer needs the tokenizers package", where=path, fix="Install it: pip install tokenizers."
         ) from error
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from error
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(raw)
     except ValueError as error:
@@ -138,6 +142,25 @@ def load_encoder(path: Path) -> Encoder:
     label = f"tokenizers {tokenizers.__version__} {xxhash.xxh3_64_hexdigest(raw)}"
     # Ids may have holes, so the largest counts, not how many there are.
     return Encoder(label, max(vocabulary.values()) + 1, end_of_text, encode, decode)
+
+
+def read_tokenizer(path: Path) -> bytes:
+    """Return the content of a ``tokenizer.json``.
+
+    Raises:
+        DataError: it cannot be read, is no regular file, or is larger than `MOST_TOKENIZER_BYTES`.
+    """
+    try:
+        # A pipe would keep the reader waiting for a writer.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            if status.st_size > MOST_TOKENIZER_BYTES:
+                raise OSError(errno.EFBIG, f"{status.st_size} bytes, more than {MOST_TOKENIZER_BYTES}")
+            return file.read()
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def prompt_tokens(encoder: Encoder, prompt: str, vocab_size: int) -> list[int]:

@@ -10,7 +10,8 @@ import torch
 
 import models
 from models import ModelConfig
-from trainer.checkpoint.box import Box, absolute, in_bytes, stretch, whole
+from trainer.checkpoint.box import Box, in_bytes, whole
+from trainer.checkpoint.floats import ITEMS, read_floats
 from trainer.checkpoint.gather import Gatherer
 from trainer.checkpoint.layout import Place
 from trainer.checkpoint.live import LiveTensor
@@ -19,8 +20,6 @@ from trainer.checkpoint.reader import opened
 from trainer.checkpoint.target import Target
 from trainer.errors import MismatchError
 from trainer.hf.folder import Folder
-
-ITEMS = 1 << 20  # read and cast at once
 
 
 def fill(
@@ -39,22 +38,13 @@ def fill(
     gatherer = Gatherer()
     read_bytes = filled_bytes = 0
     for tensor in sorted(live, key=lambda t: (places[t.spec.name].file, places[t.spec.name].offset)):
-        place, box = places[tensor.spec.name], tensor.box
-        target, packed = Target(tensor, box), place.spec.image(box)
-        size = place.spec.dtype.itemsize
+        place, target = places[tensor.spec.name], Target(tensor, tensor.box)
         with opened(folder.files, (folder.path / place.file).resolve()) as file:
-            for lo in range(0, box.numel, ITEMS):
-                hi = min(lo + ITEMS, box.numel)
-                data = np.empty((hi - lo) * size, dtype=np.uint8)
-                gatherer.gather(file.read, packed, lo * size, data, offset=place.offset)
-                values = torch.from_numpy(data).view(place.spec.dtype).to(torch.float32).view(torch.uint8).numpy()
-                at = 0
-                for found in stretch(box.shape, lo, hi):
-                    part = in_bytes(absolute(found, box), 4)
-                    target.put(part, values[at : at + part.numel].reshape(part.shape))
-                    at += part.numel
-                filled_bytes += at
-                progress(at)
+            for found, values in read_floats(file, place, tensor.box, gatherer=gatherer):
+                part = in_bytes(found, values.itemsize)
+                target.put(part, values.reshape(-1).view(np.uint8).reshape(part.shape))
+                filled_bytes += values.nbytes
+                progress(values.nbytes)
             read_bytes += file.read_bytes
         target.finish()
     return LoadReport(len(live), len(live), read_bytes, filled_bytes, time.perf_counter() - start)

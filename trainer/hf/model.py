@@ -84,21 +84,24 @@ def read_model(table: Json, *, where: object) -> ModelConfig:
     )
 
 
-def differences(theirs: ModelConfig, ours: ModelConfig, *, where: object) -> list[str]:
+def differences(theirs: ModelConfig, ours: ModelConfig, *, where: object, kind: str = "folder") -> list[str]:
     """Return lines on what differs and may.
+
+    Args:
+        kind: what holds the model, for messages; only a folder has names of its own for the fields of a model.
 
     Raises:
         MismatchError: listing every field that differs and may not, with both values and how to set ours.
     """
     if theirs.family is not ours.family:
         raise MismatchError(
-            "The folder holds a model of another family",
+            f"The {kind} holds a model of another family",
             where=where,
             expected=f"model.family={ours.family.value}",
-            found=f"{theirs.family.value} (model_type)",
+            found=theirs.family.value + (" (model_type)" if kind == "folder" else ""),
             fix="Choose one with model=.",
         )
-    fields = _flat(_GPT2_FIELDS if ours.family is Family.gpt2 else _LLAMA_FIELDS)
+    fields = _flat(_GPT2_FIELDS if ours.family is Family.gpt2 else _LLAMA_FIELDS) if kind == "folder" else {}
     said, refused = [], []
     there, here = (asdict(model) | {"activation": model.activation.value} for model in (theirs, ours))
     for name in here:
@@ -115,10 +118,10 @@ def differences(theirs: ModelConfig, ours: ModelConfig, *, where: object) -> lis
             )
     if refused:
         raise MismatchError(
-            "The folder holds another model than the one configured",
+            f"The {kind} holds another model than the one configured",
             where=where,
             found="these differences:\n" + "\n".join(refused),
-            fix="\nSet what is named in brackets, or name another folder with checkpoint.load.",
+            fix=f"\nSet what is named in brackets, or name another {kind} with checkpoint.load.",
         )
     return said
 

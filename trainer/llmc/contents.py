@@ -1,4 +1,4 @@
-"""What llm.c's weight files say of GPT-2 and of LLaMA-3, and the order of their tensors. Pure; `llmc.py` reads them.
+"""What llm.c's weight files say of GPT-2 and of LLaMA-3, and the order of their tensors. Pure; `file.py` reads them.
 
 Source: https://github.com/karpathy/llm.c, `write_model` and `write_tensors` of `train_gpt2.py` and `train_llama3.py`. A
 file is a header of 256 int32 and tensors without holes, all layers of one kind before the next kind. Weights of linear

@@ -1,0 +1,67 @@
+"""A bit that flips in one replica of a tensor while training: the run ends, and no checkpoint of it is committed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.crash import troubles
+from tests.harness import TINY, Ended, call_on_ranks, launch
+
+pytestmark = pytest.mark.slow
+
+TABLE, NORM = "transformer.wte.weight", "transformer.ln_f.weight"
+BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=8", "checkpoint.save_interval=2")
+# layout: overrides, the tensor of which each of two ranks has a copy
+LAYOUTS = {
+    "zero0": (("parallel.zero_stage=0",), TABLE),
+    "zero0 moments": (("parallel.zero_stage=0",), f"exp_avg_sq.{TABLE}"),
+    "tp2 norm": (("parallel.tensor_model_parallel_size=2",), NORM),
+    "zero3, replicated step": (("parallel.zero_stage=3",), f"step.{TABLE}"),
+}
+
+
+def train_with_a_flip(folder: Path, layout: str, *more: str, during: int = 6) -> Ended:
+    overrides, name = LAYOUTS[layout]
+    told = {"name": "flipped bit", "rank": 1, "begins": during, "ends": during + 1, "tensor": name}
+    arguments = [json.dumps(told), f"run.dir={folder}", *BASE, *overrides, *more]
+    return call_on_ranks(troubles.main, arguments, folder=folder, ranks=2)
+
+
+def iterations(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("iter_*"))
+
+
+@pytest.mark.parametrize(("layout", "is_async"), [*((layout, True) for layout in LAYOUTS), ("zero0", False)])
+def test_a_flipped_bit_ends_the_run_at_the_next_save_and_nothing_of_it_is_committed(
+    tmp_path: Path, layout: str, is_async: bool
+) -> None:
+    ended = train_with_a_flip(tmp_path, layout, f"checkpoint.async_save={str(is_async).lower()}")
+    assert all(ended.statuses), ended.text
+    assert "hold different bits" in ended.text
+    assert LAYOUTS[layout][1] in ended.text
+    assert "rank 0 against rank 1" in ended.text
+    assert iterations(tmp_path) == ["iter_0000002", "iter_0000004"]
+    # What was committed before is whole, and the same command goes on from it.
+    resumed = launch(tmp_path, [*BASE, *LAYOUTS[layout][0]], ranks=2)
+    assert resumed.ok, resumed.text
+    assert iterations(tmp_path)[-1] == "iter_0000008"
+
+
+def test_an_interval_finds_it_between_saves(tmp_path: Path) -> None:
+    more = ("checkpoint.save_interval=0", "checkpoint.check_replicas=0", "train.check_replicas_interval=3")
+    ended = train_with_a_flip(tmp_path, "zero0", *more, during=2)
+    assert all(ended.statuses), ended.text
+    assert "hold different bits" in ended.text
+    assert TABLE in ended.text
+    assert "step     3" in ended.text
+    assert "step     4" not in ended.text
+
+
+def test_every_second_save_is_checked_where_the_interval_says_so(tmp_path: Path) -> None:
+    ended = train_with_a_flip(tmp_path, "zero0", "checkpoint.check_replicas=2")
+    assert all(ended.statuses), ended.text
+    assert iterations(tmp_path) == ["iter_0000002", "iter_0000004", "iter_0000006"]
+    assert "hold different bits" in ended.text
