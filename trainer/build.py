@@ -108,7 +108,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     Raises:
         TrainerError: if the data does not suit.
     """
-    digest = look_alone(config)
+    digest, _ = look_alone(config)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     environment = _environment(config, torch.device("cpu"), max(1, len(os.sched_getaffinity(0))))
     topology = topology_of(config, 1)

@@ -40,11 +40,13 @@ class RunData:
     Args:
         valid: empty where the run never evaluates.
         fingerprint: of the training data.
+        valid_fingerprint: of the validation data; None where the run never evaluates.
     """
 
     train: Sequence[TokenFile]
     valid: Sequence[TokenFile]
     fingerprint: str
+    valid_fingerprint: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +95,18 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
             mine = _look(files, config)
         except TrainerError as error:
             problem = error
-    digest = _agree_on_data(board, mine, problem, are_alone=speakers == [0])
+    found = _agree_on_data(board, mine, problem, are_alone=speakers == [0])
     assert files is not None  # or the ranks would not have agreed
-    return RunData(files["train"], files["valid"], digest)
+    return RunData(files["train"], files["valid"], *found)
 
 
-def look_alone(config: Config) -> str:
-    """Return the fingerprint of the training data, for a program without ranks.
+def look_alone(config: Config) -> tuple[str, str | None]:
+    """Return the fingerprints of training and validation data as a `RunData` has them, for a program without ranks.
 
     Raises:
         TrainerError: if the data does not suit.
     """
-    return fingerprint(_look(_open(config), config).digests["train"])
+    return _fingerprints(_look(_open(config), config))
 
 
 def _cache(config: Config) -> Path:
@@ -163,15 +165,23 @@ def _identity(files: _Files) -> str:
     return found.hexdigest()
 
 
-def _agree_on_data(board: Board, mine: _HostData | None, problem: TrainerError | None, *, are_alone: bool) -> str:
-    """Return the fingerprint of the training data, which is that of every rank that speaks for its host."""
+def _agree_on_data(
+    board: Board, mine: _HostData | None, problem: TrainerError | None, *, are_alone: bool
+) -> tuple[str, str | None]:
+    """Return the fingerprints of both sides, which are those of every rank that speaks for its host."""
     if not are_alone:
         reports = board.collect("data/hosts", b"" if mine is None else mine.encode())
         told = {rank: _HostData.decode(report) for rank, report in enumerate(reports) if report}
         problem = problem or _difference(told)
         board.agree("data/hosts", problem)
-    digest = b"" if mine is None else fingerprint(mine.digests["train"]).encode()
-    return board.from_rank0("data/fingerprint", digest).decode()
+    found = b"" if mine is None else json.dumps(_fingerprints(mine)).encode()
+    train, valid = json.loads(board.from_rank0("data/fingerprints", found))
+    return train, valid
+
+
+def _fingerprints(data: _HostData) -> tuple[str, str | None]:
+    valid = data.digests["valid"]
+    return fingerprint(data.digests["train"]), fingerprint(valid) if valid else None
 
 
 def _difference(told: Mapping[int, _HostData]) -> DataError | None:
