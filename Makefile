@@ -10,8 +10,9 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 
 setup: $(STAMP)
 
+# An environment that is there is kept, with whatever its user has installed into it; `make clean` removes it.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,check]'
 	touch $@
 
@@ -25,7 +26,8 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not soak" $(SIDE_BY_SIDE)
 
-# Checkpoints of other programs, made by these programs themselves; one more of them is installed for it.
+# Checkpoints of other programs, made by these programs themselves; one more of them is installed for it. The tests
+# compile its extension into $(VENV)/build, before any of their deadlines starts.
 test-interop: setup
 	PIP_DISABLE_PIP_VERSION_CHECK=1 DS_ACCELERATOR=cpu $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[interop]'
 	$(BIN)/python -m pytest tests/interop

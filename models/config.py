@@ -5,7 +5,6 @@ No module of torch's lives here, and nothing about training.
 
 from dataclasses import dataclass
 from enum import Enum
-from math import isfinite
 
 
 class Family(Enum):
@@ -155,11 +154,16 @@ def _number_problems(config: ModelConfig) -> list[str]:
     found = []
     if not 0 <= config.dropout < 1:
         found.append(f"model.dropout={config.dropout}: must be at least 0 and below 1")
-    for name in ("norm_eps", "initializer_range", "rope_theta"):
+    for name, (least, most) in _RANGES.items():
         number = getattr(config, name)
-        if not (isfinite(number) and number > 0):
-            found.append(f"model.{name}={number}: must be a finite number above 0")
+        if not least <= number <= most:  # NaN is not
+            found.append(f"model.{name}={number}: must be a number from {least:g} to {most:g}")
     return found
+
+
+# Far beyond what any model has, and within what float32 computes with.
+_RANGES = {"norm_eps": (1e-30, 1.0), "initializer_range": (1e-30, 1e3), "rope_theta": (1e-3, 1e18)}
+_MOST_FACTOR = 1e9
 
 
 def _gpt2_problems(config: ModelConfig) -> list[str]:
@@ -189,12 +193,12 @@ def _llama3_problems(config: ModelConfig) -> list[str]:
 
 def _rope_scaling_problems(scaling: RopeScaling) -> list[str]:
     found = []
-    if not (isfinite(scaling.factor) and scaling.factor >= 1):
-        found.append(f"model.rope_scaling.factor={scaling.factor}: must be a finite number of at least 1")
-    if not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
+    if not 1 <= scaling.factor <= _MOST_FACTOR:
+        found.append(f"model.rope_scaling.factor={scaling.factor}: must be a number from 1 to {_MOST_FACTOR:g}")
+    if not 0 < scaling.low_freq_factor < scaling.high_freq_factor <= _MOST_FACTOR:
         found.append(
             f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor}: must be above "
-            f"model.rope_scaling.low_freq_factor={scaling.low_freq_factor}, and both above 0"
+            f"model.rope_scaling.low_freq_factor={scaling.low_freq_factor}, both above 0 and at most {_MOST_FACTOR:g}"
         )
     if scaling.original_max_position_embeddings < 1:
         size = scaling.original_max_position_embeddings

@@ -267,7 +267,7 @@ def table(found: Mapping[str, Any], rates: Mapping[str, Sequence[float]]) -> str
     )
     lines = [f"{found['size']}: {settings}"]
     for side, values in rates.items():
-        speed = f"{statistics.median(values):>12,.0f} tokens/s ({min(values):,.0f} to {max(values):,.0f})"
+        speed = f"{statistics.median(values):>12,.0f} tok/s ({min(values):,.0f} to {max(values):,.0f})"
         ratio = "" if side == OURS else f", {OURS} is {_ratio(rates[OURS], values):.3f} times as fast"
         lines.append(f"  {side:<30}{speed}, last loss {found['loss'][side]:.4f}{ratio}")
     return "\n".join(lines)

@@ -100,7 +100,7 @@ def verify(options: argparse.Namespace) -> int:
     """Check every byte of checkpoints against their digests."""
     rows = []
     for path in [path for named in options.checkpoints for path in _all(named)]:
-        row: Row = {"checkpoint": path.name, "bytes": 0, "result": "whole"}
+        row: Row = {"checkpoint": path.name, "bytes": None, "result": "whole"}  # None until they have been read
         try:
             checkpoint = open_checkpoint(path, Files())
             places = read_places(checkpoint)
@@ -339,7 +339,7 @@ def _finite(value: object) -> object:
 
 def _cell(name: str, value: object) -> str:
     if name == "bytes" and isinstance(value, int):
-        return f"{value / 1e6:,.3f} MB"
+        return f"{value / 1e6:,.3f} MB" if value >= 1000 else f"{value} B"
     if name == "age" and isinstance(value, float):
         return _age(value)
     if isinstance(value, float):

@@ -1,7 +1,7 @@
 """Compare how fast runs were and what saving cost them: `python scripts/compare_speed.py RUN [RUN ...]`.
 
-Each argument is a run folder or a metrics.jsonl; ratios are to the first. The exit status is 0, or 2 when an input
-cannot be used.
+Each argument is a run folder or a metrics.jsonl; ratios are to the first. The exit status is 0 when no run is slower
+than the first by more than --threshold, 1 when one is, 2 when an input cannot be used.
 """
 
 from __future__ import annotations
@@ -11,13 +11,22 @@ import json
 import sys
 from collections.abc import Sequence
 
-from trainer.arguments import natural
+from trainer.arguments import natural, share
 from trainer.curves_table import name_runs
 from trainer.errors import TrainerError
-from trainer.speed import SKIPPED, measure, read_timing, report_speeds, summarize_speeds
+from trainer.speed import (
+    SKIPPED,
+    THRESHOLD,
+    measure,
+    read_timing,
+    report_speeds,
+    report_verdicts,
+    slower_runs,
+    summarize_speeds,
+)
 from trainer.speed_plot import plot_speeds
 
-FINE, UNUSABLE = 0, 2
+FINE, SLOWER, UNUSABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,20 +42,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainerError as error:
         print(f"compare_speed: {error}", file=sys.stderr)
         return UNUSABLE
+    status = SLOWER if slower_runs(speeds, options.threshold) else FINE
     if options.json:
-        print(json.dumps(summarize_speeds(speeds, timings, skipped=options.skip), allow_nan=False))
-        return FINE
+        summary = summarize_speeds(speeds, timings, skipped=options.skip, threshold=options.threshold)
+        print(json.dumps(summary, allow_nan=False))
+        return status
     for note in dict.fromkeys(note for timing in timings for note in timing.notes):
         print(f"note: {note}")
     print(report_speeds(speeds, skipped=options.skip))
-    return FINE
+    if len(speeds) > 1:
+        print(f"\n{report_verdicts(speeds, threshold=options.threshold)}")
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="compare_speed",
         description="Compare how fast runs were, and what saving cost them.",
-        epilog="Exit status: 0, or 2 for unusable input.",
+        epilog="Exit status: 0 none is slower than the first, 1 one is, 2 unusable input.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder or metrics.jsonl; the first is the base")
     parser.add_argument(
@@ -54,10 +67,18 @@ def _parser() -> argparse.ArgumentParser:
         type=natural,
         default=SKIPPED,
         metavar="N",
-        help="leave out the first N iterations of every run, which are slow once (%(default)d)",
+        help="leave out the first N iterations after each start of a run, which are slower (%(default)d)",
+    )
+    parser.add_argument(
+        "--threshold",
+        type=share,
+        default=THRESHOLD,
+        metavar="X",
+        help="a run is slower when its median tok/s lies below the first run's by more than this share of it "
+        "(%(default)g); 0.2 suits a machine that others use too",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--plot", metavar="FILE", default=None, help="draw tokens/s by iteration, and their spread")
+    parser.add_argument("--plot", metavar="FILE", default=None, help="draw tok/s by iteration, and their spread")
     return parser
 
 

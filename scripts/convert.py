@@ -18,12 +18,14 @@ from trainer.checkpoint import choose
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.reader import Checkpoint, open_checkpoint
 from trainer.convert.formats import Asked, Wanted
+from trainer.convert.megatron import refuse_megatron
 from trainer.convert.output import write_checkpoint
 from trainer.convert.overrides import model_overrides
 from trainer.convert.table import FORMATS
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError, TrainerError
 
 FINE, IMPOSSIBLE = 0, 2
+_MOST_BYTES_OF_NAMES = 64 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -52,12 +54,33 @@ def bring_in(options: argparse.Namespace) -> int:
     """Write what another program saved as a checkpoint of ours."""
     found = FORMATS[options.format]
     assert found.read is not None
-    source = found.read(options.source, Asked(compose(options.overrides), options.trust_pickle))
+    refuse_megatron(options.source)
+    source = found.read(options.source, _asked(options))
     model = model_overrides(source.model, options.overrides) if found.names_model else []
     config = compose([*model, *options.overrides])
     path = write_checkpoint(source, options.folder, config, consumed_samples=options.consumed_samples)
     print(f"{path}: iteration {source.iteration}, {'weights and moments' if source.has_optimizer else 'weights'}")
     return FINE
+
+
+def _asked(options: argparse.Namespace) -> Asked:
+    names = None if options.optimizer_names is None else _read_names(options.optimizer_names)
+    return Asked(compose(options.overrides), options.trust_pickle, options.weights_only, names)
+
+
+def _read_names(path: Path) -> list[str]:
+    """Return the lines of a text file, without empty ones."""
+    if not path.is_file() or path.stat().st_size > _MOST_BYTES_OF_NAMES:
+        raise ConfigError(
+            "A list of names cannot be read", where=path, expected="a text file with one name a line", found=_kind(path)
+        )
+    return [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+
+
+def _kind(path: Path) -> str:
+    if path.is_file():
+        return f"{path.stat().st_size} B"
+    return "no regular file" if path.exists() else "no such file"
 
 
 def bring_out(options: argparse.Namespace) -> int:
@@ -95,6 +118,12 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
         one.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the configuration of that run")
         one.add_argument("--consumed-samples", type=int, metavar="N", help="samples that were trained on")
         one.add_argument("--trust-pickle", action="store_true", help="unpickle files, which can run any code in them")
+        one.add_argument("--weights-only", action="store_true", help="leave the optimizer's state out: iteration 0")
+        one.set_defaults(optimizer_names=None)
+        if found.numbers_moments:
+            one.add_argument(
+                "--optimizer-names", type=Path, metavar="FILE", help="the optimizer's parameters in order, one a line"
+            )
         one.set_defaults(call=bring_in)
 
 

@@ -31,7 +31,7 @@ from trainer.checkpoint.store import CheckpointFolder
 
 _POLL_S = 0.005
 _TIMEOUT_S = 300.0
-_TEMPORARY = (".partial", ".deleting", ".replaced", ".new")
+TEMPORARY = (".partial", ".deleting", ".replaced", ".new")
 # A model that trains a hundred iterations in a second or two on two cores.
 MODEL = (
     "model=gpt2_tiny",
@@ -136,10 +136,10 @@ def soak(plan: Soak, launch: Launch) -> Tally:
     start = time.monotonic()
     job = launch(unbroken, plan.settings(0))
     with _ended(job):
-        _await(lambda: bool(_curve(unbroken)) or job.status() is not None)
+        _await(lambda: bool(curve_of(unbroken)) or job.status() is not None)
         startup_s = time.monotonic() - start
         _await_end(job)
-    if job.status() != 0 or len(_curve(unbroken)) != plan.iterations:
+    if job.status() != 0 or len(curve_of(unbroken)) != plan.iterations:
         tally.problems.append(f"the unbroken run ended with status {job.status()}")
     while tally.kills < plan.kills and not tally.problems:
         run = plan.folder / f"killed-{tally.runs + 1}"
@@ -190,7 +190,7 @@ class _Broken:
         _await(
             lambda: (
                 job.status() is not None
-                or bool(self._stamp() != stamp and self._committed() and len(_curve(self.run)) >= target)
+                or bool(self._stamp() != stamp and self._committed() and len(curve_of(self.run)) >= target)
             )
         )
         self._pass(job, self.chance.uniform(0, 0.05))
@@ -225,7 +225,7 @@ class _Broken:
 
     def _compare(self, iteration: int) -> None:
         folders = [CheckpointFolder(run / "checkpoints", Files()) for run in (self.run, self.unbroken)]
-        found, expected = (_contents(folder.iteration(iteration)) for folder in folders)
+        found, expected = (contents_of(folder.iteration(iteration)) for folder in folders)
         if found != expected:
             odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
             self.tally.problems.append(f"iteration {iteration} differs from the unbroken run's in {', '.join(odd)}")
@@ -235,9 +235,9 @@ class _Broken:
         if self._committed()[-1:] != [self.plan.iterations]:
             self.tally.problems.append(f"the last checkpoint is missing, {self._committed()} are there")
         self._look([])
-        if _curve(self.run) != _curve(self.unbroken):
+        if curve_of(self.run) != curve_of(self.unbroken):
             self.tally.problems.append("the curves differ")
-        left = [path.name for path in self.run.rglob("*") if path.name.endswith(_TEMPORARY)]
+        left = [path.name for path in self.run.rglob("*") if path.name.endswith(TEMPORARY)]
         if left:
             self.tally.problems.append(f"left behind: {', '.join(left)}")
 
@@ -311,7 +311,7 @@ def _await(is_so: Callable[[], bool]) -> None:
         time.sleep(_POLL_S)
 
 
-def _curve(run: Path) -> list[tuple[object, ...]]:
+def curve_of(run: Path) -> list[tuple[object, ...]]:
     """Return the recorded iterations with the bits of their figures; a line that is just being written is left out."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
@@ -320,7 +320,7 @@ def _curve(run: Path) -> list[tuple[object, ...]]:
     return [tuple(row[key] for key in keys) for row in rows if "loss" in row]
 
 
-def _contents(checkpoint: Path) -> dict[str, bytes]:
+def contents_of(checkpoint: Path) -> dict[str, bytes]:
     """Return all files of a checkpoint by name; of the manifest all but the attempt, and the digest over it."""
     found = {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
     document = json.loads(found.get(MANIFEST, b"{}"))

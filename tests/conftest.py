@@ -6,6 +6,9 @@ import torch
 
 torch.set_num_threads(1)
 
+# Ranks that tests launch take the cores they are given, whatever the user's shell has set.
+os.environ.pop("OMP_NUM_THREADS", None)
+
 # A store asks for the name of whoever connects. Where the name server is silent, that takes the resolver's five seconds
 # each time (see resolv.conf(5)); they are no part of any test.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")

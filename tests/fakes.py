@@ -138,7 +138,7 @@ class FailingFiles(Files):
         self._maybe_fail("remove_tree", path)
         super().remove_tree(path)
 
-    def free_bytes(self, path: Path) -> int:
+    def free_bytes(self, path: Path) -> int | None:
         self._maybe_fail("free_bytes", path)
         return super().free_bytes(path)
 

@@ -32,10 +32,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.stop",
         "trainer.bar",
         "trainer.signals",
+        "trainer.regular_file",
         "trainer",
     ),
     ("trainer.checkpoint", "trainer.data", "trainer.curves_read", "trainer.figure", "trainer.meeting"),
-    ("trainer.config", "trainer.curves", "trainer.event_files", "trainer.hf", "trainer.llmc"),
+    ("trainer.config", "trainer.curves", "trainer.event_files", "trainer.hf", "trainer.llmc", "trainer.relaunch"),
     (
         "trainer.config_checks",
         "trainer.parallel",
@@ -71,8 +72,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # What a package may import besides the standard library and itself.
 ALLOWED: dict[str, frozenset[str]] = {
     "models": frozenset({"torch"}),
-    "trainer.data": frozenset({"numpy", "xxhash", "tokenizers", "trainer.errors"}),
-    "trainer.checkpoint": frozenset({"torch", "numpy", "safetensors", "xxhash", "trainer.errors"}),
+    "trainer.data": frozenset({"numpy", "xxhash", "tokenizers", "trainer.errors", "trainer.regular_file"}),
+    "trainer.checkpoint": frozenset(
+        {"torch", "numpy", "safetensors", "xxhash", "trainer.errors", "trainer.regular_file"}
+    ),
 }
 
 # Libraries, and the modules or packages that may import each.

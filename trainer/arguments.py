@@ -20,6 +20,13 @@ def natural(text: str) -> int:
     return number
 
 
+def share(text: str) -> float:
+    """Return a number from 0 to below 1; argparse refuses any other, such as a percentage."""
+    if not 0 <= (number := float(text)) < 1:
+        raise argparse.ArgumentTypeError("must be 0 or more and below 1")
+    return number
+
+
 def amount(text: str) -> float:
     """Return a finite number of at least 0; argparse refuses any other."""
     if not (math.isfinite(number := float(text)) and number >= 0):

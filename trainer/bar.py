@@ -26,7 +26,7 @@ class RunBar:
 
     def show(self, *, loss: float, tokens_per_second: float) -> None:
         """Count an iteration."""
-        self._bar.set_description_str(f"loss {loss:.4f} | {tokens_per_second:.0f} tokens/s", refresh=False)
+        self._bar.set_description_str(f"loss {loss:.4f} | {tokens_per_second:.0f} tok/s", refresh=False)
         self._bar.update()
 
     def close(self) -> None:

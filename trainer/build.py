@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from trainer.data.token_file import TokenFile
 from trainer.data.tokenizer_files import tokenizer_files
 from trainer.errors import TrainerError
 from trainer.feed import Feed
-from trainer.launch import Cluster
+from trainer.launch import Cluster, thread_count
 from trainer.metrics import RunLog, peak_flops
 from trainer.optim import AdamSettings
 from trainer.parallel.mesh import build_mesh
@@ -110,7 +109,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     """
     digest, _ = look_alone(config)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
-    environment = _environment(config, torch.device("cpu"), max(1, len(os.sched_getaffinity(0))))
+    environment = _environment(config, torch.device("cpu"), thread_count())
     topology = topology_of(config, 1)
     return schedule, record.describe(
         config, schedule=schedule, topology=topology, fingerprint=digest, environment=environment

@@ -14,24 +14,52 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.errors import DataError
+from trainer.regular_file import SMALL_BYTES, read_regular
 
 METRICS_FILE = "metrics.jsonl"
+LLMC_LOG = "main.log"
 CONFIG_FILE = "config.yaml"
 QUANTITIES = ("loss", "grad_norm", "lr")
 FORMATS = (
     "metrics.jsonl records with iteration and loss, `step 1/100 | train loss 4.2 |` (also `| loss 4.2`), "
-    "`iter 10: loss 4.2,` (nanoGPT), or ` iteration 10/ 100 | ... | lm loss: 4.2E+00 |` (Megatron)"
+    "`iter 10: loss 4.2,` (nanoGPT), ` iteration 10/ 100 | ... | lm loss: 4.2E+00 |` (Megatron), "
+    "`s:9 trl:4.2` (main.log of llm.c), or `step 9: train loss 4.2 (took 8 ms)` (llm.c in C)"
 )
 
 _DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 _ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_FIELD_LINE = re.compile(r"\b(?:step|iteration)\s+(\d+)\s*/\s*\d+\s*\|(.*)", re.IGNORECASE)
-_COMMA_LINE = re.compile(r"\biter\s+(\d+):\s*(loss\s.*)", re.IGNORECASE)
 _FIELDS = {
-    "loss": re.compile(r"\s*(?:(?:train|lm)\s+)?loss:?\s+(?!scale\b)([^\s,(]+)", re.IGNORECASE),
-    "grad_norm": re.compile(r"\s*(?:grad\s+)?norm:?\s+([^\s,(]+)", re.IGNORECASE),
-    "lr": re.compile(r"\s*(?:lr|learning\s+rate):?\s+([^\s,(]+)", re.IGNORECASE),
+    "loss": re.compile(r"\s*(?:(?:(?:train|lm)\s+)?loss:?\s+(?!scale\b)|trl:)([^\s,(]+)", re.IGNORECASE),
+    "grad_norm": re.compile(r"\s*(?:(?:grad\s+)?norm:?\s+|norm:)([^\s,(]+)", re.IGNORECASE),
+    "lr": re.compile(r"\s*(?:(?:lr|learning\s+rate):?\s+|lr:)([^\s,(]+)", re.IGNORECASE),
 }
+# Larger than the metrics of 10 million iterations; all of it is held in memory.
+_MOST_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _LineForm:
+    """How a program writes a training line.
+
+    Args:
+        pattern: finds the number of the iteration, then the fields.
+        separator: stands between the fields.
+        first: the number that the first iteration has.
+    """
+
+    pattern: re.Pattern[str]
+    separator: str
+    first: int = 1
+
+
+_LINE_FORMS = (
+    _LineForm(re.compile(r"\b(?:step|iteration)\s+(\d+)\s*/\s*\d+\s*\|(.*)", re.IGNORECASE), "|"),
+    # nanoGPT counts from 0 too, but evaluates at the same numbers; its iterations keep the names that it gives them.
+    _LineForm(re.compile(r"\biter\s+(\d+):\s*(loss\s.*)", re.IGNORECASE), ","),
+    # llm.c: llmc/logger.h and train_gpt2.py write main.log, train_gpt2.c prints; train_gpt2.cu prints the first form.
+    _LineForm(re.compile(r"^s:(\d+)\s+(trl:.*)"), " ", first=0),
+    _LineForm(re.compile(r"\bstep\s+(\d+):\s*(train\s+loss\s[^,(]*)\(took\b"), ",", first=0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +100,9 @@ def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
     """Read the training losses of a run folder (its metrics.jsonl), a metrics.jsonl or a text log.
 
     Text lines recognised: this project's, llm.c's (train_gpt2.cu, train_gpt2.py) and InfiniTrain's `step 1/100 | ...`,
-    nanoGPT's (train.py) `iter 1: loss ...`, Megatron-LM's (training.py, training_log) ` iteration 1/ 100 | ...`.
+    nanoGPT's (train.py) `iter 1: loss ...`, Megatron-LM's (training.py, training_log) ` iteration 1/ 100 | ...`,
+    llm.c's main.log `s:0 trl:... lr:... norm:...` and train_gpt2.c's `step 0: train loss ... (took ... ms)`. The last
+    two count from 0: their step 0 becomes iteration 1, and a note says so.
     Evaluation lines and records are passed over. nan and inf are values like any other.
 
     Args:
@@ -91,15 +121,21 @@ def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
 
 
 def read_run_file(path: str | Path, *, what: str) -> tuple[Path, str, bool]:
-    """Read the file of a run: its metrics.jsonl where `path` is a folder; tell whether it holds records, not log lines.
+    """Read the file of a run; tell whether it holds records, not log lines.
+
+    Args:
+        path: the file, or a folder: then its metrics.jsonl, or llm.c's main.log where there is only that.
+        what: is to be read from it.
 
     Raises:
-        DataError: it cannot be read; `what` is to be read from it.
+        DataError: it cannot be read, is no regular file, or is larger than 4 GiB.
     """
     path = Path(path)
     file = path / METRICS_FILE if path.is_dir() else path
+    if path.is_dir() and not file.exists() and (path / LLMC_LOG).exists():
+        file = path / LLMC_LOG
     try:
-        text = file.read_bytes().decode("utf-8-sig", errors="replace")
+        text = read_regular(file, limit_bytes=_MOST_BYTES).decode("utf-8-sig", errors="replace")
     except OSError as error:
         expected = f"a run folder with {METRICS_FILE}, or a file of a run"
         raise DataError(f"Cannot read {what}", where=file, expected=expected, found=error.strerror) from error
@@ -158,21 +194,22 @@ def parse_records(text: str, *, source: str) -> tuple[list[tuple[str, dict[str, 
 def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
     """Parse a text log; `read_curve` says which lines count.
 
-    A last line without a newline may end inside a number, so it is read up to its last `|` or `,` only.
+    A last line without a newline may end inside a number, so it is read up to its last `|`, `,` or space only.
 
     Raises:
         DataError: there is no training line, a loss is not a number, or an iteration comes twice with other values.
     """
     points: dict[int, Point] = {}
-    notes: list[str] = []
     text = _ANSI_COLOUR.sub("", text)
     lines = re.split(r"\r\n|\r|\n", text)
+    notes, counts_from_0 = list[str](), False
     for number, line in enumerate(lines, start=1):
         where = f"{source}, line {number}"
         torn = number == len(lines)
-        point = _point_of_line(line[: max(line.rfind("|"), line.rfind(",")) + 1] if torn else line, where)
-        if point is None:
-            if torn and (_FIELD_LINE.search(line) or _COMMA_LINE.search(line)):
+        found = _match(line[: max(map(line.rfind, "|, ")) + 1] if torn else line)
+        point = None if found is None else _point_of_line(*found, where)
+        if point is None or found is None:
+            if torn and _match(line) is not None:
                 notes.append(f"{where} is torn (no newline at its end) and was left out")
             continue
         earlier = points.get(point.iteration)
@@ -185,6 +222,9 @@ def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
                 fix="In the log of a resumed run the later lines can be taken with --last-wins.",
             )
         points[point.iteration] = point
+        counts_from_0 = counts_from_0 or found[0].first == 0
+    if counts_from_0:
+        notes.append(f"{source} counts from 0, as llm.c does: its step 0 is iteration 1")
     return _curve(points, source, notes)
 
 
@@ -199,7 +239,7 @@ def _begins_with_record(text: str) -> bool:
 def _read_dtype(config: Path) -> str | None:
     """Find `dtype` directly under `train:` in a config.yaml; None where there is none that is known."""
     try:
-        text = config.read_text(encoding="utf-8", errors="replace")
+        text = read_regular(config, limit_bytes=SMALL_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return None
     section = re.search(r"^train:[^\S\n]*\n((?:[^\S\n]+.*\n?|[^\S\n]*\n)*)", text, re.MULTILINE)
@@ -234,14 +274,13 @@ def _reading_of_record(record: Mapping[str, object], quantity: str, where: str) 
     raise DataError(f"Cannot read {quantity}", where=where, expected=f"a number and a {quantity}_hex text", found=found)
 
 
-def _point_of_line(line: str, where: str) -> Point | None:
-    match = _FIELD_LINE.search(line)
-    fields = match[2].split("|") if match else []
-    if match is None:
-        match = _COMMA_LINE.search(line)
-        fields = match[2].split(",") if match else []
-    if match is None:
-        return None
+def _match(line: str) -> tuple[_LineForm, re.Match[str]] | None:
+    return next(((form, match) for form in _LINE_FORMS if (match := form.pattern.search(line))), None)
+
+
+def _point_of_line(form: _LineForm, match: re.Match[str], where: str) -> Point | None:
+    """Return the point of a line, or None where it has no loss; the first iteration has the number 1."""
+    fields = match[2].split(form.separator)
     readings: dict[str, Reading] = {}
     for quantity, pattern in _FIELDS.items():
         token = next((found[1] for field in fields if (found := pattern.match(field))), None)
@@ -249,7 +288,8 @@ def _point_of_line(line: str, where: str) -> Point | None:
             readings[quantity] = _reading(token, where)
     if "loss" not in readings:
         return None
-    return Point(int(match[1]), readings["loss"], readings.get("grad_norm"), readings.get("lr"))
+    iteration = int(match[1]) + 1 - form.first
+    return Point(iteration, readings["loss"], readings.get("grad_norm"), readings.get("lr"))
 
 
 def _reading(text: str, where: str, *, written_as_hex: bool = False) -> Reading:

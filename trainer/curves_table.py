@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.curves import Comparison, Curve
-from trainer.curves_read import METRICS_FILE
+from trainer.curves_read import LLMC_LOG, METRICS_FILE
 
 Row = dict[str, Any]
 
@@ -22,7 +22,7 @@ def name_runs(sources: Sequence[str]) -> list[str]:
     Names that would be the same grow by the folders above; the same file given again is numbered.
     """
     paths = [Path(source).absolute() for source in sources]
-    parts = [(path.parent if path.name == METRICS_FILE else path).parts for path in paths]
+    parts = [(path.parent if path.name in (METRICS_FILE, LLMC_LOG) else path).parts for path in paths]
     names = list[str]()
     for part in parts:
         lengths = range(1, len(part))

@@ -6,6 +6,8 @@ Exit status: 0 when a run can train and save here, 1 when it cannot, with the re
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
 import platform
 import secrets
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint.arena import map_memory
-from trainer.checkpoint.files import Files
+from trainer.checkpoint.files import Files, describe_free_space
 from trainer.checkpoint.lock import FolderLock
 from trainer.checkpoint.sharing import SharedMemory
 from trainer.errors import TrainerError
@@ -72,12 +74,13 @@ def folder(path: Path) -> Iterator[Finding]:
     """Look at what the file system of a folder can do, in a folder of its own that is gone afterwards."""
     own = path / f".doctor-{secrets.token_hex(4)}"
     files = Files()
+    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
-        own.mkdir(parents=True)
-    except OSError as error:
-        yield Finding("a folder can be made", BAD, f"{error.filename}: {error.strerror}")
-        return
-    try:
+        try:
+            own.mkdir(parents=True)
+        except OSError as error:
+            yield Finding("a folder can be made", BAD, f"{error.filename}: {error.strerror}{_room_left(files, error)}")
+            return
         for what, look in _LOOKS.items():
             try:
                 verdict, found = look(files, own)
@@ -87,7 +90,18 @@ def folder(path: Path) -> Iterator[Finding]:
                 verdict, found = BAD, str(error)
             yield Finding(what, verdict, found)
     finally:
-        shutil.rmtree(own)
+        if os.path.lexists(own):
+            shutil.rmtree(own)
+        for made in missing:  # the innermost first; what somebody else put there meanwhile stays
+            with contextlib.suppress(OSError):
+                made.rmdir()
+
+
+def _room_left(files: Files, error: OSError) -> str:
+    """Return, where a file system is full, what it lacks."""
+    if error.errno != errno.ENOSPC:
+        return ""
+    return f", {describe_free_space(files, Path(error.filename).parent)}"
 
 
 def _shared_memory() -> Finding:
@@ -105,6 +119,10 @@ def _shared_memory() -> Finding:
 
 def _room(files: Files, own: Path) -> tuple[str, str]:
     free = files.free_bytes(own)
+    if files.free_inodes(own) == 0:
+        return BAD, "no inodes left: no file can be made"
+    if free is None:
+        return WORSE, "the file system does not say: a full disk shows late"
     return (FINE if free > _ROOM_BYTES else BAD), f"{free / 1e9:.1f} GB free"
 
 

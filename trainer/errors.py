@@ -40,7 +40,9 @@ class TrainerError(Exception):
             parts.append(f"expected {_shortened(expected)}")
         if found is not None:
             parts.append(f"found {_shortened(found)}")
-        text = ", ".join(parts) + "."
+        text = ", ".join(parts)
+        if not text.endswith("."):  # the last part may be another error, which is a sentence already
+            text += "."
         super().__init__(text if fix is None else f"{text}{'' if fix.startswith(chr(10)) else ' '}{fix}")
 
 

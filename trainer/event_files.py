@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.checkpoint.files import Files, replace_file, temporary_of
+from trainer.regular_file import read_regular
 
 # A record is its length and a checksum of that, its bytes, and a checksum of those, little-endian: TFRecord, in
 # TensorFlow's lib/io/record_writer.h.
@@ -46,7 +47,7 @@ def cut_events(folder: Path, iteration: int, *, but: str | None = None) -> None:
     files = Files()
     for path in sorted(folder.glob("events.out.tfevents.*")):
         files.remove_file(temporary_of(path))
-        data = path.read_bytes()
+        data = read_regular(path)
         if not _is_ours(data):
             continue
         kept = b"".join(record for record, event in _records(data) if _stays(event, iteration, but))

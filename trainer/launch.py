@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -19,9 +19,13 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from trainer.checkpoint.board import Board, lone_board
 from trainer.errors import LaunchError
 from trainer.meeting import meet
+from trainer.relaunch import Launch, identify
 
 # What ranks get to find out who is missing.
 _GRACE_S = 5.0
+
+# More threads than any host has cores; OpenMP would fail to start them.
+_MOST_THREADS = 4096
 
 # glibc's numbers of what can be set, see mallopt(3), and the largest threshold that it would come to by itself.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -93,6 +97,7 @@ class Cluster:
         nonce: a random name of this launch, equal on all ranks.
         store_host: which process the board depends on, in words.
         neighbours: the ranks on this host, where torchrun told of them.
+        launch: what this launch goes by; known on rank 0.
     """
 
     rank: int
@@ -103,6 +108,7 @@ class Cluster:
     nonce: str
     store_host: str = "rank 0"
     neighbours: tuple[int, ...] = ()
+    launch: Launch = field(default_factory=Launch)
 
     def gather(self, values: list[float]) -> list[list[float]]:
         """Return every rank's values in order of rank, the same bits everywhere. A collective call; float64."""
@@ -126,7 +132,7 @@ def start(
         LaunchError: if the asked device is not there or the ranks do not meet.
     """
     environment = Environment.read(variables)
-    threads = max(1, len(os.sched_getaffinity(0)) // environment.local_world_size)
+    threads = thread_count(variables, environment.local_world_size)
     torch.set_num_threads(threads)
     chosen = _device(device, environment.local_rank)
     if chosen.type == "cpu":
@@ -134,9 +140,10 @@ def start(
     if deterministic:
         _make_deterministic(chosen)
     if environment.world_size == 1:
-        return Cluster(0, 1, chosen, threads, lone_board(), secrets.token_hex(4))
+        launch = _identify_alone(environment, variables)
+        return Cluster(0, 1, chosen, threads, lone_board(), secrets.token_hex(4), launch=launch)
     with _bounded(environment, 2 * timeout_s + _GRACE_S):
-        store, name = _meet(environment, timeout_s)
+        store, name, launch = _meet(environment, timeout_s, variables)
         board = Board(store, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
         _form_group(environment, chosen, store=store, board=board, timeout_s=timeout_s)
     return Cluster(
@@ -148,7 +155,31 @@ def start(
         name,
         environment.store_host,
         environment.neighbours,
+        launch,
     )
+
+
+def thread_count(variables: Mapping[str, str] = os.environ, local_world_size: int = 1) -> int:
+    """Return how many threads a rank computes with: OMP_NUM_THREADS, else its share of the cores of its host.
+
+    torchrun sets OMP_NUM_THREADS=1 for several ranks on a host where the user has not set it, so that value counts for
+    a single rank only. Of a list, one count for each level of nesting, the first counts.
+
+    Raises:
+        LaunchError: OMP_NUM_THREADS is no positive integer.
+    """
+    text = variables.get("OMP_NUM_THREADS", "").strip()
+    first = text.partition(",")[0].strip()
+    if text and not (first.isascii() and first.isdigit() and 0 < int(first) <= _MOST_THREADS):
+        raise LaunchError(
+            "OMP_NUM_THREADS cannot be used",
+            expected=f"a number of threads from 1 to {_MOST_THREADS}",
+            found=repr(text),
+            fix="Correct it, or unset it for a rank's share of the cores.",
+        )
+    if text and (local_world_size == 1 or int(first) > 1):
+        return int(first)
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
 def stop(cluster: Cluster) -> None:
@@ -229,8 +260,20 @@ def _bounded(environment: Environment, seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _meet(environment: Environment, timeout_s: float) -> tuple[PrefixStore, str]:
-    """Find the other ranks; return a store of our own making and the launch's name.
+def _identify_alone(environment: Environment, variables: Mapping[str, str]) -> Launch:
+    """Return what a run of one rank goes by; where torchrun's agent does not answer, that has to do without it."""
+    if not environment.has_agent_store:
+        return identify(variables, None)
+    timeout = timedelta(seconds=_GRACE_S)
+    try:
+        store = TCPStore(environment.address, environment.port, None, False, timeout=timeout, wait_for_workers=False)
+        return identify(variables, store)
+    except (dist.DistError, RuntimeError, ValueError):
+        return identify(variables, None)
+
+
+def _meet(environment: Environment, timeout_s: float, variables: Mapping[str, str]) -> tuple[PrefixStore, str, Launch]:
+    """Find the other ranks; return a store of our own making, the name of this meeting and what rank 0's launch is.
 
     torchrun's agent keeps its store over restarts, and gloo fails or hangs on the keys of a dead launch: so each
     launch has a prefix of its own.
@@ -246,9 +289,12 @@ def _meet(environment: Environment, timeout_s: float) -> tuple[PrefixStore, str]
             wait_for_workers=False,
         )
         name = meet(server, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
+        launch = Launch()
+        if environment.rank == 0:
+            launch = identify(variables, server if environment.has_agent_store else None)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise _not_met(environment, error, []) from error
-    return PrefixStore(name, server), name
+    return PrefixStore(name, server), name, launch
 
 
 def _form_group(

@@ -16,10 +16,11 @@ from statistics import median
 from typing import Any
 
 from trainer.bar import RunBar
-from trainer.checkpoint.files import Files, replace_file, temporary_of
+from trainer.checkpoint.files import Files, make_folders, replace_file, temporary_of
 from trainer.checkpoint.policy import SaveReport
 from trainer.errors import TrainerError
 from trainer.event_files import cut_events, put_before
+from trainer.regular_file import read_regular
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class RunLog:
         self._writer: Any = None
         self._purge_step = 1
         self._has_lost_points = False
+        self._is_resumed = False  # until the first iteration after a resume is recorded
 
     def open(self, iteration: int, config: str, *, owes_evaluation: bool = False) -> None:
         """Begin after `iteration`: what other branches of the run recorded beyond it goes to a file beside.
@@ -115,10 +117,11 @@ class RunLog:
         """
         path = self._folder / "metrics.jsonl"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folders(Files(), self._folder)
             replace_file(Files(), self._folder / "config.yaml", config.encode())
             cut_after(path, iteration, owes_evaluation=owes_evaluation)
             self._lines = _Lines(path)
+            Files().sync_folder(self._folder)  # the records are durable with the first checkpoint, and so is their name
         except OSError as error:
             raise TrainerError(
                 f"The run's folder cannot be written: {error.strerror} (errno {error.errno})",
@@ -129,11 +132,13 @@ class RunLog:
         self._plot(lambda: cut_events(self._folder / _EVENTS, iteration, but=but), iteration)
         self._plot(lambda: put_before(self._folder / _EVENTS, int(time.time())), iteration)
         self._purge_step = iteration + 1
+        self._is_resumed = iteration > 0
         self._bar = RunBar(sys.stdout, iteration=iteration, train_iters=self._train_iters)
 
     def iteration(self, record: IterationRecord) -> None:
         """Record one iteration."""
-        self._write(record.line())
+        self._write(record.line() | ({"resumed": True} if self._is_resumed else {}))
+        self._is_resumed = False
         self._scalars(
             record.iteration,
             {
@@ -151,7 +156,7 @@ class RunLog:
             _log.info(
                 f"step {record.iteration:5d}/{self._train_iters} | train loss {record.loss:.6f} | "
                 f"norm {record.grad_norm:.4f} | lr {record.lr:.4e} | {record.seconds * 1e3:.1f} ms | "
-                f"{record.tokens_per_second:.0f} tokens/s{mfu}"
+                f"{record.tokens_per_second:.0f} tok/s{mfu}"
             )
 
     def evaluation(self, iteration: int, loss: float, best: float | None) -> None:
@@ -171,7 +176,10 @@ class RunLog:
         _log.info(f"step {iteration:5d}/{self._train_iters} | sample {text!r}")
 
     def save(self, report: SaveReport, *, slowdown_s: float) -> None:
-        """Record a save that was committed; `slowdown_s` is what iterations took longer while it was written."""
+        """Record a save that was committed; `slowdown_s` is what iterations took longer while it was written.
+
+        It is recorded as measured, so that the sum over many saves has no bias; a negative one is shown as 0.
+        """
         rate = report.written_bytes / max(report.seconds, 1e-9)
         figures = {
             "seconds": report.seconds,
@@ -189,7 +197,8 @@ class RunLog:
         _log.info(
             f"saved iteration {report.iteration} in {report.seconds:.2f} s, {report.written_bytes / 1e6:.1f} MB "
             f"by this rank, {rate / 1e9:.2f} GB/s, blocked {report.blocked_s:.3f} s, waited {report.waited_s:.3f} s, "
-            f"copied {report.copied_bytes / 1e6:.1f} MB, slowed iterations by {slowdown_s:.3f} s: {report.path}"
+            f"copied {report.copied_bytes / 1e6:.1f} MB, slowed iterations by {max(0.0, slowdown_s):.3f} s: "
+            f"{report.path}"
         )
 
     def sync(self) -> None:
@@ -341,7 +350,7 @@ def peak_flops(device_name: str) -> float | None:
 
 def _read_lines(path: Path) -> list[str]:
     """Return the lines of a file with their ends; bytes that are no text, which a dying host may leave, survive."""
-    return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(keepends=True)
+    return read_regular(path).decode("utf-8", errors="surrogateescape").splitlines(keepends=True)
 
 
 def _to_bytes(lines: Iterable[str]) -> bytes:

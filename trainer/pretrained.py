@@ -20,7 +20,7 @@ from trainer.checkpoint.progress_line import ProgressLine
 from trainer.config import CheckpointSection
 from trainer.errors import MismatchError, TrainerError
 from trainer.hf import load as hf
-from trainer.hf.folder import CONFIG, open_folder, stored_places
+from trainer.hf.folder import CONFIG, left_behind, open_folder, stored_places
 from trainer.hf.load import check_tied
 from trainer.hf.model import differences
 from trainer.launch import Cluster
@@ -51,7 +51,7 @@ def load_pretrained(
 ) -> LoadReport:
     """Fill the parameters from what lies at `path`, cast to float32; moments stay as they are. A call of all ranks.
 
-    Each rank reads what its boxes need and no more.
+    Each rank reads what its boxes need and no more. What else a trainer has saved in the folder is named in the log.
 
     Raises:
         TrainerError: on every rank; before anything is filled, if it does not hold the configured model.
@@ -80,7 +80,7 @@ def load_pretrained(
 
 def _open_folder(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
     folder = open_folder(path, Files())
-    says = differences(folder.model, model, where=path / CONFIG)
+    says = [*differences(folder.model, model, where=path / CONFIG), *left_behind(path)]
     places = stored_places(folder, model)
     if is_first:
         check_tied(folder, model)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,6 +68,7 @@ class Requests:
         self._started = self._saved = clock()
         self._looked = clock() - _LOOK_EVERY_S
         self._is_touched = False
+        self._ignored: tuple[int, int] | None = None
 
     def begin(self) -> None:
         """Say that the first iteration begins."""
@@ -90,8 +93,10 @@ class Requests:
         self._saved = self._clock()
         if self._is_touched and self._file is not None:
             self._is_touched = False
-            with contextlib.suppress(OSError):  # a folder that cannot be written is the save's business
-                self._file.unlink()
+            try:
+                self._file.unlink(missing_ok=True)
+            except OSError as error:  # it has asked for this save, and must not ask for another one every second
+                self._ignore(f"it cannot be removed: {error.strerror}")
 
     def reason(self) -> str:
         """Return why the job is to end, as far as this rank knows."""
@@ -109,5 +114,20 @@ class Requests:
         if self._file is not None and now - self._looked >= _LOOK_EVERY_S and not self._is_touched:
             self._looked = now
             with contextlib.suppress(OSError):
-                self._is_touched = self._file.exists()
+                status = self._file.lstat()
+                is_new = _identity(status) != self._ignored
+                if is_new and stat.S_ISDIR(status.st_mode):
+                    self._ignore("it is a folder, and a file of this name asks for a save")
+                self._is_touched = is_new and not stat.S_ISDIR(status.st_mode)
         return self._is_touched
+
+    def _ignore(self, reason: str) -> None:
+        """Ignore what is in the file's place from now on, until it is touched again or replaced."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._ignored = _identity(self._file.lstat())
+                _log.warning("%s is ignored: %s", self._file, reason)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_ino, status.st_mtime_ns

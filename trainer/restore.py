@@ -12,9 +12,10 @@ from trainer.build import Run
 from trainer.checkpoint.choose import Source
 from trainer.checkpoint.compat import differences, settle
 from trainer.checkpoint.files import Files
+from trainer.checkpoint.flight import cannot_write
 from trainer.checkpoint.live import LiveTensor, local_of, parameter_names
 from trainer.checkpoint.loader import LoadReport, check_tensors
-from trainer.checkpoint.patience import Patience, unreadable
+from trainer.checkpoint.patience import Patience, failed_read
 from trainer.checkpoint.reader import Checkpoint, read_places
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.config import CheckpointSection, Verify
@@ -25,6 +26,7 @@ from trainer.metrics import last_recorded_iteration
 from trainer.pretrained import Kind as WeightsKind
 from trainer.pretrained import load_pretrained
 from trainer.random import fill_initial_values
+from trainer.relaunch import has_committed, note
 from trainer.state import checkpoint_specs
 
 _log = logging.getLogger(__name__)
@@ -57,7 +59,10 @@ def restore(run: Run) -> None:
     else:
         _load(run, origin)
     _rebind(run)
-    run.checkpointer.rewind(run.state.progress.iteration if origin is not None else -1)
+    began_at = run.state.progress.iteration if origin is not None else -1
+    run.checkpointer.rewind(began_at)
+    if _is_directed(run.config.checkpoint):
+        _note_beginning(run, began_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,8 @@ class Origin:
     """Where a run loads from.
 
     With `goes_on`, `checkpoint.load` names where the run began, and it goes on from a checkpoint of its own: what the
-    command says of the beginning (ckpt_step, finetune, no_load_optim) says nothing of that.
+    command says of the beginning (ckpt_step, finetune, no_load_optim) says nothing of that. With `no_save_optim` its
+    own checkpoints have no optimizer either, and no_load_optim stays.
 
     Args:
         weights: what holds weights of another program; None for a checkpoint of ours.
@@ -74,6 +80,34 @@ class Origin:
     source: Source
     goes_on: bool
     weights: WeightsKind | None
+
+
+def _is_directed(section: CheckpointSection) -> bool:
+    """Return whether the command says more of the beginning than to go on from the newest checkpoint."""
+    return section.load != "auto" or section.ckpt_step is not None or section.finetune or section.no_load_optim
+
+
+def _has_committed(run: Run) -> bool:
+    """Return whether this is a restart of a launch that has checkpoints of its own. Rank 0 only."""
+    section = run.config.checkpoint
+    if section.save is None or not _is_directed(section):
+        return False
+    return has_committed(CheckpointFolder(Path(section.save), Files()), run.cluster.launch)
+
+
+def _note_beginning(run: Run, began_at: int) -> None:
+    """Write down where this launch began, so that a restart of it goes on. A call of all ranks."""
+    problem: TrainerError | None = None
+    save = run.config.checkpoint.save
+    if run.cluster.rank == 0 and save is not None and run.cluster.launch.names:
+        try:
+            folder = CheckpointFolder(Path(save), Files())
+            note(folder, run.cluster.launch, None if _has_committed(run) else began_at)
+        except OSError as error:
+            problem = cannot_write(Path(save), error)
+        except TrainerError as error:
+            problem = error
+    run.cluster.board.agree("beginning", problem)
 
 
 def _agree_on_origin(run: Run) -> Origin | None:
@@ -86,7 +120,8 @@ def _agree_on_origin(run: Run) -> Origin | None:
         except TrainerError as error:
             problem = error
         except OSError as error:
-            problem = unreadable(error, where=run.config.checkpoint.load)
+            where = run.config.checkpoint.load
+            problem = failed_read("A path cannot be looked at", error, where=where, fix="Correct checkpoint.load.")
     run.cluster.board.agree("restore", problem)
     choice = run.cluster.board.from_rank0("restore/source", choice)
     if not choice:
@@ -102,9 +137,13 @@ def _find(run: Run) -> bytes:
 
     A path that `checkpoint.load` names outside this run's own folder is where the run begins; with `finetune` one
     inside it is too, as weights that were imported there are. Once the run has a checkpoint of its own, which is of an
-    iteration beyond 0 in the second case, the same command goes on from that.
+    iteration beyond 0 in the second case, the same command goes on from that. So does, whatever the command says, a
+    launch that its launcher has started again once it has committed a checkpoint.
     """
     section = run.config.checkpoint
+    if _has_committed(run):
+        _log.info("this launch was started again: it goes on from its own newest checkpoint")
+        return _OWN + str(section.save).encode()
     if section.load == "none":
         return b""
     own = None if section.save is None else Path(section.save)
@@ -163,7 +202,7 @@ def _named(path: Path) -> bytes:
 def _load(run: Run, origin: Origin) -> None:
     section = run.config.checkpoint
     if origin.goes_on:
-        section = replace(section, finetune=False, no_load_optim=False)
+        section = replace(section, finetune=False, no_load_optim=section.no_load_optim and section.no_save_optim)
     with_optimizer = not (section.no_load_optim or section.finetune)
     specs = list(checkpoint_specs(run.config.model, with_optimizer=with_optimizer))
 

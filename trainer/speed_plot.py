@@ -29,10 +29,10 @@ def plot_speeds(speeds: Mapping[str, Speed], timings: Sequence[Timing], path: st
     for number, (name, speed) in enumerate(speeds.items()):
         _draw_spread(lower, name, speed, COLOURS[number % len(COLOURS)])
     upper.set_xlabel("iteration (x: saved)")
-    upper.set_ylabel("tokens/s, and running median")
+    upper.set_ylabel("tok/s, and running median")
     upper.set_ylim(bottom=0)
     upper.grid(alpha=0.25)
-    lower.set_xlabel("tokens/s: median, and from the slowest to the fastest tenth")
+    lower.set_xlabel("tok/s: median, and from the slowest to the fastest tenth")
     lower.set_xlim(left=0, right=1.4 * max(speed.tokens_per_second.p90 for speed in speeds.values()))
     lower.invert_yaxis()
     lower.grid(alpha=0.25, axis="x")

@@ -52,6 +52,19 @@ class Mount:
         else:
             _mount(str(self.source), self.target, flags=_MS_BIND | _MS_REC)
 
+    def make_in(self, pid: int | None) -> None:
+        """Mount it on the host of a process that runs, from any other process."""
+        process = multiprocessing.get_context("forkserver").Process(target=_make_in, args=(self, pid))
+        process.start()
+        process.join(30.0)
+        assert process.exitcode == 0, "it could not be mounted"
+
+
+def _make_in(mount: Mount, pid: int) -> None:
+    descriptor = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
+    _check(ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNS))
+    mount.make()
+
 
 def on_hosts(
     function: Callable[[list[str]], None], mounts: Mapping[int, Sequence[Mount]]
@@ -71,6 +84,7 @@ def _on_host(
 ) -> None:
     rank = int(os.environ["RANK"])
     enter_host(f"host{rank}")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the name of the host leads nowhere
     for mount in mounts.get(rank, ()):
         mount.make()
     function(arguments)

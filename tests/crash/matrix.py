@@ -26,7 +26,7 @@ from trainer.checkpoint.files import Files
 from trainer.checkpoint.store import CheckpointFolder, iteration_name
 
 # Names of what is on its way: nothing of the kind may be left when a run has ended.
-_TEMPORARY = (".partial", ".deleting", ".replaced", ".new")
+_TEMPORARY = (".partial", ".deleting", ".replaced", ".new", ".mark")
 _WRITES = ("write", "pwrite", "pwritev")
 TIMEOUT_S = 60.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,6 +95,48 @@ def test_a_job_restarted_by_torchrun_ends_as_the_unbroken_one(
     assert text.count("tensors, ") == len(kills)  # loaded by each that came after
     assert curve(run) == curve(whole)
     assert tensor_files(run / LAST) == tensor_files(whole / LAST)
+
+
+def superseded(run: Path) -> list[str]:
+    """Return the checkpoints that are out of the way."""
+    return sorted(path.name for path in (run / "checkpoints").glob("*.superseded-*"))
+
+
+# What the command says of the beginning, the workers, and the earlier run's checkpoints that it puts out of the way.
+BEGINNINGS = [
+    pytest.param("checkpoint.load=none", 2, (2, 4, 6), id="none-2"),
+    pytest.param("checkpoint.load=none", 1, (2, 4, 6), id="none-1"),
+    pytest.param("checkpoint.ckpt_step=2", 2, (4, 6), id="ckpt_step-2"),
+    pytest.param("checkpoint.load={run}/checkpoints/iter_0000002", 1, (4, 6), id="path-1"),
+]
+
+
+@pytest.mark.parametrize(("beginning", "workers", "abandoned"), BEGINNINGS)
+def test_what_a_command_says_of_the_beginning_acts_once_a_launch(
+    tmp_path: Path, beginning: str, workers: int, abandoned: tuple[int, ...]
+) -> None:
+    run = tmp_path / "run"
+    run_ok(run, [*BASE, "train.train_iters=6", f"schedule.lr_decay_iters={ITERATIONS}"], ranks=workers)
+    kill = gate(tmp_path / "kill", "forward", 7, [workers - 1], deed=KILLED)
+    options = ["--standalone", "--nproc-per-node", str(workers), "--max-restarts", "1"]
+    command = [*BASE, beginning.format(run=run), f"schedule.lr_decay_iters={ITERATIONS}"]
+    with started(options, [kill], run, command) as agent:
+        status, text = agent.finish()
+    assert status == 0, text
+    assert list(Path(kill.folder).glob("reached.*"))
+    assert "this launch was started again: it goes on from its own newest checkpoint" in text
+    # Iteration 4 is there for certain once the seventh begins, that of 6 perhaps.
+    assert re.search("iteration (4|6) from", text), text
+    once = [f"iter_{number:07d}.superseded-1" for number in abandoned]
+    assert superseded(run) == once
+    assert [row[0] for row in curve(run)] == list(range(1, ITERATIONS + 1))
+
+    # A launch of its own does what its command says.
+    with started(options, [], run, command) as agent:
+        status, text = agent.finish()
+    assert status == 0, text
+    assert "this launch was started again" not in text
+    assert len(superseded(run)) > len(once)
 
 
 def fed(folder: Path, first: int, last: int, world_size: int) -> list[int]:

@@ -47,6 +47,16 @@ class Way:
     aligns: bool = False
     deals_out: bool = False
     sub_group_size: int = 1 << 30
+    groups: tuple[tuple[str, ...], ...] | None = None  # of the optimizer's parameters; None for matrices and vectors
+    is_named: bool = False  # whether the optimizer was made of named parameters
+
+
+def groups_of(state: State, way: Way) -> list[list[str]]:
+    """Return the names of the parameters of each group of the optimizer, in order."""
+    if way.groups is not None:
+        return [list(group) for group in way.groups]
+    names = [name for name in state.weights if name in state.moments["exp_avg"]]
+    return [[n for n in names if state.weights[n].dim() > 1], [n for n in names if state.weights[n].dim() < 2]]
 
 
 def write(folder: Path, state: State, way: Way) -> Path:
@@ -54,8 +64,7 @@ def write(folder: Path, state: State, way: Way) -> Path:
     tag = folder / f"global_step{state.iteration}"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
-    names = [name for name in state.weights if name in state.moments["exp_avg"]]
-    groups = [[n for n in names if state.weights[n].dim() > 1], [n for n in names if state.weights[n].dim() < 2]]
+    groups = groups_of(state, way)
     if way.deals_out:  # round_robin_gradients
         groups = [[name for rank in range(way.ranks) for name in group[rank :: way.ranks]] for group in groups]
     if way.stage == 3:
@@ -160,6 +169,8 @@ def _cut_one_by_one(state: State, groups: Sequence[Sequence[str]], way: Way, ran
 def _whole(state: State, groups: Sequence[Sequence[str]], way: Way) -> dict[str, Any]:
     """Return the optimizer's state at stage 0."""
     numbered = _numbered(state, groups, lambda name, moments: moments[name])
+    for table, group in zip(numbered["param_groups"], groups, strict=True):
+        table |= {"param_names": list(group)} if way.is_named else {}
     if way.dtype is torch.float32:
         return numbered
     masters = [[state.weights[name] for name in group] for group in groups]

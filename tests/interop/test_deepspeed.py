@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ import torch
 from models import aliases, hf_config, stored_tensors
 from scripts import convert
 from tests.harness import TINY, compose, curve, free_port, run_ok, tensor_files
-from tests.interop.deepspeed_layout import MOMENTS, State, Way, write
+from tests.interop.deepspeed_build import built_extensions
+from tests.interop.deepspeed_layout import MOMENTS, State, Way, groups_of, write
 from trainer.build import describe_alone
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.reader import open_checkpoint
@@ -47,17 +48,26 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
-def bring_in(source: Path, run: Path, overrides: list[str]) -> Path:
-    """Import a checkpoint by the command; return the one it made."""
-    assert (
-        convert.main(["import", "deepspeed", str(source), str(run / "checkpoints"), "--trust-pickle", *overrides]) == 0
-    )
+def bring_in(source: Path, run: Path, overrides: list[str], names: Sequence[str] | None = None) -> Path:
+    """Import a checkpoint by the command, with the optimizer's parameters as listed; return the one it made."""
+    command = ["import", "deepspeed", str(source), str(run / "checkpoints"), "--trust-pickle"]
+    if names is not None:
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "names.txt").write_text("\n".join(names) + "\n")
+        command.append(f"--optimizer-names={run / 'names.txt'}")
+    assert convert.main([*command, *overrides]) == 0
     return run / f"checkpoints/iter_{SAVED:07d}"
 
 
-def opened(path: Path, config: Config) -> Source:
+def opened(path: Path, config: Config, names: Sequence[str] | None = None) -> Source:
     """Open a checkpoint whose pickles are trusted."""
-    return read_source(path, Asked(config, trusts_pickle=True))
+    return read_source(path, Asked(config, trusts_pickle=True, optimizer_names=names))
+
+
+def needed_names(state: State, way: Way) -> list[str] | None:
+    """Return the optimizer's parameters where the files themselves do not settle which they are."""
+    is_unnamed = way.stage == 0 and way.dtype is torch.float32 and not way.is_named
+    return [name for group in groups_of(state, way) for name in group] if is_unnamed else None
 
 
 # ---- files laid out by the tests
@@ -83,6 +93,7 @@ def state_of(source: Source, frozen: tuple[str, ...] = ()) -> State:
 
 WAYS = {
     "0": Way(0, 1),
+    "0-named": Way(0, 1, is_named=True),
     "0-bf16": Way(0, 1, torch.bfloat16),
     "1": Way(1, 1),
     "2-on-3": Way(2, 3),
@@ -103,7 +114,8 @@ def test_every_layout_gives_the_bytes_that_were_laid_out(
     saved = run / f"checkpoints/iter_{SAVED:07d}"
     state = state_of(of_checkpoint(open_checkpoint(saved, Files())))
     write(tmp_path / "ds", state, WAYS[way])
-    assert tensor_files(bring_in(tmp_path / "ds", tmp_path / "run", overrides)) == tensor_files(saved)
+    path = bring_in(tmp_path / "ds", tmp_path / "run", overrides, needed_names(state, WAYS[way]))
+    assert tensor_files(path) == tensor_files(saved)
 
 
 def test_an_imported_run_goes_on_with_the_bits_of_the_one_that_was_laid_out(
@@ -117,15 +129,18 @@ def test_an_imported_run_goes_on_with_the_bits_of_the_one_that_was_laid_out(
     assert curve(tmp_path / "run") == curve(run)[SAVED:]
 
 
-@pytest.mark.parametrize("way", ["2-bf16-aligned-on-2", "3-bf16-on-5", "1", "3-in-parts-on-7"])
+@pytest.mark.parametrize(
+    "way", ["0", "0-named", "0-bf16", "2-bf16-aligned-on-2", "3-bf16-on-5", "1", "3-in-parts-on-7"]
+)
 def test_frozen_parameters_come_with_zero_moments_and_step_0(
     trained: tuple[list[str], Path], tmp_path: Path, way: str
 ) -> None:
     overrides, run = trained
     source = of_checkpoint(open_checkpoint(run / f"checkpoints/iter_{SAVED:07d}", Files()))
     first, *others = stored_tensors(source.model)
-    write(tmp_path, state_of(source, frozen=(first,)), WAYS[way])
-    found = opened(tmp_path, compose(overrides))
+    state = state_of(source, frozen=(first,))
+    write(tmp_path, state, WAYS[way])
+    found = opened(tmp_path, compose(overrides), needed_names(state, WAYS[way]))
     assert torch.equal(found.read(first).float(), source.read(first).to(WAYS[way].dtype).float())
     assert all(not found.read(f"{key}.{first}").any() for key in (*MOMENTS, "step"))
     for name in (
@@ -159,6 +174,138 @@ def refusal(path: Path, config: Config) -> TrainerError:
     with pytest.raises(TrainerError) as caught:
         read_all()
     return caught.value
+
+
+# ---- moments by number
+
+
+ONE, OTHER = "transformer.h.0.attn.c_proj.weight", "transformer.h.1.attn.c_proj.weight"  # of one shape
+
+
+def orders(state: State) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Return groups of an optimizer's parameters whose shapes, number by number, fit more than one order."""
+    matrices, vectors = (tuple(group) for group in groups_of(state, Way(0, 1)))
+    swapped = {ONE: OTHER, OTHER: ONE}
+    return {
+        "one group": (tuple(state.weights),),
+        "decay and none": (matrices, vectors),
+        "swapped in a group": (tuple(swapped.get(name, name) for name in matrices), vectors),
+        "one in each group": ((ONE, *vectors), tuple(name for name in matrices if name != ONE)),
+        "the other in each group": ((OTHER, *vectors), tuple(name for name in matrices if name != OTHER)),
+    }
+
+
+ORDERS = ["one group", "decay and none", "swapped in a group", "one in each group", "the other in each group"]
+
+
+def assert_carried(source: Source, state: State) -> None:
+    for name, weights in state.weights.items():
+        assert torch.equal(source.read(name), weights), name
+        for key in MOMENTS:
+            assert torch.equal(source.read(f"{key}.{name}"), state.moments[key][name]), (key, name)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_moments_by_number_are_refused_where_shapes_alone_would_name_them(
+    small: tuple[Config, State], tmp_path: Path, order: str
+) -> None:
+    config, state = small
+    write(tmp_path, state, Way(0, 1, groups=orders(state)[order]))
+    error = refusal(tmp_path, config)
+    assert isinstance(error, MismatchError)
+    assert "It is not certain which moments belong to which parameter" in str(error)
+    assert f"[20, 20]: {ONE} or {OTHER}" in str(error)
+    assert "--optimizer-names=FILE" in str(error)
+    assert "--weights-only" in str(error)
+
+
+@pytest.mark.parametrize("way", ["listed", "named", "bf16"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_moments_by_number_reach_their_own_weights_in_any_order_that_is_known(
+    small: tuple[Config, State], tmp_path: Path, order: str, way: str
+) -> None:
+    config, state = small
+    dtype = torch.bfloat16 if way == "bf16" else torch.float32
+    laid_out = Way(0, 1, dtype, groups=orders(state)[order], is_named=way == "named")
+    write(tmp_path, state, laid_out)
+    assert_carried(opened(tmp_path, config, needed_names(state, laid_out)), state)
+
+
+def test_copies_that_round_to_the_same_bits_name_nothing(small: tuple[Config, State], tmp_path: Path) -> None:
+    config, state = small
+    one, other = "transformer.h.0.ln_1.weight", "transformer.h.1.ln_1.weight"
+    near = {one: torch.full((20,), 1.0), other: torch.full((20,), 1.0 + 2**-20)}
+    state = State({**state.weights, **near}, state.moments, SAVED, SAVED, state.shared)
+    write(tmp_path, state, Way(0, 1, torch.bfloat16))
+    assert f"2 problems: number 10, [20]: {one} or {other}" in str(refusal(tmp_path, config))
+    assert_carried(opened(tmp_path, config, [n for group in groups_of(state, Way(0, 1)) for n in group]), state)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda names: names[1:], "27 names"),
+        (lambda names: [names[0], *names[:-1]], "transformer.wte.weight 2 times"),
+        (lambda names: ["wte", *names[1:]], "number 0: wte, which the model does not have"),
+        (lambda names: names[::-1], "transformer.ln_f.bias is [20], the moments are [257, 20]"),
+    ],
+)
+def test_a_list_of_names_that_does_not_fit_is_refused(
+    small: tuple[Config, State], tmp_path: Path, change: Callable[[list[str]], list[str]], said: str
+) -> None:
+    config, state = small
+    write(tmp_path, state, Way(0, 1))
+    names = [name for group in groups_of(state, Way(0, 1)) for name in group]
+    with pytest.raises(MismatchError) as caught:
+        opened(tmp_path, config, change(names))
+    assert said in str(caught.value)
+
+
+def test_a_list_of_names_that_is_no_text_file_is_refused(
+    small: tuple[Config, State], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "ds", small[1], Way(0, 1))
+    command = ["import", "deepspeed", str(tmp_path / "ds"), str(tmp_path / "run"), "--trust-pickle", *RUN]
+    for path, found in (("/dev/zero", "no regular file"), (str(tmp_path / "none"), "no such file")):
+        assert convert.main([*command, f"--optimizer-names={path}"]) == 2
+        assert f"({path}), expected a text file with one name a line, found {found}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["0", "0-bf16", "2-on-3", "3-on-2"])
+def test_weights_alone_come_in_where_they_are_asked_for(
+    small: tuple[Config, State], tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = small[1]
+    write(tmp_path / "ds", state, WAYS[way])
+    command = ["import", "deepspeed", str(tmp_path / "ds"), str(tmp_path / "run"), "--trust-pickle", "--weights-only"]
+    assert convert.main([*command, *RUN, *MODELS["gpt2"]]) == 0
+    assert "not carried, as --weights-only asks: the optimizer's moments" in caplog.text
+    assert sorted(path.name for path in (tmp_path / "run").glob("iter_*")) == ["iter_0000000"]
+    found = open_checkpoint(tmp_path / "run/iter_0000000", Files())
+    assert not found.has_optimizer
+    own_dtype = WAYS[way].dtype if WAYS[way].stage == 0 else torch.float32
+    for name, weights in state.weights.items():
+        assert torch.equal(of_checkpoint(found).read(name), weights.to(own_dtype).float()), name
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_beside_an_optimizer_of_another_kind_come_in_alone(
+    small: tuple[Config, State], tmp_path: Path, stage: int
+) -> None:
+    config, state = small
+    tag = write(tmp_path, state, Way(stage, 2 if stage else 1))
+    for path in tag.glob("*optim_states.pt" if stage else "*model_states.pt"):
+        table = copy.deepcopy(dict(open_torch_file(path)))
+        wrapped = table["optimizer_state_dict"] if stage else table
+        entries = wrapped[{0: "optimizer", 2: "base_optimizer_state", 3: "optimizer_state_dict"}[stage]]["state"]
+        for number in entries:
+            entries[number] = {"momentum_buffer": entries[number]["exp_avg"]}
+        replace_file(path, table)
+    assert "--weights-only" in str(refusal(tmp_path, config))
+    source = read_source(tmp_path, Asked(config, trusts_pickle=True, weights_only=True))
+    assert (source.iteration, source.has_optimizer) == (0, False)
+    for name, weights in state.weights.items():
+        assert torch.equal(source.read(name), weights), name
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -264,7 +411,8 @@ def test_the_model_is_that_of_a_config_beside_it(small: tuple[Config, State], tm
 @pytest.mark.parametrize("stage", range(4))
 def test_an_entry_of_another_kind_is_never_a_traceback(small: tuple[Config, State], tmp_path: Path, stage: int) -> None:
     config, state = small
-    tag = write(tmp_path, state, Way(stage, 2 if stage else 1))
+    way = Way(stage, 2 if stage else 1)
+    tag, names = write(tmp_path, state, way), needed_names(state, way)
     refused = 0
     for path in sorted(tag.iterdir())[-2:]:
         original = dict(open_torch_file(path))
@@ -272,13 +420,13 @@ def test_an_entry_of_another_kind_is_never_a_traceback(small: tuple[Config, Stat
             for value in (None, 7, [{}], torch.zeros(2), torch.zeros(2, 2).to_sparse()):
                 replace_file(path, _with(original, keys, value))
                 try:
-                    source = opened(tmp_path, config)
+                    source = opened(tmp_path, config, names)
                     for name in state.weights:
                         source.read(name)
                 except TrainerError:
                     refused += 1
         replace_file(path, original)
-    opened(tmp_path, config)
+    opened(tmp_path, config, names)
     assert refused > 20
 
 
@@ -412,6 +560,7 @@ class Job:
     zero: Mapping[str, object] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
+    is_named: bool = False
 
     @property
     def is_bf16(self) -> bool:
@@ -426,6 +575,7 @@ class Job:
 BF16 = {"bf16": {"enabled": True}}
 JOBS = {
     "0": Job(0),
+    "0-named": Job(0, is_named=True),
     "1": Job(1, zero={"parameter_alignment": True}),
     "2-llama3": Job(2, "llama3", zero={"round_robin_gradients": True}),
     "3": Job(3, zero={"sub_group_size": 3000}),
@@ -459,7 +609,7 @@ def prepare_job(folder: Path, job: Job) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf_config(config.model)))
     (folder / "job.json").write_text(
-        json.dumps({"config": settings, "save_at": SAVED, "lr": rates, "frozen": job.frozen})
+        json.dumps({"config": settings, "save_at": SAVED, "lr": rates, "frozen": job.frozen, "is_named": job.is_named})
     )
     np.save(folder / "windows.npy", windows)
 
@@ -472,12 +622,19 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, job in JOBS.items():
         prepare_job(folders[name], job)
     command = [sys.executable, str(Path(__file__).with_name("deepspeed_run.py")), *map(str, folders.values())]
-    port, logs = str(free_port()), [root / f"rank{rank}.log" for rank in range(RANKS)]
+    with built_extensions() as environment:  # compiling takes as long as it takes: the deadline is that of training
+        run_ranks(command, environment, [root / f"rank{rank}.log" for rank in range(RANKS)])
+    return folders
+
+
+def run_ranks(command: Sequence[str], built: Mapping[str, str], logs: Sequence[Path]) -> None:
+    """Run a command on `RANKS` ranks, and demand that all of them end well."""
+    port = str(free_port())
     processes = []
     for rank, log in enumerate(logs):
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
         environment = {name: str(value) for name, value in places.items()}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+        environment |= {**built, "MASTER_ADDR": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
         with log.open("wb") as output:
             processes.append(
                 subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)
@@ -487,7 +644,12 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     finally:
         for process in processes:
             process.kill()
-    return folders
+
+
+def listed_names(folder: Path, job: Job) -> list[str] | None:
+    """Return the optimizer's parameters as the script that trained lists them, where they are needed."""
+    is_unnamed = job.stage == 0 and not job.is_bf16 and not job.is_named
+    return (folder / "names.txt").read_text().split() if is_unnamed else None
 
 
 @needs_deepspeed
@@ -495,7 +657,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", JOBS)
 def test_the_loss_after_an_import_is_deepspeeds_own(theirs: dict[str, Path], tmp_path: Path, name: str) -> None:
     job = JOBS[name]
-    bring_in(theirs[name] / "ds", tmp_path / "run", job.overrides)
+    bring_in(theirs[name] / "ds", tmp_path / "run", job.overrides, listed_names(theirs[name], job))
     run_ok(tmp_path / "run", job.overrides)
     expected = json.loads((theirs[name] / "losses.json").read_text())[SAVED:]
     found = [float.fromhex(row[1]) for row in curve(tmp_path / "run")]
@@ -513,7 +675,7 @@ def test_the_loss_after_an_import_is_deepspeeds_own(theirs: dict[str, Path], tmp
 @pytest.mark.parametrize("name", [name for name, job in JOBS.items() if "sums" not in name])
 def test_the_tests_lay_files_out_as_deepspeed_does(theirs: dict[str, Path], tmp_path: Path, name: str) -> None:
     job = JOBS[name]
-    source = opened(theirs[name] / "ds", compose(job.overrides))
+    source = opened(theirs[name] / "ds", compose(job.overrides), listed_names(theirs[name], job))
     state = state_of(source, job.frozen)
     way = Way(
         job.stage,
@@ -522,6 +684,7 @@ def test_the_tests_lay_files_out_as_deepspeed_does(theirs: dict[str, Path], tmp_
         aligns="parameter_alignment" in job.zero,
         deals_out="round_robin_gradients" in job.zero,
         sub_group_size=int(str(job.zero.get("sub_group_size", 1 << 30))),
+        is_named=job.is_named,
     )
     real, made = theirs[name] / f"ds/global_step{SAVED}", write(tmp_path, state, way)
     assert sorted(p.name for p in made.iterdir()) == sorted(p.name for p in real.iterdir())

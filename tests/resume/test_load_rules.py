@@ -335,3 +335,12 @@ def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(finished: P
     assert "goes on from its own checkpoints" in again.text
     assert "iteration 4 from" in again.text
     assert curve(tmp_path / "stopped") == curve(tmp_path / "unbroken")
+
+
+def test_a_run_that_began_elsewhere_and_saves_no_optimizer_goes_on_without_one(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["checkpoint.no_load_optim=true", "checkpoint.no_save_optim=true", "checkpoint.ckpt_step=4"]
+    begin = [*BASE, f"checkpoint.load={finished}/checkpoints", *flags]
+    run_ok(run, [*begin, "train.train_iters=6"])
+    assert "iteration 6 from" in run_ok(run, begin).text
+    assert [row[0] for row in curve(run)] == [5, 6, 7, 8]

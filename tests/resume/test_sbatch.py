@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.harness import TINY, curve, last_iteration, run_ok
-from tests.resume.test_torchrun import ROOT, await_iteration, started
+from tests.resume.test_torchrun import PYTHON, ROOT, await_iteration, started
 
 JOB = ROOT / "scripts/train.sbatch"
 BASE = ["model=gpt2_tiny", *TINY, "checkpoint.save_interval=5", "train.train_iters=3000"]
@@ -28,44 +32,89 @@ case $1 in
     requeue) touch "$REQUEUED" ;;
 esac
 """
-# As pkill, but among the processes of this test only.
-PKILL = """#!{python}
-import os, re, signal, sys
-from pathlib import Path
-assert sys.argv[1:3] == ["-USR1", "--full"]
-for entry in Path("/proc").iterdir():
-    try:
-        command = (entry / "cmdline").read_bytes().replace(b"\\0", b" ").decode()
-        if os.environ["REQUEUED"].encode() in (entry / "environ").read_bytes() and re.search(sys.argv[3], command):
-            os.kill(int(entry.name), signal.SIGUSR1)
-            with open(os.environ["REQUEUED"] + ".signalled", "a") as told:
-                told.write(entry.name + "\\n")
-    except (OSError, ValueError):
-        pass
+# Stands where a rank's command line has `-m trainer`: waits for a signal and exits with its number. SIGUSR1 has the
+# lower number, so that it is taken first where both are pending.
+RANK = """
+import signal, sys
+both = [signal.SIGUSR1, signal.SIGTERM]
+signal.pthread_sigmask(signal.SIG_BLOCK, both)
+print("waiting", flush=True)
+sys.exit(signal.sigwait(both))
 """
+needs_procps = pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill and pgrep of procps")
+
+
+@contextmanager
+def rank(folder: Path, override: str, *, job: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Start a process that has the command line of a rank, in the environment of a job."""
+    (folder / "trainer.py").write_text(RANK)
+    command = [sys.executable, "-u", "-m", "trainer", "model=gpt2_tiny", override, "train.seed=1"]
+    environment = {**os.environ, "SLURM_JOB_ID": job, "PYTHONPATH": str(folder)}
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waiting\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def first_signal(process: subprocess.Popen[str]) -> int:
+    """Return SIGUSR1 where the process was sent it, and else the SIGTERM that is sent here."""
+    process.terminate()
+    return process.wait(TIMEOUT_S)
+
+
+@needs_procps
+def test_the_command_of_the_document_signals_one_run_of_several_on_a_node(tmp_path: Path) -> None:
+    (command,) = re.findall(r"^pkill .*$", (ROOT / "docs/launching.md").read_text(), re.MULTILINE)
+    name = f"two-{secrets.token_hex(8)}"
+    assert command.count("=two") == 1
+    with (
+        rank(tmp_path, f"run.name={name}") as ours,
+        rank(tmp_path, f"run.name={name}1") as longer,
+        rank(tmp_path, "run.name=one") as other,
+    ):
+        subprocess.run(["bash", "-c", command.replace("=two", f"={name}")], check=True, timeout=TIMEOUT_S)
+        assert [first_signal(process) for process in (ours, longer, other)] == [
+            signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM,
+        ]  # fmt: skip
+
+
+@needs_procps
+def test_the_job_signals_its_own_ranks_and_no_others_on_the_node(tmp_path: Path) -> None:
+    ask = JOB.read_text().partition("WORKERS=")[2].partition("trap ")[0]
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    job = secrets.token_hex(8)
+    with rank(tmp_path, "run.name=a", job=job) as ours, rank(tmp_path, "run.name=a", job=f"{job}1") as other:
+        environment = {**os.environ, "SLURM_JOB_ID": job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        subprocess.run(["bash", "-c", f"WORKERS={ask}ask"], env=environment, timeout=TIMEOUT_S, check=False)
+        assert (first_signal(ours), first_signal(other)) == (signal.SIGUSR1, signal.SIGTERM)
 
 
 def test_the_document_and_the_job_name_the_ranks_alike() -> None:
     (pattern,) = re.findall(r"WORKERS='(.*)'", JOB.read_text())
-    assert f"pkill -USR1 --full '{pattern}'" in (ROOT / "docs/launching.md").read_text()
+    assert f"pkill -USR1 --full '{pattern} " in (ROOT / "docs/launching.md").read_text()
     assert re.search(pattern, "/some/where/bin/python3.11 -u -m trainer run.name=a")
     assert not re.search(pattern, "/some/where/bin/python /some/where/bin/torchrun --nnodes 2 -m trainer run.name=a")
     assert not re.search(pattern, "/some/where/bin/python -u -m torch.distributed.run --nnodes 2 -m trainer run.name=a")
 
 
 @pytest.mark.slow
+@needs_procps
 def test_a_job_that_is_asked_to_stop_saves_and_queues_itself_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "pkill": PKILL.format(python=sys.executable)}.items():
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     requeued = tmp_path / f"requeued-{secrets.token_hex(4)}"
     monkeypatch.setenv("PATH", f"{commands}:{Path(sys.executable).parent}:/usr/bin:/bin")
     monkeypatch.setenv("REQUEUED", str(requeued))
-    for name, value in {"NNODES": "1", "JOB_ID": "7", "JOB_NODELIST": "localhost"}.items():
+    for name, value in {"NNODES": "1", "JOB_ID": secrets.token_hex(8), "JOB_NODELIST": "localhost"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     job = tmp_path / "job"
     text = JOB.read_text().replace("--nproc-per-node 8", "--nproc-per-node 2")
@@ -75,7 +124,6 @@ def test_a_job_that_is_asked_to_stop_saves_and_queues_itself_again(
         process.send_signal(signal.SIGUSR1)
         output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
-    assert len(Path(f"{requeued}.signalled").read_text().splitlines()) == 2, output
     assert requeued.exists()
     stopped = last_iteration(tmp_path / "run/metrics.jsonl")
     assert last_iteration(tmp_path / "run/metrics.jsonl", "save") == stopped < 3000
@@ -86,6 +134,26 @@ def test_a_job_that_is_asked_to_stop_saves_and_queues_itself_again(
     assert f"iteration {stopped} from" in ended.outputs[0]
     run_ok(tmp_path / "unbroken", again, ranks=2)
     assert curve(tmp_path / "run") == curve(tmp_path / "unbroken")
+
+
+@pytest.mark.slow
+def test_a_requeued_job_goes_on_whatever_its_command_says_of_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [*PYTHON, "run.dir=run", *BASE[:-1], "schedule.lr_decay_iters=10", "checkpoint.load=none"]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    outputs = []
+    for count, iterations in (("", 3), ("1", 6), ("2", 8)):
+        if count:
+            monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        with started([*command, f"train.train_iters={iterations}"], tmp_path) as process:
+            outputs.append(process.communicate(timeout=TIMEOUT_S)[0])
+        assert process.returncode == 0, outputs[-1]
+    assert "starting fresh" in outputs[0]
+    assert "iteration 3 from" in outputs[1]
+    assert "iteration 6 from" in outputs[2]
+    assert not list((tmp_path / "run/checkpoints").glob("*.superseded-*"))
+    assert [row[0] for row in curve(tmp_path / "run")] == list(range(1, 9))
 
 
 def test_the_job_is_a_script_that_bash_understands() -> None:

@@ -95,7 +95,7 @@ def test_a_terminal_shows_a_bar_and_above_it_every_line_whole(tmp_path: Path) ->
     run_ok(tmp_path / "run", [*OVERRIDES, "train.exit_interval=2"])
     status, sent = run_on_terminal(tmp_path / "run", OVERRIDES)
     assert status == 0, sent
-    bars = re.findall(r"\r(\d)/6 \|[^|]{30}\| loss \d\.\d{4} \| \d+ tokens/s \| eta [\d:?]+", sent)
+    bars = re.findall(r"\r(\d)/6 \|[^|]{30}\| loss \d\.\d{4} \| \d+ tok/s \| eta [\d:?]+", sent)
     assert set(bars) == {"3", "4", "5", "6"}
     shown = screen(sent)
     assert [line for line in shown if "eta" in line] == []

@@ -27,6 +27,30 @@ def test_an_empty_message_arrives() -> None:
     ]
 
 
+def test_the_first_of_several_messages_ends_the_wait_and_so_does_a_check_that_raises() -> None:
+    looks: list[int] = []
+
+    def look_twice() -> None:
+        looks.append(0)
+        if len(looks) > 1:
+            raise CheckpointError("No longer wanted")
+
+    def call(board: Board) -> str:
+        if board.rank == 0:
+            board.post("b", b"")
+            board.read("done")
+            return "b"
+        found = board.await_any(["a", "b"], sender="rank 0", check=lambda: None)
+        with pytest.raises(CheckpointError, match="No longer wanted"):
+            board.await_any(["a"], sender="rank 0", check=look_twice)
+        with pytest.raises(LaunchError, match="No message from rank 0"):
+            board.clone(0.0).await_any(["a"], sender="rank 0", check=lambda: None)
+        board.post("done", b"")
+        return found
+
+    assert all_ranks(2, call, store=tcp_store) == ["b", "b"]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_collect_gives_rank_0_everything_in_order_of_rank(world_size: int) -> None:
     def call(board: Board) -> list[bytes]:

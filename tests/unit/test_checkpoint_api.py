@@ -226,6 +226,27 @@ def test_a_part_of_a_checkpoint_loads_when_not_strict(tmp_path: Path) -> None:
     assert_equal(dict(target.state_dict()), {f"0.{k}": v for k, v in source[0].state_dict().items()})
 
 
+def test_what_a_load_that_is_not_strict_leaves_out_is_logged_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    optimizer = OPTIMIZERS["adamw"](source.parameters())
+    source(torch.ones(2)).sum().backward()
+    optimizer.step()
+    path = save(tmp_path, source, optimizer, iteration=1)
+    load(tmp_path, nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), strict=False)
+    assert not caplog.records  # the optimizer's state was not asked for
+    load(tmp_path, nn.Sequential(nn.Linear(2, 2)), strict=False)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"not loaded from {path}: 6 tensors that nothing given has: 1.weight, 1.bias, 2.weight" in record.message
+    caplog.clear()
+    target = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    load(tmp_path, target, OPTIMIZERS["adamw"](target.parameters()), strict=False)
+    (record,) = caplog.records
+    assert ": 8 tensors that nothing given has: 3.weight, 3.bias, exp_avg.3.weight" in record.message
+
+
 def test_old_checkpoints_go_when_only_some_are_kept(tmp_path: Path) -> None:
     for iteration in range(1, 5):
         save(tmp_path, nn.Linear(2, 2), iteration=iteration, max_checkpoint_keep=2)

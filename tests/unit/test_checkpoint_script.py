@@ -13,6 +13,7 @@ from scripts.checkpoint import BAD, FINE, IMPOSSIBLE, main
 from tests.fakes import lone_contents
 from trainer.checkpoint.board import lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.lock import FolderLock
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.reader import FORMAT, STATE
@@ -95,6 +96,21 @@ def test_show_tells_state_files_and_tensors(tmp_path: Path, capsys: pytest.Captu
     text = capsys.readouterr().out
     for piece in ("iter_0000005", "lr         0.125", "b.weight  BF16   [5]"):
         assert piece in text
+
+
+def test_the_bytes_of_a_damaged_checkpoint_are_no_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save(tmp_path / "run", [5, 10])
+    (folder / "iter_0000005" / STATE).write_text("{}")
+    for path in (folder / "iter_0000010").iterdir():
+        path.unlink()
+    (folder / "iter_0000010" / MANIFEST).write_text("{}")
+    for command in ("ls", "verify"):
+        assert main([command, str(tmp_path / "run")]) == BAD
+        assert "0.000 MB" not in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "run"), "--json"]) == BAD
+    assert [row["bytes"] for row in shown(capsys)] == [None, None]
+    assert main(["ls", str(tmp_path / "run")]) == BAD
+    assert " 2 B " in capsys.readouterr().out
 
 
 def test_verify_reads_every_byte_and_names_the_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -284,7 +284,7 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(
 
 def test_a_save_without_room_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     class Full(Files):
-        def free_bytes(self, path: Path) -> int:
+        def free_bytes(self, path: Path) -> int | None:
             return 100
 
     checkpointer = started(SavePolicy(tmp_path), Full())
@@ -295,13 +295,26 @@ def test_a_save_without_room_is_refused_before_anything_is_written(tmp_path: Pat
     assert folders_in(tmp_path) == []
 
 
+def test_a_file_system_that_does_not_tell_its_size_is_saved_to(tmp_path: Path) -> None:
+    class Silent(Files):
+        def free_bytes(self, path: Path) -> int | None:
+            return super().free_bytes(Path("/proc"))  # 0 of 0 blocks, as some network file systems report
+
+    checkpointer = started(SavePolicy(tmp_path), Silent())
+    report = checkpointer.save(10, contents(10))
+    checkpointer.close()
+    assert report is not None
+    assert report.error is None
+    assert folders_in(tmp_path) == ["iter_0000010"]
+
+
 class Room(Files):
     """A file system with so much room, of which other ranks may have taken a part for their pieces already."""
 
     def __init__(self, free_bytes: int, taken_bytes: int = 0) -> None:
         self._free_bytes, self._taken_bytes = free_bytes, taken_bytes
 
-    def free_bytes(self, path: Path) -> int:
+    def free_bytes(self, path: Path) -> int | None:
         return self._free_bytes
 
     def allocated_bytes(self, path: Path) -> int:

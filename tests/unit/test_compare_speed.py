@@ -15,11 +15,16 @@ from trainer.speed import Spread, measure, read_timing
 from trainer.speed_plot import running_median
 
 
-def make_run(folder: Path, seconds: list[float], saves: dict[int, tuple[float, float]] | None = None) -> Path:
-    """Write a run as the trainer does: iterations of 100 tokens, and saves with blocked and slowed-down seconds."""
-    log = RunLog(folder, train_iters=len(seconds), log_interval=1000, tensorboard=False, mfu_scale=None)
-    log.open(0, "train:\n  dtype: float32\n")
-    for iteration, taken in enumerate(seconds, start=1):
+def make_run(
+    folder: Path, seconds: list[float], saves: dict[int, tuple[float, float]] | None = None, *, after: int = 0
+) -> Path:
+    """Write a run as the trainer does: iterations of 100 tokens, and saves with blocked and slowed-down seconds.
+
+    With `after`, the run in the folder is resumed after that iteration.
+    """
+    log = RunLog(folder, train_iters=after + len(seconds), log_interval=1000, tensorboard=False, mfu_scale=None)
+    log.open(after, "train:\n  dtype: float32\n")
+    for iteration, taken in enumerate(seconds, start=after + 1):
         log.iteration(
             IterationRecord(
                 iteration=iteration,
@@ -46,26 +51,32 @@ def test_the_figures_are_those_of_the_iterations_after_the_first(tmp_path: Path)
     run = make_run(tmp_path / "a", seconds, {2: (7.0, 7.0), 5: (0.25, 1.5), 11: (0.0, 0.5)})
     speed = measure(read_timing(run).without_first(2))
     assert (speed.iterations, speed.saves, speed.save_seconds) == (9, 2, 0.5)
-    assert speed.seconds == Spread(0.5, 0.5, 0.6)  # a fifth of the way from the last 0.5 to 1.0
-    assert speed.tokens_per_second == Spread(200.0, 180.0, 200.0)
+    assert speed.seconds == Spread(0.5, 0.5, 0.6, 0.5, 0.5)  # a fifth of the way from the last 0.5 to 1.0
+    assert speed.tokens_per_second == Spread(200.0, 180.0, 200.0, 200.0, 200.0)
     assert (speed.blocked_s, speed.slowdown_s) == (0.5, 2.0)
     assert speed.checkpoint_share == 2.5 / 5.5
     assert speed.tokens_per_second_overall == 900 / 5.5
 
 
 def test_iterations_that_were_faster_beside_a_save_earn_it_no_time(tmp_path: Path) -> None:
-    assert measure(read_timing(make_run(tmp_path / "a", [1.0], {1: (0.0, -0.5)}))).checkpoint_share == 0.0
+    speed = measure(read_timing(make_run(tmp_path / "a", [1.0], {1: (0.0, -0.5)})))
+    assert (speed.slowdown_s, speed.checkpoint_share) == (0.0, 0.0)
 
 
 def test_one_iteration_is_its_own_spread() -> None:
-    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, 3.0, 3.0)
 
 
 def test_ratios_are_to_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = make_run(tmp_path / "slow", [0.5] * 8, {7: (0.1, 0.0)}), make_run(tmp_path / "fast", [0.25] * 8)
     assert main([str(slow), str(fast)]) == 0
-    rule, pace, cost = capsys.readouterr().out.split("\n\n")
-    assert rule.startswith("the first 5 iterations")
+    rule, pace, cost, verdicts, summary = capsys.readouterr().out.split("\n\n")
+    assert rule.startswith("the first 5 iterations after each start")
+    assert [line.split() for line in verdicts.splitlines()[1:]] == [
+        ["slow", "base", "-", "200.0", "200.0", "to", "200.0"],
+        ["fast", "ok", "+100.0%", "400.0", "400.0", "to", "400.0"],
+    ]
+    assert summary == "ok: 0 of 1 runs are slower than slow by more than 10% of its median\n"
     rows = [line.split() for line in pace.splitlines()[1:]]
     assert rows == [
         ["slow", "3", "200.0", "200.0", "200.0", "1.000", "0.5", "0.5", "0.5"],
@@ -74,6 +85,62 @@ def test_ratios_are_to_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     rows = [line.split() for line in cost.splitlines()[1:]]
     assert rows[0] == ["slow", "1", "0.500", "0.200", "0.000", "11.76%", "176.5", "1.000"]
     assert rows[1] == ["fast", "0", "-", "0.000", "0.000", "0.00%", "400.0", "2.267"]
+
+
+SLOWER_BY = {0.1: 0.5 / 0.9, 0.109: 0.5 / 0.891, 0.2: 0.625, 0.21: 0.5 / 0.79, 0.5: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("share", "options", "status"),
+    [
+        (0.109, [], 1), (0.109, ["--threshold", "0.2"], 0), (0.2, ["--threshold", "0.2"], 0), (0.1, [], 0),
+        (0.21, ["--threshold", "0.2"], 1), (0.5, ["--threshold", "0"], 1), (0.5, ["--threshold", "0.6"], 0),
+    ],
+)  # fmt: skip
+def test_a_run_that_is_slower_by_more_than_the_threshold_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float, options: list[str], status: int
+) -> None:
+    base, test = make_run(tmp_path / "a", [0.5] * 9), make_run(tmp_path / "b", [SLOWER_BY[share]] * 9)
+    assert main([str(base), str(base), str(test), *options]) == status
+    summary = capsys.readouterr().out.splitlines()[-1]
+    assert summary.startswith(
+        "SLOWER: 1 of 2 runs than a by more than" if status else "ok: 0 of 2 runs are slower than a"
+    )
+    assert summary.endswith(": b") == bool(status)
+    assert main([str(base), str(test), "--json", *options]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["slower"] == (["b"] if status else [])
+    assert [run["is_slower"] for run in found["runs"]] == [False, bool(status)]
+    assert found["runs"][1]["slower_by"] == pytest.approx(share, abs=1e-3)
+    assert main([str(test), str(base), *options]) == 0  # faster is never a failure
+
+
+def test_the_verdict_is_of_medians_with_the_quartiles_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mean would call this run slower: three of its iterations waited for something."""
+    even, uneven = make_run(tmp_path / "even", [0.5] * 15), make_run(tmp_path / "uneven", [0.5] * 12 + [5.0] * 3)
+    assert main([str(even), str(uneven)]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("uneven  ") and " ok " in line)
+    assert row.split() == ["uneven", "ok", "+0.0%", "200.0", "65.0", "to", "200.0"]
+
+
+def test_the_first_iterations_after_every_start_are_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", [9.0] * 5 + [0.5] * 5, {3: (7.0, 7.0), 10: (0.1, 0.0)})
+    make_run(run, [9.0] * 5 + [0.5] * 2, {14: (7.0, 7.0), 17: (0.2, 0.0)}, after=9)
+    timing = read_timing(run).without_first(5)
+    assert [timed.iteration for timed in timing.iterations] == [6, 7, 8, 9, 15, 16]
+    assert {timed.seconds for timed in timing.iterations} == {0.5}
+    assert timing.saves == ()
+    assert len(read_timing(run).without_first(0).iterations) == 16
+
+
+@pytest.mark.parametrize("threshold", ["20", "1", "-0.1", "nan", "x"])
+def test_a_threshold_that_is_no_share_is_refused(tmp_path: Path, threshold: str) -> None:
+    run = make_run(tmp_path / "a", [0.5] * 8)
+    with pytest.raises(SystemExit) as left:
+        main([str(run), str(run), "--threshold", threshold])
+    assert left.value.code == 2
 
 
 def test_json_and_plot_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

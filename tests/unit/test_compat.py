@@ -89,3 +89,12 @@ def test_what_is_allowed_or_said_gives_a_line_each() -> None:
     lines = settle(found, flags=("checkpoint.reshard",), where="x")
     assert lines[0].startswith("topology.tp: saved 1, now 2")
     assert lines[1] == "versions.torch: saved 2.11, now 2.13; bits may differ"
+
+
+def test_a_hint_without_a_saved_value_is_left_out() -> None:
+    table = (Rule("decay", Verdict.FLAG, flag="checkpoint.other", hint="decay={saved} extends the run"),)
+    for saved, hint in ((None, ""), (0, "decay=0 extends the run; ")):
+        found = differences({"decay": saved}, {"decay": 40}, table)
+        with pytest.raises(MismatchError) as caught:
+            settle(found, flags=(), where="x")
+        assert f"current 40  ({hint}checkpoint.other=true allows it)" in str(caught.value)

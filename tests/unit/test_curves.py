@@ -58,6 +58,14 @@ def losses_of(curve: Curve) -> dict[int, float]:
             "loss scale: 1.0 | grad norm: 1.5 | params norm: 9.0 |",
             (7, 4.25, 1.5, 3e-4),
         ),
+        (
+            "step    7/20 | loss 4.250000 (+nanz)| norm 1.5000 (+nanz)| lr 3.00e-04 | 100.00 ms | -100.0% bf16 MFU | "
+            "9 tok/s",
+            (7, 4.25, 1.5, 3e-4),
+        ),
+        ("s:6 trl:4.2500 lr:0.000300 norm:1.50", (7, 4.25, 1.5, 3e-4)),
+        ("s:6 trl:4.250000", (7, 4.25, None, None)),
+        ("step 6: train loss 4.250000 (took 12.345000 ms)", (7, 4.25, None, None)),
     ],
 )
 def test_log_lines_of_every_known_format_are_read(
@@ -76,6 +84,8 @@ def test_log_lines_of_every_known_format_are_read(
         "validation loss at iteration 10 | lm loss value: 1.0E+01 | lm loss PPL: 2.2E+04 |",
         " iteration  2/ 10 | consumed samples: 16 | loss scale: 65536.0 | number of skipped iterations:   1 |",
         "val loss 4.2",
+        "s:0 tel:11.0340",
+        "s:250 eval:0.2931",
         "step 20/100 | val loss 4.2",
         "step 20/100 | saved iter_0000020",
     ],
@@ -115,6 +125,54 @@ def test_a_torn_last_log_line_is_not_taken_for_a_number() -> None:
 def test_a_last_log_line_without_newline_keeps_its_closed_fields() -> None:
     (point,) = parse_log("step 2/9 | train loss 4.25 | norm 1.2", source="log").points
     assert point == Point(2, Reading(4.25, exact=False))
+
+
+MAIN_LOG = """\
+s:0 tel:11.0340
+s:0 trl:10.9958 lr:0.000001 norm:15.22
+s:1 trl:10.8772 lr:0.000002 norm:14.01
+s:2 tel:10.5111
+"""
+C_LOG = """\
+[GPT-2]
+max_seq_len: 1024
+val loss 5.325522
+step 0: train loss 5.356189 (took 3215.270000 ms)
+step 1: train loss 4.301069 (took 2968.820000 ms)
+generating:
+---
+step by step: the train loss
+---
+val loss 4.290000
+"""
+
+
+def test_a_log_that_counts_from_0_is_told_so_and_compared_by_what_was_trained() -> None:
+    ours = "step 1/2 | train loss 10.9958 |\nstep 2/2 | train loss 10.8772 |\n"
+    main = parse_log(MAIN_LOG, source="main.log")
+    assert main.notes == ("main.log counts from 0, as llm.c does: its step 0 is iteration 1",)
+    found = compare(main, parse_log(ours, source="ours"), tolerance=Tolerance(0.0))
+    assert (found.equal, found.compared) == (True, 2)
+    assert "note       main.log counts from 0" in report(found)
+    assert losses_of(parse_log(C_LOG, source="c.log")) == {1: 5.356189, 2: 4.301069}
+
+
+@pytest.mark.parametrize("text", [MAIN_LOG.partition("s:2")[0], C_LOG.partition("generating")[0]])
+def test_logs_of_llm_c_may_be_torn_anywhere_in_their_last_line(text: str) -> None:
+    """A number that the tear has cut is never read, and a cut training line leaves no other loss."""
+    losses = losses_of(parse_log(text, source="log"))
+    last = text.rstrip("\n").rindex("\n") + 1
+    for length in range(last + 1, len(text)):
+        left = losses_of(parse_log(text[:length], source="log"))
+        assert left in (losses, {1: losses[1]})
+    assert left == losses  # only the newline is missing
+
+
+def test_a_folder_of_llm_c_is_read_by_its_log(tmp_path: Path) -> None:
+    (tmp_path / "main.log").write_text(MAIN_LOG)
+    assert losses_of(read_curve(tmp_path)) == {1: 10.9958, 2: 10.8772}
+    (tmp_path / "metrics.jsonl").write_text(record(1, 2.0) + "\n")
+    assert losses_of(read_curve(tmp_path)) == {1: 2.0}
 
 
 def test_progress_bars_that_return_without_newline_are_lines() -> None:

@@ -29,7 +29,7 @@ def test_all_is_well_here_and_nothing_is_left(tmp_path: Path, capsys: pytest.Cap
         what for what, verdict in found.items() if verdict == doctor.FINE
     }
     assert "GB/s" in text
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,46 @@ def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path, capsys: pytest.
     (tmp_path / "file").touch()
     assert doctor.main([str(tmp_path / "file")]) == 1
     assert "Not a directory" in capsys.readouterr().out
+
+
+def test_what_was_made_for_the_look_is_removed_and_what_was_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "empty").mkdir()
+    assert doctor.main([str(tmp_path / "there" / "a" / "b" / "c")]) == 0
+    assert doctor.main([str(tmp_path / "there" / "empty")]) == 0
+    assert [path.name for path in tmp_path.rglob("*")] == ["there", "empty"]
+    (tmp_path / "file").touch()
+    assert doctor.main([str(tmp_path / "new" / ".." / "file" / "x")]) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
+
+
+def test_a_folder_that_others_use_meanwhile_stays(tmp_path: Path) -> None:
+    looks = doctor.folder(tmp_path / "runs" / "new")
+    next(looks)
+    (tmp_path / "runs" / "other").touch()
+    for _ in looks:
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "other"]
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict", "said"),
+    [
+        ({"free_inodes": 0}, doctor.BAD, "no inodes left: no file can be made"),
+        ({"free_bytes": None}, doctor.WORSE, "the file system does not say"),
+    ],
+)
+def test_room_that_is_no_number_of_bytes_is_told(
+    tmp_path: Path,
+    figures: dict[str, int | None],
+    verdict: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, figure in figures.items():
+        monkeypatch.setattr(Files, name, lambda *_, figure=figure: figure)
+    doctor.main([str(tmp_path)])
+    text = capsys.readouterr().out
+    assert verdicts(text)["room"] == verdict
+    assert said in text

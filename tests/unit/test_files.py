@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import FailingFiles
-from trainer.checkpoint.files import Files, replace_file
+from trainer.checkpoint import files as files_module
+from trainer.checkpoint.files import Files, describe_free_space, make_folders, replace_file
 
 
 def views(data: bytes, size: int) -> list[memoryview]:
@@ -129,3 +134,94 @@ def test_size_refuses_what_is_no_regular_file(tmp_path: Path) -> None:
     for name in ("link", "pipe", "missing", "."):
         with pytest.raises(OSError):  # noqa: PT011 - any errno refuses
             files.size(tmp_path / name)
+
+
+def test_folders_that_are_made_have_their_names_synced(tmp_path: Path) -> None:
+    class Noting(Files):
+        def sync_folder(self, path: Path) -> None:
+            synced.append((path, sorted(child.name for child in path.iterdir())))
+            super().sync_folder(path)
+
+    synced = list[tuple[Path, list[str]]]()
+    make_folders(Noting(), tmp_path / "a" / "b" / "c")
+    assert sorted(synced) == [(tmp_path, ["a"]), (tmp_path / "a", ["b"]), (tmp_path / "a/b", ["c"])]
+    synced.clear()
+    make_folders(Noting(), tmp_path / "a" / "b" / "c")
+    assert synced == []
+    make_folders(Noting(), tmp_path / "a" / "b" / "d")
+    assert synced == [(tmp_path / "a/b", ["c", "d"])]
+
+
+def test_reserve_goes_on_after_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        """A C library whose first calls of fallocate are interrupted."""
+
+        left = 2
+
+        def fallocate(self, descriptor: int, mode: int, offset: ctypes.c_int64, length: ctypes.c_int64) -> int:
+            if self.left:
+                self.left -= 1
+                ctypes.set_errno(errno.EINTR)
+                return -1
+            return int(real.fallocate(descriptor, mode, offset, length))
+
+    real, fake = files_module._libc, Interrupted()
+    monkeypatch.setattr(files_module, "_libc", fake)
+    files = Files()
+    descriptor = files.open_for_writing(tmp_path / "f")
+    files.reserve(descriptor, 100_000)
+    assert (fake.left, os.fstat(descriptor).st_size) == (0, 100_000)
+    files.close(descriptor)
+
+
+def test_a_file_system_that_reports_no_size_has_an_unknown_room() -> None:
+    """/proc reports 0 of 0 blocks and 0 of 0 inodes, as some network file systems do."""
+    files, proc = Files(), Path("/proc")
+    assert os.statvfs(proc).f_blocks == 0
+    assert (files.free_bytes(proc), files.free_inodes(proc)) == (None, None)
+    assert describe_free_space(files, proc) == "an unknown number of bytes free"
+
+
+_FULL_OF_FILES = """
+import logging, sys
+from pathlib import Path
+import torch
+from tests.unit.test_checkpointer import contents, started
+from trainer.checkpoint.files import Files, describe_free_space
+from trainer.checkpoint.policy import SavePolicy
+from trainer.doctor import folder
+
+root = Path(sys.argv[1])
+checkpointer = started(SavePolicy(root))
+number = 0
+try:
+    while True:
+        (root / f"file{number}").touch()
+        number += 1
+except OSError as error:
+    print(error.strerror)
+print(checkpointer.save(1, contents(1)).error)
+for finding in folder(root):
+    print(finding.verdict, finding.found)
+checkpointer.close()
+"""
+
+
+def test_a_file_system_without_inodes_is_told_as_such_and_not_as_full(tmp_path: Path) -> None:
+    """A real one: a tmpfs of 20 inodes and 64 MiB in a mount namespace of its own."""
+    script = f'mount -t tmpfs -o size=64m,nr_inodes=20 none "$1" && exec "{sys.executable}" -c "$2" "$1"'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c"]
+    try:
+        subprocess.run([*command, 'mount -t tmpfs none "$1"', "bash", str(tmp_path)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no mount namespaces can be made here: {error}")
+    ended = subprocess.run(
+        [*command, script, "bash", str(tmp_path), _FULL_OF_FILES],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    full, saved, looked = ended.stdout.splitlines()
+    assert full == "No space left on device"
+    assert re.search(r"found no inodes left, so no file can be made; [1-9]\d* B free\.", saved), saved
+    assert re.search(
+        r"^MISSING .*: No space left on device, no inodes left, so no file can be made; \d+ B free$", looked
+    )

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.checkpoint.files import Files
+from trainer.checkpoint.policy import SaveReport
 from trainer.errors import TrainerError
 from trainer.metrics import IterationRecord, RunLog, cut_after, last_recorded_iteration, peak_flops
 
@@ -208,8 +210,55 @@ def test_lines_are_shown_at_the_log_interval_and_at_the_end(tmp_path: Path, capl
     assert [message[:35] for message in caplog.messages] == [
         f"step {iteration:5d}/10 | train loss 2.500000" for iteration in (4, 8, 10)
     ]
-    assert all(message.endswith("| 500.0 ms | 2000 tokens/s | mfu 2.0%") for message in caplog.messages)
+    assert all(message.endswith("| 500.0 ms | 2000 tok/s | mfu 2.0%") for message in caplog.messages)
     assert iterations(tmp_path / "metrics.jsonl") == list(range(1, 11))
+
+
+# As InfiniTrain's compare_tps.py looks for an iteration and its tokens per second.
+INFINITRAIN_LINE = re.compile(r"step\s+(\d+)/\d+.*\|\s+(\d+)\s+tok/s")
+
+
+@pytest.mark.parametrize("mfu_scale", [None, 1e-5])
+def test_programs_that_look_for_tok_s_read_the_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mfu_scale: float | None
+) -> None:
+    caplog.set_level(logging.INFO)
+    log = run_log(tmp_path, mfu_scale=mfu_scale)
+    log.open(0, "")
+    for iteration in (1, 2):
+        log.iteration(record(iteration))
+        log.evaluation(iteration, 2.0, None)
+    log.close()
+    found = [match.groups() for message in caplog.messages if (match := INFINITRAIN_LINE.search(message))]
+    assert found == [("1", "2000"), ("2", "2000")]
+
+
+def test_the_first_iteration_after_a_resume_is_marked(tmp_path: Path) -> None:
+    for after in (0, 2, 2):
+        log = run_log(tmp_path)
+        log.open(after, "")
+        for iteration in (after + 1, after + 2, after + 3):
+            log.iteration(record(iteration))
+        log.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["iteration"], record.get("resumed")) for record in records] == [
+        (1, None), (2, None), (3, True), (4, None), (5, None),
+    ]  # fmt: skip
+
+
+def test_iterations_beside_a_save_are_never_shown_as_slowed_by_less_than_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    log = run_log(tmp_path)
+    log.open(0, "")
+    for slowdown_s in (-0.5, 0.25):
+        log.save(SaveReport(1, tmp_path, 10, 0.5), slowdown_s=slowdown_s)
+    log.close()
+    shown = [re.findall(r"slowed iterations by (\S+) s", message) for message in caplog.messages]
+    assert shown == [["0.000"], ["0.250"]]
+    recorded = [json.loads(line)["slowdown_seconds"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert recorded == [-0.5, 0.25]  # as measured: sums over many saves have no bias
 
 
 def test_the_peak_of_a_device_is_found_by_its_name() -> None:

@@ -83,6 +83,13 @@ def test_llama3_refuses_another_activation_by_name() -> None:
     assert problems(replace(GPT2, activation=Activation.gelu)) == []
 
 
+@pytest.mark.parametrize("number", [1e300, float("inf"), float("nan"), -1e-5, 0.0, 1e-300])
+@pytest.mark.parametrize("name", ["norm_eps", "initializer_range", "rope_theta"])
+def test_a_number_that_no_float32_model_has_is_a_problem(name: str, number: float) -> None:
+    (problem,) = problems(replace(GPT2, **{name: number}))
+    assert problem.startswith(f"model.{name}={number}: must be a number from ")
+
+
 def test_problems_lists_every_fault_of_rotary_positions() -> None:
     scaling = RopeScaling(factor=0.5, low_freq_factor=4.0, high_freq_factor=1.0, original_max_position_embeddings=0)
     found = problems(replace(LLAMA3, n_embd=66, n_head=6, dropout=0.1, rope_theta=0.0, rope_scaling=scaling))

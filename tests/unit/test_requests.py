@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 from pathlib import Path
 
@@ -133,3 +135,44 @@ def test_what_any_rank_asks_for_all_agree_on(each: list[Asked]) -> None:
     assert agreed.stop == any(asked.stop for asked in each)
     assert agreed.save == any(asked.save for asked in each)
     assert agreed.give_up == any(asked.give_up for asked in each)
+
+
+def saves_asked(asked: Requests, clock: Clock, seconds: int) -> int:
+    count = 0
+    for _ in range(seconds):
+        clock.now += 1.0
+        if asked.now().save:
+            count += 1
+            asked.saving()
+    return count
+
+
+def test_a_folder_in_the_place_of_the_file_asks_for_no_save_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    asked = requests(RequestRules(), clock, folder=tmp_path)
+    (tmp_path / SAVE_NOW).mkdir()
+    assert saves_asked(asked, clock, 5) == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / SAVE_NOW} is ignored: it is a folder, and a file of this name asks for a save"
+    ]
+    (tmp_path / SAVE_NOW).rmdir()
+    (tmp_path / SAVE_NOW).touch()
+    assert saves_asked(asked, clock, 5) == 1
+
+
+def test_a_file_that_cannot_be_removed_asks_for_one_save_each_time_it_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "unlink", refuse)  # as in another user's folder with the sticky bit
+    clock = Clock()
+    asked = requests(RequestRules(), clock, folder=tmp_path)
+    for second in (1, 2):
+        (tmp_path / SAVE_NOW).touch()
+        os.utime(tmp_path / SAVE_NOW, (second, second))
+        assert saves_asked(asked, clock, 5) == 1
+    assert "cannot be removed: Operation not permitted" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,10 @@ from trainer.checkpoint.reader import FORMAT, STATE, Checkpoint, read_places
 from trainer.checkpoint.retention import Retention
 from trainer.errors import CheckpointError, MismatchError
 
+_log = logging.getLogger(__name__)
+
 _COMMIT_TIMEOUT_S = 1800.0
+_MOST_NAMED = 5
 
 
 def save(
@@ -85,7 +89,8 @@ def load(
     """Fill a model and its optimizer in place from one iteration folder, or the newest valid one of a run's folder.
 
     Optimizer state is found by parameter name, made where the optimizer has none yet, and the numbers of each parameter
-    group (learning rate, decay ...) are set from the group that held the same parameters.
+    group (learning rate, decay ...) are set from the group that held the same parameters. Without `strict`, tensors
+    that are not asked for are left out, and rank 0 logs a warning with their count and the first names.
 
     Returns:
         The `state` given to `save`, and `iteration`.
@@ -96,6 +101,7 @@ def load(
     """
     board, nonce = _board()
     checkpointer = Checkpointer(SavePolicy(None), board, nonce=nonce)
+    left_out: list[str] = []
 
     def live(checkpoint: Checkpoint) -> list[LiveTensor]:
         places = read_places(checkpoint)
@@ -105,6 +111,8 @@ def load(
         found = list(live_tensors(model, optimizer, grid=Grid.flat(board.world_size)))
         names = {t.spec.name for t in found}
         known = places if strict else {name: place for name, place in places.items() if name in names}
+        kinds = {Kind.MODEL} if optimizer is None else {Kind.MODEL, Kind.OPTIMIZER}
+        left_out[:] = [name for name, p in places.items() if name not in known and p.spec.kind in kinds]
         check_tensors([t.spec for t in found], known, where=checkpoint.path)
         return found
 
@@ -118,6 +126,9 @@ def load(
         checkpoint, _ = checkpointer.restore(Source(Path(path)), check=check, live=live)
     finally:
         checkpointer.close()
+    if left_out and board.rank == 0:
+        shown = ", ".join(left_out[:_MOST_NAMED]) + (", ..." if len(left_out) > _MOST_NAMED else "")
+        _log.warning(f"not loaded from {checkpoint.path}: {len(left_out)} tensors that nothing given has: {shown}")
     if optimizer is not None:
         _set_groups(model, optimizer, _saved_groups(checkpoint))
     return {**_user(checkpoint), "iteration": checkpoint.iteration}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
@@ -87,13 +87,30 @@ class Board:
             count = int(self._get(key))
             return b"".join(self._get(f"{key}/{index}") for index in range(count))
         except dist.DistError as error:
-            raise LaunchError(
-                f"No message from {sender}",
-                where=f"key {key}, rank {self.rank}",
-                expected=f"one within {self.timeout_s:.0f} s",
-                found=str(error).splitlines()[0],
-                fix="Look at that rank's log; it may have died or hang.",
-            ) from error
+            raise self._silent(key, sender, error) from error
+
+    def await_any(self, keys: Sequence[str], *, sender: str, check: Callable[[], None]) -> str:
+        """Wait until there is a message under one of `keys`, and return that key.
+
+        Args:
+            check: called again and again; ends the wait if it raises.
+
+        Raises:
+            LaunchError: if there is none within `timeout_s`, naming the `sender`.
+        """
+        found: list[str] = []
+
+        def is_there() -> bool:
+            check()
+            found[:] = [key for key in keys if self._store.check([key])]
+            return bool(found)
+
+        try:
+            if not self._poll(is_there, self.timeout_s, watch=True):
+                raise dist.DistStoreError("nothing came")
+        except dist.DistError as error:
+            raise self._silent(keys[0], sender, error) from error
+        return found[0]
 
     def forget(self, keys: Sequence[str]) -> None:
         """Take notices down that everybody has read."""
@@ -202,6 +219,15 @@ class Board:
         found = None if error is None else str(error).splitlines()[0]
         return LaunchError("The store lost a message", where=f"key {key}, rank {self.rank}", found=found)
 
+    def _silent(self, key: str, sender: str, error: Exception) -> LaunchError:
+        return LaunchError(
+            f"No message from {sender}",
+            where=f"key {key}, rank {self.rank}",
+            expected=f"one within {self.timeout_s:.0f} s",
+            found=str(error).splitlines()[0],
+            fix="Look at that rank's log; it may have died or hang.",
+        )
+
     def _take_down(self, key: str, count: int) -> None:
         for name in [key, *(f"{key}/{index}" for index in range(count))]:
             self._store.delete_key(name)
@@ -213,9 +239,12 @@ class Board:
 
     def _await(self, keys: list[str], timeout_s: float, *, watch: bool = False) -> bool:
         """Look again and again until all `keys` hang or the time is over; `watch` also looks for a failed rank."""
+        return self._poll(lambda: bool(self._store.check(keys)), timeout_s, watch=watch)
+
+    def _poll(self, is_there: Callable[[], bool], timeout_s: float, *, watch: bool) -> bool:
         deadline, pause_s = time.monotonic() + timeout_s, 0.001
-        while not self._store.check(keys):
-            if watch and self._store.check([_FAILED]) and not self._store.check(keys):
+        while not is_there():
+            if watch and self._store.check([_FAILED]) and not is_there():
                 raise LaunchError(bytes(self._store.get(_FAILED)).decode().rstrip("."))
             if time.monotonic() > deadline:
                 return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ from trainer.checkpoint.lock import FolderLock
 from trainer.checkpoint.patience import Patience, PatientFiles, await_sight
 from trainer.checkpoint.policy import SavePolicy, SaveReport
 from trainer.checkpoint.progress_line import ProgressLine
-from trainer.checkpoint.reader import Checkpoint, open_checkpoint, read_places
+from trainer.checkpoint.reader import Checkpoint, read_places
 from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.shared_folder import open_same, require_mark
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.verify import verify_share
 from trainer.errors import LaunchError, TrainerError
@@ -59,10 +61,11 @@ class Checkpointer:
             self._saver = Saver(policy, self._folder, board, nonce=nonce, neighbours=neighbours)
 
     def start(self) -> None:
-        """Take the lock and sweep what dead attempts left.
+        """Take the lock, sweep what dead attempts left, and make sure that all ranks see one folder.
 
         Raises:
             LockError: on every rank, if another job writes to the folder.
+            CheckpointError: on every rank, if one of them does not see the folder of rank 0.
         """
         if self._folder is None:
             return
@@ -74,6 +77,8 @@ class Checkpointer:
                 self._lock = lock
                 for path in self._folder.sweep():
                     _log.info("swept %s, left by an interrupted save or deletion", path.name)
+                if self._board.world_size > 1:
+                    self._files.mark(self._folder.mark(self._nonce), self._nonce.encode())
             except TrainerError as error:
                 problem = error
             except OSError as error:
@@ -82,6 +87,8 @@ class Checkpointer:
         self._saver.meet()
         self._agree(problem)
         self._saver.part()
+        if self._board.world_size > 1:
+            self._require_shared(self._folder)
 
     def is_due(self, iteration: int) -> bool:
         """Return whether the policy asks for a save after `iteration`."""
@@ -155,18 +162,19 @@ class Checkpointer:
             UnreadableError: on every rank, if a rank cannot read the checkpoint now, or does not see it.
             CheckpointError: on every rank, if none can be loaded; damaged ones are logged and skipped, unless named
                 exactly.
+            MismatchError: on every rank, if one of them finds another checkpoint under the path than rank 0.
         """
         self.wait()
         files = PatientFiles(self._files, self._patience)
         chooser = choose.Chooser(source, files, check, patience=self._patience)
         damage: TrainerError | None = None
         while True:
-            path = self._pick(chooser, damage)
+            path, digest = self._pick(chooser, damage)
             problem: TrainerError | None = None
             try:
                 if self._board.rank:
                     await_sight(path / MANIFEST, self._patience, rank=self._board.rank)
-                checkpoint = open_checkpoint(path, files)
+                checkpoint = open_same(path, digest, files)
                 if verify_all:
                     self._verify(checkpoint)
                 tensors = live(checkpoint)
@@ -235,6 +243,22 @@ class Checkpointer:
         for gone in delete(folder, doomed, attempt=self._nonce, lock=self._lock):
             _log.info("deleted iteration %d, which checkpoint.max_checkpoint_keep=%d does not keep", gone, keep)
 
+    def _require_shared(self, folder: CheckpointFolder) -> None:
+        """Let every rank find the mark that rank 0 has left in the folder, then remove it."""
+        problem: TrainerError | None = None
+        mark = folder.mark(self._nonce)
+        try:
+            if self._board.rank:
+                require_mark(mark, self._nonce.encode(), self._files)
+        except TrainerError as error:
+            problem = error
+        try:
+            self._agree(problem)
+        finally:
+            if self._board.rank == 0:
+                with contextlib.suppress(OSError):  # the next start sweeps it
+                    self._files.remove_file(mark)
+
     def _verify(self, checkpoint: Checkpoint) -> None:
         rank, world_size = self._board.rank, self._board.world_size
         places = read_places(checkpoint)
@@ -248,21 +272,27 @@ class Checkpointer:
         line = ProgressLine(title, sum(tensor.local.nbytes for tensor in tensors))
         return fill(checkpoint, read_places(checkpoint), tensors, verify=verify, progress=lambda done, _: line.at(done))
 
-    def _pick(self, chooser: choose.Chooser, damage: TrainerError | None) -> Path:
-        """Return the next candidate on every rank; `damage` is what any rank found wrong with the last one."""
+    def _pick(self, chooser: choose.Chooser, damage: TrainerError | None) -> tuple[Path, str]:
+        """Return the next candidate and its digest on every rank.
+
+        Args:
+            damage: what any rank found wrong with the last one.
+        """
         problem: TrainerError | None = None
-        path = ""
+        picked = ""
         if self._board.rank == 0:
             try:
                 if damage is not None:
                     chooser.skip(damage)
-                path = str(chooser.pick())
+                path = chooser.pick()
+                picked = f"{chooser.digest} {path}"
             except TrainerError as error:
                 problem = error
         self._agree(problem)
         self._agreements += 1
-        data = self._board.from_rank0(f"pick/{self._nonce}/{self._agreements}", path.encode())
-        return Path(data.decode())
+        data = self._board.from_rank0(f"pick/{self._nonce}/{self._agreements}", picked.encode())
+        digest, _, found = data.decode().partition(" ")
+        return Path(found), digest
 
     def _agree(self, problem: TrainerError | None) -> None:
         self._agreements += 1

@@ -37,6 +37,9 @@ class Chooser:
     Args:
         check: raises MismatchError for a valid checkpoint of another run, before any tensor file is opened.
         patience: how long a folder that cannot be listed is tried again; not at all by default.
+
+    Attributes:
+        digest: that of the checkpoint picked last.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Chooser:
         self._candidates: list[Path] | None = None
         self._is_exact = False
         self._skipped: list[str] = []
+        self.digest = ""
 
     def pick(self) -> Path:
         """Return the newest candidate that is valid.
@@ -72,6 +76,7 @@ class Chooser:
             except TrainerError as error:
                 self.skip(error)
                 continue
+            self.digest = checkpoint.digest
             return path
         raise CheckpointError(
             "No valid checkpoint is left",

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from trainer.checkpoint import ballot, disagreement, json_file, manifest
 from trainer.checkpoint.ballot import Action, Ballot, Event, Outcome
@@ -35,6 +36,11 @@ class Attempt:
     name: str
     folder: CheckpointFolder
     layout: Layout
+
+    @property
+    def mark(self) -> Path:
+        """Return the file that every rank must see before it reports, where there are several ranks."""
+        return self.folder.mark_of(self.iteration, self.name)
 
 
 class Poll:
@@ -272,10 +278,34 @@ def excuse(board: Board, name: str, iteration: int) -> None:
     _announce(board, _key(name), _committed(iteration, []))
 
 
+def say_marked(board: Board, name: str, *, is_marked: bool) -> None:
+    """Tell the other ranks whether the mark of attempt `name` is in its folder. Rank 0 only."""
+    board.from_rank0(f"{_key(name)}/marked", _OK if is_marked else _FAILED)
+
+
+def await_marked(board: Board, name: str, *, check: Callable[[], None]) -> bool:
+    """Wait until rank 0 has said whether the mark of attempt `name` is in its folder, and return that.
+
+    Args:
+        check: called again and again; ends the wait if it raises.
+
+    Returns:
+        False also if rank 0 has ended the attempt, as its verdict says.
+
+    Raises:
+        LaunchError: if rank 0 says nothing in time.
+    """
+    marked = f"{_key(name)}/marked"
+    key = board.await_any([marked, f"{_key(name)}/verdict"], sender="rank 0", check=check)
+    return key == marked and board.read(key, sender="rank 0") == _OK
+
+
 def keys_of(name: str, rank: int) -> list[str]:
     """Return the keys of what a rank may have posted about attempt `name`: they stay until rank 0 has collected."""
     key = _key(name)
-    return [f"{key}/verdict", f"{key}/verdict/last"] if rank == 0 else [f"{key}/report/{rank}", f"{key}/table/{rank}"]
+    if rank == 0:
+        return [f"{key}/verdict", f"{key}/verdict/last", f"{key}/marked"]
+    return [f"{key}/report/{rank}", f"{key}/table/{rank}"]
 
 
 def _key(name: str) -> str:

@@ -93,7 +93,8 @@ def settle(found: Sequence[Difference], *, flags: Collection[str], where: object
 
 def _advice(difference: Difference) -> str:
     rule = difference.rule
-    parts = [rule.hint.replace("{saved}", _text(difference.saved))] if rule.hint else []
+    has_value = difference.saved is not None or "{saved}" not in rule.hint  # there is no way to set "nothing"
+    parts = [rule.hint.replace("{saved}", _text(difference.saved))] if rule.hint and has_value else []
     if rule.verdict is Verdict.FLAG:
         parts.append(f"{rule.flag}=true allows it")
     return f"  ({'; '.join(parts)})" if parts else ""

@@ -10,6 +10,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.regular_file import open_regular
+
 # fallocate(2) through ctypes: glibc's posix_fallocate falls back to reading and rewriting a byte of every block, which
 # zeroes what another rank wrote meanwhile.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -55,10 +57,11 @@ class Files:
         Raises:
             OSError: ENOSPC, EDQUOT or EFBIG where the blocks are not to be had.
         """
-        result = _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes))
-        if result == 0:
-            return
-        code = ctypes.get_errno()
+        code = errno.EINTR
+        while code == errno.EINTR:  # a signal came while blocks were being found
+            if _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes)) == 0:
+                return
+            code = ctypes.get_errno()
         if code not in _UNSUPPORTED:
             raise OSError(code, os.strerror(code))
         if os.fstat(descriptor).st_size < total_bytes:
@@ -117,8 +120,8 @@ class Files:
             os.close(descriptor)
 
     def read_small(self, path: Path, most_bytes: int) -> bytes:
-        """Return the content of a regular file, at most so many bytes of it; see `read_regular`."""
-        return read_regular(path, most_bytes)
+        """Return the content of a regular file, at most so many bytes of it; see `read_small`."""
+        return read_small(path, most_bytes)
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename, replacing a file of the target's name."""
@@ -147,10 +150,18 @@ class Files:
         """Return whether `path`, which is there, is a folder itself and no link to one."""
         return stat.S_ISDIR(os.lstat(path).st_mode)
 
-    def free_bytes(self, path: Path) -> int:
-        """Return how many bytes an ordinary user may still write to the file system of `path`."""
+    def free_bytes(self, path: Path) -> int | None:
+        """Return how many bytes an ordinary user may still write to the file system of `path`.
+
+        None where the file system does not say: some network and FUSE file systems report a size of 0 blocks.
+        """
         status = os.statvfs(path)
-        return status.f_bavail * status.f_frsize
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+    def free_inodes(self, path: Path) -> int | None:
+        """Return how many more files the file system of `path` can hold; None where it has no such limit."""
+        status = os.statvfs(path)
+        return status.f_favail if status.f_files else None
 
     def allocated_bytes(self, path: Path) -> int:
         """Return how many bytes of the file system the files below `path` take; 0 where there are none."""
@@ -163,16 +174,14 @@ def _ignore_missing(_function: object, _path: str, error: tuple[type[BaseExcepti
         raise error[1]
 
 
-def read_regular(path: Path, most_bytes: int) -> bytes:
+def read_small(path: Path, most_bytes: int) -> bytes:
     """Return the content of a regular file, at most so many bytes of it. Waits for nobody: a pipe is refused.
 
     Raises:
         OSError: if it is missing, cannot be read, or is no regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = open_regular(path)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
         return os.pread(descriptor, most_bytes, 0)
     finally:
         os.close(descriptor)
@@ -181,7 +190,9 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 def describe_free_space(files: Files, path: Path) -> str:
     """Return in words how much may still be written to the file system of `path`."""
     try:
-        return f"{files.free_bytes(path)} B free"
+        free = files.free_bytes(path)
+        room = "an unknown number of bytes free" if free is None else f"{free} B free"
+        return f"no inodes left, so no file can be made; {room}" if files.free_inodes(path) == 0 else room
     except OSError as error:
         return f"free space unknown: {error.strerror}"
 
@@ -192,6 +203,17 @@ def keep_block(descriptor: int) -> None:
     The file stays empty; a file system that cannot do this is left alone.
     """
     _libc.fallocate(descriptor, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(_BLOCK_BYTES))
+
+
+def make_folders(files: Files, path: Path) -> None:
+    """Make `path` and the folders above it that are missing; the names of those that are made here are durable then.
+
+    Otherwise a power failure could take the folder with all that was synced in it.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        files.sync_folder(folder.parent)
 
 
 def temporary_of(path: Path) -> Path:

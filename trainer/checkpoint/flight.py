@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import time
@@ -23,7 +24,8 @@ from trainer.checkpoint.progress_line import ProgressLine
 from trainer.checkpoint.reader import STATE
 from trainer.checkpoint.replica_digests import ReplicaDigests
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.sharing import Neighbours
+from trainer.checkpoint.shared_folder import require_mark, sees_mark
+from trainer.checkpoint.sharing import Neighbours, Sharing
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.worker import Worker
@@ -141,7 +143,7 @@ class Flight:
                 self.board,
                 self.attempt,
                 inventory=self.inventory,
-                work=lambda: self._write(partial),
+                work=lambda: self._work(partial),
                 publish=self._publish,
                 poll=self.poll,
             )
@@ -167,15 +169,53 @@ class Flight:
     def outlook(self) -> Outlook:
         return Outlook(self.attempt, self.poll, self.has_optimizer, self.retention, self.present, self.pinned)
 
+    def _work(self, partial: Path) -> Written:
+        written = self._write(partial)
+        if self.board.rank:
+            self._require_mark(partial)
+        return written
+
+    def _begin(self, partial: Path) -> Sharing | None:
+        """Meet the other ranks of the host; on rank 0 leave the mark, and tell the others what came of it."""
+        attempt, is_marked = self.attempt, False
+        try:
+            sharing = self.neighbours.join(attempt, self.plan.columns, may_share=self.may_share)
+            if self.board.rank == 0:
+                require_room(attempt, self.contents.documents, self.retention)
+                if self.board.world_size > 1:
+                    _leave_mark(attempt, partial)
+                is_marked = True
+            return sharing
+        finally:
+            if self.board.rank == 0:
+                commit.say_marked(self.board, attempt.name, is_marked=is_marked)
+
+    def _require_mark(self, partial: Path) -> None:
+        """Return if this rank has written into the folder of rank 0, or rank 0 ends the attempt for another reason.
+
+        Raises:
+            TrainerError: if it has written elsewhere, which is removed, or rank 0 says nothing.
+        """
+        attempt, files = self.attempt, self.attempt.folder.files
+        word = attempt.name.encode()
+        if sees_mark(attempt.mark, word, files):
+            return
+        if not commit.await_marked(self.board, attempt.name, check=self.snapshot.check):
+            return
+        try:
+            require_mark(attempt.mark, word, files)
+        except TrainerError:
+            with contextlib.suppress(OSError):
+                files.remove_tree(partial)
+            raise
+
     def _write(self, partial: Path) -> Written:
         attempt = self.attempt
         line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
         digesting = Worker("checkpoint-replicas")
         digested = digesting.submit(self.replicas.run)
         try:
-            sharing = self.neighbours.join(attempt, self.plan.columns, may_share=self.may_share)
-            if self.board.rank == 0:
-                require_room(attempt, self.contents.documents, self.retention)
+            sharing = self._begin(partial)
             writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, THREADS, line.add, sharing)
             written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
             self.snapshot.check()
@@ -188,6 +228,8 @@ class Flight:
 
     def _publish(self, written: list[WrittenPiece], claim: Claim) -> list[int]:
         documents, aliases = self.contents.documents, self.contents.aliases
+        if self.board.world_size > 1:
+            _remove_mark(self.attempt)
         is_durable = commit.publish(
             self.attempt, written, documents=documents, aliases=aliases, lock=self.lock, claim=claim
         )
@@ -285,6 +327,23 @@ def _needed_bytes(layout: Layout) -> int:
     return layout.total_bytes + (64 << 10) + 1024 * len(layout.places) + layout.total_bytes // (128 << 10)
 
 
+def _leave_mark(attempt: Attempt, partial: Path) -> None:
+    files = attempt.folder.files
+    try:
+        files.make_folder(partial)
+        files.mark(attempt.mark, attempt.name.encode())
+    except OSError as error:
+        raise cannot_write(attempt.folder.root, error) from error
+
+
+def _remove_mark(attempt: Attempt) -> None:
+    """Remove the mark, which all ranks have seen; the sync before the rename makes that durable."""
+    try:
+        attempt.folder.files.remove_file(attempt.mark)
+    except OSError as error:
+        raise cannot_write(attempt.folder.root, error) from error
+
+
 def require_room(
     attempt: Attempt, documents: Mapping[str, json_file.Document], retention: Retention | None = None
 ) -> None:
@@ -301,7 +360,7 @@ def require_room(
         taken = files.allocated_bytes(folder.partial(attempt.iteration, attempt.name))
     except OSError as error:
         raise cannot_write(folder.root, error) from error
-    if free + taken < needed:
+    if free is not None and free + taken < needed:
         raise CheckpointError(
             "There is no room for a checkpoint",
             where=folder.root,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.checkpoint.files import keep_block, read_regular
+from trainer.checkpoint.files import Files, keep_block, make_folders, read_small
 from trainer.errors import LockError
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class FolderLock:
         Raises:
             LockError: if another job holds it, naming its host, pid and start, or the file system has no locks to give.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(Files(), self._path.parent)
         self._descriptor = self._take()
         threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True).start()
 
@@ -85,7 +85,7 @@ class FolderLock:
             LockError: if somebody took it over, who may have let it go again since.
         """
         try:
-            read_regular(self._path, _MOST_BYTES)
+            read_small(self._path, _MOST_BYTES)
         except OSError:
             return
         holder = self._holder()
@@ -177,7 +177,7 @@ class FolderLock:
 
     def _holder(self) -> Holder | None:
         try:
-            holder = Holder(**json.loads(read_regular(self._path, _MOST_BYTES)))
+            holder = Holder(**json.loads(read_small(self._path, _MOST_BYTES)))
             time.localtime(holder.started)
         except (OSError, OverflowError, RecursionError, ValueError, TypeError):
             return None

@@ -27,12 +27,17 @@ _MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint whose JSON files are checked; its tensors are not read yet."""
+    """A committed checkpoint whose JSON files are checked; its tensors are not read yet.
+
+    Args:
+        digest: of the manifest's bytes: two folders with the same one hold the same checkpoint.
+    """
 
     path: Path
     files: Files
     manifest: Manifest
     state: Json
+    digest: str = ""
     _places: dict[str, Place] = field(default_factory=dict, repr=False, compare=False)  # once they were read
 
     @property
@@ -53,7 +58,8 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
         CheckpointError: naming the first file that is missing or damaged.
     """
     try:
-        found = manifest.from_bytes(_read(path / MANIFEST, files), where=path / MANIFEST)
+        content = _read(path / MANIFEST, files)
+        found = manifest.from_bytes(content, where=path / MANIFEST)
     except OSError as error:
         raise failed_read(
             "A folder is no checkpoint", error, where=path, expected=MANIFEST, fix="Name another one."
@@ -80,7 +86,7 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
         raise CheckpointError(
             "A state file has no iteration", where=path / STATE, expected="a natural number", found=repr(iteration)
         )
-    return Checkpoint(path, files, found, state)
+    return Checkpoint(path, files, found, state, manifest.digest_of(content))
 
 
 def _check_index(index: Json, found: Manifest, *, where: Path) -> None:

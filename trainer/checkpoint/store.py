@@ -18,6 +18,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _ANY_ITERATION = re.compile(r"iter_\d{7,}(\.superseded-\d+)?")
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\..*\.(partial|deleting)")
+_MARK = re.compile(r"\.shared\..+\.mark")
 _REPLACED = re.compile(r"\.(iter_\d{7,})\..*\.replaced")
 
 
@@ -63,6 +64,14 @@ class CheckpointFolder:
     def partial(self, iteration: int, attempt: str) -> Path:
         """Return the folder in which an attempt writes."""
         return self.root / f".{iteration_name(iteration)}.{attempt}.partial"
+
+    def mark(self, nonce: str) -> Path:
+        """Return the file by which the ranks of a launch find out whether they see one folder."""
+        return self.root / f".shared.{nonce}.mark"
+
+    def mark_of(self, iteration: int, attempt: str) -> Path:
+        """Return the file by which they find that out of an attempt; it is gone before the attempt is committed."""
+        return self.partial(iteration, attempt) / f".{attempt}.mark"
 
     def tracker(self) -> int | None:
         """Return what Megatron's tracker says, a hint only; None if it is missing or unreadable."""
@@ -133,10 +142,12 @@ class CheckpointFolder:
         """
         if not self.root.is_dir():
             return []
-        folders = sorted(path for path in self.root.iterdir() if path.is_dir() and not path.is_symlink())
+        found = sorted(self.root.iterdir())
+        folders = [path for path in found if path.is_dir() and not path.is_symlink()]
         for path in folders:
             self._settle(path)
         leftovers = [path for path in folders if _LEFTOVER.fullmatch(path.name)]
+        leftovers += [path for path in found if _MARK.fullmatch(path.name) and path.is_file()]
         removed = [path for path in leftovers if self._remove(path)]
         if self.committed():  # else it is all that tells of a run whose checkpoints are gone
             self._mend_tracker()
@@ -180,7 +191,10 @@ class CheckpointFolder:
 
     def _remove(self, path: Path) -> bool:
         try:
-            self.files.remove_tree(path)
+            if path.is_dir():
+                self.files.remove_tree(path)
+            else:
+                self.files.remove_file(path)
         except OSError as error:
             _log.error("%s could not be swept: %s", path, error)
             return False

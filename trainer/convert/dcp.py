@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from trainer.checkpoint import json_file
+from trainer.checkpoint.finite import require_finite
 from trainer.convert import dcp_export
 from trainer.convert.dcp_folder import Folder, open_folder
-from trainer.convert.dcp_names import STEP, Found, is_numbered, locate
+from trainer.convert.dcp_names import STEP, Found, is_numbered, locate, possessive
 from trainer.convert.formats import Asked, Format
 from trainer.convert.source import Source
 from trainer.errors import CheckpointError, MismatchError
@@ -46,7 +47,7 @@ def read_source(path: Path, asked: Asked) -> Source:
     config = path / CONFIG
     model = read_model(json_file.read(config), where=config) if config.is_file() else asked.config.model
     shapes = {key: stored.shape for key, stored in folder.tensors.items()} | dict.fromkeys(_scalars(folder), ())
-    found = locate(shapes, model, where=path)
+    found = locate(shapes, model, where=path, with_optimizer=not asked.weights_only)
     _check_dtypes(folder, found)
     steps = _steps(folder, found) if found.has_optimizer else {}
     _tell(folder, found)
@@ -96,6 +97,7 @@ def _read(folder: Folder, found: Found, steps: Mapping[str, torch.Tensor], name:
     key, origin = found.keys[name]
     tensor = folder.read_tensor(key)
     if name in found.tied and not torch.equal(tensor, folder.read_tensor(found.tied[name])):
+        require_finite(tensor, where=name)  # NaN is never equal to itself
         raise MismatchError(
             "Embedding and output layer differ, so they are not tied",
             where=f"{folder.path}, {key} and {found.tied[name]}",
@@ -108,7 +110,7 @@ def _tell(folder: Folder, found: Found) -> None:
     """Log whose names they are, what the optimizer was set to, and what is not carried over."""
     keys = found.rest | folder.values - {key for key, _ in found.keys.values()}
     moments = "weights and moments" if found.has_optimizer else "weights alone"
-    _log.info(f"{folder.path}: {moments} under {found.scheme}' names")
+    _log.info(f"{folder.path}: {moments} under {possessive(found.scheme)} names")
     if not found.has_optimizer and is_numbered(keys):
         _log.warning(
             "The optimizer's state goes by the numbers of its parameters and is not carried: get it by name from "

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from trainer.checkpoint.box import Box, intersect
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, MismatchError
 
 METADATA = ".metadata"
 _BLOCK_BYTES = 4 << 20
@@ -59,6 +59,10 @@ _ADMITTED = {
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 
 
+class _ForeignClass(pickle.UnpicklingError):
+    """A class that is not admitted."""
+
+
 class _Unpickler(pickle._Unpickler):
     """Knows the classes of DCP's metadata, `torch.Size`, dtypes and paths, and refuses every other name.
 
@@ -74,7 +78,7 @@ class _Unpickler(pickle._Unpickler):
             return pathlib.PurePath
         elif name in _ADMITTED.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name}, which is no part of DCP's metadata")
+        raise _ForeignClass(f"{module}.{name}, which is no part of DCP's metadata")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +244,10 @@ def _no_folder(path: Path) -> CheckpointError:
     if not path.is_dir():
         return CheckpointError("There is no folder to import", where=path, fix="Correct the path.")
     below = sorted(child.name for child in path.iterdir() if (child / METADATA).is_file())
+    if len(below) == 1:
+        return CheckpointError(
+            "A folder is no DCP checkpoint, it holds one", where=path, found=below[0], fix=f"Name {path / below[0]}."
+        )
     if below:
         return CheckpointError(
             "A folder holds several DCP checkpoints", where=path, found=", ".join(below), fix="Name one of them."
@@ -261,6 +269,15 @@ def _read_metadata(file: Path) -> Metadata:
             metadata = _Unpickler(stream).load()
     except OSError as error:
         raise CheckpointError("A DCP metadata file cannot be read", where=file, found=error.strerror) from error
+    except _ForeignClass as error:
+        raise MismatchError(
+            "A DCP metadata file holds more than torch's own classes",
+            where=file,
+            expected="a pickle of torch.distributed.checkpoint.metadata.Metadata and nothing else",
+            found=str(error),
+            fix="Another program than torch wrote it, or a release of torch that is not known here, or it is damaged. "
+            "Where that program can save a Hugging Face folder, import that as `hf`.",
+        ) from None
     except (
         pickle.UnpicklingError,
         ArithmeticError,

@@ -50,11 +50,12 @@ class Found:
     rest: frozenset[str]
 
 
-def locate(shapes: Mapping[str, Shape], config: ModelConfig, *, where: object) -> Found:
+def locate(shapes: Mapping[str, Shape], config: ModelConfig, *, where: object, with_optimizer: bool = True) -> Found:
     """Find a model's tensors, and its optimizer's, among keys of any prefix.
 
     Args:
         shapes: the tensors of a folder by key.
+        with_optimizer: whether to look for the optimizer's.
 
     Raises:
         MismatchError: if the folder is not of this model: another family, tensors missing or too many, other shapes,
@@ -78,7 +79,7 @@ def locate(shapes: Mapping[str, Shape], config: ModelConfig, *, where: object) -
     problems += [f"{key}: not part of the model" for key in _too_many(shapes, prefix, scheme, used)]
     if problems:
         raise _other_model(problems, scheme, config, where=where)
-    root = _optimizer_root(shapes, next(iter(origins.values())), where=where)
+    root = _optimizer_root(shapes, next(iter(origins.values())), where=where) if with_optimizer else None
     if root is not None:
         moments, problems = _locate_moments(shapes, origins, root)
         if problems:
@@ -190,12 +191,17 @@ def _other_model(problems: Sequence[str], scheme: str, config: ModelConfig, *, w
     return MismatchError(
         "A DCP folder holds another model",
         where=where,
-        expected=f"{config.family.value} under {scheme}' names with {named}",
+        expected=f"{config.family.value} under {possessive(scheme)} names with {named}",
         found=_listed(problems),
         fix="The output layer is tied: set model.tie_word_embeddings=true."
         if is_tied
         else "Name the model with model=... and its sizes with model.KEY=VALUE.",
     )
+
+
+def possessive(program: str) -> str:
+    """Return the possessive of a program's name."""
+    return f"{program}'" if program.endswith("s") else f"{program}'s"
 
 
 def _other_optimizer(problems: Sequence[str], *, where: object) -> MismatchError:
@@ -204,7 +210,7 @@ def _other_optimizer(problems: Sequence[str], *, where: object) -> MismatchError
         where=where,
         expected=f"{', '.join(MOMENTS)} and {STEP} of every parameter",
         found=_listed(problems),
-        fix="Save it with all parameters trained, or save the model alone to start with its weights.",
+        fix="Save it with all parameters trained, or take the weights alone with --weights-only.",
     )
 
 

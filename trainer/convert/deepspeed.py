@@ -14,7 +14,8 @@ import torch
 
 from models import ModelConfig, aliases, stored_tensors
 from trainer.checkpoint import json_file
-from trainer.convert.deepspeed_flat import MOMENTS, WEIGHTS, Flats, is_plain, locate
+from trainer.checkpoint.finite import require_finite
+from trainer.convert.deepspeed_flat import MOMENTS, WEIGHTS, Flats, Whole, is_plain, locate
 from trainer.convert.deepspeed_folder import Saved, Table, open_saved, take
 from trainer.convert.formats import Asked, Format
 from trainer.convert.source import Source
@@ -49,7 +50,8 @@ def read_source(path: Path, asked: Asked) -> Source:
     Raises:
         ConfigError: if pickles are not trusted: the files are such, though nothing in them is run.
         CheckpointError: if files are missing or damaged.
-        MismatchError: if the model in it is another one, or was saved in a way that is not imported.
+        MismatchError: if the model in it is another one, was saved in a way that is not imported, or it is not certain
+            whose the moments of stage 0 are.
     """
     if not asked.trusts_pickle:
         raise ConfigError(
@@ -60,10 +62,15 @@ def read_source(path: Path, asked: Asked) -> Source:
     try:
         saved = open_saved(path)
         model = _model(saved, asked)
-        whole, shared = _whole(saved), _shared(saved)
-        reader = _Reader(saved, locate(saved, whole), whole, _names(saved, shared, model))
-        reader.check(model)
-        _tell(saved, reader)
+        whole = Whole(_whole(saved), _shared(saved))
+        names = _names(saved, whole.shared, model)
+        if not saved.is_stage_3:  # so that another model is not taken for names that are not certain
+            _check_model({name: tuple(t.shape) for name, t in whole.weights.items()}, names, model, where=saved.path)
+        flats = locate(saved, whole, given=asked.optimizer_names, weights_only=asked.weights_only)
+        reader = _Reader(saved, flats, whole.weights, names)
+        _check_model({name: place.shape for name, place in flats.places.items()}, names, model, where=saved.path)
+        has_optimizer = not asked.weights_only and any(place.step is not None for place in flats.places.values())
+        _tell(saved, reader, asked, has_optimizer=has_optimizer)
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             "A DeepSpeed checkpoint has a form that is not known",
@@ -74,7 +81,8 @@ def read_source(path: Path, asked: Asked) -> Source:
     iteration = take(saved.models[0], "global_steps", int, saved.path)
     if iteration < 0:
         raise CheckpointError("The number of steps is below 0", where=saved.path, found=iteration)
-    has_optimizer = any(place.step is not None for place in reader.flats.places.values())
+    if asked.weights_only:
+        return Source(model, 0, has_optimizer=False, read=reader.read)
     _tell_position(saved.models[0].get("global_samples"), iteration, asked)
     return Source(model, iteration, has_optimizer, reader.read)
 
@@ -105,7 +113,7 @@ class _Reader:
         """Return a tensor under our name.
 
         Raises:
-            CheckpointError: if an optimizer's copy of weights is not what the model has.
+            CheckpointError: if an optimizer's copy of weights is not what the model has, or holds NaN.
         """
         key, _, rest = name.partition(".")
         if key != _STEP and key not in MOMENTS:
@@ -118,6 +126,7 @@ class _Reader:
     def _weights(self, name: str) -> torch.Tensor:
         found, own = self.flats.read(WEIGHTS, name), self.whole.get(name)
         if own is not None and not torch.equal(found.to(own.dtype), own):
+            require_finite(found, where=name)  # NaN is never equal to itself
             raise CheckpointError(
                 "The optimizer's copy of a parameter is not what the model has",
                 where=f"{self.saved.path}, {name}",
@@ -125,30 +134,37 @@ class _Reader:
             )
         return found
 
-    def check(self, model: ModelConfig) -> None:
-        """Refuse another model than `model`.
 
-        Raises:
-            MismatchError: naming what is missing, what is left over and what has another shape.
-        """
-        places, expected = self.flats.places, stored_tensors(model)
-        lacking = [name for name in expected if self.names[name] not in places]
-        rest = sorted(places.keys() - set(self.names.values()))
-        odd = [
-            f"{name} is {list(places[theirs].shape)}, expected {list(expected[name].shape)}"
-            for name, theirs in self.names.items()
-            if theirs in places and places[theirs].shape != expected[name].shape
-        ]
-        if lacking or rest or odd:
-            lines = [f"missing: {name}" for name in lacking] + [f"not of the model: {name}" for name in rest] + odd
-            shown = "\n".join(f"  {line}" for line in lines[:_MOST_NAMED])
-            raise MismatchError(
-                "The checkpoint holds another model",
-                where=self.saved.path,
-                found=f"{len(lines)} differences:\n{shown}{'' if lines[:_MOST_NAMED] == lines else ' ...'}",
-                fix="Choose its model by overrides, such as model=gpt2_124m or model.tie_word_embeddings=false; a "
-                "config.json beside the tag's folder goes before them.",
-            )
+def _check_model(
+    shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str], model: ModelConfig, *, where: object
+) -> None:
+    """Refuse another model than `model`.
+
+    Args:
+        shapes: of what the checkpoint holds, by DeepSpeed's names.
+        names: DeepSpeed's name of every tensor of ours.
+
+    Raises:
+        MismatchError: naming what is missing, what is left over and what has another shape.
+    """
+    expected = stored_tensors(model)
+    lacking = [name for name in expected if names[name] not in shapes]
+    rest = sorted(shapes.keys() - set(names.values()))
+    odd = [
+        f"{name} is {list(shapes[theirs])}, expected {list(expected[name].shape)}"
+        for name, theirs in names.items()
+        if theirs in shapes and shapes[theirs] != expected[name].shape
+    ]
+    if lacking or rest or odd:
+        lines = [f"missing: {name}" for name in lacking] + [f"not of the model: {name}" for name in rest] + odd
+        shown = "\n".join(f"  {line}" for line in lines[:_MOST_NAMED])
+        raise MismatchError(
+            "The checkpoint holds another model",
+            where=where,
+            found=f"{len(lines)} differences:\n{shown}{'' if lines[:_MOST_NAMED] == lines else ' ...'}",
+            fix="Choose its model by overrides, such as model=gpt2_124m or model.tie_word_embeddings=false; a "
+            "config.json beside the tag's folder goes before them.",
+        )
 
 
 def _whole(saved: Saved) -> dict[str, torch.Tensor]:
@@ -208,18 +224,18 @@ def _tell_position(samples: object, iteration: int, asked: Asked) -> None:
         )
 
 
-def _tell(saved: Saved, reader: _Reader) -> None:
+def _tell(saved: Saved, reader: _Reader, asked: Asked, *, has_optimizer: bool) -> None:
     """Log what was found and what of it is not carried over."""
     table, places = saved.models[0], reader.flats.places
     frozen = [name for name, place in places.items() if place.step is None]
     ranks = f"{len(saved.optimizers)} ranks" if saved.optimizers else "stage 0"
     _log.info(f"{saved.path}: DeepSpeed {table.get('ds_version')}, {ranks}")
-    if len(frozen) == len(places):
-        if table.get("optimizer") is not None:
-            _log.warning(
-                "Not carried: the optimizer's moments and copies of weights, which stage 0 keeps by number, here in a "
-                "form or order that is not known; weights are the model's own, in its dtype"
-            )
+    if saved.optimizers and asked.optimizer_names is not None:
+        _log.warning("--optimizer-names is not used: at ZeRO 1 and above the files have the names themselves")
+    if not has_optimizer:
+        if saved.optimizers or table.get("optimizer") is not None:
+            own = "; the weights are the model's own, in its dtype" if not saved.optimizers else ""
+            _log.warning(f"not carried, as --weights-only asks: the optimizer's moments{own}")
     elif frozen:
         _log.warning(f"{len(frozen)} parameters were frozen; they go on with zero moments: {_first(frozen)}")
     added = [(key, value) for key, value in table.items() if key not in _KNOWN]
@@ -231,9 +247,12 @@ def _tell(saved: Saved, reader: _Reader) -> None:
 
 def _settings(saved: Saved) -> list[str]:
     """Return the numbers of the optimizer's groups, as text, each once."""
-    first: Table = (
-        saved.optimizers[0] if saved.optimizers else {"optimizer_state_dict": saved.models[0].get("optimizer")}
-    )
+    own = saved.models[0].get("optimizer")
+    first: Table = {"optimizer_state_dict": own}
+    if saved.optimizers:
+        first = saved.optimizers[0]
+    elif isinstance(own, Mapping) and "optimizer_state_dict" in own:
+        first = own
     tables = [first.get(key) for key in ("base_optimizer_state", "optimizer_state_dict")]
     found = [table.get("param_groups") for table in tables if isinstance(table, Mapping)]
     groups = [group for group in (found[0] if found else None) or () if isinstance(group, Mapping)]
@@ -245,4 +264,6 @@ def _first(names: Collection[str]) -> str:
     return ", ".join(list(names)[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
 
 
-FORMAT = Format("a folder of DeepSpeed's save_checkpoint, ZeRO stages 0 to 3", read_source, names_model=True)
+FORMAT = Format(
+    "a folder of DeepSpeed's save_checkpoint, ZeRO stages 0 to 3", read_source, names_model=True, numbers_moments=True
+)

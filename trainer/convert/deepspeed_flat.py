@@ -7,18 +7,19 @@ Three layouts are known (DeepSpeed's `zero/stage_1_and_2.py`, `zero/stage3.py`, 
   rank an equal part of that. Of the weights, the padding at the end is not stored.
 * ZeRO 3 cuts every parameter into equal parts, the last one padded, and lays a rank's parts end to end, in several
   buffers where there are many.
-* Stage 0 keeps parameters whole, by number. Names are given back by order and shape.
+* Stage 0 keeps parameters whole, by number. `deepspeed_numbered` finds their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
 
 from trainer.convert.deepspeed_folder import Saved, Table, take
+from trainer.convert.deepspeed_numbered import Numbered, names_of
 from trainer.errors import CheckpointError, MismatchError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -55,19 +56,27 @@ class Flats:
         joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
         return joined[: prod(place.shape)].view(place.shape)
 
-    def add(self, weights: Chain, entries: Sequence[Table], where: object) -> tuple[int, float]:
+    def add(self, weights: Chain, entries: Sequence[Table] | None, where: object) -> tuple[int, float | None]:
         """Add a chain of weights and those of its moments; return its number and its step.
+
+        Args:
+            entries: what the optimizer has for each tensor of the chain; None to leave moments and step out.
 
         Raises:
             CheckpointError: if the moments are not of one step, or not as many as the weights.
             MismatchError: if the optimizer is not of Adam's kind.
         """
+        if entries is None:
+            self.chains[WEIGHTS].append(weights)
+            for key in MOMENTS:  # numbered alike
+                self.chains[key].append(())
+            return len(self.chains[WEIGHTS]) - 1, None
+        found = {key: [_moment(entry, key, where) for entry in entries] for key in MOMENTS}
         steps = {_step(entry, where) for entry in entries}
         if len(steps) != 1:
             raise _of_several_saves(where, steps)
         self.chains[WEIGHTS].append(weights)
-        for key in MOMENTS:
-            moments = [_moment(entry, key, where) for entry in entries]
+        for key, moments in found.items():
             for number, (own, theirs) in enumerate(zip(weights, moments, strict=True)):
                 # Of weights alone, what pads the end is not stored, and it may reach over several ranks.
                 extra, is_end = theirs.numel() - own.numel(), not any(later.numel() for later in weights[number + 1 :])
@@ -102,24 +111,38 @@ class Flats:
                     )
 
 
-def locate(saved: Saved, whole: Mapping[str, torch.Tensor]) -> Flats:
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What the model file holds whole: nothing at stage 3.
+
+    Args:
+        weights: by name, a shared one once, in the module's order.
+        shared: second names of shared weights, with the first.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    shared: Mapping[str, str]
+
+
+def locate(saved: Saved, whole: Whole, *, given: Sequence[str] | None, weights_only: bool) -> Flats:
     """Return where every parameter lies; one that no optimizer holds lies in the model's own files.
 
     Args:
-        whole: the parameters that the model file holds whole, in the module's order; none at stage 3.
+        given: the names of the optimizer's parameters at stage 0, in its order, as the user lists them.
+        weights_only: whether moments are left out, and are not looked at.
 
     Raises:
         CheckpointError: if an entry is missing or no such thing.
-        MismatchError: if the optimizer is not of Adam's kind.
+        MismatchError: if the optimizer is not of Adam's kind, or it is not certain whose its moments are.
     """
     flats = Flats()
     if saved.is_stage_3:
-        _locate_cut_one_by_one(flats, saved)
+        _locate_cut_one_by_one(flats, saved, weights_only=weights_only)
     elif saved.optimizers:
-        _locate_cut_together(flats, saved)
-    else:
-        _locate_numbered(flats, saved, whole)
-    for name, tensor in whole.items():
+        _locate_cut_together(flats, saved, weights_only=weights_only)
+    elif not weights_only:
+        _locate_numbered(flats, saved, whole, given)
+    for name, tensor in whole.weights.items():
         if name not in flats.places:
             flats.add_whole(name, tuple(tensor.shape), [tensor])
     if saved.is_stage_3:
@@ -128,10 +151,11 @@ def locate(saved: Saved, whole: Mapping[str, torch.Tensor]) -> Flats:
     return flats
 
 
-def _locate_cut_together(flats: Flats, saved: Saved) -> None:
+def _locate_cut_together(flats: Flats, saved: Saved, *, weights_only: bool) -> None:
     """Find the parameters of ZeRO 1 and 2."""
     path = saved.path
-    entries = [_entries(state, "base_optimizer_state", path) for state in saved.optimizers]
+    optimizers = () if weights_only else saved.optimizers
+    entries = [_entries(state, "base_optimizer_state", path) for state in optimizers]
     buffers = [_tensors(state, "single_partition_of_fp32_groups", path) for state in saved.optimizers]
     groups = _shapes(saved.models[0], "param_shapes", path)
     none = [[0] * len(group) for group in groups]
@@ -141,19 +165,21 @@ def _locate_cut_together(flats: Flats, saved: Saved) -> None:
     if set(counts) != {len(groups)} or [len(group) for group in paddings] != [len(group) for group in none]:
         raise _of_several_saves(path, {f"{count} groups" for count in (*counts, len(paddings), len(groups))})
     for number, group in enumerate(groups):
-        chain, step = flats.add([b[number] for b in buffers], [e[number] for e in entries], path)
+        moments = None if weights_only else [e[number] for e in entries]
+        chain, step = flats.add([b[number] for b in buffers], moments, path)
         offset = 0
         for (name, shape), padding in zip(group.items(), paddings[number], strict=True):
             flats.places[name] = Place(shape, ((chain, offset, offset + prod(shape)),), step)
             offset += prod(shape) + padding
 
 
-def _locate_cut_one_by_one(flats: Flats, saved: Saved) -> None:
+def _locate_cut_one_by_one(flats: Flats, saved: Saved, *, weights_only: bool) -> None:
     """Find the parameters of ZeRO 3: a chain is what one rank has."""
-    path, steps = saved.path, set[float]()
+    path, steps = saved.path, set[float | None]()
     for state in saved.optimizers:
-        buffers, entries = _tensors(state, "fp32_flat_groups", path), _entries(state, "optimizer_state_dict", path)
-        if len(buffers) != len(entries):
+        buffers = _tensors(state, "fp32_flat_groups", path)
+        entries = None if weights_only else _entries(state, "optimizer_state_dict", path)
+        if entries is not None and len(buffers) != len(entries):
             raise _of_several_saves(path, {f"{len(buffers)} buffers", f"{len(entries)} entries of the optimizer"})
         steps.add(flats.add(buffers, entries, path)[1])
     if len(steps) > 1:
@@ -190,33 +216,51 @@ def _add_frozen_parts(flats: Flats, saved: Saved) -> None:
         flats.add_whole(name, shape, fragments)
 
 
-def _locate_numbered(flats: Flats, saved: Saved, whole: Mapping[str, torch.Tensor]) -> None:
-    """Find the parameters of stage 0; none, where their order is not one that is known.
-
-    Known are one group of all in the module's order, and one of matrices and one of vectors, each in that order.
-    """
+def _locate_numbered(flats: Flats, saved: Saved, whole: Whole, given: Sequence[str] | None) -> None:
+    """Find the parameters of stage 0; none, where no optimizer was saved."""
     path = saved.path
-    optimizer = saved.models[0].get("optimizer")
-    if not isinstance(optimizer, Mapping) or "fp32_groups_flat" in optimizer:
+    if saved.models[0].get("optimizer") is None:
         return
-    key = "optimizer_state_dict" if "optimizer_state_dict" in optimizer else "optimizer"
-    entries = _entries(optimizer if key in optimizer else saved.models[0], key, path)
-    groups = take(optimizer.get("optimizer_state_dict", optimizer), "param_groups", list, path)
-    counts = [len(take(group, "params", list, path)) for group in groups]
-    copies = [_tensors({"group": group}, "group", path) for group in optimizer.get("fp32_groups") or []]
-    masters = [tensor for group in copies for tensor in group]
-    shapes = [tuple(_moment(entry, "exp_avg", path).shape) for entry in entries]
-    matrices = [name for name, tensor in whole.items() if tensor.dim() > 1]
-    vectors = [name for name, tensor in whole.items() if tensor.dim() <= 1]
-    for names in ([list(whole)], [matrices, vectors], [vectors, matrices]):
-        order = [name for group in names for name in group]
-        if [len(group) for group in names] == counts and [tuple(whole[name].shape) for name in order] == shapes:
-            break
-    else:
-        return
-    for number, name in enumerate(order):
-        chain, step = flats.add([masters[number] if masters else whole[name]], [entries[number]], path)
-        flats.places[name] = Place(shapes[number], ((chain, 0, prod(shapes[number])),), step)
+    optimizer = take(saved.models[0], "optimizer", dict, path)
+    if "fp32_groups_flat" in optimizer:
+        raise MismatchError(
+            "Moments of stage 0 that lie end to end are not read",
+            where=path,
+            expected="moments of each parameter",
+            found="fp32_groups_flat, of DeepSpeed's wrapper of a fused Adam",
+            fix="Take the weights alone with --weights-only.",
+        )
+    table, key = (
+        (optimizer, "optimizer_state_dict") if "optimizer_state_dict" in optimizer else (saved.models[0], "optimizer")
+    )
+    entries = _entries(table, key, path)
+    copies = [_tensors({"fp32_groups": group}, "fp32_groups", path) for group in optimizer.get("fp32_groups") or []]
+    numbered = _numbered(take(table, key, dict, path), entries, copies, path)
+    names = names_of(numbered, whole.weights, whole.shared, given, where=path)
+    for number, (name, shape) in enumerate(zip(names, numbered.shapes, strict=True)):
+        weights = numbered.copies[number] if numbered.copies else whole.weights[name]
+        chain, step = flats.add([weights], [entries[number]], path)
+        flats.places[name] = Place(shape, ((chain, 0, prod(shape)),), step)
+
+
+def _numbered(table: Table, entries: Sequence[Table], copies: Sequence[Chain], where: object) -> Numbered:
+    groups = take(table, "param_groups", list, where)
+    numbers = [number for group in groups for number in take(group, "params", list, where)]
+    if numbers != list(range(len(entries))):
+        raise _damaged(where, "param_groups", "numbers that are not in order")
+    counts = [len(group["params"]) for group in groups]
+    if copies and [len(group) for group in copies] != counts:
+        raise _of_several_saves(where, {f"{count} parameters" for count in (len(entries), sum(map(len, copies)))})
+    recorded = [group.get("param_names") for group in groups]
+    is_named = all(
+        isinstance(names, list) and len(names) == count and all(isinstance(name, str) for name in names)
+        for names, count in zip(recorded, counts, strict=True)
+    )
+    return Numbered(
+        [tuple(_moment(entry, "exp_avg", where).shape) for entry in entries],
+        [tensor for group in copies for tensor in group],
+        [name for names in recorded for name in names or ()] if is_named else None,
+    )
 
 
 def _cut(chain: Chain, lo: int, hi: int) -> Iterator[torch.Tensor]:
@@ -275,7 +319,8 @@ def _entries(state: Table, key: str, where: object) -> list[Table]:
             where=where,
             expected=f"those of {len(steps)}",
             found=f"those of {len(by_number)}",
-            fix="It was saved before the first step, or holds parameters that are not used.",
+            fix="It was saved before the first step, or holds parameters that are not used. Take the weights alone "
+            "with --weights-only.",
         )
     return [{"step": step, **by_number[number]} for number, step in enumerate(steps)]
 
@@ -288,7 +333,7 @@ def _moment(entry: Table, key: str, where: object) -> torch.Tensor:
             where=where,
             expected=" and ".join(MOMENTS),
             found=", ".join(map(str, entry)),
-            fix="Only the moments of Adam and AdamW are imported.",
+            fix="Only the moments of Adam and AdamW are imported. Take the weights alone with --weights-only.",
         )
     return tensor
 
@@ -306,7 +351,7 @@ def _damaged(where: object, key: str, found: str) -> CheckpointError:
     return CheckpointError("An entry of a DeepSpeed file makes no sense", where=f"{where}, {key}", found=found)
 
 
-def _of_several_saves(where: object, found: set[float] | set[str]) -> CheckpointError:
+def _of_several_saves(where: object, found: Iterable[object]) -> CheckpointError:
     return CheckpointError(
         "The files of a DeepSpeed checkpoint are of several saves", where=where, found=sorted(map(str, found))
     )

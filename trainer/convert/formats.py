@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +20,14 @@ class Asked:
     Args:
         config: of the run that is to go on, as its overrides make it; its model is the one that is expected.
         trusts_pickle: whether files may be unpickled, which can run code.
+        weights_only: whether the optimizer's state is left out.
+        optimizer_names: the names of the optimizer's parameters in its order, where the format keeps them by number.
     """
 
     config: Config
     trusts_pickle: bool = False
+    weights_only: bool = False
+    optimizer_names: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,11 @@ class Format:
         read: opens what lies at a path; None where nothing is imported.
         write: writes a checkpoint of ours to a path where nothing is yet; None where nothing is exported.
         names_model: whether what lies there says which model it is, so that no override needs to.
+        numbers_moments: whether moments may lie there by number, so that `Asked.optimizer_names` is of use.
     """
 
     summary: str
     read: Callable[[Path, Asked], Source] | None = None
     write: Callable[[Checkpoint, Path, Wanted], None] | None = None
     names_model: bool = False
+    numbers_moments: bool = False

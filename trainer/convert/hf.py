@@ -6,6 +6,7 @@ transformers as it lies; what is written here is smaller.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,15 +23,17 @@ from trainer.convert.source import TOKENIZER_FILES, Source, of_checkpoint, token
 from trainer.convert.tensor_files import write_tensor_files
 from trainer.data.text import read_tokenizer
 from trainer.errors import CheckpointError
-from trainer.hf.folder import CONFIG, open_folder, stored_places
+from trainer.hf.folder import CONFIG, left_behind, open_folder, stored_places
 from trainer.hf.load import check_tied, read_whole
 from trainer.state import checkpoint_specs
+
+_log = logging.getLogger(__name__)
 
 FILE_BYTES = DEFAULT_FILE_BYTES
 
 
 def read_source(path: Path, _: Asked) -> Source:
-    """Open a folder that `save_pretrained` wrote.
+    """Open a folder that `save_pretrained` wrote. What else a trainer has saved in it is named in the log.
 
     Raises:
         CheckpointError: if it is none, or is damaged.
@@ -39,6 +42,8 @@ def read_source(path: Path, _: Asked) -> Source:
     folder = open_folder(path, Files())
     places = stored_places(folder, folder.model)
     check_tied(folder, folder.model)
+    for line in left_behind(path):
+        _log.warning(line)
     return Source(
         folder.model,
         0,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 import models
 from trainer import record
@@ -13,14 +17,14 @@ from trainer.checkpoint import commit
 from trainer.checkpoint.commit import Attempt
 from trainer.checkpoint.compat import differences, settle
 from trainer.checkpoint.files import Files
+from trainer.checkpoint.finite import require_finite
 from trainer.checkpoint.flight import cannot_write, require_room
 from trainer.checkpoint.json_file import Document
 from trainer.checkpoint.layout import build_layout
 from trainer.checkpoint.lock import FolderLock
 from trainer.checkpoint.reader import STATE
 from trainer.checkpoint.store import CheckpointFolder
-from trainer.config import CheckpointSection, Config, ParallelSection
-from trainer.config_checks import validate
+from trainer.config import CheckpointSection, Config, ParallelSection, TrainSection
 from trainer.convert.source import Source
 from trainer.convert.tensor_files import write_tensor_files
 from trainer.data.text import bytes_encoder, read_tokenizer
@@ -28,11 +32,14 @@ from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.progress import Progress
 from trainer.state import checkpoint_specs
 
+_log = logging.getLogger(__name__)
+
 
 def write_checkpoint(source: Source, folder: Path, config: Config, *, consumed_samples: int | None = None) -> Path:
     """Write `folder/iter_<iteration>` from a source, as a run with `config` on one rank would, and return that path.
 
-    Tensors become float32, one at a time. The folder is locked meanwhile as a run locks it.
+    Tensors become float32, one at a time; one that holds NaN or infinity is refused. The folder is locked meanwhile as
+    a run locks it.
 
     Args:
         config: of the run that is to go on; how it is spread over ranks is left out.
@@ -43,7 +50,8 @@ def write_checkpoint(source: Source, folder: Path, config: Config, *, consumed_s
             that was committed is touched.
     """
     config = replace(config, parallel=ParallelSection(zero_stage=config.parallel.zero_stage))
-    validate(config, 1)
+    _check(config)
+    config = replace(config, train=_trainable(config))
     documents = _documents(source, config, consumed_samples)
     files = Files()
     specs = tuple(checkpoint_specs(config.model, with_optimizer=source.has_optimizer))
@@ -63,6 +71,31 @@ def write_checkpoint(source: Source, folder: Path, config: Config, *, consumed_s
     return attempt.folder.iteration(source.iteration)
 
 
+def _check(config: Config) -> None:
+    """Refuse a configuration with which nothing can be written. Keys of training are the business of the run."""
+    found = models.problems(config.model)
+    values = {
+        "train.seq_length": config.train.seq_length,
+        "train.global_batch_size": config.train.global_batch_size,
+        "checkpoint.file_bytes": config.checkpoint.file_bytes,
+    }
+    found += [f"{name}={value}: must be at least 1" for name, value in values.items() if value < 1]
+    if found:
+        raise ConfigError("No checkpoint can be written with this configuration", found="; ".join(found))
+
+
+def _trainable(config: Config) -> TrainSection:
+    """Return the section `train` as the checkpoint records it: with samples no longer than the model has positions."""
+    most = config.model.max_position_embeddings
+    if config.train.seq_length <= most:
+        return config.train
+    _log.info(
+        f"train.seq_length={config.train.seq_length} is above the model's {most} positions: the checkpoint records "
+        f"{most}, and a run that goes on from it needs train.seq_length={most} or less"
+    )
+    return replace(config.train, seq_length=most)
+
+
 def _write(source: Source, attempt: Attempt, config: Config, documents: dict[str, Document], lock: FolderLock) -> None:
     target, partial = (
         attempt.folder.iteration(attempt.iteration),
@@ -76,11 +109,22 @@ def _write(source: Source, attempt: Attempt, config: Config, documents: dict[str
     files = attempt.folder.files
     try:
         files.make_folder(partial)
-        written = write_tensor_files(partial, files, attempt.layout, source.read)
+        written = write_tensor_files(partial, files, attempt.layout, _finite(source))
         aliases = models.aliases(config.model)
         commit.publish(attempt, written, documents=documents, aliases=aliases, lock=lock, claim=lambda: None)
     finally:
         files.remove_tree(partial)  # gone, once it has its name
+
+
+def _finite(source: Source) -> Callable[[str], torch.Tensor]:
+    """Return the source's `read`, which then refuses tensors with a number that is NaN or infinite."""
+
+    def read(name: str) -> torch.Tensor:
+        tensor = source.read(name)
+        require_finite(tensor, where=name)
+        return tensor
+
+    return read
 
 
 def _documents(source: Source, config: Config, consumed_samples: int | None) -> dict[str, Document]:

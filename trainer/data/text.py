@@ -5,10 +5,8 @@ Where the tokens are kept is decided in `trainer.data.corpus`.
 
 from __future__ import annotations
 
-import errno
 import glob
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ import xxhash
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
 from trainer.data.token_file import TokenArray
 from trainer.errors import DataError
+from trainer.regular_file import read_regular
 
 # Tests say little about the language and much about their fixtures; the others hold programs and their tests.
 _STDLIB_EXCLUDED_FOLDERS = frozenset(
@@ -151,14 +150,7 @@ def read_tokenizer(path: Path) -> bytes:
         DataError: it cannot be read, is no regular file, or is larger than `MOST_TOKENIZER_BYTES`.
     """
     try:
-        # A pipe would keep the reader waiting for a writer.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file")
-            if status.st_size > MOST_TOKENIZER_BYTES:
-                raise OSError(errno.EFBIG, f"{status.st_size} bytes, more than {MOST_TOKENIZER_BYTES}")
-            return file.read()
+        return read_regular(path, limit_bytes=MOST_TOKENIZER_BYTES)
     except OSError as error:
         raise _unreadable(path, error) from error
 

@@ -27,6 +27,17 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Buffers that older versions of transformers stored, functions of the sizes: masks of GPT-2, frequencies of LLaMA.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _MOST_SHOWN = 20
+# What transformers' Trainer and accelerate write beside a model: patterns of names, and what is in them.
+_BESIDE = (
+    (("optimizer.pt", "optimizer.bin", "optimizer", "optimizer_[0-9]*"), "the optimizer's moments"),
+    (("scheduler.pt", "scheduler.bin"), "the schedule"),
+    (("trainer_state.json",), "the step and the log"),
+    (("rng_state*.pth", "random_states_*.pkl"), "random generators"),
+    (("training_args.bin",), "the settings"),
+    (("scaler.pt",), "the loss scale"),
+    (("sampler*.bin", "dl_state_dict.bin"), "the data position"),
+)
+_DEEPSPEED = "global_step[0-9]*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,28 @@ def open_folder(path: Path, files: Files) -> Folder:
             "A folder has fewer tensors than layers", where=path / CONFIG, expected=model.n_layer, found=len(places)
         )
     return Folder(path, files, model, places)
+
+
+def left_behind(path: Path) -> list[str]:
+    """Return lines on what a trainer has saved beside the model and a folder of weights does not carry into a run."""
+    found = list[str]()
+    for patterns, what in _BESIDE:
+        names = sorted(child.name for pattern in patterns for child in path.glob(pattern))
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            found.append(f"{names[0]}{more} ({what})")
+    lines = []
+    if found:
+        lines.append(
+            f"not carried from {path}: {', '.join(found)}; a run begins with the weights alone, at iteration 0 "
+            "and with zero moments"
+        )
+    if steps := sorted(child.name for child in path.glob(_DEEPSPEED) if child.is_dir()):
+        lines.append(
+            f"not carried from {path}: {', '.join(steps)} (DeepSpeed's checkpoint); `python -m scripts.convert import "
+            f"deepspeed` brings its moments in"
+        )
+    return lines
 
 
 def stored_places(folder: Folder, model: ModelConfig) -> dict[str, Place]:

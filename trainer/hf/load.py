@@ -11,6 +11,7 @@ import torch
 import models
 from models import ModelConfig
 from trainer.checkpoint.box import Box, in_bytes, whole
+from trainer.checkpoint.finite import FiniteCheck
 from trainer.checkpoint.floats import ITEMS, read_floats
 from trainer.checkpoint.gather import Gatherer
 from trainer.checkpoint.layout import Place
@@ -32,20 +33,23 @@ def fill(
     """Read what each box of `live`, float32, needs into its memory; `progress` is told how many more bytes are there.
 
     Raises:
-        CheckpointError: if a file cannot be read, or ends early.
+        CheckpointError: if a file cannot be read or ends early, or a number in it is NaN or infinite.
     """
     start = time.perf_counter()
     gatherer = Gatherer()
     read_bytes = filled_bytes = 0
     for tensor in sorted(live, key=lambda t: (places[t.spec.name].file, places[t.spec.name].offset)):
-        place, target = places[tensor.spec.name], Target(tensor, tensor.box)
+        place, target, check = places[tensor.spec.name], Target(tensor, tensor.box), FiniteCheck()
         with opened(folder.files, (folder.path / place.file).resolve()) as file:
             for found, values in read_floats(file, place, tensor.box, gatherer=gatherer):
+                check.add(torch.from_numpy(values))
                 part = in_bytes(found, values.itemsize)
                 target.put(part, values.reshape(-1).view(np.uint8).reshape(part.shape))
                 filled_bytes += values.nbytes
                 progress(values.nbytes)
             read_bytes += file.read_bytes
+        where = f"{folder.path / place.file}, {tensor.spec.name}"
+        check.require_all(tensor.box, place.spec.view, place.spec.shape, where=where)
         target.finish()
     return LoadReport(len(live), len(live), read_bytes, filled_bytes, time.perf_counter() - start)
 

@@ -49,6 +49,7 @@ _LLAMA_ONLY: dict[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
 }
+_MOST = 1e30  # of any number in a configuration; `models.problems` has the bounds of each
 _THETA = 10000.0  # of a LLaMA configuration that names none
 # What says nothing of the tensors and nothing of the result: it may differ, and a line says so.
 _FREE = ("dropout", "initializer_range", "bos_token_id", "eos_token_id")
@@ -204,7 +205,7 @@ def _checked(name: str, value: object, like: object, found: list[str]) -> object
         case int():
             is_fit = type(value) is int and 0 < value < 2**31
         case _:
-            is_fit = type(value) in (int, float)
+            is_fit = type(value) in (int, float) and abs(value) <= _MOST  # type: ignore[arg-type]
     if not is_fit:
         found.append(f"{name}={value!r}: no {type(like).__name__} that a model has")
         return like

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from trainer.checkpoint.box import Box, in_bytes
+from trainer.checkpoint.finite import FiniteCheck
 from trainer.checkpoint.floats import read_floats
 from trainer.checkpoint.gather import Gatherer
 from trainer.checkpoint.layout import Kind, Place, TensorSpec
@@ -61,7 +63,9 @@ def fill(
             target = Target(tensor, tensor.box)
             for run in _runs(part, tensor.spec.view, tensor.box):
                 place = Place(TensorSpec(Kind.MODEL, part.name, run.view, file.dtype, run.view), "", offset)
+                check = FiniteCheck()
                 for found, values in read_floats(source, place, run.box, gatherer=gatherer):
+                    check.add(torch.from_numpy(values))
                     ours = run.ours(found)
                     turned = values if run.order is None else values.transpose(run.order)
                     memory = np.ascontiguousarray(turned).reshape(-1).view(np.uint8)
@@ -69,6 +73,7 @@ def fill(
                     target.put(box, memory.reshape(box.shape))
                     filled_bytes += memory.size
                     progress(memory.size)
+                check.require_all(run.box, run.view, run.view, where=f"{file.path}, {part.name}")
             target.finish()
     seconds = time.perf_counter() - start
     return LoadReport(len(live), len(live), source.read_bytes, filled_bytes, seconds)

@@ -1,0 +1,110 @@
+"""Makes sure that every rank sees the checkpoint folder of rank 0: rank 0 leaves a mark in it, the others read it.
+
+A path says nothing: a host whose mount is missing has another folder under the same path, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.checkpoint.commit import MANIFEST
+from trainer.checkpoint.files import Files
+from trainer.checkpoint.reader import Checkpoint, open_checkpoint
+from trainer.errors import CheckpointError, MismatchError
+
+# How long a rank looks for what rank 0 has written. A file system on the network may show it late.
+SEEN_WITHIN_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
+_MOST_BYTES = 4096
+
+
+def sees_mark(mark: Path, word: bytes, files: Files) -> bool:
+    """Return whether this rank reads `word` in the file `mark` now."""
+    return not _problem_of(mark, word, files)
+
+
+def require_mark(mark: Path, word: bytes, files: Files) -> None:
+    """Return once this rank reads `word` in the file `mark`, which rank 0 has written.
+
+    Raises:
+        CheckpointError: if it does not read that within SEEN_WITHIN_S, naming this host and the path.
+    """
+    problem = look_again(lambda: _problem_of(mark, word, files), mark.parent)
+    if problem:
+        raise CheckpointError(
+            "This host does not see the checkpoint folder of rank 0",
+            where=on_this_host(mark.parent),
+            expected=f"the file {mark.name} that rank 0 has written there",
+            found=problem,
+            fix="Nothing was saved. Mount the same file system at this path on every host, or let checkpoint.save name "
+            "a folder that all hosts share.",
+        )
+
+
+def open_same(path: Path, digest: str, files: Files) -> Checkpoint:
+    """Open the checkpoint that rank 0 has picked; a network file system may show an older one of that name at first.
+
+    Args:
+        digest: of the manifest that rank 0 has read.
+
+    Raises:
+        MismatchError: if this rank still reads another manifest after SEEN_WITHIN_S, naming this host and the path.
+        CheckpointError: as `open_checkpoint`.
+    """
+    checkpoint = open_checkpoint(path, files)
+
+    def problem() -> str:
+        nonlocal checkpoint
+        if checkpoint.digest != digest:
+            checkpoint = open_checkpoint(path, files)
+        return "" if checkpoint.digest == digest else f"digest {checkpoint.digest}"
+
+    found = look_again(problem, path)
+    if found:
+        raise MismatchError(
+            "This host reads another checkpoint than rank 0 under the same path",
+            where=on_this_host(path / MANIFEST),
+            expected=f"digest {digest}",
+            found=found,
+            fix="No training was done. Mount the same file system at this path on every host, or remove the copy that "
+            "differs.",
+        )
+    return checkpoint
+
+
+def look_again(problem: Callable[[], str], folder: Path) -> str:
+    """Ask for a `problem` until there is none, or SEEN_WITHIN_S have passed; return the last one.
+
+    Args:
+        folder: where it looks; before each further look the file system is asked for its names once more.
+    """
+    deadline, pause_s = time.monotonic() + SEEN_WITHIN_S, _FIRST_PAUSE_S
+    while (found := problem()) and time.monotonic() < deadline:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        _revalidate(folder)
+    return found
+
+
+def on_this_host(path: Path) -> str:
+    """Return in words where `path` was looked at."""
+    return f"host {socket.gethostname()}, {path.absolute()}"
+
+
+def _revalidate(folder: Path) -> None:
+    """Open a folder and all above it: for that an NFS client asks its server, and forgets which names are missing."""
+    for path in reversed((folder.absolute(), *folder.absolute().parents)):
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
+def _problem_of(mark: Path, word: bytes, files: Files) -> str:
+    try:
+        return "" if files.read_small(mark, _MOST_BYTES) == word else "another content"
+    except OSError as error:
+        return error.strerror or str(error)

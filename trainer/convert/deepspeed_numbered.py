@@ -1,0 +1,137 @@
+"""Finds which parameter each of DeepSpeed's numbered moments belongs to, or refuses them.
+
+Stage 0 keeps the optimizer's state by number, in the order in which the user gave it the parameters. Shapes do not tell
+that order: two layers have the same ones. A name is taken only from one of these, the first that there is:
+
+* the list that the user gives;
+* the names that torch keeps in the groups of an optimizer that was made of `named_parameters()`;
+* the float32 copies of the weights beside the moments: rounded, each has the bits of one of the model's weights;
+* a shape that one parameter alone has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from trainer.errors import MismatchError
+
+_Mark = tuple[tuple[int, ...], torch.dtype | None, int]
+
+_MOST_NAMED = 5
+WAYS_OUT = (
+    "Name the parameters in the optimizer's order, one a line, in a file for --optimizer-names=FILE; the section on "
+    "DeepSpeed in docs/interop.md has the three lines of Python that write it, without training. Or take the weights "
+    "alone with --weights-only."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """The optimizer's parameters by number.
+
+    Args:
+        shapes: of the moments of each.
+        copies: the float32 copy of each one's weights, or nothing where there are none.
+        recorded: the name of each as the file has it, or None where it has none.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    copies: Sequence[torch.Tensor]
+    recorded: Sequence[str] | None
+
+
+def names_of(
+    numbered: Numbered,
+    whole: Mapping[str, torch.Tensor],
+    shared: Mapping[str, str],
+    given: Sequence[str] | None,
+    *,
+    where: object,
+) -> list[str]:
+    """Return the name of every numbered parameter.
+
+    Args:
+        whole: the model's weights by name, a shared one once.
+        shared: second names of shared weights, with the first.
+        given: the names as the user lists them.
+
+    Raises:
+        MismatchError: if a name is not certain, or the names that are listed do not fit.
+    """
+    named, origin = (given, "--optimizer-names") if given is not None else (numbered.recorded, "param_names")
+    if named is None:
+        return _proved(numbered, whole, where=where)
+    names = [shared.get(name, name) for name in named]
+    problems = _unfit(names, numbered, whole)
+    if problems:
+        raise MismatchError(
+            "The names of the optimizer's parameters are not those of the checkpoint",
+            where=f"{where}, {origin}",
+            expected=f"the {len(numbered.shapes)} parameters that the optimizer has, in its order",
+            found=_listed(problems),
+            fix=WAYS_OUT,
+        )
+    return names
+
+
+def _unfit(names: Sequence[str], numbered: Numbered, whole: Mapping[str, torch.Tensor]) -> list[str]:
+    if len(names) != len(numbered.shapes):
+        return [f"{len(names)} names"]
+    problems = [f"{name} {count} times" for name, count in Counter(names).items() if count > 1]
+    for number, (name, shape) in enumerate(zip(names, numbered.shapes, strict=True)):
+        if name not in whole:
+            problems.append(f"number {number}: {name}, which the model does not have")
+        elif tuple(whole[name].shape) != shape:
+            problems.append(f"number {number}: {name} is {list(whole[name].shape)}, the moments are {list(shape)}")
+    return problems
+
+
+def _proved(numbered: Numbered, whole: Mapping[str, torch.Tensor], *, where: object) -> list[str]:
+    """Return the names as shapes, and bits where there are copies, settle them."""
+    by_mark, dtypes = defaultdict[_Mark, list[str]](list), sorted({t.dtype for t in whole.values()}, key=str)
+    for name, tensor in whole.items():
+        by_mark[_mark(tuple(tensor.shape), tensor if numbered.copies else None)].append(name)
+    found = list[list[str]]()
+    for number, shape in enumerate(numbered.shapes):
+        rounded = (numbered.copies[number].detach().to(dtype) for dtype in dtypes) if numbered.copies else (None,)
+        found.append([name for weights in rounded for name in by_mark.get(_mark(shape, weights), ())])
+    times = Counter(names[0] for names in found if len(names) == 1)
+    problems = [
+        f"number {number}, {list(shape)}: {_candidates(names)}"
+        for number, (shape, names) in enumerate(zip(numbered.shapes, found, strict=True))
+        if len(names) != 1 or times[names[0]] > 1
+    ]
+    if problems:
+        raise MismatchError(
+            "It is not certain which moments belong to which parameter: at stage 0 DeepSpeed keeps them by number",
+            where=where,
+            expected="names in the file, or copies of the weights that tell them apart",
+            found=_listed(problems),
+            fix=WAYS_OUT,
+        )
+    return [names[0] for names in found]
+
+
+def _mark(shape: tuple[int, ...], weights: torch.Tensor | None) -> _Mark:
+    """Return what a parameter is recognized by: its shape, and a digest of its bits where there are weights."""
+    if weights is None:
+        return shape, None, 0
+    data = weights.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return shape, weights.dtype, xxhash.xxh3_128_intdigest(data)  # type: ignore[arg-type]
+
+
+def _candidates(names: Sequence[str]) -> str:
+    if not names:
+        return "no parameter has this shape and these bits"
+    shown = " or ".join(names[:_MOST_NAMED])
+    return f"{shown}{f' or {len(names) - _MOST_NAMED} more' if len(names) > _MOST_NAMED else ''}"
+
+
+def _listed(problems: Sequence[str]) -> str:
+    more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+    return f"{len(problems)} problems: {'; '.join(problems[:_MOST_NAMED])}{more}"

@@ -1,0 +1,45 @@
+"""Opens files that users name, and refuses pipes and devices: opening or reading one of these may never end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+# For files that are small by nature: a configuration, a tokenizer. The largest tokenizer.json in use has 35 MB.
+SMALL_BYTES = 256 << 20
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor; a symbolic link is followed.
+
+    Raises:
+        OSError: the file cannot be opened, or is a pipe, a device, a socket or a folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would block
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_regular(path: Path, *, limit_bytes: int | None = None) -> bytes:
+    """Return the content of a regular file.
+
+    Args:
+        limit_bytes: the most that is read; None for no limit.
+
+    Raises:
+        OSError: as `open_regular`, or EFBIG where the file is larger than the limit.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        if limit_bytes is not None and os.fstat(file.fileno()).st_size > limit_bytes:
+            raise OSError(errno.EFBIG, f"larger than {limit_bytes} B", str(path))
+        return file.read()
