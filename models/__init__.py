@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from models.config import (
+    Activation,
     Family,
     Initial,
     InitialKind,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GPT2",
+    "Activation",
     "Family",
     "Initial",
     "InitialKind",

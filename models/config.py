@@ -14,6 +14,13 @@ class Family(Enum):
     llama3 = "llama3"
 
 
+class Activation(Enum):
+    """The form of the GELU in GPT-2's MLP: by a tanh, as OpenAI's GPT-2 has it, or exact, by the error function."""
+
+    gelu_tanh = "gelu_tanh"
+    gelu = "gelu"
+
+
 @dataclass
 class RopeScaling:
     """Stretch rotary frequencies for contexts longer than those of pre-training.
@@ -32,8 +39,8 @@ class ModelConfig:
     """Sizes of one model, the same for both families; also the schema of the configuration group `model`.
 
     `intermediate_size` is the width inside the MLP, `norm_eps` is added to the variance. `rope_theta` and
-    `rope_scaling` belong to llama3, `dropout` to gpt2. `pad_vocab_multiple` rounds the rows of the vocabulary up in
-    memory, never on disk.
+    `rope_scaling` belong to llama3, `dropout` and `activation` to gpt2. `pad_vocab_multiple` rounds the rows of the
+    vocabulary up in memory, never on disk.
     """
 
     family: Family
@@ -53,6 +60,7 @@ class ModelConfig:
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
     pad_vocab_multiple: int = 1
+    activation: Activation = Activation.gelu_tanh
 
     @property
     def head_dim(self) -> int:
@@ -185,6 +193,8 @@ def _llama3_problems(config: ModelConfig) -> list[str]:
     found = []
     if config.dropout != 0:
         found.append(f"model.dropout={config.dropout}: llama3 has none, leave it 0")
+    if config.activation is not Activation.gelu_tanh:
+        found.append(f"model.activation={config.activation.value}: llama3 has SwiGLU, leave the key out")
     if config.n_head >= 1 and config.head_dim % 2:
         found.append(
             f"model.n_embd={config.n_embd}: rotary positions need an even width per head, "

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.config import Initial, InitialKind, ModelConfig, Stage, StoredTensor
+from models.config import Activation, Initial, InitialKind, ModelConfig, Stage, StoredTensor
 from models.layers import (
     Conv1D,
     Dropout,
@@ -28,6 +28,8 @@ from models.layers import (
 
 _OUTPUT = "lm_head.weight"
 _EMBEDDING = "transformer.wte.weight"
+# transformers' names, see its `activations.py`.
+HF_ACTIVATIONS = {Activation.gelu_tanh: "gelu_new", Activation.gelu: "gelu"}
 
 
 class GPT2(nn.Module):
@@ -135,17 +137,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two projections with a GELU between, in its tanh form (`gelu_new` of transformers)."""
+    """Two projections with a GELU between, in the form that the configuration names."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.c_fc = Conv1D(config.n_embd, config.intermediate_size)
         self.c_proj = Conv1D(config.intermediate_size, config.n_embd)
+        self.approximate = "tanh" if config.activation is Activation.gelu_tanh else "none"
         self.dropout = Dropout(config.dropout, Site.mlp_residual, layer=layer)
 
     def forward(self, x: Tensor, key: int | None) -> Tensor:
         """Map [B, T, n_embd] to the same shape."""
-        hidden = F.gelu(self.c_fc(x), approximate="tanh")
+        hidden = F.gelu(self.c_fc(x), approximate=self.approximate)
         return cast(Tensor, self.dropout(self.c_proj(hidden), key))
 
 
@@ -218,7 +221,7 @@ def hf_config(config: ModelConfig) -> dict[str, object]:
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "dtype": "float32",
-        "activation_function": "gelu_new",
+        "activation_function": HF_ACTIVATIONS[config.activation],
         "n_layer": config.n_layer,
         "n_head": config.n_head,
         "n_embd": config.n_embd,

@@ -1,4 +1,4 @@
-"""Make token files of text or JSON lines: `python -m scripts.prepare_data INPUT... --output FOLDER`.
+"""Make token files of text, JSON lines or raw tokens: `python -m scripts.prepare_data INPUT... --output FOLDER`.
 
 The folder appears whole or not at all, and what it holds does not depend on the number of processes. The last line
 that is printed is what to put on the trainer's command line. The exit status is 0, 2 where it cannot be done, or 130
@@ -23,6 +23,7 @@ from tqdm import tqdm
 from trainer.arguments import local_path, positive
 from trainer.data.blocks import Form
 from trainer.data.prepared import FILE_TOKENS, Prepared, Side, Wanted, write_prepared
+from trainer.data.raw import RAW_DTYPES, RawTokens, write_raw
 from trainer.data.text import find_files
 from trainer.errors import ConfigError, TrainerError
 
@@ -36,12 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     bars = _Bars()
     try:
-        inputs = [path for pattern in options.inputs for path in find_files(pattern)]
-        wanted = _wanted(options, inputs)
-        workers = options.workers or (len(os.sched_getaffinity(0)) if _needs_work(wanted) else 1)
-        made = write_prepared(
-            options.output, inputs, wanted, workers=workers, replace=options.force, progress=bars.begin
-        )
+        made = _prepare(options, bars)
     except TrainerError as error:
         bars.close()
         print(f"prepare_data: {type(error).__name__}: {error}", file=sys.stderr)
@@ -52,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     bars.close()
     for side in made.sides:
-        print(f"{side.name}: {side.documents:,} documents, {side.tokens:,} tokens, {len(side.files)} files")
+        documents = "" if side.documents is None else f"{side.documents:,} documents, "
+        print(f"{side.name}: {documents}{side.tokens:,} tokens, {len(side.files)} files")
+    if not made.has_text:
+        print(f"no tokenizer is named: token {made.end_of_text}, the largest, is taken for the end of text")
     print(" ".join(map(shlex.quote, overrides(made))))
     return FINE
 
@@ -63,7 +62,7 @@ def overrides(made: Prepared) -> list[str]:
     paths = [f"data.{side.name}={_pattern(side)}" for side in made.sides]
     tokens = [f"model.vocab_size={made.vocab_size}", f"model.bos_token_id={end}", f"model.eos_token_id={end}"]
     tokenizer = "bytes" if made.tokenizer is None else _quoted(str(made.tokenizer))
-    return ["data=token_file", *paths, f"data.tokenizer={tokenizer}", *tokens]
+    return ["data=token_file", *paths, *([f"data.tokenizer={tokenizer}"] if made.has_text else []), *tokens]
 
 
 def _pattern(side: Side) -> str:
@@ -99,6 +98,31 @@ class _Bars:
     def close(self) -> None:
         while self._open:
             self._open.pop().close()
+
+
+def _prepare(options: argparse.Namespace, bars: _Bars) -> Prepared:
+    inputs = [path for pattern in options.inputs for path in find_files(pattern)]
+    if options.raw is not None:
+        return _prepare_raw(options, inputs, bars)
+    if options.valid:
+        raise ConfigError("--valid goes with --raw only", fix="Hold out a part of the texts with --valid-fraction.")
+    wanted = _wanted(options, inputs)
+    workers = options.workers or (len(os.sched_getaffinity(0)) if _needs_work(wanted) else 1)
+    return write_prepared(options.output, inputs, wanted, workers=workers, replace=options.force, progress=bars.begin)
+
+
+def _prepare_raw(options: argparse.Namespace, inputs: Sequence[Path], bars: _Bars) -> Prepared:
+    """Write tokens that are tokens already; what is said of texts does not go with them."""
+    if options.form is not None or options.valid_fraction or len(options.tokenizer) > 1:
+        raise ConfigError(
+            "--raw takes tokens, no texts",
+            expected="--valid and --tokenizer PATH, and no --form, --valid-fraction or train-bpe",
+        )
+    sides = {"train": inputs, "valid": [path for pattern in options.valid for path in find_files(pattern)]}
+    given = {name: paths for name, paths in sides.items() if paths}
+    tokenizer = None if options.tokenizer == ["bytes"] else Path(options.tokenizer[0]).expanduser()
+    raw = RawTokens(options.raw, tokenizer, options.file_tokens)
+    return write_raw(options.output, given, raw, force=options.force, progress=bars.begin)
 
 
 def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> Wanted:
@@ -158,6 +182,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--form", choices=[form.value for form in Form], help="of all inputs; by default by their names"
     )
+    parser.add_argument(
+        "--raw", choices=RAW_DTYPES, help="the inputs are arrays of tokens of this dtype without a header, as nanoGPT's"
+    )
+    parser.add_argument("--valid", nargs="+", default=[], metavar="INPUT", help="arrays for validation; with --raw")
     parser.add_argument("--key", default="text", help="of the text in a JSON line")
     parser.add_argument("--valid-fraction", type=float, default=0.0, metavar="F", help="share that is held out")
     parser.add_argument("--file-tokens", type=int, default=FILE_TOKENS, metavar="N", help="most tokens of a file")

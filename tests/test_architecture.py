@@ -74,6 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.step",
         "trainer.evaluate",
         "trainer.speed_plot",
+        "trainer.run_data",
         "trainer.sample",
         "trainer.parts",
         "trainer.tied",

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
@@ -20,12 +18,10 @@ from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.retention import Retention
 from trainer.config import Config, topology_of
 from trainer.data.batches import Samples
-from trainer.data.corpus import Corpus, default_cache, prepare
-from trainer.data.fingerprint import check_tokens, fingerprint, scan
 from trainer.data.text import open_encoder, prompt_tokens
-from trainer.data.token_file import open_token_files
+from trainer.data.token_file import TokenFile
 from trainer.data.tokenizer_files import tokenizer_files
-from trainer.errors import DataError, TrainerError
+from trainer.errors import TrainerError
 from trainer.feed import Feed
 from trainer.launch import Cluster, thread_count
 from trainer.metrics import RunLog, peak_flops
@@ -33,16 +29,12 @@ from trainer.optim import AdamSettings
 from trainer.parallel.mesh import build_mesh
 from trainer.parts import build_axes, build_grid, build_models
 from trainer.requests import RequestRules, Requests
+from trainer.run_data import RunData, look_alone, open_data
 from trainer.sample import Sampler
 from trainer.schedule import Schedule, resolve
 from trainer.signals import SignalWatch
 from trainer.state import TrainerState, build_part
 from trainer.topology import Topology
-
-_DATA_TIMEOUT_S = 24 * 3600.0
-
-# The fingerprints of the training data and of the validation data; None where nothing is evaluated.
-Digests: TypeAlias = tuple[str, str | None]
 
 
 @dataclass(slots=True)
@@ -79,7 +71,8 @@ def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) ->
     """
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
-    train, valid, digests = _build_feeds(config, cluster, topology)
+    data = open_data(config, cluster)
+    train, valid = _build_feeds(config, cluster, topology, data)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     adam = _adam(config, schedule)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
@@ -92,9 +85,9 @@ def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) ->
         config,
         schedule=schedule,
         topology=topology,
-        fingerprint=digests[0],
+        fingerprint=data.fingerprint,
         environment=environment,
-        valid_fingerprint=digests[1],
+        valid_fingerprint=data.valid_fingerprint,
     )
     return Run(
         config=config,
@@ -119,8 +112,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     Raises:
         TrainerError: if the data does not suit.
     """
-    cache = Path(config.data.cache) if config.data.cache else default_cache(os.environ, Path.home())
-    digest, valid_digest = _check_data(prepare(config.data, cache=cache), config)
+    digest, valid_digest = look_alone(config)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     environment = _environment(config, torch.device("cpu"), thread_count())
     topology = topology_of(config, 1)
@@ -134,28 +126,15 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     )
 
 
-def _build_feeds(config: Config, cluster: Cluster, topology: Topology) -> tuple[Feed, Feed | None, Digests]:
-    section, train = config.data, config.train
-    cache = Path(section.cache) if section.cache else default_cache(os.environ, Path.home())
-    problem: TrainerError | None = None
-    digests: Digests = "", None
-    if cluster.rank == 0:  # first alone, so that the others find the prepared files
-        try:
-            digests = _check_data(prepare(section, cache=cache), config)
-        except TrainerError as error:
-            problem = error
-    # Tokenising and scanning may take long; a rank that dies meanwhile is heard of at once.
-    cluster.board.clone(_DATA_TIMEOUT_S).agree("data", problem)
-    told: list[str | None] = json.loads(cluster.board.from_rank0("data/fingerprint", json.dumps(digests).encode()))
-    corpus = prepare(section, cache=cache)
+def _build_feeds(config: Config, cluster: Cluster, topology: Topology, data: RunData) -> tuple[Feed, Feed | None]:
+    train = config.train
 
-    def feed(paths: tuple[Path, ...]) -> Feed:
-        samples = Samples(open_token_files(paths), seq_length=train.seq_length)
+    def feed(files: Sequence[TokenFile]) -> Feed:
+        samples = Samples(files, seq_length=train.seq_length)
         rank = topology.coordinate(cluster.rank).dp
         return Feed(samples, train.global_batch_size, train.micro_batch_size, rank, topology.dp, cluster.device)
 
-    valid = feed(corpus.valid) if train.eval_interval else None
-    return feed(corpus.train), valid, (str(told[0]), told[1])
+    return feed(data.train), feed(data.valid) if train.eval_interval else None
 
 
 def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
@@ -204,25 +183,6 @@ def tokenizer_of(config: Config) -> dict[str, bytes]:
     model = config.model
     return tokenizer_files(
         config.data, bos=model.bos_token_id, eos=model.eos_token_id, positions=model.max_position_embeddings
-    )
-
-
-def _check_data(corpus: Corpus, config: Config) -> Digests:
-    """Return the fingerprints of the data after checking that the model's vocabulary holds every token."""
-    vocab_size = config.model.vocab_size
-    if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
-        raise DataError(
-            "The data has more tokens than the model",
-            expected=f"model.vocab_size of at least {corpus.vocab_size}",
-            found=vocab_size,
-            fix=f"Set model.vocab_size={corpus.vocab_size}, or choose other data.",
-        )
-    train = open_token_files(corpus.train)
-    valid = open_token_files(corpus.valid) if config.train.eval_interval else None
-    for file in [*(valid or []), *train]:
-        check_tokens(file, vocab_size)
-    return fingerprint([scan(file) for file in train]), None if valid is None else fingerprint(
-        [scan(file) for file in valid]
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from models import Family, ModelConfig, RopeScaling, problems, stored_tensors
+from models import Activation, Family, ModelConfig, RopeScaling, problems, stored_tensors
 from trainer.checkpoint.compat import Rule, Verdict
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.reader import FORMAT
@@ -22,6 +22,7 @@ _MASKS = f"{_ROUNDING}, but for other masks where there is dropout"
 
 RULES: tuple[Rule, ...] = (
     Rule("model", Verdict.REFUSED),
+    Rule("model.activation", Verdict.REFUSED, hint="absent means gelu_tanh"),
     Rule("model.dropout", Verdict.SAID, says="the loss curve will differ"),
     Rule("model.initializer_range", Verdict.SAID, says="it acts at the start of a run only"),
     Rule("model.pad_vocab_multiple", Verdict.SAID, says=_ROUNDING),
@@ -108,8 +109,11 @@ def no_decay_names(config: ModelConfig) -> frozenset[str]:
 
 
 def model_record(config: ModelConfig) -> Json:
-    """Return every field of a model as JSON."""
-    return {**asdict(config), "family": config.family.value}
+    """Return every field of a model as JSON; an activation that is absent is the tanh form of GELU."""
+    table = {**asdict(config), "family": config.family.value, "activation": config.activation.value}
+    if config.activation is Activation.gelu_tanh:
+        del table["activation"]
+    return table
 
 
 def describe(
@@ -213,6 +217,7 @@ def saved_model(state: Json, *, where: object) -> ModelConfig:
         values: dict[str, Any] = dict(_table(state["model"]))
         scaling = values.pop("rope_scaling")
         values["family"] = Family(values["family"])
+        values["activation"] = Activation(values.get("activation", Activation.gelu_tanh.value))
         model = ModelConfig(**values, rope_scaling=None if scaling is None else RopeScaling(**scaling))
         _same_kinds(model)
         found = problems(model)

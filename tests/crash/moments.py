@@ -177,7 +177,7 @@ def _gate_group(gate: Gate) -> None:
 
 
 def _gate_data(gate: Gate) -> None:
-    _before(trainer.build, "_build_feeds", lambda *_, **__: gate.stand())
+    _before(trainer.build, "open_data", lambda *_, **__: gate.stand())
 
 
 def _gate_build(gate: Gate) -> None:

@@ -1,4 +1,4 @@
-"""Token files that are cut while a run reads them."""
+"""Hosts that do not have the same tokens, and token files that are cut while a run reads them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.crash.moments import standing
-from tests.harness import TINY, curve, run_ok
-from trainer.data.token_file import write_token_file
+from tests.harness import TINY, Ended, all_files, call_on_ranks, curve, run_ok
+from trainer.data.fingerprint import fingerprint, scan
+from trainer.data.token_file import open_token_file, write_token_file
 
 pytestmark = pytest.mark.slow
 
 TOKENS = 4000
+SIDES = {"train": "training", "valid": "validation"}
 
 
 def write(folder: Path, name: str, tokens: np.ndarray) -> None:
@@ -46,6 +49,81 @@ def overrides(data: Path, iterations: int) -> list[str]:
         "schedule.lr_decay_iters=9",
         "checkpoint.save_interval=2",
     ]
+
+
+def train(run: Path, data: Path, iterations: int, mounts: list[Mount]) -> Ended:
+    ranks = on_hosts(run_trainer, {1: mounts})
+    return call_on_ranks(ranks, [f"run.dir={run}", *overrides(data, iterations)], folder=run, ranks=2)
+
+
+def fingerprint_of(folder: Path, side: str) -> str:
+    return fingerprint([scan(open_token_file(path)) for path in sorted(folder.glob(f"{side}*.bin"))])
+
+
+def differ(data: Path, side: str, change: str) -> tuple[Path, str]:
+    """Return a folder whose files differ from `data` in one, and the name of that."""
+    other, name = data.with_name("other"), {"train": "train_1.bin", "valid": "valid.bin"}[side]
+    shutil.copytree(data, other)
+    tokens = open_token_file(data / name).read()
+    if change == "token":
+        tokens[TOKENS // 2] ^= 1
+    write(other, name, tokens if change == "token" else tokens[:-1])
+    return other, name
+
+
+def check_refused(ended: Ended, data: Path, other: Path, *, side: str, name: str) -> None:
+    assert ended.statuses == (1, 1), ended.text
+    words = (
+        f"same {SIDES[side]} data (host host1, rank 1)",
+        f"host host0, rank 0: fingerprint {fingerprint_of(data, side)}",
+        f"found fingerprint {fingerprint_of(other, side)}",
+        f"{data / name} with {open_token_file(data / name).nbytes} bytes",
+        f"{data / name} with {open_token_file(other / name).nbytes} bytes",
+    )
+    for output in ended.outputs:
+        assert all(word in output for word in words), output
+
+
+@pytest.mark.parametrize(("side", "change"), [("train", "token"), ("train", "shorter"), ("valid", "token")])
+def test_a_host_with_other_tokens_ends_the_run_at_its_start(data: Path, tmp_path: Path, side: str, change: str) -> None:
+    other, name = differ(data, side, change)
+    ended = train(tmp_path / "run", data, 4, [Mount(data, other)])
+    check_refused(ended, data, other, side=side, name=name)
+    assert not list((tmp_path / "run").rglob("iter_*"))
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("change", ["token", "shorter"])
+def test_a_host_with_other_tokens_ends_a_resume_which_changes_nothing(data: Path, tmp_path: Path, change: str) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert train(whole, data, 6, []).ok
+    first = train(run, data, 4, [])
+    assert first.ok, first.text
+    before = all_files(run / "checkpoints")
+    other, name = differ(data, "train", change)
+    check_refused(train(run, data, 6, [Mount(data, other)]), data, other, side="train", name=name)
+    assert all_files(run / "checkpoints") == before
+    again = train(run, data, 6, [])
+    assert again.ok, again.text
+    assert curve(run) == curve(whole)
+
+
+def test_a_host_with_a_copy_of_its_own_trains(data: Path, tmp_path: Path) -> None:
+    copy = data.with_name("copy")
+    shutil.copytree(data, copy)
+    ended = train(tmp_path / "run", data, 4, [Mount(data, copy)])
+    assert ended.ok, ended.text
+
+
+def test_a_host_without_a_file_ends_the_run_and_is_named(data: Path, tmp_path: Path) -> None:
+    other = data.with_name("other")
+    write(other, "train_0.bin", np.arange(9))
+    (other / "valid.bin").write_bytes(b"")
+    ended = train(tmp_path / "run", data, 4, [Mount(data, other)])
+    assert ended.statuses == (1, 1), ended.text
+    for output in ended.outputs:
+        assert f"shorter than its header ({data}/valid.bin)" in output, output
+    assert "Rank 1" in ended.outputs[0]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from models import Activation, build_model
 from scripts import checkpoint as look
 from scripts import convert
 from tests.harness import TINY, compose, launch, run_ok
+from tests.unit.model_samples import fill
 from trainer.build import Run, build
 from trainer.checkpoint.board import lone_board
 from trainer.checkpoint.box import Box
@@ -89,6 +92,8 @@ def make(kind: str) -> PreTrainedModel:
     match kind:
         case "gpt2":
             return GPT2LMHeadModel(GPT2Config(**GPT2))
+        case "gpt2-exact":
+            return GPT2LMHeadModel(GPT2Config(**GPT2, activation_function="gelu"))
         case "gpt2-untied":
             return GPT2LMHeadModel(GPT2Config(**GPT2, tie_word_embeddings=False))
         case "gpt2-body":
@@ -134,6 +139,7 @@ def first_loss(run: Path) -> float:
 
 CASES = {
     "gpt2": ("gpt2", torch.float32, "5GB", OURS_GPT2),
+    "gpt2-exact-gelu": ("gpt2-exact", torch.float32, "5GB", [*OURS_GPT2, "model.activation=gelu"]),
     "gpt2-padded-here": ("gpt2", torch.float32, "5GB", [*OURS_GPT2, "model.pad_vocab_multiple=64"]),
     "gpt2-untied-float16-shards": (
         "gpt2-untied",
@@ -243,6 +249,46 @@ def test_every_difference_of_the_model_is_told_in_one_message_with_its_setting(f
     assert "model.tie_word_embeddings: True there, False here  (model.tie_word_embeddings=true sets it)" in text
     assert "dropout" not in text
     assert "model of another family" in refuse(folder, base=OURS_LLAMA)
+
+
+@pytest.mark.parametrize("theirs", ["gelu_new", "gelu_pytorch_tanh", "gelu"])
+def test_the_activation_of_a_folder_must_be_the_one_configured(folder: Path, theirs: str) -> None:
+    ours, other = ("gelu", "gelu_tanh") if theirs == "gelu" else ("gelu_tanh", "gelu")
+    change_config(folder, activation_function=theirs)
+    begin(folder, [*OURS_GPT2, f"model.activation={ours}"])
+    text = refuse(folder, f"model.activation={other}")
+    assert f"model.activation: {ours} there (activation_function), {other} here  (model.activation={ours} sets" in text
+
+
+@pytest.mark.parametrize("theirs", ["gelu_fast", "quick_gelu", "gelu_python", "relu", None, ["gelu"]])
+def test_other_activations_are_refused_by_name(folder: Path, theirs: object) -> None:
+    change_config(folder, activation_function=theirs)
+    text = refuse(folder, "model.activation=gelu")
+    assert f"activation_function={theirs!r}: ours is 'gelu_new' or 'gelu_pytorch_tanh' or 'gelu'" in text
+
+
+def test_an_exact_gelu_goes_to_transformers_and_comes_back(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = ["model=gpt2_tiny", *TINY, "model.activation=gelu", "model.initializer_range=0.2"]
+    run_ok(run, [*overrides, "train.train_iters=1", "schedule.lr_warmup_iters=0"])
+    assert convert.main(["export", "hf", str(run), str(tmp_path / "slim")]) == 0
+    for folder in (run / "checkpoints/iter_0000001", tmp_path / "slim"):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert model.config.activation_function == "gelu"
+        config = compose([*overrides]).model
+        ours = fill(build_model(config), load_file(folder / "model.safetensors"))
+        tokens = torch.arange(16).view(2, 8) * 15
+        with torch.no_grad():
+            found, expected = ours(tokens), model(tokens).logits
+            tanh = build_model(replace(config, activation=Activation.gelu_tanh))
+            other = fill(tanh, load_file(folder / "model.safetensors"))(tokens)
+        assert (found - expected).abs().max() <= 1e-5
+        assert (other - expected).abs().max() > 1e-5  # the two forms are told apart
+    slim, checkpoints = str(tmp_path / "slim"), str(tmp_path / "back")
+    assert convert.main(["import", "hf", slim, checkpoints, "train.seq_length=16"]) == 0
+    back = tmp_path / "back/iter_0000000"
+    assert json.loads((back / "trainer_state.json").read_text())["model"]["activation"] == "gelu"
+    assert json.loads((back / "config.json").read_text())["activation_function"] == "gelu"
 
 
 def test_what_our_models_do_not_have_is_refused_by_name(folder: Path, tmp_path: Path) -> None:

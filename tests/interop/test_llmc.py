@@ -292,10 +292,17 @@ def test_models_that_a_file_cannot_say_are_refused_all_at_once(
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "out.bin"
     overrides = ["model=gpt2_tiny", *TINY, "model.norm_eps=1e-6", "model.tie_word_embeddings=false"]
+    overrides.append("model.activation=gelu")
     run_ok(run, [*overrides, "train.train_iters=1", "schedule.lr_warmup_iters=0"])
     assert convert.main(["export", "llmc", str(run), str(out), "--dtype", "float16"]) == 2
     text = capsys.readouterr().err
-    for name in ("tie_word_embeddings", "intermediate_size=44", "norm_eps=1e-06", "float32 or bfloat16"):
+    for name in (
+        "activation=gelu",
+        "tie_word_embeddings",
+        "intermediate_size=44",
+        "norm_eps=1e-06",
+        "float32 or bfloat16",
+    ):
         assert name in text
     assert convert.main(["export", "llmc", str(run), str(out), "--tokenizer", str(run)]) == 2
     assert "Leave --tokenizer out" in capsys.readouterr().err

@@ -26,6 +26,7 @@ REFUSED = [
     ("model.n_embd", "model.n_embd=40", "20", "40"),
     ("model.vocab_size", "model.vocab_size=300", "257", "300"),
     ("model.tie_word_embeddings", "model.tie_word_embeddings=false", "True", "False"),
+    ("model.activation", "model.activation=gelu", "nothing", "gelu"),
 ]
 WITH_FLAG = [
     ("batch.global_batch_size", "train.global_batch_size=24", "12", "24", "override_batch_size"),
@@ -88,6 +89,13 @@ def test_another_model_is_refused(run: Path, field: str, override: str, saved_va
     assert shows(message, field, saved_value, current)
     assert "load=none" in message
     assert f"{run}/checkpoints/iter_0000003" in message
+
+
+def test_a_record_without_an_activation_is_said_to_be_of_the_default(run: Path) -> None:
+    assert "saved nothing  current gelu  (absent means gelu_tanh)" in refuse(run, "model.activation=gelu")
+    state = json.loads((run / "checkpoints/iter_0000003/trainer_state.json").read_text())
+    assert "activation" not in state["model"]
+    continue_(run, "model.activation=gelu_tanh")
 
 
 def test_another_family_is_refused(run: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models import (
+    Activation,
     Family,
     InitialKind,
     Model,
@@ -50,6 +51,7 @@ LLAMA3 = replace(
 )
 VARIANTS = {
     "gpt2-tied": GPT2,
+    "gpt2-exact-gelu": replace(GPT2, activation=Activation.gelu),
     "gpt2-untied": replace(GPT2, tie_word_embeddings=False),
     "llama3-untied-grouped-scaled": LLAMA3,
     "llama3-tied": replace(LLAMA3, tie_word_embeddings=True),

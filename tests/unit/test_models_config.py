@@ -10,6 +10,7 @@ from model_samples import FAMILIES, GPT2, LLAMA3
 from omegaconf import OmegaConf
 
 from models import (
+    Activation,
     ModelConfig,
     RopeScaling,
     build_model,
@@ -91,6 +92,12 @@ def test_problems_lists_every_fault_at_once() -> None:
     ):
         assert sum(problem.startswith(fault) for problem in found) == 1, (fault, found)
     assert len(found) == 10
+
+
+def test_llama3_refuses_another_activation_by_name() -> None:
+    (found,) = problems(replace(LLAMA3, activation=Activation.gelu))
+    assert found.startswith("model.activation=gelu: llama3")
+    assert problems(replace(GPT2, activation=Activation.gelu)) == []
 
 
 @pytest.mark.parametrize("number", [1e300, float("inf"), float("nan"), -1e-5, 0.0, 1e-300])

@@ -23,6 +23,7 @@ from scripts.prepare_data import main
 from tests.harness import TINY, call_on_ranks, compose, curve, run_ok
 from trainer.data.blocks import Form, Rule, Span, read_blocks, start_of_character
 from trainer.data.bpe import train_bpe
+from trainer.data.digest_file import beside, digest_of
 from trainer.data.encoding import Encoded, encode_block, in_order
 from trainer.data.prepared import Wanted, write_prepared
 from trainer.data.text import bytes_encoder, find_files, load_encoder
@@ -258,7 +259,11 @@ def test_a_folder_is_replaced_only_with_force_and_only_if_it_is_ours(
     assert main(command) == 2
     assert "--force" in capsys.readouterr().err
     assert content(tmp_path / "out") == first
+    made = tmp_path / "out/train_000000.bin"
+    digest_of(open_token_file(made), cache=tmp_path / "cache")  # as a run does that reads the folder
+    beside(made).touch()  # nothing is kept of a file that was written in the same tick
     assert main([*command, "--force"]) == 0
+    assert not beside(made).exists()
     assert content(tmp_path / "out") != first
     (tmp_path / "out/notes.txt").write_text("mine")
     assert main([*command, "--force"]) == 2

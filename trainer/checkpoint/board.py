@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from trainer.errors import CheckpointError, LaunchError, LockError, MismatchError, TrainerError, UnreadableError
+from trainer.errors import (
+    CheckpointError,
+    DataError,
+    LaunchError,
+    LockError,
+    MismatchError,
+    TrainerError,
+    UnreadableError,
+)
 
 # A TCPStore resets the connection on values over 8 MiB.
 MESSAGE_BYTES = 4 << 20
@@ -150,8 +158,8 @@ class Board:
         """Let every rank go on only if none has a problem.
 
         Raises:
-            TrainerError: this rank's `problem`, or the first one of another rank: a MismatchError, LockError,
-                LaunchError or UnreadableError stays one, any other becomes a CheckpointError.
+            TrainerError: this rank's `problem`, or the first one of another rank: a DataError, MismatchError,
+                LockError, LaunchError or UnreadableError stays one, any other becomes a CheckpointError.
         """
         notices = self.collect(f"{key}/problem", b"" if problem is None else _pack(problem))
         found = [(rank, *_unpack(data)) for rank, data in enumerate(notices) if data]
@@ -247,7 +255,7 @@ class Board:
 
 
 _KINDS: dict[str, type[TrainerError]] = {
-    kind.__name__: kind for kind in (MismatchError, LockError, LaunchError, UnreadableError)
+    kind.__name__: kind for kind in (DataError, MismatchError, LockError, LaunchError, UnreadableError)
 }
 
 

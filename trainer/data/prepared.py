@@ -10,7 +10,8 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from trainer.errors import DataError
 
 TOKENIZER = "tokenizer.json"
 FILE_TOKENS = 1 << 30
-_OURS = re.compile(r"(train|valid)_\d{6}\.bin|tokenizer\.json")
+# A run that reads the folder keeps digests of the token files in it, see `trainer.data.digest_file`.
+_OURS = re.compile(r"(train|valid)_\d{6}\.bin|tokenizer\.json|\.(train|valid)_\d{6}\.bin\.digest(\.[0-9a-f]{16})?")
 
 # Told what is going on, how many bytes there are for it to read, and gives the function that counts them.
 Progress = Callable[[str, int], Callable[[int], object]]
@@ -56,23 +58,33 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of the split as it was written."""
+    """One side of the split as it was written; `documents` is None where tokens were given without their bounds."""
 
     name: str
     files: tuple[Path, ...]
-    documents: int
+    documents: int | None
     tokens: int
+
+    def moved_to(self, folder: Path) -> Side:
+        """Return the same side with its files in another folder."""
+        return replace(self, files=tuple(folder / path.name for path in self.files))
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A folder that is there, and what a run that reads it has to know."""
+    """A folder that is there, and what a run that reads it has to know.
+
+    Args:
+        tokenizer: a ``tokenizer.json``; None for bytes, and for tokens of which nothing is known.
+        has_text: whether tokens can be shown as text, by that tokenizer or as bytes.
+    """
 
     folder: Path
     sides: tuple[Side, ...]
     tokenizer: Path | None
     vocab_size: int
     end_of_text: int
+    has_text: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +117,8 @@ def write_prepared(
     """
     _check(wanted)
     folder = Path(os.path.realpath(folder))
-    partial = folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
-    try:
-        _refuse_to_overwrite(folder, replace=replace)
-        _refuse_to_replace_what_is_read(folder, [*inputs, *filter(None, [wanted.tokenizer])])
+    with appearing_folder(folder, [*inputs, *filter(None, [wanted.tokenizer])], replace=replace) as partial:
         parts = _split(inputs, wanted)
-        partial.mkdir(parents=True)
         tokenizer = wanted.tokenizer
         if wanted.train_vocab_size:
             tokenizer = partial / TOKENIZER
@@ -121,6 +129,28 @@ def write_prepared(
             sides = [
                 _write_side(partial, part, wanted, encode=encode, dtype=dtype, progress=progress) for part in parts
             ]
+    placed = tuple(side.moved_to(folder) for side in sides)
+    tokenizer = folder / TOKENIZER if wanted.train_vocab_size else wanted.tokenizer and wanted.tokenizer.absolute()
+    return Prepared(folder, placed, tokenizer, encoder.vocab_size, encoder.end_of_text)
+
+
+@contextmanager
+def appearing_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Iterator[Path]:
+    """Give a new folder to write to, which gets the name `folder`, a real path, if all goes well, and else is removed.
+
+    Args:
+        read: the files that are read meanwhile; none may lie in `folder`.
+        replace: put it in the place of a folder that holds nothing but what an earlier call has written.
+
+    Raises:
+        DataError: the folder cannot be made, or what lies there is not to be replaced.
+    """
+    partial = folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
+    try:
+        _refuse_to_overwrite(folder, replace=replace)
+        _refuse_to_replace_what_is_read(folder, read)
+        partial.mkdir(parents=True)
+        yield partial
         sync_folder(partial)
         _put_in_place(partial, folder)
     except OSError as error:
@@ -132,9 +162,6 @@ def write_prepared(
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    placed = tuple(Side(s.name, tuple(folder / path.name for path in s.files), s.documents, s.tokens) for s in sides)
-    tokenizer = folder / TOKENIZER if wanted.train_vocab_size else wanted.tokenizer and wanted.tokenizer.absolute()
-    return Prepared(folder, placed, tokenizer, encoder.vocab_size, encoder.end_of_text)
 
 
 def _check(wanted: Wanted) -> None:
@@ -142,8 +169,17 @@ def _check(wanted: Wanted) -> None:
         raise DataError(
             "No such share can be held out", expected="0, or above 0 and below 1", found=wanted.valid_fraction
         )
-    if not 1 <= wanted.file_tokens <= MAX_TOKENS:
-        raise DataError("No token file has such a size", expected=f"1 to {MAX_TOKENS} tokens", found=wanted.file_tokens)
+    check_file_tokens(wanted.file_tokens)
+
+
+def check_file_tokens(file_tokens: int) -> None:
+    """Refuse a size that no token file has.
+
+    Raises:
+        DataError: for such a size.
+    """
+    if not 1 <= file_tokens <= MAX_TOKENS:
+        raise DataError("No token file has such a size", expected=f"1 to {MAX_TOKENS} tokens", found=file_tokens)
 
 
 def _refuse_to_overwrite(folder: Path, *, replace: bool) -> None:
@@ -225,18 +261,41 @@ def _train(part: _Part, wanted: Wanted, path: Path, progress: Progress) -> None:
 def _write_side(
     folder: Path, part: _Part, wanted: Wanted, *, encode: Encode, dtype: np.dtype[Any], progress: Progress
 ) -> Side:
-    stream = _Stream(encode(_blocks(part, wanted), part.rule), progress(part.name, _total(part)))
-    files: list[Path] = []
-    while stream.has_more():
-        files.append(folder / f"{part.name}_{len(files):06d}.bin")
-        write_token_file(files[-1], stream.take(wanted.file_tokens), dtype=dtype)
-    if not stream.documents:
+    blocks = encode(_blocks(part, wanted), part.rule)
+    count = progress(part.name, _total(part))
+    side = write_side(folder, part.name, blocks, dtype=dtype, file_tokens=wanted.file_tokens, count=count)
+    if not side.documents:
         raise DataError(
             f"No document is on the side {part.name}",
             found=f"{len(part.spans)} files, --valid-fraction {wanted.valid_fraction}",
             fix="Give more documents, or another --valid-fraction.",
         )
-    return Side(part.name, tuple(files), stream.documents, stream.tokens)
+    return side
+
+
+def write_side(
+    folder: Path,
+    name: str,
+    blocks: Iterable[Encoded],
+    *,
+    dtype: np.dtype[Any],
+    file_tokens: int,
+    count: Callable[[int], object],
+) -> Side:
+    """Write one side of a split as token files of at most so many tokens, named for the side and their number.
+
+    Args:
+        count: told how many more bytes of the inputs are done.
+
+    Raises:
+        DataError: a file cannot be written.
+    """
+    stream = _Stream(blocks, count)
+    files: list[Path] = []
+    while stream.has_more():
+        files.append(folder / f"{name}_{len(files):06d}.bin")
+        write_token_file(files[-1], stream.take(file_tokens), dtype=dtype)
+    return Side(name, tuple(files), stream.documents, stream.tokens)
 
 
 class _Stream:

@@ -14,6 +14,13 @@ class DataKind(Enum):
     token_file = "token_file"
 
 
+class DigestSource(Enum):
+    """Where a start takes the digests of token files from."""
+
+    sidecar = "sidecar"
+    full = "full"
+
+
 @dataclass
 class DataSection:
     """The section ``data`` of a configuration; a key that its kind does not use must stay null.
@@ -26,6 +33,9 @@ class DataSection:
         valid: ``token_file``: a file or a glob; null means that there is nothing to evaluate on.
         valid_fraction: share of files (of bytes, for a single file) that is held out.
         cache: folder of prepared token files; null means `default_cache`.
+        verify: `sidecar` takes the digest of a token file from a small file that an earlier start has left beside it,
+            where size and times of change are those of then, and reads the tokens where there is none; `full` reads all
+            tokens.
         vocab_size: what the token ids stay below; null means what the encoder says, and unknown for ``token_file``.
     """
 
@@ -36,6 +46,7 @@ class DataSection:
     valid: str | None = None
     valid_fraction: float = 0.05
     cache: str | None = None
+    verify: DigestSource = DigestSource.sidecar
     vocab_size: int | None = None
 
 

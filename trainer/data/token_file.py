@@ -12,7 +12,6 @@ import errno
 import os
 import resource
 import secrets
-import stat
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.errors import DataError
+from trainer.regular_file import open_regular
 
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 
@@ -44,6 +44,8 @@ _FORMATS = (
     _Format(magic=20240520, version=1, dtype=np.dtype("<u2")),
     _Format(magic=20240801, version=7, dtype=np.dtype("<u4")),
 )
+# What the first two int32 of a token file are.
+MAGICS = tuple((form.magic, form.version) for form in _FORMATS)
 
 
 class TokenFile:
@@ -106,17 +108,12 @@ def open_token_file(path: str | Path) -> TokenFile:
     """
     path = Path(path)
     try:
-        # What is no regular file, a pipe for one, may keep whoever opens it waiting for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_regular(path)
     except OSError as error:
         raise _unreadable(path, error) from error
     try:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        form, count = _check_header(path, os.pread(descriptor, HEADER_BYTES, 0), status.st_size)
+        size = os.fstat(descriptor).st_size
+        form, count = _check_header(path, os.pread(descriptor, HEADER_BYTES, 0), size)
     except OSError as error:
         os.close(descriptor)
         raise _unreadable(path, error) from error
@@ -200,7 +197,7 @@ def _check_header(path: Path, header: bytes, size_bytes: int) -> tuple[_Format, 
             where=path,
             expected=known,
             found=f"magic {magic} version {version}",
-            fix="Write it again with this header of 256 int32 values; raw arrays without a header are not read.",
+            fix="Write it again with this header of 256 int32 values; of arrays without one `prepare_data --raw` does.",
         )
     body_bytes = size_bytes - HEADER_BYTES
     if body_bytes != count * form.dtype.itemsize:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from models import Family, ModelConfig, RopeScaling
+from models import Activation, Family, ModelConfig, RopeScaling
 from models import problems as model_problems
 from trainer.checkpoint.json_file import Json
 from trainer.errors import MismatchError
@@ -35,10 +35,14 @@ _LLAMA_FIELDS = {
 }
 # What our models do not have, and the only values that mean its absence.
 _GPT2_ONLY: dict[str, tuple[object, ...]] = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
+}
+_ACTIVATIONS = {
+    "gelu_new": Activation.gelu_tanh,
+    "gelu_pytorch_tanh": Activation.gelu_tanh,
+    "gelu": Activation.gelu,
 }
 _LLAMA_ONLY: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -100,7 +104,7 @@ def differences(theirs: ModelConfig, ours: ModelConfig, *, where: object, kind: 
         )
     fields = _flat(_GPT2_FIELDS if ours.family is Family.gpt2 else _LLAMA_FIELDS) if kind == "folder" else {}
     said, refused = [], []
-    there, here = asdict(theirs), asdict(ours)
+    there, here = (asdict(model) | {"activation": model.activation.value} for model in (theirs, ours))
     for name in here:
         if name in ("family", "pad_vocab_multiple") or there[name] == here[name]:
             continue
@@ -124,7 +128,12 @@ def differences(theirs: ModelConfig, ours: ModelConfig, *, where: object, kind: 
 
 
 def _flat(fields: Mapping[str, tuple[str, object]]) -> dict[str, str]:
-    more = {"intermediate_size": "n_inner", "n_kv_head": "num_key_value_heads", "rope_theta": "rope_parameters"}
+    more = {
+        "activation": "activation_function",
+        "intermediate_size": "n_inner",
+        "n_kv_head": "num_key_value_heads",
+        "rope_theta": "rope_parameters",
+    }
     return {**more, "rope_scaling": "rope_parameters", **{name: theirs for name, (theirs, _) in fields.items()}}
 
 
@@ -143,7 +152,9 @@ def _gpt2(table: Json, found: list[str]) -> Json:
     _refuse_others(table, _GPT2_ONLY, found)
     inner = table.get("n_inner")
     values["intermediate_size"] = _checked("n_inner", 4 * values["n_embd"] if inner is None else inner, 1, found)
-    return {"family": Family.gpt2, "n_kv_head": values["n_head"], **values}
+    _refuse_others(table, {"activation_function": tuple(_ACTIVATIONS)}, found)
+    activation = _ACTIVATIONS.get(str(table.get("activation_function")), Activation.gelu_tanh)
+    return {"family": Family.gpt2, "n_kv_head": values["n_head"], "activation": activation, **values}
 
 
 def _llama(table: Json, found: list[str]) -> Json:

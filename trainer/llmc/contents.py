@@ -15,7 +15,7 @@ from enum import Enum
 import numpy as np
 import torch
 
-from models import Family, ModelConfig, RopeScaling
+from models import Activation, Family, ModelConfig, RopeScaling
 
 HEADER_BYTES = 1024
 MAGICS = {20240326: Family.gpt2, 20240803: Family.llama3}
@@ -206,6 +206,8 @@ def gpt2_header(model: ModelConfig) -> tuple[list[int], list[str]]:
         found.append("model.tie_word_embeddings=false: a file has one table for both")
     if model.intermediate_size != 4 * model.n_embd:
         found.append(f"model.intermediate_size={model.intermediate_size}: a file has 4 times model.n_embd")
+    if model.activation is not Activation.gelu_tanh:
+        found.append(f"model.activation={model.activation.value}: llm.c has gelu_tanh")
     if model.norm_eps != _NORM_EPS:
         found.append(f"model.norm_eps={model.norm_eps}: llm.c has {_NORM_EPS}")
     padded = -(-model.vocab_size // _PAD) * _PAD

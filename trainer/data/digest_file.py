@@ -1,0 +1,132 @@
+"""Keeps the digest of a token file in a small file, so that the next start need not read the tokens again.
+
+It lies beside the token file, or in the cache of prepared data where that folder cannot be written. It counts only for
+a file of the same size and the same times of change, to the nanosecond: the time of the last change of status
+(``st_ctime``) cannot be set back, so a file that was overwritten or replaced, even by one of the same size and
+modification time, is read again. What is malformed counts for nothing and is written anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+import xxhash
+
+from trainer.data.fingerprint import TokenDigest, scan
+from trainer.data.token_file import TokenFile
+from trainer.errors import DataError
+
+SUFFIX = ".digest"
+# Version, size and times of the file; bytes and dtype of its tokens, their digest, the largest; digest of all before.
+_LINE = re.compile(
+    rb"(reprise-digest 1 (\d{1,19}) (-?\d{1,19}) (-?\d{1,19}) (\d{1,19}) (uint16|uint32) ([0-9a-f]{16}) (-1|\d{1,10})) "
+    rb"([0-9a-f]{16})\n"
+)
+_MOST_BYTES = 256
+
+
+def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> TokenDigest:
+    """Return what a file holds, from the kept digest where one counts, else from its tokens, and keep that.
+
+    Args:
+        cache: folder for digests that cannot lie beside their file.
+        read_again: read the tokens whatever is kept.
+
+    Raises:
+        DataError: the file cannot be read, or was written to meanwhile.
+    """
+    before = file.status()
+    places = (beside(file.path), in_cache(file.path, before, cache))
+    if not read_again:
+        for place in places:
+            kept = _read(place, before)
+            if kept is not None and (kept.token_bytes, kept.dtype) == (file.nbytes, file.dtype.name):
+                return kept
+    found, after = scan(file), file.status()
+    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        raise DataError(
+            "A token file was written to while it was read",
+            where=file.path,
+            expected=f"{before.st_size} bytes",
+            found=f"{after.st_size} bytes, or another time of change",
+            fix="Start again when nobody writes to it.",
+        )
+    for place in places:
+        # On a file system without a right to write the next place is tried; without any, the next start reads again.
+        with contextlib.suppress(OSError):
+            _write(place, _line(found, before), changed_ns=after.st_ctime_ns)
+            break
+    return found
+
+
+def beside(path: Path) -> Path:
+    """Return where the digest of a token file lies if its folder can be written: hidden, so that no glob finds it."""
+    return path.with_name(f".{path.name}{SUFFIX}")
+
+
+def in_cache(path: Path, status: os.stat_result, cache: Path) -> Path:
+    """Return where the digest of a token file lies otherwise.
+
+    Size and times are part of the name: hosts that share the cache may have files of their own under one path.
+    """
+    key = f"{os.path.abspath(path)}\n{_identity(status)}".encode(errors="surrogateescape")
+    return cache / "digests" / f"{xxhash.xxh3_64_hexdigest(key)}{SUFFIX}"
+
+
+def _identity(status: os.stat_result) -> str:
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+
+
+def _line(found: TokenDigest, status: os.stat_result) -> bytes:
+    tokens = f"{found.token_bytes} {found.dtype} {found.digest} {found.largest}"
+    text = f"reprise-digest 1 {_identity(status)} {tokens}".encode("ascii")
+    return text + b" " + xxhash.xxh3_64_hexdigest(text).encode("ascii") + b"\n"
+
+
+def _read(place: Path, status: os.stat_result) -> TokenDigest | None:
+    """Return what is kept of a file of this status; None for all else that may lie there."""
+    try:
+        descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        line = _LINE.fullmatch(os.pread(descriptor, _MOST_BYTES, 0))
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    if line is None or xxhash.xxh3_64_hexdigest(line[1]) != line[9].decode():
+        return None
+    if " ".join(line[number].decode() for number in (2, 3, 4)) != _identity(status):
+        return None
+    return TokenDigest(int(line[5]), line[6].decode(), line[7].decode(), int(line[8]))
+
+
+def _write(place: Path, line: bytes, *, changed_ns: int) -> None:
+    """Write a line as a file that appears whole or not at all, unless the token file may still change unnoticed.
+
+    A file that changes twice within one tick of its file system's clock has the same times after both. Where this file,
+    written after the tokens were read, is not younger than the last change, nothing is kept.
+
+    Raises:
+        OSError: the place cannot be written.
+    """
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = place.with_name(f"{place.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, line)
+        is_younger = os.fstat(descriptor).st_mtime_ns > changed_ns
+        if is_younger:
+            os.replace(partial, place)
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,137 @@
+"""Token files made of arrays of tokens without a header, such as nanoGPT's `train.bin`.
+
+Such an array is not read as it lies: nothing in it tells its dtype, or that it was cut off.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data.encoding import Encoded
+from trainer.data.prepared import FILE_TOKENS, Prepared, Progress, appearing_folder, check_file_tokens, write_side
+from trainer.data.text import open_encoder
+from trainer.data.token_file import MAGICS
+from trainer.errors import DataError
+
+RAW_DTYPES = ("uint16", "uint32")
+_CHUNK_BYTES = 8 * 2**20
+_NUMPY_MAGIC = b"\x93NUMPY"
+
+
+@dataclass(frozen=True, slots=True)
+class RawTokens:
+    """What the arrays are, and how they are cut into files.
+
+    Args:
+        dtype: one of RAW_DTYPES.
+        tokenizer: the ``tokenizer.json`` that made the tokens. Without one, the largest token is taken for the end of
+            text, and the vocabulary ends with it.
+        file_tokens: a longer stream of tokens goes to several files.
+    """
+
+    dtype: str
+    tokenizer: Path | None = None
+    file_tokens: int = FILE_TOKENS
+
+
+def write_raw(
+    folder: Path,
+    inputs: Mapping[str, Sequence[Path]],
+    raw: RawTokens,
+    *,
+    force: bool = False,
+    progress: Progress = lambda _title, _total: lambda _count: None,
+) -> Prepared:
+    """Write the tokens of headerless little-endian arrays as a folder of token files that appears by one rename.
+
+    Args:
+        inputs: the arrays of each side, "train" and perhaps "valid", in their order.
+        force: put the folder in the place of one that holds nothing but what an earlier call has written.
+
+    Raises:
+        DataError: an input is no such array or holds a token that its tokenizer lacks, or the folder cannot be made.
+    """
+    check_file_tokens(raw.file_tokens)
+    folder, form, tokenizer = Path(os.path.realpath(folder)), np.dtype(raw.dtype).newbyteorder("<"), raw.tokenizer
+    read = [path for paths in inputs.values() for path in paths]
+    encoder = None if tokenizer is None else open_encoder(tokenizer)
+    sides, largest = [], -1
+    with appearing_folder(folder, [*read, *filter(None, [tokenizer])], replace=force) as partial:
+        for name, paths in inputs.items():
+            count = progress(name, sum(_checked_size(path, form.itemsize) for path in paths))
+            arrays = _Arrays(paths, form)
+            side = write_side(partial, name, arrays.blocks(), dtype=form, file_tokens=raw.file_tokens, count=count)
+            sides.append(replace(side.moved_to(folder), documents=None))
+            largest = max(largest, arrays.largest)
+        if encoder is not None and largest >= encoder.vocab_size:
+            raise DataError(
+                "A token is none of the tokenizer's",
+                where=tokenizer,
+                expected=f"0 to {encoder.vocab_size - 1}",
+                found=largest,
+                fix="Name the tokenizer that made the tokens, or the other dtype.",
+            )
+    if encoder is None:
+        return Prepared(folder, tuple(sides), None, largest + 1, largest, has_text=False)
+    path = None if tokenizer is None else tokenizer.absolute()
+    return Prepared(folder, tuple(sides), path, encoder.vocab_size, encoder.end_of_text)
+
+
+class _Arrays:
+    """Headerless arrays, one after the other; `largest` is the largest token read so far."""
+
+    def __init__(self, paths: Sequence[Path], dtype: np.dtype[Any]) -> None:
+        self._paths, self._dtype = paths, dtype
+        self.largest = -1
+
+    def blocks(self) -> Iterator[Encoded]:
+        """Yield the tokens of all arrays in blocks of some megabytes."""
+        for path in self._paths:
+            with path.open("rb") as file:
+                while data := file.read(_CHUNK_BYTES):
+                    if len(data) % self._dtype.itemsize:
+                        raise _odd_size(path, self._dtype.itemsize, "an odd number of bytes")
+                    tokens = np.frombuffer(data, self._dtype)
+                    self.largest = max(self.largest, int(tokens.max()))
+                    yield Encoded(tokens, 0, len(data))
+
+
+def _checked_size(path: Path, token_bytes: int) -> int:
+    """Return the size of an array after a look at its beginning."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size == 0 or status.st_size % token_bytes:
+        raise _odd_size(path, token_bytes, f"{status.st_size} bytes")
+    with path.open("rb") as file:
+        begin = file.read(8)
+    if begin.startswith(_NUMPY_MAGIC):
+        raise DataError(
+            "A file is a NumPy array with a header",
+            where=path,
+            expected="tokens from the first byte on",
+            fix="Write it again by numpy.load(PATH).tofile(OTHER).",
+        )
+    if len(begin) == 8 and tuple(np.frombuffer(begin, "<i4").tolist()) in MAGICS:
+        raise DataError(
+            "A file is a token file already",
+            where=path,
+            expected="tokens from the first byte on, without a header",
+            fix=f"Train on it as it is: data=token_file data.train={path}.",
+        )
+    return status.st_size
+
+
+def _odd_size(path: Path, token_bytes: int, found: str) -> DataError:
+    return DataError(
+        "A file is no array of tokens",
+        where=path,
+        expected=f"a file of {token_bytes} bytes a token, at least one",
+        found=found,
+        fix="It was cut off, or its tokens are of another size: see --raw.",
+    )
