@@ -26,7 +26,7 @@ from trainer.checkpoint.difference import state_differences, tensor_differences
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.layout import DTYPE_NAMES
 from trainer.checkpoint.lock import FolderLock
-from trainer.checkpoint.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
+from trainer.checkpoint.reader import Checkpoint, check_first_blocks, misleading_files, open_checkpoint, read_places
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import HOLD, CheckpointFolder, is_iteration_name, iteration_of
 from trainer.checkpoint.verify import verify_share
@@ -107,6 +107,7 @@ def verify(options: argparse.Namespace) -> int:
             total = sum(place.spec.total_bytes for place in places.values())
             with tqdm(total=total, desc=path.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
                 row["bytes"] = verify_share(checkpoint, places, rank=0, world_size=1, progress=bar.update)
+            _refuse_misleading(checkpoint)
         except UnreadableError as error:
             row["result"] = f"{_UNKNOWN}: {error}"
         except TrainerError as error:
@@ -114,6 +115,17 @@ def verify(options: argparse.Namespace) -> int:
         rows.append(row)
     _print(options, rows)
     return _status(row["result"] for row in rows)
+
+
+def _refuse_misleading(checkpoint: Checkpoint) -> None:
+    """Refuse files that other readers of the folder would take for the checkpoint's."""
+    found = misleading_files(checkpoint)
+    if found:
+        raise CheckpointError(
+            "transformers would read a file that is none of the checkpoint's",
+            where=", ".join(str(checkpoint.path / name) for name in found),
+            fix="Move it away; the checkpoint's own files are whole.",
+        )
 
 
 def diff(options: argparse.Namespace) -> int:
@@ -239,17 +251,19 @@ def _summary(path: Path) -> Row:
     row: Row = {"checkpoint": path.name, "iteration": iteration_of(path), "bytes": _bytes(path)}
     row["age"] = time.time() - _written_at(path)
     row["topology"], row["loss"] = "", None
+    misleading: list[str] = []
     try:
         checkpoint = open_checkpoint(path, Files())
         check_first_blocks(checkpoint, read_places(checkpoint))
         row |= {"iteration": checkpoint.iteration, "topology": _topology(checkpoint)}
         row["loss"] = checkpoint.state.get("valid_loss")
+        misleading = [f"{name} is none of its files" for name in misleading_files(checkpoint)]
         row["valid"] = "yes"
     except UnreadableError as error:
         row["valid"] = f"{_UNKNOWN}: {error}"
     except TrainerError as error:
         row["valid"] = f"no: {error}"
-    row["notes"] = ", ".join(_notes(path))
+    row["notes"] = ", ".join([*_notes(path), *misleading])
     return row
 
 

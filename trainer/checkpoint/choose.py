@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.patience import Patience, unreadable
-from trainer.checkpoint.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
+from trainer.checkpoint.reader import Checkpoint, check_first_blocks, misleading_files, open_checkpoint, read_places
 from trainer.checkpoint.store import CheckpointFolder, is_iteration_name, iteration_name
 from trainer.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
 
@@ -72,6 +72,10 @@ class Chooser:
             except TrainerError as error:
                 self.skip(error)
                 continue
+            for name in misleading_files(checkpoint):
+                _log.warning(
+                    "%s is no file of the checkpoint, but transformers would read it: move it away", path / name
+                )
             return path
         raise CheckpointError(
             "No valid checkpoint is left",

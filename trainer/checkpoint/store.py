@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 HOLD = "hold"  # a file of this name in a checkpoint protects it: somebody is reading it
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_ANY_ITERATION = re.compile(r"iter_\d{7,}(\.superseded-\d+)?")
+_ANY_ITERATION = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\..*\.(partial|deleting)")
 _REPLACED = re.compile(r"\.(iter_\d{7,})\..*\.replaced")
 
@@ -36,6 +36,12 @@ def iteration_of(path: Path) -> int | None:
 def is_iteration_name(name: str) -> bool:
     """Return whether a folder's name says that it is one iteration, superseded ones included."""
     return _ANY_ITERATION.fullmatch(name) is not None
+
+
+def named_iteration(name: str) -> int | None:
+    """Return the iteration in the name of a folder, superseded ones included; None if it names none."""
+    match = _ANY_ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
