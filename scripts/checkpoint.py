@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from trainer.arguments import natural, positive
-from trainer.checkpoint.choose import Source
+from trainer.checkpoint.choose import Source, committed_in
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.difference import state_differences, tensor_differences
 from trainer.checkpoint.files import Files
@@ -28,7 +28,7 @@ from trainer.checkpoint.layout import DTYPE_NAMES
 from trainer.checkpoint.lock import FolderLock
 from trainer.checkpoint.reader import Checkpoint, check_first_blocks, misleading_files, open_checkpoint, read_places
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import HOLD, CheckpointFolder, is_iteration_name, iteration_of
+from trainer.checkpoint.store import HOLD, CheckpointFolder, is_iteration_name, iteration_of, kind_of
 from trainer.checkpoint.verify import verify_share
 from trainer.errors import CheckpointError, TrainerError, UnreadableError
 
@@ -99,9 +99,11 @@ def show(options: argparse.Namespace) -> int:
 def verify(options: argparse.Namespace) -> int:
     """Check every byte of checkpoints against their digests."""
     rows = []
-    for path in [path for named in options.checkpoints for path in _all(named)]:
+    for path, is_named in [(path, path == given) for given in options.checkpoints for path in _all(given)]:
         row: Row = {"checkpoint": path.name, "bytes": 0, "result": "whole"}
         try:
+            if not is_named:
+                _refuse_link(path)
             checkpoint = open_checkpoint(path, Files())
             places = read_places(checkpoint)
             total = sum(place.spec.total_bytes for place in places.values())
@@ -115,6 +117,12 @@ def verify(options: argparse.Namespace) -> int:
         rows.append(row)
     _print(options, rows)
     return _status(row["result"] for row in rows)
+
+
+def _refuse_link(path: Path) -> None:
+    """Refuse a link that lies in a run's folder; one that is named itself is followed."""
+    if path.is_symlink():
+        raise CheckpointError("An iteration is no checkpoint of this run", where=path, found=kind_of(path))
 
 
 def _refuse_misleading(checkpoint: Checkpoint) -> None:
@@ -164,7 +172,7 @@ def prune(options: argparse.Namespace) -> int:
         lock = FolderLock(folder.root, secrets.token_hex(4))
         lock.acquire()
     try:
-        committed = folder.committed()
+        committed = committed_in(folder)
         doomed = retention.doomed(committed, pinned=folder.held(committed))
         kept = set(committed) - set(doomed)
         if doomed and not any(_is_valid(folder.iteration(iteration)) for iteration in kept):
@@ -222,7 +230,8 @@ def _folder(run: Path) -> Path:
 
 
 def _iterations(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if is_iteration_name(path.name) and path.is_dir())
+    found = (path for path in folder.iterdir() if is_iteration_name(path.name))
+    return sorted(path for path in found if path.is_dir() or path.is_symlink())
 
 
 def _one(path: Path) -> Path:
@@ -230,7 +239,7 @@ def _one(path: Path) -> Path:
     if is_iteration_name(path.name):
         return path
     folder = CheckpointFolder(_folder(path), Files())
-    committed = folder.committed()
+    committed = committed_in(folder)
     if not committed:
         raise CheckpointError("A folder holds no checkpoint", where=folder.root, expected="an iter_ folder")
     return folder.iteration(committed[-1])
@@ -253,6 +262,7 @@ def _summary(path: Path) -> Row:
     row["topology"], row["loss"] = "", None
     misleading: list[str] = []
     try:
+        _refuse_link(path)
         checkpoint = open_checkpoint(path, Files())
         check_first_blocks(checkpoint, read_places(checkpoint))
         row |= {"iteration": checkpoint.iteration, "topology": _topology(checkpoint)}
@@ -276,7 +286,8 @@ def _status(findings: Iterable[str]) -> int:
 
 
 def _notes(path: Path) -> list[str]:
-    notes = [HOLD] if (path / HOLD).exists() else []
+    notes = ["link"] if path.is_symlink() else []
+    notes += [HOLD] if (path / HOLD).exists() else []
     return notes if iteration_of(path) is not None else [*notes, "superseded"]
 
 
@@ -302,13 +313,14 @@ def _short(value: object) -> str:
 
 
 def _bytes(path: Path) -> int:
-    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+    files = () if path.is_symlink() else path.rglob("*")
+    return sum(file.lstat().st_size for file in files if file.is_file())
 
 
 def _written_at(path: Path) -> float:
     """Return when a checkpoint was written, in Unix time: its folder changes when a `hold` is put there."""
     manifest = path / MANIFEST
-    return (manifest if manifest.exists() else path).stat().st_mtime
+    return (manifest if manifest.exists() else path).lstat().st_mtime
 
 
 def _age(seconds: float) -> str:
