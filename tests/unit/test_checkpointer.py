@@ -295,6 +295,22 @@ def test_a_save_without_room_is_refused_before_anything_is_written(tmp_path: Pat
     assert folders_in(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("keep", "advice"),
+    [
+        (0, "start the run again with checkpoint.max_checkpoint_keep=1 or more"),
+        (3, "start the run again with a smaller checkpoint.max_checkpoint_keep: the start deletes"),
+        (1, "one is kept already"),
+    ],
+)
+def test_the_advice_on_a_full_disk_is_one_that_works(tmp_path: Path, keep: int, advice: str) -> None:
+    checkpointer = started(SavePolicy(tmp_path, retention=Retention(keep)), Room(0))
+    report = checkpointer.save(10, contents(10))
+    checkpointer.close()
+    assert report is not None
+    assert advice in str(report.error)
+
+
 class Room(Files):
     """A file system with so much room, of which other ranks may have taken a part for their pieces already."""
 
