@@ -20,15 +20,15 @@ from typing import Any
 from tqdm import tqdm
 
 from trainer.arguments import natural, positive
-from trainer.checkpoint.choose import Source, no_folder
+from trainer.checkpoint.choose import Source, committed_in, no_folder
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.difference import state_differences, tensor_differences
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.layout import DTYPE_NAMES
 from trainer.checkpoint.lock import FolderLock
-from trainer.checkpoint.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
+from trainer.checkpoint.reader import Checkpoint, check_first_blocks, misleading_files, open_checkpoint, read_places
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import HOLD, CheckpointFolder, is_iteration_name, iteration_of
+from trainer.checkpoint.store import HOLD, CheckpointFolder, is_iteration_name, iteration_of, kind_of
 from trainer.checkpoint.verify import verify_share
 from trainer.errors import CheckpointError, TrainerError, UnreadableError
 
@@ -99,14 +99,17 @@ def show(options: argparse.Namespace) -> int:
 def verify(options: argparse.Namespace) -> int:
     """Check every byte of checkpoints against their digests."""
     rows = []
-    for path in [path for named in options.checkpoints for path in _all(named)]:
+    for path, is_named in [(path, path == given) for given in options.checkpoints for path in _all(given)]:
         row: Row = {"checkpoint": path.name, "bytes": None, "result": "whole"}  # None until they have been read
         try:
+            if not is_named:
+                _refuse_link(path)
             checkpoint = open_checkpoint(path, Files())
             places = read_places(checkpoint)
             total = sum(place.spec.total_bytes for place in places.values())
             with tqdm(total=total, desc=path.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
                 row["bytes"] = verify_share(checkpoint, places, rank=0, world_size=1, progress=bar.update)
+            _refuse_misleading(checkpoint)
         except UnreadableError as error:
             row["result"] = f"{_UNKNOWN}: {error}"
         except TrainerError as error:
@@ -114,6 +117,23 @@ def verify(options: argparse.Namespace) -> int:
         rows.append(row)
     _print(options, rows)
     return _status(row["result"] for row in rows)
+
+
+def _refuse_link(path: Path) -> None:
+    """Refuse a link that lies in a run's folder; one that is named itself is followed."""
+    if path.is_symlink():
+        raise CheckpointError("An iteration is no checkpoint of this run", where=path, found=kind_of(path))
+
+
+def _refuse_misleading(checkpoint: Checkpoint) -> None:
+    """Refuse files that other readers of the folder would take for the checkpoint's."""
+    found = misleading_files(checkpoint)
+    if found:
+        raise CheckpointError(
+            "transformers would read a file that is none of the checkpoint's",
+            where=", ".join(str(checkpoint.path / name) for name in found),
+            fix="Move it away; the checkpoint's own files are whole.",
+        )
 
 
 def diff(options: argparse.Namespace) -> int:
@@ -152,7 +172,7 @@ def prune(options: argparse.Namespace) -> int:
         lock = FolderLock(folder.root, secrets.token_hex(4))
         lock.acquire()
     try:
-        committed = folder.committed()
+        committed = committed_in(folder)
         doomed = retention.doomed(committed, pinned=folder.held(committed))
         kept = set(committed) - set(doomed)
         if doomed and not any(_is_valid(folder.iteration(iteration)) for iteration in kept):
@@ -210,7 +230,8 @@ def _folder(run: Path) -> Path:
 
 
 def _iterations(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if is_iteration_name(path.name) and path.is_dir())
+    found = (path for path in folder.iterdir() if is_iteration_name(path.name))
+    return sorted(path for path in found if path.is_dir() or path.is_symlink())
 
 
 def _one(path: Path) -> Path:
@@ -218,7 +239,7 @@ def _one(path: Path) -> Path:
     if is_iteration_name(path.name):
         return path
     folder = CheckpointFolder(_folder(path), Files())
-    committed = folder.committed()
+    committed = committed_in(folder)
     if not committed:
         raise CheckpointError("A folder holds no checkpoint", where=folder.root, expected="an iter_ folder")
     return folder.iteration(committed[-1])
@@ -239,17 +260,20 @@ def _summary(path: Path) -> Row:
     row: Row = {"checkpoint": path.name, "iteration": iteration_of(path), "bytes": _bytes(path)}
     row["age"] = time.time() - _written_at(path)
     row["topology"], row["loss"] = "", None
+    misleading: list[str] = []
     try:
+        _refuse_link(path)
         checkpoint = open_checkpoint(path, Files())
         check_first_blocks(checkpoint, read_places(checkpoint))
         row |= {"iteration": checkpoint.iteration, "topology": _topology(checkpoint)}
         row["loss"] = checkpoint.state.get("valid_loss")
+        misleading = [f"{name} is none of its files" for name in misleading_files(checkpoint)]
         row["valid"] = "yes"
     except UnreadableError as error:
         row["valid"] = f"{_UNKNOWN}: {error}"
     except TrainerError as error:
         row["valid"] = f"no: {error}"
-    row["notes"] = ", ".join(_notes(path))
+    row["notes"] = ", ".join([*_notes(path), *misleading])
     return row
 
 
@@ -262,7 +286,8 @@ def _status(findings: Iterable[str]) -> int:
 
 
 def _notes(path: Path) -> list[str]:
-    notes = [HOLD] if (path / HOLD).exists() else []
+    notes = ["link"] if path.is_symlink() else []
+    notes += [HOLD] if (path / HOLD).exists() else []
     return notes if iteration_of(path) is not None else [*notes, "superseded"]
 
 
@@ -288,13 +313,14 @@ def _short(value: object) -> str:
 
 
 def _bytes(path: Path) -> int:
-    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+    files = () if path.is_symlink() else path.rglob("*")
+    return sum(file.lstat().st_size for file in files if file.is_file())
 
 
 def _written_at(path: Path) -> float:
     """Return when a checkpoint was written, in Unix time: its folder changes when a `hold` is put there."""
     manifest = path / MANIFEST
-    return (manifest if manifest.exists() else path).stat().st_mtime
+    return (manifest if manifest.exists() else path).lstat().st_mtime
 
 
 def _age(seconds: float) -> str:

@@ -150,7 +150,8 @@ def _find(run: Run) -> bytes:
     if section.load == "none":
         return b""
     own = None if section.save is None else Path(section.save)
-    committed = [] if own is None else CheckpointFolder(own, Files()).committed()
+    folder = None if own is None else CheckpointFolder(own, Files())
+    committed = [] if folder is None else [*folder.committed(), *folder.strange()]  # `Chooser` refuses the latter
     if section.load != "auto":
         named = Source.named(Path(section.load)).path
         is_inside = own is not None and own.resolve() in (named.resolve(), *named.resolve().parents)

@@ -124,7 +124,7 @@ def test_a_smaller_number_to_keep_makes_room_at_the_next_start(
     full = call_on_ranks(troubles.train, command, folder=log, ranks=1)
     assert full.statuses == (1,)
     assert "There is no room for a checkpoint" in full.text
-    assert "start the run again with checkpoint.max_checkpoint_keep=1, or more" in full.text
+    assert "start the run again with checkpoint.max_checkpoint_keep=1 or more" in full.text
     kept = names(run)
     newest = int(kept[-1].removeprefix("iter_"))
     assert len(kept) > 2

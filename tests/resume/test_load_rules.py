@@ -344,3 +344,24 @@ def test_a_run_that_began_elsewhere_and_saves_no_optimizer_goes_on_without_one(f
     run_ok(run, [*begin, "train.train_iters=6"])
     assert "iteration 6 from" in run_ok(run, begin).text
     assert [row[0] for row in curve(run)] == [5, 6, 7, 8]
+
+
+def test_a_newest_iteration_that_is_a_link_stops_the_start_and_a_fresh_one_leaves_its_target(
+    run: Path, tmp_path: Path
+) -> None:
+    elsewhere = Path(shutil.move(iteration(run, 8), tmp_path / "elsewhere"))
+    iteration(run, 8).symlink_to(elsewhere)
+    (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("6\n")  # else the start mends it
+    for _ in range(2):
+        message = refuse(run, *BASE)
+        assert "The newest iteration of a run is no folder of its own" in message
+        assert f"{iteration(run, 8)}), expected a folder, found a link to {elsewhere}" in message
+        for number in (2, 4, 6):  # a link alone is no fresh start either
+            shutil.rmtree(iteration(run, number), ignore_errors=True)
+        (run / "metrics.jsonl").unlink(missing_ok=True)
+    before = all_files(elsewhere)
+    run_ok(run, [*BASE, "checkpoint.load=none"])
+    assert iteration(run, 8).is_dir()
+    assert not iteration(run, 8).is_symlink()
+    assert (run / "checkpoints/iter_0000008.superseded-1").is_symlink()
+    assert all_files(elsewhere) == before

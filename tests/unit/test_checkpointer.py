@@ -308,6 +308,22 @@ def test_a_file_system_that_does_not_tell_its_size_is_saved_to(tmp_path: Path) -
     assert folders_in(tmp_path) == ["iter_0000010"]
 
 
+@pytest.mark.parametrize(
+    ("keep", "advice"),
+    [
+        (0, "start the run again with checkpoint.max_checkpoint_keep=1 or more"),
+        (3, "start the run again with a smaller checkpoint.max_checkpoint_keep: the start deletes"),
+        (1, "one is kept already"),
+    ],
+)
+def test_the_advice_on_a_full_disk_is_one_that_works(tmp_path: Path, keep: int, advice: str) -> None:
+    checkpointer = started(SavePolicy(tmp_path, retention=Retention(keep)), Room(0))
+    report = checkpointer.save(10, contents(10))
+    checkpointer.close()
+    assert report is not None
+    assert advice in str(report.error)
+
+
 class Room(Files):
     """A file system with so much room, of which other ranks may have taken a part for their pieces already."""
 

@@ -211,7 +211,8 @@ class Checkpointer:
         problem: TrainerError | None = None
         if self._board.rank == 0 and self._folder is not None:
             try:
-                newer = [found for found in self._folder.committed() if found > iteration]
+                names = [*self._folder.committed(), *self._folder.strange()]
+                newer = [found for found in names if found > iteration]
                 for path in self._folder.supersede(newer):
                     _log.info("an abandoned branch of this run is kept as %s", path.name)
                 self._retain(self._folder)

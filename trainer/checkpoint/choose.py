@@ -10,8 +10,8 @@ from pathlib import Path
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.patience import Patience, unreadable
-from trainer.checkpoint.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
-from trainer.checkpoint.store import CheckpointFolder, is_iteration_name, iteration_name
+from trainer.checkpoint.reader import Checkpoint, check_first_blocks, misleading_files, open_checkpoint, read_places
+from trainer.checkpoint.store import CheckpointFolder, is_iteration_name, kind_of
 from trainer.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,28 @@ def no_folder(path: Path, *, kind: str = "such folder", fix: str | None = None) 
     if path.exists():
         return CheckpointError("A path is a file where a folder is expected", where=path, fix=fix)
     return CheckpointError(f"There is no {kind}", where=path, fix=fix)
+
+
+def committed_in(folder: CheckpointFolder) -> list[int]:
+    """Return the committed iterations of a run in rising order; a line of the log names links among them.
+
+    Raises:
+        CheckpointError: if the newest name is a link, or a file: going back to an older checkpoint would lose it.
+        OSError: if the folder cannot be listed.
+    """
+    committed = folder.committed()
+    for iteration in reversed(folder.strange()):
+        path = folder.iteration(iteration)
+        if iteration > max(committed, default=-1):
+            raise CheckpointError(
+                "The newest iteration of a run is no folder of its own",
+                where=path,
+                expected="a folder",
+                found=kind_of(path),
+                fix="Put the folder itself there, or remove the link; or name what it leads to in checkpoint.load.",
+            )
+        _log.warning("%s is %s and no checkpoint of this run: it is left alone", path, kind_of(path))
+    return committed
 
 
 class Chooser:
@@ -84,6 +106,10 @@ class Chooser:
                 self.skip(error)
                 continue
             self.digest = checkpoint.digest
+            for name in misleading_files(checkpoint):
+                _log.warning(
+                    "%s is no file of the checkpoint, but transformers would read it: move it away", path / name
+                )
             return path
         raise CheckpointError(
             "No valid checkpoint is left",
@@ -121,9 +147,9 @@ class Chooser:
             self._is_exact = True
             return [path]
         folder = CheckpointFolder(path, self._files)
-        committed = folder.committed()
         if self._source.iteration is not None:
-            return self._exactly(folder, committed, self._source.iteration)
+            return self._exactly(folder, self._source.iteration)
+        committed = committed_in(folder)
         if not committed:
             raise CheckpointError(
                 "A folder holds no checkpoint",
@@ -133,13 +159,22 @@ class Chooser:
             )
         return [folder.iteration(iteration) for iteration in reversed(committed)]
 
-    def _exactly(self, folder: CheckpointFolder, committed: list[int], iteration: int) -> list[Path]:
+    def _exactly(self, folder: CheckpointFolder, iteration: int) -> list[Path]:
+        committed, path = folder.committed(), folder.iteration(iteration)
+        if iteration in folder.strange():
+            raise CheckpointError(
+                "An iteration is no folder of its own",
+                where=path,
+                expected="one of " + (", ".join(map(str, committed)) or "none"),
+                found=kind_of(path),
+                fix="Put the folder itself there, or name what the link leads to in checkpoint.load.",
+            )
         if iteration not in committed:
             raise CheckpointError(
                 "An iteration was never saved",
-                where=folder.root / iteration_name(iteration),
+                where=path,
                 expected="one of " + (", ".join(map(str, committed)) or "none"),
                 fix="Correct checkpoint.ckpt_step.",
             )
         self._is_exact = True
-        return [folder.iteration(iteration)]
+        return [path]

@@ -376,6 +376,8 @@ def _advice(retention: Retention | None) -> str:
         return "Make room, or name another folder."
     if retention.max_checkpoint_keep == 1:
         return "Make room: the next checkpoint is written before an older one is deleted, and one is kept already."
-    smaller = "checkpoint.max_checkpoint_keep=1, or more," if retention.max_checkpoint_keep == 0 else "a smaller one"
-    kept = "all are kept" if retention.max_checkpoint_keep == 0 else f"{retention.max_checkpoint_keep} are kept"
+    if retention.max_checkpoint_keep == 0:
+        smaller, kept = "checkpoint.max_checkpoint_keep=1 or more", "all are kept"
+    else:
+        smaller, kept = "a smaller checkpoint.max_checkpoint_keep", f"{retention.max_checkpoint_keep} are kept"
     return f"Make room, or start the run again with {smaller}: the start deletes what is beyond it; now {kept}."

@@ -17,11 +17,13 @@ from trainer.checkpoint.gather import Gatherer
 from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.layout import Kind, Place, TensorSpec
 from trainer.checkpoint.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest
-from trainer.checkpoint.patience import failed_read
+from trainer.checkpoint.patience import failed_read, unreadable
+from trainer.checkpoint.store import named_iteration
 from trainer.errors import CheckpointError, MismatchError
 
 STATE = "trainer_state.json"
 FORMAT = "reprise/1"
+_MISLEADING = ("model.safetensors", "adapter_config.json")
 _MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
 
 
@@ -55,7 +57,8 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
     Raises:
         MismatchError: if it has another format version.
         UnreadableError: if a file cannot be read now.
-        CheckpointError: naming the first file that is missing or damaged.
+        CheckpointError: naming the first file that is missing or damaged, or if its folder is named after another
+            iteration than it holds.
     """
     try:
         content = _read(path / MANIFEST, files)
@@ -86,7 +89,41 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
         raise CheckpointError(
             "A state file has no iteration", where=path / STATE, expected="a natural number", found=repr(iteration)
         )
+    _check_name(path, iteration)
     return Checkpoint(path, files, found, state, manifest.digest_of(content))
+
+
+def _check_name(path: Path, iteration: int) -> None:
+    """Refuse a copy under the name of another iteration: a run would count on from there."""
+    named = named_iteration(path.name)
+    if named is not None and named != iteration:
+        raise CheckpointError(
+            "A checkpoint has the name of another iteration",
+            where=path,
+            expected=f"iteration {named} in {STATE}",
+            found=f"iteration {iteration}",
+            fix="Give the folder the name of its iteration, or one that does not begin with iter_.",
+        )
+
+
+def misleading_files(checkpoint: Checkpoint) -> list[str]:
+    """Return the files of others in its folder that transformers' `from_pretrained` prefers to the checkpoint's own.
+
+    Of transformers 5.23: `model.safetensors` comes before the index of several files, and with PEFT installed
+    `adapter_config.json` names another folder of weights.
+
+    Raises:
+        UnreadableError: if the folder cannot be looked at now.
+    """
+    found = []
+    for name in _MISLEADING:
+        path = checkpoint.path / name
+        try:
+            if name not in checkpoint.manifest.files and path.is_file():
+                found.append(name)
+        except OSError as error:
+            raise unreadable(error, where=path) from error
+    return found
 
 
 def _check_index(index: Json, found: Manifest, *, where: Path) -> None:

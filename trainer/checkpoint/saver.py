@@ -173,7 +173,8 @@ class Saver:
 
     def loaded(self, path: Path, iteration: int, *, has_optimizer: bool) -> None:
         """Know of a checkpoint that this process has loaded: it stays, and need not be saved again."""
-        if path.resolve() == self._folder.iteration(iteration).resolve():
+        own = self._folder.iteration(iteration)
+        if not own.is_symlink() and path.resolve() == own.resolve():
             self._present[iteration] = has_optimizer
             self._pinned.add(iteration)
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint.files import Files, replace_file, temporary_of
+from trainer.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
 HOLD = "hold"  # a file of this name in a checkpoint protects it: somebody is reading it
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_ANY_ITERATION = re.compile(r"iter_\d{7,}(\.superseded-\d+)?")
+_ANY_ITERATION = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\..*\.(partial|deleting)")
 _MARK = re.compile(r"\.shared\..+\.mark")
 _REPLACED = re.compile(r"\.(iter_\d{7,})\..*\.replaced")
@@ -39,6 +41,17 @@ def is_iteration_name(name: str) -> bool:
     return _ANY_ITERATION.fullmatch(name) is not None
 
 
+def named_iteration(name: str) -> int | None:
+    """Return the iteration in the name of a folder, superseded ones included; None if it names none."""
+    match = _ANY_ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def kind_of(path: Path) -> str:
+    """Return in words what a path is that is no folder."""
+    return f"a link to {os.readlink(path)}" if path.is_symlink() else "a file"
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
     """The folder that `checkpoint.save` names. Only rank 0 changes names in it, and only under the lock."""
@@ -51,6 +64,16 @@ class CheckpointFolder:
         if not self.root.is_dir():
             return []
         found = (iteration_of(path) for path in self.root.iterdir() if path.is_dir() and not path.is_symlink())
+        return sorted(iteration for iteration in found if iteration is not None)
+
+    def strange(self) -> list[int]:
+        """Return, in rising order, the iterations whose name a link or a file has: that is no checkpoint of the run.
+
+        Where a link leads, another run may write, and another host may see nothing.
+        """
+        if not self.root.is_dir():
+            return []
+        found = (iteration_of(path) for path in self.root.iterdir() if path.is_symlink() or not path.is_dir())
         return sorted(iteration for iteration in found if iteration is not None)
 
     def held(self, iterations: Iterable[int]) -> list[int]:
@@ -92,12 +115,15 @@ class CheckpointFolder:
         Raises:
             OSError: if the folder could not be renamed, or its name was not durable and was taken back; a checkpoint
                 of that name stays what it was.
+            CheckpointError: if a link, or a file, has that name.
         """
         partial, target = self.partial(iteration, attempt), self.iteration(iteration)
         aside: Path | None = None
         try:
             self.files.rename(partial, target)
         except OSError as error:
+            if error.errno == errno.ENOTDIR and os.path.lexists(target):
+                raise _name_is_taken(target) from error
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             aside = self.root / f".{target.name}.{attempt}.replaced"
@@ -116,11 +142,14 @@ class CheckpointFolder:
         return is_durable
 
     def supersede(self, iterations: list[int]) -> list[Path]:
-        """Rename committed folders that a new branch of the run overtakes, and return their new names."""
+        """Rename committed folders that a new branch of the run overtakes, and return their new names.
+
+        A link of such a name is renamed itself, and not followed.
+        """
         renamed = []
         for iteration in iterations:
             source = self.iteration(iteration)
-            if source.exists():
+            if os.path.lexists(source):
                 renamed.append(self._free_name(source))
                 self.files.rename(source, renamed[-1])
         if renamed:
@@ -188,7 +217,7 @@ class CheckpointFolder:
         match = _REPLACED.fullmatch(path.name)
         if match is not None:
             target = self.root / match[1]
-            self.files.rename(path, self._free_name(target) if target.exists() else target)
+            self.files.rename(path, self._free_name(target) if os.path.lexists(target) else target)
 
     def _remove(self, path: Path) -> bool:
         try:
@@ -228,6 +257,16 @@ class CheckpointFolder:
 
     def _free_name(self, iteration: Path) -> Path:
         number = 1
-        while (path := iteration.with_name(f"{iteration.name}.superseded-{number}")).exists():
+        while os.path.lexists(path := iteration.with_name(f"{iteration.name}.superseded-{number}")):
             number += 1
         return path
+
+
+def _name_is_taken(target: Path) -> CheckpointError:
+    return CheckpointError(
+        "A save cannot have the name of its iteration",
+        where=target,
+        expected="nothing, or a checkpoint",
+        found=kind_of(target),
+        fix="Remove it, or move it away: a link is no checkpoint of the run. Committed checkpoints are untouched.",
+    )
