@@ -5,9 +5,10 @@
 
 A job trains on a file system whose disk logs every write and flush; it is killed once and goes on. A cut is a place in
 that log: what was flushed before it is on the disk, and of what was not none, some or all; of some writes only some
-sectors. The file system is mounted as it is then. Every checkpoint in it must be byte for byte that of an unbroken run;
-every one whose save the job's output told before the cut, or metrics.jsonl on the disk records, must be there unless
-newer ones have taken its place; and after every so many cuts the same command must end as the unbroken run.
+sectors. Every second job goes on from the disk of such a cut. The file system is mounted as it is then. Every
+checkpoint in it must be byte for byte that of an unbroken run; every one whose save the job's output told before the
+cut, or metrics.jsonl on the disk records, must be there unless newer ones have taken its place; and after every so many
+cuts the same command must end as the unbroken run.
 
 Exit status 0 if that is so, 1 if not: then the log and the disk that it began with stay in the folder, and a `Replay`
 makes the disk of the cut again. 77 where nothing can be mounted. Needs root; nothing stays mounted.
@@ -19,20 +20,18 @@ import argparse
 import contextlib
 import json
 import random
-import re
 import shutil
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.power import block_log, mounting
-from scripts.power.block_log import Entry, Kind
+from scripts.power import mounting
 from scripts.power.job import Job
 from scripts.power.mounting import FILE_SYSTEMS, CannotMount, FileSystem
+from scripts.power.recording import TIMEOUT_S, Recording, Soak, Start, record
 from scripts.power.replay import Cut, Replay, Survival, copy_sparse
 from scripts.soak_kill import TEMPORARY, contents_of, curve_of
 from trainer.checkpoint.files import Files
@@ -41,60 +40,8 @@ from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.verify import verify_share
 from trainer.errors import TrainerError
 
+_MOST_PROBLEMS = 5  # until a soak ends
 CANNOT_MOUNT = 77  # the exit status of a test that cannot be made, for automake and others
-_SAID = re.compile(r"saved iteration (\d+) in ")
-_TIMEOUT_S = 300.0
-_POLL_S = 0.05
-_MOST_PROBLEMS = 5
-# Checkpoints of 1.2 MB: most of it is written in whole pages around the page cache, the rest through it.
-MODEL = (
-    "model=gpt2_tiny",
-    "model.n_layer=2",
-    "model.n_head=2",
-    "model.n_embd=60",
-    "model.intermediate_size=244",
-    "model.max_position_embeddings=32",
-    "model.dropout=0.1",
-    "train.seq_length=16",
-    "train.global_batch_size=4",
-    "train.micro_batch_size=1",
-    "train.eval_interval=0",
-    "logging.tensorboard=false",
-    "checkpoint.save_interval=2",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Soak:
-    """What is to be tried in `folder`.
-
-    Args:
-        recordings: of how many jobs on each file system the cuts are.
-        resume_every: a job goes on from every so many cuts.
-        keep: `checkpoint.max_checkpoint_keep`.
-        lies: whether the disk forgets what it has flushed, which the soak must find out.
-    """
-
-    folder: Path
-    cuts: int
-    recordings: int = 2
-    resume_every: int = 20
-    iterations: int = 40
-    keep: int = 3
-    ranks: int = 1
-    seed: int = 0
-    overrides: tuple[str, ...] = ()
-    lies: bool = False
-
-    def command(self, run: Path, *, keep: int) -> list[str]:
-        """Return the overrides of a job in `run` that keeps so many checkpoints."""
-        return [
-            f"run.dir={run}",
-            *MODEL,
-            *self.overrides,
-            f"train.train_iters={self.iterations}",
-            f"checkpoint.max_checkpoint_keep={keep}",
-        ]
 
 
 @dataclass(slots=True)
@@ -125,19 +72,6 @@ class Unbroken:
 
     checkpoints: dict[int, dict[str, bytes]]
     curve: list[tuple[object, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """A job on a logged disk: the disk when the log began, the log, and what the job said was saved, and where."""
-
-    blank: Path
-    entries: list[Entry]
-    saved: list[tuple[int, int]]  # number of the entry that says so, iteration
-
-    def told(self, cut: Cut) -> list[int]:
-        """Return the iterations that were said to be saved before a cut."""
-        return sorted({iteration for at, iteration in self.saved if at < cut.entries})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -189,7 +123,7 @@ def train_unbroken(plan: Soak) -> Unbroken:
     """Train without a cut on a file system that is there, and keep every checkpoint."""
     run = plan.folder / "unbroken"
     job = Job(plan.command(run, keep=0), plan.folder / "unbroken.log", ranks=plan.ranks)
-    statuses = job.end(_TIMEOUT_S)
+    statuses = job.end(TIMEOUT_S)
     if any(status != 0 for status in statuses):
         raise RuntimeError(f"the unbroken run ended with {statuses}, see {plan.folder}/unbroken.log")
     folder = CheckpointFolder(run / "checkpoints", Files())
@@ -198,12 +132,14 @@ def train_unbroken(plan: Soak) -> Unbroken:
 
 def soak(plan: Soak, system: FileSystem, unbroken: Unbroken) -> Tally:
     """Record jobs on one file system and try cuts of each."""
-    tally = Tally(system.name)
+    tally, cut_short = Tally(system.name), plan.folder / f"{system.name}.cut"
+    start: Start | None = None
     for number in range(plan.recordings):
         folder = plan.folder / f"{system.name}-{number}"
         folder.mkdir()
         chance = random.Random(f"{plan.seed} {system.name} {number}")
-        recording = record(plan, system, folder, chance)
+        recording = record(plan, system, folder, chance, start)
+        start = None if start else cut_in_the_middle(recording, cut_short, chance)
         share = plan.cuts // plan.recordings + (number < plan.cuts % plan.recordings)
         Trial(plan, system, folder, unbroken, tally).go(recording, cuts(recording, share, chance))
         if tally.problems:
@@ -212,48 +148,20 @@ def soak(plan: Soak, system: FileSystem, unbroken: Unbroken) -> Tally:
     return tally
 
 
-def record(plan: Soak, system: FileSystem, folder: Path, chance: random.Random) -> Recording:
-    """Train on a logged disk: a job that is killed once it has saved some of its iterations, and one that goes on."""
-    image, blank, log, mount = (folder / name for name in ("image", "blank", "log", "mount"))
-    mounting.make(system, image)
-    copy_sparse(image, blank)
-    mount.mkdir()
-    enough = chance.randint(plan.iterations // 3, 2 * plan.iterations // 3)
-    with mounting.logged_device(image, log, folder / "fuse") as device, mounting.mounted(system, device, mount):
-        command, said = plan.command(mount / "run", keep=plan.keep), mounting.said_in(folder / "fuse")
-        job = Job(command, said, ranks=plan.ranks)
-        try:
-            _await_saved(log, enough, job)
-        finally:
-            job.kill()
-        statuses = Job(command, said, ranks=plan.ranks).end(_TIMEOUT_S)
-    image.unlink()
-    entries = [entry for entry in block_log.read(log) if not (plan.lies and entry.kind is Kind.FLUSH)]
-    if any(status != 0 for status in statuses):
-        raise RuntimeError(f"a job ended with {statuses} on a disk without a fault:\n{_text(entries)}")
-    return Recording(blank, entries, saved_in(entries))
-
-
-def _await_saved(log: Path, iteration: int, job: Job) -> None:
-    deadline = time.monotonic() + _TIMEOUT_S
-    while job.is_running and not any(saved >= iteration for _, saved in saved_in(block_log.read(log))):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"iteration {iteration} was not saved in time")
-        time.sleep(_POLL_S)
-
-
-def saved_in(entries: Sequence[Entry]) -> list[tuple[int, int]]:
-    """Return the iterations that were said to be saved, each with the number of the entry that ends the line."""
-    found, rest = [], ""
-    for number, entry in enumerate(entries):
-        if entry.kind is Kind.SAID:
-            *lines, rest = (rest + bytes(entry.data).decode(errors="replace")).split("\n")
-            found += [(number, int(match[1])) for line in lines if (match := _SAID.search(line))]
-    return found
-
-
-def _text(entries: Sequence[Entry]) -> str:
-    return b"".join(bytes(entry.data) for entry in entries if entry.kind is Kind.SAID).decode(errors="replace")
+def cut_in_the_middle(recording: Recording, disk: Path, chance: random.Random) -> Start | None:
+    """Make the disk of a cut after a save, with more to come, and return it; None where there is none."""
+    middle = recording.saved[len(recording.saved) // 4 : -1]
+    if not middle:
+        return None
+    cut = Cut(chance.randint(middle[0][0], middle[-1][0]) + 1, chance.choice([*Survival]), chance.getrandbits(32))
+    flushed = disk.with_suffix(".flushed")
+    copy_sparse(recording.start.disk, flushed)
+    replay = Replay(recording.entries, flushed)
+    replay.advance(cut.entries)
+    replay.make(cut, disk)
+    replay.close()
+    flushed.unlink()
+    return Start(disk, tuple(recording.told(cut)))
 
 
 def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[Cut]:
@@ -280,7 +188,7 @@ class Trial:
 
     def go(self, recording: Recording, tried: Iterable[Cut]) -> None:
         """Try cuts in the order of the log; stop where there are too many problems."""
-        replay, image = Replay(recording.entries, recording.blank), self.folder / "image"
+        replay, image = Replay(recording.entries, recording.start.disk), self.folder / "image"
         for number, cut in enumerate(tried, start=1):
             replay.advance(cut.entries)
             replay.make(cut, image)
@@ -318,7 +226,7 @@ class Trial:
         if not self._checkpoints.committed():
             command.append("checkpoint.load=none")  # a run with records and no checkpoint asks for it
         output.unlink(missing_ok=True)
-        statuses = Job(command, output, ranks=self.plan.ranks).end(_TIMEOUT_S)
+        statuses = Job(command, output, ranks=self.plan.ranks).end(TIMEOUT_S)
         if any(status != 0 for status in statuses):
             return [f"the resumed job ended with {statuses}: {output.read_text()[-2000:]}"]
         problems = self._look(told)

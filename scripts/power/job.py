@@ -13,13 +13,14 @@ from pathlib import Path
 import trainer.__main__
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["trainer.restore", "trainer.loop", "torch.distributed.fsdp"])
+_PRELOADED = ["hydra", "trainer.__main__", "trainer.restore", "trainer.loop", "torch.distributed.fsdp"]
 
 
 class Job:
     """Ranks of one job of the trainer, whose output goes to the end of a file."""
 
     def __init__(self, overrides: Sequence[str], output: Path, *, ranks: int) -> None:
+        _context.set_forkserver_preload(_PRELOADED)  # not with the import: there is one such server in a process
         arguments = ["trainer", *overrides]
         port = _free_port()
         self._processes: list[ForkServerProcess] = [

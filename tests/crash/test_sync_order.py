@@ -172,8 +172,8 @@ def traced(arguments: list[str]) -> None:
     trainer.__main__.main()
 
 
-@pytest.fixture(scope="module")
-def events(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Event], int]:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["1 rank", "2 ranks"])
+def events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Event], int]:
     """Return what a run changed that was resumed once, and the inode of the folder that was there before."""
     folder = tmp_path_factory.mktemp("traced")
     disk, notes = folder / "disk", folder / "notes"
@@ -187,7 +187,9 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Event], int]:
             f"checkpoint.max_checkpoint_keep={KEEP}",
         ]
         run = [f"run.dir={disk.joinpath(*RUN)}", f"train.train_iters={iterations}"]
-        ended = call_on_ranks(traced, [str(disk), str(notes), *run, *settings], folder=folder / "out", ranks=1)
+        ended = call_on_ranks(
+            traced, [str(disk), str(notes), *run, *settings], folder=folder / "out", ranks=request.param
+        )
         assert ended.ok, ended.text
     return [json.loads(line) for line in notes.read_text().splitlines()], disk.stat().st_ino
 

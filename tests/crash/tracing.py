@@ -6,10 +6,12 @@ Files and folders are told apart by their inodes: names change. It notes what Py
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ _WRITES = ("write", "pwrite", "pwritev", "ftruncate")
 
 
 class Tracer:
-    """Appends events to the file `notes`, one line of JSON each, and makes one call at a time.
+    """Appends events to the file `notes`, one line of JSON each; all processes that do so make one call at a time.
 
     Events: ["folder", parent, name, inode] and ["file", parent, name, inode] are made, ["rename", parent, name, new
     name], ["remove", parent, name], ["write", inode], ["sync", inode]; folders are given by their inodes.
@@ -25,10 +27,9 @@ class Tracer:
 
     def __init__(self, root: Path, notes: Path) -> None:
         self._root = str(root)
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._open, self._write = os.open, os.write
         self._notes = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._below: set[int] = set()  # descriptors of what is below the root
 
     def install(self) -> None:
         """Take the place of the system's calls in this process, for good."""
@@ -48,22 +49,19 @@ class Tracer:
         self._write(self._notes, json.dumps(event).encode() + b"\n")
 
     def _traced_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        with self._lock:
+        with self._alone():
             is_new = bool(flags & os.O_CREAT) and not os.path.lexists(path)
             descriptor = self._open(path, flags, mode, dir_fd=dir_fd)
-            self._below.discard(descriptor)  # the number of one that was closed
-            if self._is_below(path, dir_fd):
-                self._below.add(descriptor)
-                if is_new:
-                    self.say("file", _inode(Path(path).parent), Path(path).name, _inode(path))
-                if flags & os.O_TRUNC:
-                    self.say("write", _inode(path))
+            if is_new and self._is_below(path, dir_fd):
+                self.say("file", _inode(Path(path).parent), Path(path).name, _inode(path))
+            if flags & os.O_TRUNC and self._is_below(path, dir_fd):
+                self.say("write", _inode(path))
             return descriptor
 
     def _by_path(self, real: Callable[..., None], note: Callable[..., None]) -> Callable[..., None]:
         def call(path: Any, *arguments: Any, dir_fd: int | None = None) -> None:
             given = {} if dir_fd is None else {"dir_fd": dir_fd}
-            with self._lock:
+            with self._alone():
                 real(path, *arguments, **given)
                 if self._is_below(path, dir_fd):
                     parent = os.fstat(dir_fd).st_ino if dir_fd is not None else _inode(Path(path).parent)
@@ -73,14 +71,23 @@ class Tracer:
 
     def _by_descriptor(self, real: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def call(descriptor: int, *arguments: Any) -> Any:
-            if descriptor not in self._below:
+            if not self._is_open_below(descriptor):
                 return real(descriptor, *arguments)
-            with self._lock:
+            with self._alone():
                 result = real(descriptor, *arguments)
                 self.say(kind, os.fstat(descriptor).st_ino)
                 return result
 
         return call
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._lock:
+            fcntl.flock(self._notes, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._notes, fcntl.LOCK_UN)
 
     def _made_folder(self, path: Path, parent: int, *_: object) -> None:
         self.say("folder", parent, path.name, _inode(path))
@@ -93,7 +100,10 @@ class Tracer:
         self.say("remove", parent, path.name)
 
     def _is_below(self, path: Any, dir_fd: int | None) -> bool:
-        return dir_fd in self._below if dir_fd is not None else os.fspath(path).startswith(self._root)
+        return self._is_open_below(dir_fd) if dir_fd is not None else os.fspath(path).startswith(self._root)
+
+    def _is_open_below(self, descriptor: int) -> bool:
+        return os.readlink(f"/proc/self/fd/{descriptor}").startswith(self._root)
 
 
 def _inode(path: Any) -> int:

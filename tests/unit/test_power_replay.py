@@ -11,8 +11,9 @@ import pytest
 
 from scripts.power.block_log import Entry, Kind, decode, encode, read
 from scripts.power.logged_disk import LoggedDisk, Opcode, Request
+from scripts.power.recording import Recording, Start, saved_in
 from scripts.power.replay import SECTOR_BYTES, Cut, Replay, Survival, copy_sparse, survivors
-from scripts.soak_power import Recording, cuts, lost, recorded_saves, saved_in
+from scripts.soak_power import cut_in_the_middle, cuts, lost, recorded_saves
 
 PAGE = 4096
 DISK_NODE, SAID_NODE = 2, 3
@@ -181,9 +182,9 @@ class TestWhatIsLookedFor:
         log.insert(1, Entry(Kind.FLUSH, 0))
         saved = saved_in(log)
         assert saved == [(2, 2), (3, 4)]
-        recording = Recording(Path(), log, saved)
+        recording = Recording(Start(Path(), (1,)), log, saved)
         told = [recording.told(Cut(entries, Survival.none, 0)) for entries in range(5)]
-        assert told == [[], [], [], [2], [2, 4]]
+        assert told == [[1], [1], [1], [1, 2], [1, 2, 4]]
 
     @pytest.mark.parametrize(
         ("told", "committed", "missing"),
@@ -201,6 +202,20 @@ class TestWhatIsLookedFor:
     ) -> None:
         assert lost(told, committed, keep=2) == missing
 
+    def test_a_job_goes_on_from_a_cut_with_what_was_saved_before_it(self, tmp_path: Path) -> None:
+        blank, disk = tmp_path / "blank", tmp_path / "disk"
+        blank.write_bytes(bytes(4 * PAGE))
+        log = [entry for letter in "abcd" for entry in (Entry(Kind.WRITE, 0, page(letter)), Entry(Kind.FLUSH, 99))]
+        recording = Recording(Start(blank, (1,)), log, [(1, 2), (3, 4), (5, 6), (7, 8)])
+        seen = set()
+        for seed in range(40):
+            start = cut_in_the_middle(recording, disk, random.Random(seed))
+            assert start is not None
+            seen.add((start.told, disk.read_bytes()[:1]))
+            assert blank.read_bytes() == bytes(4 * PAGE)
+        assert seen == {((1, 2, 4), b"b"), ((1, 2, 4), b"c"), ((1, 2, 4, 6), b"c")}
+        assert cut_in_the_middle(Recording(Start(blank), log, []), disk, random.Random(0)) is None
+
     def test_the_saves_that_a_damaged_metrics_file_records_are_read(self, tmp_path: Path) -> None:
         metrics = tmp_path / "metrics.jsonl"
         assert recorded_saves(metrics) == []
@@ -211,7 +226,7 @@ class TestWhatIsLookedFor:
 
     def test_cuts_come_in_the_order_of_the_log_many_right_after_a_save_was_told(self) -> None:
         log = [Entry(Kind.FLUSH, 0)] * 50
-        found = list(cuts(Recording(Path(), log, [(10, 2), (30, 4)]), 300, random.Random(0)))
+        found = list(cuts(Recording(Start(Path()), log, [(10, 2), (30, 4)]), 300, random.Random(0)))
         places = [cut.entries for cut in found]
         assert places == sorted(places)
         assert (places[0], places[-1]) == (0, 50)
