@@ -70,16 +70,17 @@ def files_below(folder: Path) -> list[str]:
 
 
 class LateFiles(Files):
-    """A file system that shows small files only after some looks."""
+    """A file system that shows marks only after some looks."""
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
 
-    def read_small(self, path: Path, most_bytes: int) -> bytes:
-        self.looks -= 1
-        if self.looks >= 0:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        return super().read_small(path, most_bytes)
+    def size(self, path: Path) -> int:
+        if path.suffix == ".mark":
+            self.looks -= 1
+            if self.looks >= 0:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return super().size(path)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -154,14 +155,14 @@ class LateMark(Files):
     def __init__(self) -> None:
         self.was_looked_for = threading.Event()
 
-    def mark(self, path: Path, data: bytes) -> None:
+    def mark(self, path: Path) -> None:
         if path.parent.name.endswith(".partial"):
             assert self.was_looked_for.wait(JOIN_S)
-        super().mark(path, data)
+        super().mark(path)
 
-    def read_small(self, path: Path, most_bytes: int) -> bytes:
+    def size(self, path: Path) -> int:
         try:
-            return super().read_small(path, most_bytes)
+            return super().size(path)
         except FileNotFoundError:
             self.was_looked_for.set()
             raise

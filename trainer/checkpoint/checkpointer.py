@@ -78,7 +78,7 @@ class Checkpointer:
                 for path in self._folder.sweep():
                     _log.info("swept %s, left by an interrupted save or deletion", path.name)
                 if self._board.world_size > 1:
-                    self._files.mark(self._folder.mark(self._nonce), self._nonce.encode())
+                    self._files.mark(self._folder.mark(self._nonce))
             except TrainerError as error:
                 problem = error
             except OSError as error:
@@ -250,7 +250,7 @@ class Checkpointer:
         mark = folder.mark(self._nonce)
         try:
             if self._board.rank:
-                require_mark(mark, self._nonce.encode(), self._files)
+                require_mark(mark, self._files)
         except TrainerError as error:
             problem = error
         try:

@@ -111,17 +111,9 @@ class Files:
         finally:
             os.close(descriptor)
 
-    def mark(self, path: Path, data: bytes) -> None:
-        """Write a small file that other hosts are to see, and that a power failure may take."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            os.write(descriptor, data)
-        finally:
-            os.close(descriptor)
-
-    def read_small(self, path: Path, most_bytes: int) -> bytes:
-        """Return the content of a regular file, at most so many bytes of it; see `read_small`."""
-        return read_small(path, most_bytes)
+    def mark(self, path: Path) -> None:
+        """Make an empty file that other hosts are to see, and that a power failure may take."""
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename, replacing a file of the target's name."""

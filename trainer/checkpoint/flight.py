@@ -29,7 +29,7 @@ from trainer.checkpoint.sharing import Neighbours, Sharing
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
 from trainer.checkpoint.worker import Worker
-from trainer.checkpoint.writer import THREADS, Writer
+from trainer.checkpoint.writer import THREADS, Writer, writing_failed
 from trainer.errors import CheckpointError, LaunchError, LockError, TrainerError, UnreadableError
 
 _log = logging.getLogger(__name__)
@@ -197,13 +197,12 @@ class Flight:
             TrainerError: if it has written elsewhere, which is removed, or rank 0 says nothing.
         """
         attempt, files = self.attempt, self.attempt.folder.files
-        word = attempt.name.encode()
-        if sees_mark(attempt.mark, word, files):
+        if sees_mark(attempt.mark, files):
             return
         if not commit.await_marked(self.board, attempt.name, check=self.snapshot.check):
             return
         try:
-            require_mark(attempt.mark, word, files)
+            require_mark(attempt.mark, files)
         except TrainerError:
             with contextlib.suppress(OSError):
                 files.remove_tree(partial)
@@ -331,9 +330,9 @@ def _leave_mark(attempt: Attempt, partial: Path) -> None:
     files = attempt.folder.files
     try:
         files.make_folder(partial)
-        files.mark(attempt.mark, attempt.name.encode())
+        files.mark(attempt.mark)
     except OSError as error:
-        raise cannot_write(attempt.folder.root, error) from error
+        raise _marking_failed(attempt, error) from error
 
 
 def _remove_mark(attempt: Attempt) -> None:
@@ -341,7 +340,12 @@ def _remove_mark(attempt: Attempt) -> None:
     try:
         attempt.folder.files.remove_file(attempt.mark)
     except OSError as error:
-        raise cannot_write(attempt.folder.root, error) from error
+        raise _marking_failed(attempt, error) from error
+
+
+def _marking_failed(attempt: Attempt, error: OSError) -> CheckpointError:
+    folder = attempt.folder
+    return writing_failed(attempt.mark, error, folder.files, root=folder.root, total_bytes=attempt.layout.total_bytes)
 
 
 def require_room(

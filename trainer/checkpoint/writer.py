@@ -170,22 +170,27 @@ class Writer:
                 target.write_cached(rows[in_image - lo : in_image - lo + length], offset=chunk.offset + in_tensor)
 
     def _failure(self, path: Path, error: OSError) -> CheckpointError:
-        problem = f"Writing a checkpoint failed: {error.strerror} (errno {error.errno})"
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            return CheckpointError(
-                problem,
-                where=path,
-                expected="a descriptor to spare",
-                found=f"a limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files in this process",
-                fix="Committed checkpoints are untouched; raise the limit of open files with `ulimit -n`.",
-            )
+        return writing_failed(path, error, self.files, root=self.folder.parent, total_bytes=self.layout.total_bytes)
+
+
+def writing_failed(path: Path, error: OSError, files: Files, *, root: Path, total_bytes: int) -> CheckpointError:
+    """Return what to raise where a file of a checkpoint in `root`, which takes `total_bytes`, cannot be written."""
+    problem = f"Writing a checkpoint failed: {error.strerror} (errno {error.errno})"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
         return CheckpointError(
             problem,
             where=path,
-            expected=f"room for {self.layout.total_bytes} B",
-            found=describe_free_space(self.files, self.folder.parent),
-            fix="Committed checkpoints are untouched; make room or mend the disk.",
+            expected="a descriptor to spare",
+            found=f"a limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files in this process",
+            fix="Committed checkpoints are untouched; raise the limit of open files with `ulimit -n`.",
         )
+    return CheckpointError(
+        problem,
+        where=path,
+        expected=f"room for {total_bytes} B",
+        found=describe_free_space(files, root),
+        fix="Committed checkpoints are untouched; make room or mend the disk.",
+    )
 
 
 class _Stopped(Exception):
