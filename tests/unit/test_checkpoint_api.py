@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from trainer.checkpoint import load, save
-from trainer.errors import CheckpointError, MismatchError
+from trainer.errors import CheckpointError, ConfigError, MismatchError
 
 Maker = Callable[[list[dict[str, object]]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Maker] = {
@@ -269,3 +269,10 @@ def test_loading_never_unpickles(tmp_path: Path) -> None:
     load(tmp_path, model, optimizer)
     is_watching = False
     assert seen == []
+
+
+def test_a_url_is_no_checkpoint_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"A checkpoint folder is a URL.*found s3://bucket/run"):
+        save("s3://bucket/run", nn.Linear(2, 2), iteration=1)
+    assert list(tmp_path.iterdir()) == []

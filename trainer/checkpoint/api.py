@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from trainer.arguments import is_url
 from trainer.checkpoint import json_file
 from trainer.checkpoint.board import Board, lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -27,7 +28,7 @@ from trainer.checkpoint.loader import check_tensors
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.reader import FORMAT, STATE, Checkpoint, read_places
 from trainer.checkpoint.retention import Retention
-from trainer.errors import CheckpointError, MismatchError
+from trainer.errors import CheckpointError, ConfigError, MismatchError
 
 _log = logging.getLogger(__name__)
 
@@ -58,10 +59,13 @@ def save(
             several ranks hold must be equal bit for bit.
 
     Raises:
+        ConfigError: `folder` is a URL.
         ReplicaError: on rank 0, if ranks hold different bits of one tensor; on the others it is a CheckpointError.
         TrainerError: if the ranks give different models, optimizers or iterations, or the checkpoint could not be
             written; nothing that was committed is touched.
     """
+    if is_url(str(folder)):
+        raise ConfigError("A checkpoint folder is a URL; only mounted file systems can be written", found=folder)
     board, nonce = _board()
     policy = SavePolicy(Path(folder), retention=Retention(max_checkpoint_keep), file_bytes=DEFAULT_FILE_BYTES)
     found = live_tensors(model, optimizer, grid=Grid.flat(board.world_size))
