@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,10 @@ def test_read_names_the_file_that_is_missing(tmp_path: Path) -> None:
         json_file.read(tmp_path / "gone.json")
     (tmp_path / "there.json").write_bytes(b'{"a": 1}')
     assert json_file.read(tmp_path / "there.json") == {"a": 1}
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        json_file.read(path)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.patience import failed_read
 from trainer.errors import CheckpointError
+from trainer.regular_file import open_regular
 
 Json = dict[str, Any]
 Document = Json | bytes  # a file of a checkpoint that holds no tensors: JSON, or bytes as they are
@@ -77,11 +79,11 @@ def read(path: Path) -> Json:
     """Read and parse the JSON object in `path`.
 
     Raises:
-        CheckpointError: if the file is missing or is no standard JSON object.
+        CheckpointError: if the file is missing, a pipe or a device, or no standard JSON object.
         UnreadableError: if it cannot be read now.
     """
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             return parse(file.read(MAX_BYTES + 1), where=path)
     except OSError as error:
         raise failed_read("A JSON file cannot be read", error, where=path) from error
