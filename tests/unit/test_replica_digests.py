@@ -10,10 +10,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes import Axis, Sharding, sample_specs, sample_state
+from tests.fakes import JOIN_S, Axis, Sharding, sample_specs, sample_state
 from trainer.checkpoint.inventory import SharedDigests
 from trainer.checkpoint.live import Contents, LiveTensor
 from trainer.checkpoint.manifest import DIGEST_BYTES, Written, WrittenPiece
+from trainer.checkpoint.memory import HostMemory, Memory
 from trainer.checkpoint.planning import Plan, make_plan
 from trainer.checkpoint.replica_digests import ReplicaDigests, blocks_of, checksum
 from trainer.checkpoint.snapshot import memory_of
@@ -99,6 +100,36 @@ def test_release_and_a_background_thread_digest_every_block_once() -> None:
     thread.join()
     assert replicas.all(written_by(plan, live)) == digests_of_all(SHARDINGS[0])[2]
     assert replicas.blocked_s > 0
+
+
+class LostMemory(HostMemory):
+    """Memory whose bytes cannot be had."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def address(self) -> int:  # type: ignore[override]
+        raise MemoryError("gone")
+
+
+def test_a_block_that_cannot_be_digested_lets_the_training_step_go_on() -> None:
+    live = SHARDINGS[0].live(2, SPECS, STATE)
+    plan = plan_of(live, 2)
+    lost: dict[str, Memory] = {name: LostMemory() for tensors in plan.shared.values() for name in tensors}
+    replicas = ReplicaDigests(plan.shared, plan.pieces, lost, {})
+    failures = 0
+    while True:
+        try:
+            replicas.run()
+            break
+        except MemoryError:
+            failures += 1
+    assert failures > 1
+    thread = threading.Thread(target=replicas.release, daemon=True)
+    thread.start()
+    thread.join(JOIN_S)
+    assert not thread.is_alive()
 
 
 @given(st.binary(min_size=1, max_size=70), st.data())

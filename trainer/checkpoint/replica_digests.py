@@ -119,10 +119,12 @@ class ReplicaDigests:
             return False
         source = self._memory[block.name]
         assert isinstance(source, HostMemory)
-        self._digests[block] = _digest(source, block)
-        with self._changed:
-            self._open -= 1
-            self._changed.notify_all()
+        try:
+            self._digests[block] = _digest(source, block)
+        finally:  # also where that fails: another thread may wait for this block
+            with self._changed:
+                self._open -= 1
+                self._changed.notify_all()
         return True
 
     def _await_all(self) -> None:
