@@ -17,6 +17,7 @@ from tests.fakes import JOIN_S, Axis, FailingFiles, Sharding, run_ranks, tcp_sto
 from trainer.checkpoint import shared_folder
 from trainer.checkpoint.board import Board
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.choose import Source
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.layout import Kind, TensorSpec
 from trainer.checkpoint.live import Contents
@@ -52,13 +53,16 @@ def save(
     *,
     before: Callable[[], None] = lambda: None,
     value: float = 1.0,
+    iteration: int = 1,
 ) -> SaveReport:
-    """Start, call `before`, and save a tensor of rows of that `value` as iteration 1."""
+    """Start, call `before`, and save a tensor of rows of that `value`."""
     checkpointer = start(board, folder, files)
     before()
     live = tuple(ROWS.live(board.rank, [SPEC], {"w": torch.full(SPEC.shape, value)}))
     try:
-        report = checkpointer.save(1, Contents((SPEC,), live, {}, {STATE: {"format": FORMAT, "iteration": 1}}))
+        report = checkpointer.save(
+            iteration, Contents((SPEC,), live, {}, {STATE: {"format": FORMAT, "iteration": iteration}})
+        )
         assert report is not None
         return report
     finally:
@@ -236,3 +240,45 @@ def test_a_rank_that_reads_another_checkpoint_is_named_with_both_digests(checkpo
         f"(host {os.uname().nodename}, {older / 'manifest.json'}), expected digest {expected}, found digest {found}"
         in (str(caught.value))
     )
+
+
+class PartlyHiddenFiles(Files):
+    """A file system that does not show one file of each checkpoint, for some looks."""
+
+    def __init__(self, name: str, looks: int) -> None:
+        self._name = name
+        self.looks = looks
+
+    def size(self, path: Path) -> int:
+        if path.name == self._name:
+            self.looks -= 1
+            if self.looks >= 0:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return super().size(path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", STATE])
+def test_a_rank_that_sees_a_file_of_the_checkpoint_late_loads_it(checkpoints: list[Path], name: str) -> None:
+    files = PartlyHiddenFiles(name, 2)
+    digest = open_checkpoint(checkpoints[0], Files()).digest
+    assert open_same(checkpoints[0], digest, files).digest == digest
+    assert files.looks < 0
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("name", ["model.safetensors", STATE])
+def test_a_rank_that_misses_a_file_which_rank_0_has_takes_no_older_checkpoint(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "saved"
+    for iteration in (1, 2):
+        run_ranks(2, partial(save, folder=folder, iteration=iteration))
+    files = PartlyHiddenFiles(name, 1_000_000)
+
+    def load(board: Board) -> object:
+        checkpointer = Checkpointer(SavePolicy(None), board, nonce="n", files=files if board.rank else None)
+        live = ROWS.live(board.rank, [SPEC], {"w": torch.empty(SPEC.shape)})
+        return checkpointer.restore(Source(folder), check=lambda _: None, live=lambda _: live)
+
+    for error in run_ranks(2, load):
+        assert isinstance(error, MismatchError)
+        assert f"another checkpoint than rank 0 under the same path (host {os.uname().nodename}" in str(error)
+        assert f"iter_0000002/{name}" in str(error)

@@ -15,7 +15,7 @@ from pathlib import Path
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.reader import Checkpoint, open_checkpoint
-from trainer.errors import CheckpointError, MismatchError
+from trainer.errors import CheckpointError, MismatchError, UnreadableError
 
 # How long a rank looks for what rank 0 has written. A file system on the network may show it late.
 SEEN_WITHIN_S = 5.0
@@ -46,22 +46,32 @@ def require_mark(mark: Path, files: Files) -> None:
 
 
 def open_same(path: Path, digest: str, files: Files) -> Checkpoint:
-    """Open the checkpoint that rank 0 has picked; a network file system may show an older one of that name at first.
+    """Open the checkpoint that rank 0 has picked; a network file system may show an older one, or a part, at first.
+
+    Rank 0 has found it whole. So what is wrong with it here says that this host sees something else, not that the
+    checkpoint is damaged: the run would go back to an older one for that.
 
     Args:
         digest: of the manifest that rank 0 has read.
 
     Raises:
-        MismatchError: if this rank still reads another manifest after SEEN_WITHIN_S, naming this host and the path.
-        CheckpointError: as `open_checkpoint`.
+        MismatchError: if this rank still reads another manifest, or finds a file missing or damaged, after
+            SEEN_WITHIN_S, naming this host and the path.
+        UnreadableError: as `open_checkpoint`.
     """
-    checkpoint = open_checkpoint(path, files)
+    opened: list[Checkpoint] = []
 
     def problem() -> str:
-        nonlocal checkpoint
-        if checkpoint.digest != digest:
+        try:
             checkpoint = open_checkpoint(path, files)
-        return "" if checkpoint.digest == digest else f"digest {checkpoint.digest}"
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            return str(error)
+        if checkpoint.digest == digest:
+            opened.append(checkpoint)
+            return ""
+        return f"digest {checkpoint.digest}"
 
     found = look_again(problem, path)
     if found:
@@ -73,7 +83,7 @@ def open_same(path: Path, digest: str, files: Files) -> Checkpoint:
             fix="No training was done. Mount the same file system at this path on every host, or remove the copy that "
             "differs.",
         )
-    return checkpoint
+    return opened[0]
 
 
 def look_again(problem: Callable[[], str], folder: Path) -> str:
