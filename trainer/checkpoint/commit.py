@@ -278,26 +278,31 @@ def excuse(board: Board, name: str, iteration: int) -> None:
     _announce(board, _key(name), _committed(iteration, []))
 
 
-def say_marked(board: Board, name: str, *, is_marked: bool) -> None:
-    """Tell the other ranks whether the mark of attempt `name` is in its folder. Rank 0 only."""
-    board.from_rank0(f"{_key(name)}/marked", _OK if is_marked else _FAILED)
+def say_marked(board: Board, attempt: Attempt, *, is_marked: bool) -> None:
+    """Tell the other ranks whether the mark of an attempt is in its folder. Rank 0 only."""
+    board.from_rank0(f"{_key(attempt.name)}/marked", _marked(attempt) if is_marked else _FAILED)
 
 
-def await_marked(board: Board, name: str, *, check: Callable[[], None]) -> bool:
-    """Wait until rank 0 has said whether the mark of attempt `name` is in its folder, and return that.
+def await_marked(board: Board, attempt: Attempt, *, check: Callable[[], None]) -> bool:
+    """Wait until rank 0 has said whether the mark of an attempt is in its folder, and return that.
 
     Args:
         check: called again and again; ends the wait if it raises.
 
     Returns:
-        False also if rank 0 has ended the attempt, as its verdict says.
+        False also if rank 0 has ended the attempt, as its verdict says, or saves another iteration: it refuses that
+        once it has this rank's report.
 
     Raises:
         LaunchError: if rank 0 says nothing in time.
     """
-    marked = f"{_key(name)}/marked"
-    key = board.await_any([marked, f"{_key(name)}/verdict"], sender="rank 0", check=check)
-    return key == marked and board.read(key, sender="rank 0") == _OK
+    marked = f"{_key(attempt.name)}/marked"
+    key = board.await_any([marked, f"{_key(attempt.name)}/verdict"], sender="rank 0", check=check)
+    return key == marked and board.read(key, sender="rank 0") == _marked(attempt)
+
+
+def _marked(attempt: Attempt) -> bytes:
+    return _OK + str(attempt.iteration).encode()
 
 
 def keys_of(name: str, rank: int) -> list[str]:
