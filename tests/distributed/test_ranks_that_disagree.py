@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,19 @@ def save_nans(arguments: list[str]) -> None:
         refused(lambda: save(arguments[0], model, iteration=2))
 
 
+def save_what_one_rank_cannot(arguments: list[str]) -> None:
+    """Save with one argument on rank 1 that is refused there."""
+    with process_group() as rank:
+        model = Plain(1.0)
+        if rank:
+            model.register_buffer("rotary", torch.zeros(3, dtype=torch.complex64))
+        refused(lambda: save(arguments[0], model, iteration=1))
+        for odd in ({"iteration": -1}, {"from_rank0": ["nothing"]}, {"state": {"loss": float("nan")}}):
+            given: dict[str, Any] = {"iteration": 1, **(odd if rank else {})}
+            refused(lambda given=given: save(arguments[0], Plain(1.0), **given))  # type: ignore[misc]
+        save(arguments[0], Plain(1.0), iteration=2)
+
+
 def train_ddp(arguments: list[str]) -> None:
     """Train a model under DDP on other data on each rank, so that BatchNorm's statistics differ."""
     with process_group() as rank:
@@ -155,6 +169,16 @@ def test_nans_are_compared_as_bits(tmp_path: Path) -> None:
     ended = run(save_nans, tmp_path)
     assert all("hold different bits" in output for output in ended.outputs)
     assert committed(tmp_path) == ["iter_0000001"]
+
+
+def test_what_save_refuses_on_one_rank_it_refuses_on_all_at_once(tmp_path: Path) -> None:
+    ended = run(save_what_one_rank_cannot, tmp_path)
+    for output in ended.outputs:
+        assert "complex64" in output
+        assert "expected an int of 0 or more, found -1" in output
+        assert "A pattern in from_rank0 fits no tensor" in output
+        assert "A value cannot be stored as JSON" in output
+    assert committed(tmp_path) == ["iter_0000002"]
 
 
 def test_statistics_of_batchnorm_are_refused_or_taken_from_rank_0(tmp_path: Path) -> None:

@@ -174,6 +174,13 @@ def test_a_state_that_is_no_json_is_refused_before_anything_is_written(tmp_path:
     assert list(tmp_path.glob("iter_*")) == []
 
 
+@pytest.mark.parametrize("iteration", [-1, 1.0, True, 2**63])
+def test_an_iteration_that_no_load_would_find_is_refused(tmp_path: Path, iteration: int) -> None:
+    with pytest.raises(CheckpointError, match=f"expected an int of 0 or more, found {iteration}"):
+        save(tmp_path, Net(), iteration=iteration)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_optimizer_may_be_left_behind_but_not_invented(tmp_path: Path) -> None:
     model = Net()
     optimizer = OPTIMIZERS["adamw"](groups(model))

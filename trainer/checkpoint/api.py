@@ -22,13 +22,14 @@ from trainer.checkpoint.board import Board, lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.choose import Source
 from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.layout import DEFAULT_FILE_BYTES, Kind
+from trainer.checkpoint.layout import DEFAULT_FILE_BYTES, Kind, refuse_unstorable
 from trainer.checkpoint.live import Contents, Grid, LiveTensor, aliases_of, live_tensors, local_of, parameter_names
 from trainer.checkpoint.loader import check_tensors
+from trainer.checkpoint.manifest import MOST_ELEMENTS
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.reader import FORMAT, STATE, Checkpoint, read_places
 from trainer.checkpoint.retention import Retention
-from trainer.errors import CheckpointError, ConfigError, MismatchError
+from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerError
 
 _log = logging.getLogger(__name__)
 
@@ -59,22 +60,20 @@ def save(
             several ranks hold must be equal bit for bit.
 
     Raises:
-        ConfigError: `folder` is a URL.
+        ConfigError: on a rank whose `folder` is a URL; on the others it is a CheckpointError.
         ReplicaError: on rank 0, if ranks hold different bits of one tensor; on the others it is a CheckpointError.
         TrainerError: if the ranks give different models, optimizers or iterations, or the checkpoint could not be
             written; nothing that was committed is touched.
     """
-    if is_url(str(folder)):
-        raise ConfigError("A checkpoint folder is a URL; only mounted file systems can be written", found=folder)
     board, nonce = _board()
+    contents, problem = None, None
+    try:
+        contents = _contents(board, model, optimizer, _document(folder, model, optimizer, iteration, state), from_rank0)
+    except TrainerError as error:
+        problem = error
+    board.agree("given", problem)  # the other ranks would wait for one that has given up
+    assert contents is not None
     policy = SavePolicy(Path(folder), retention=Retention(max_checkpoint_keep), file_bytes=DEFAULT_FILE_BYTES)
-    found = live_tensors(model, optimizer, grid=Grid.flat(board.world_size))
-    live = _rank0_alone(list(found), from_rank0, board.rank)
-    document: Json = {"format": FORMAT, "iteration": iteration, "user": dict(state or {}), "groups": []}
-    if optimizer is not None:
-        document |= {"optimizer": {"name": type(optimizer).__name__}, "groups": _groups(model, optimizer)}
-    json_file.to_bytes(document)  # refuses values of `state` that JSON does not have, before anything is written
-    contents = Contents(tuple(t.spec for t in live), live, aliases_of(model), {STATE: document})
     checkpointer = Checkpointer(policy, board, nonce=nonce)
     try:
         checkpointer.start()
@@ -136,6 +135,51 @@ def load(
     if optimizer is not None:
         _set_groups(model, optimizer, _saved_groups(checkpoint))
     return {**_user(checkpoint), "iteration": checkpoint.iteration}
+
+
+def _document(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    iteration: int,
+    state: Mapping[str, object] | None,
+) -> Json:
+    """Return the state file of a save into `folder`.
+
+    Raises:
+        ConfigError: `folder` is a URL.
+        CheckpointError: for an iteration that no folder is named after, or a `state` with values that JSON lacks.
+    """
+    if is_url(str(folder)):
+        raise ConfigError("A checkpoint folder is a URL; only mounted file systems can be written", found=folder)
+    if type(iteration) is not int or not 0 <= iteration <= MOST_ELEMENTS:
+        raise CheckpointError(
+            "This is no number of an iteration", expected="an int of 0 or more", found=repr(iteration)
+        )
+    document: Json = {"format": FORMAT, "iteration": iteration, "user": dict(state or {}), "groups": []}
+    if optimizer is not None:
+        document |= {"optimizer": {"name": type(optimizer).__name__}, "groups": _groups(model, optimizer)}
+    json_file.to_bytes(document)
+    return document
+
+
+def _contents(
+    board: Board,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    document: Json,
+    from_rank0: Sequence[str],
+) -> Contents:
+    """Return what is to be saved.
+
+    Raises:
+        CheckpointError: naming a tensor that cannot be stored, or a pattern that fits none.
+    """
+    found = live_tensors(model, optimizer, grid=Grid.flat(board.world_size))
+    live = _rank0_alone(list(found), from_rank0, board.rank)
+    specs = tuple(tensor.spec for tensor in live)
+    refuse_unstorable(specs)
+    return Contents(specs, live, aliases_of(model), {STATE: document})
 
 
 def _rank0_alone(live: Sequence[LiveTensor], patterns: Sequence[str], rank: int) -> tuple[LiveTensor, ...]:

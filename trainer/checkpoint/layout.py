@@ -116,7 +116,7 @@ def build_layout(specs: Sequence[TensorSpec], *, file_bytes: int = DEFAULT_FILE_
     Raises:
         CheckpointError: for a name that occurs twice, a dtype that safetensors cannot hold or too many dimensions.
     """
-    _refuse_unstorable(specs)
+    refuse_unstorable(specs)
     files: list[FileLayout] = []
     for kind in Kind:
         groups = _fill([s for s in specs if s.kind is kind], file_bytes)
@@ -141,7 +141,12 @@ def model_index(layout: Layout) -> dict[str, object]:
     }
 
 
-def _refuse_unstorable(specs: Iterable[TensorSpec]) -> None:
+def refuse_unstorable(specs: Iterable[TensorSpec]) -> None:
+    """Refuse tensors that no file of a checkpoint can hold.
+
+    Raises:
+        CheckpointError: naming the first of them.
+    """
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
