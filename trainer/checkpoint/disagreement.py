@@ -98,8 +98,8 @@ def explain(found: Disagreement, tables: Sequence[bytes]) -> TrainerError:
         "The ranks do not save the same tensors",
         expected="the same table of tensors on every rank",
         found=f"{count}{named}",
-        fix="Nothing was saved. Give all ranks the same model and optimizer, or save each rank's in a folder of its "
-        "own from a process group of its own.",
+        fix="Nothing was saved. Give all ranks the same model and optimizer: the stages of a pipeline, which differ by "
+        "rank, cannot be saved like this.",
     )
 
 
