@@ -102,6 +102,18 @@ def save_what_one_rank_cannot(arguments: list[str]) -> None:
         save(arguments[0], Plain(1.0), iteration=2)
 
 
+def save_other_documents(arguments: list[str]) -> None:
+    """Save with another state on rank 1, another learning rate, other patterns, and then the same of all."""
+    with process_group() as rank:
+        model = Plain(1.0)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.2)]
+        refused(lambda: save(arguments[0], model, iteration=1, state={"seed": rank}))
+        refused(lambda: save(arguments[0], model, optimizers[rank], iteration=1))
+        refused(lambda: save(arguments[0], model, iteration=1, from_rank0=["w"] * rank))
+        state = {"a": 1, "b": 2} if rank else {"b": 2, "a": 1}
+        save(arguments[0], model, optimizers[0], iteration=2, state=state)
+
+
 def train_ddp(arguments: list[str]) -> None:
     """Train a model under DDP on other data on each rank, so that BatchNorm's statistics differ."""
     with process_group() as rank:
@@ -178,6 +190,16 @@ def test_what_save_refuses_on_one_rank_it_refuses_on_all_at_once(tmp_path: Path)
         assert "expected an int of 0 or more, found -1" in output
         assert "A pattern in from_rank0 fits no tensor" in output
         assert "A value cannot be stored as JSON" in output
+    assert committed(tmp_path) == ["iter_0000002"]
+
+
+def test_arguments_of_which_rank_0_s_would_be_saved_are_refused_where_they_differ(tmp_path: Path) -> None:
+    ended = run(save_other_documents, tmp_path)
+    for output in ended.outputs:
+        assert "The ranks give different `state`" in output
+        assert "The ranks give different numbers of the optimizer, such as learning rates" in output
+        assert "The ranks give different from_rank0" in output
+        assert output.count("found another on rank 1 than on rank 0") == 3
     assert committed(tmp_path) == ["iter_0000002"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import logging
 import math
 import secrets
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -25,7 +27,7 @@ from trainer.checkpoint.json_file import Json
 from trainer.checkpoint.layout import DEFAULT_FILE_BYTES, Kind, refuse_unstorable
 from trainer.checkpoint.live import Contents, Grid, LiveTensor, aliases_of, live_tensors, local_of, parameter_names
 from trainer.checkpoint.loader import check_tensors
-from trainer.checkpoint.manifest import MOST_ELEMENTS
+from trainer.checkpoint.manifest import DIGEST_BYTES, MOST_ELEMENTS
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.reader import FORMAT, STATE, Checkpoint, read_places
 from trainer.checkpoint.retention import Retention
@@ -35,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 _COMMIT_TIMEOUT_S = 1800.0
 _MOST_NAMED = 5
+_PARTS = ("`state`", "numbers of the optimizer, such as learning rates", "from_rank0")
 
 
 def save(
@@ -53,7 +56,7 @@ def save(
     (FSDP2, tensor parallelism). The folder holds whole tensors under the parameters' names, whatever the topology.
 
     Args:
-        state: JSON values of your own, given back by `load`.
+        state: JSON values of your own, given back by `load`; the same on all ranks.
         max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
         from_rank0: shell patterns for the names of tensors that differ between ranks by design, such as the BatchNorm
             statistics of DDP (`["*.running_*", "*.num_batches_tracked"]`). Rank 0's are saved. All other tensors that
@@ -62,16 +65,19 @@ def save(
     Raises:
         ConfigError: on a rank whose `folder` is a URL; on the others it is a CheckpointError.
         ReplicaError: on rank 0, if ranks hold different bits of one tensor; on the others it is a CheckpointError.
-        TrainerError: if the ranks give different models, optimizers or iterations, or the checkpoint could not be
-            written; nothing that was committed is touched.
+        TrainerError: if the ranks give different models, optimizers, iterations or `state`, or the checkpoint could not
+            be written; nothing that was committed is touched.
     """
     board, nonce = _board()
     contents, problem = None, None
     try:
-        contents = _contents(board, model, optimizer, _document(folder, model, optimizer, iteration, state), from_rank0)
+        document = _document(folder, model, optimizer, iteration, state)
+        contents = _contents(board, model, optimizer, document, from_rank0)
     except TrainerError as error:
         problem = error
-    board.agree("given", problem)  # the other ranks would wait for one that has given up
+    summary = b"" if contents is None else _summary(document, from_rank0)
+    summaries = board.collect("summaries", summary)
+    board.agree("given", problem or _difference(summaries))  # the other ranks would wait for one that has given up
     assert contents is not None
     policy = SavePolicy(Path(folder), retention=Retention(max_checkpoint_keep), file_bytes=DEFAULT_FILE_BYTES)
     checkpointer = Checkpointer(policy, board, nonce=nonce)
@@ -180,6 +186,30 @@ def _contents(
     specs = tuple(tensor.spec for tensor in live)
     refuse_unstorable(specs)
     return Contents(specs, live, aliases_of(model), {STATE: document})
+
+
+def _summary(document: Json, from_rank0: Sequence[str]) -> bytes:
+    """Return digests of what all ranks must give alike beside the tensors, in the order of `_PARTS`."""
+    numbers = [group["numbers"] for group in document["groups"]]
+    parts = (document["user"], [document.get("optimizer"), numbers], sorted(from_rank0))
+    found = (json_file.parse(json_file.to_bytes({"": part}), where=STATE) for part in parts)  # all keys are text then
+    return b"".join(xxhash.xxh3_64_digest(json.dumps(part, sort_keys=True).encode()) for part in found)
+
+
+def _difference(summaries: Sequence[bytes]) -> CheckpointError | None:
+    """Return what to raise where ranks, in their order, do not give the same; a rank that failed gives nothing."""
+    given = {rank: summary for rank, summary in enumerate(summaries) if summary}
+    for number, part in enumerate(_PARTS):
+        at = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
+        odd = [rank for rank in given if given[rank][at] != given[min(given)][at]]
+        if odd:
+            return CheckpointError(
+                f"The ranks give different {part}",
+                expected="the same on every rank, as one file holds it",
+                found=f"another on rank {odd[0]} than on rank {min(given)}",
+                fix="Nothing was saved. Gather what differs by rank first, and give all of it on every rank.",
+            )
+    return None
 
 
 def _rank0_alone(live: Sequence[LiveTensor], patterns: Sequence[str], rank: int) -> tuple[LiveTensor, ...]:
