@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import xxhash
 
 from trainer.checkpoint.board import Board
+from trainer.checkpoint.inventory import digest_of_ranks
 from trainer.checkpoint.live import LiveTensor
 from trainer.checkpoint.snapshot import memory_of
 from trainer.errors import ReplicaError
@@ -31,14 +32,14 @@ def check_replicas(live: Sequence[LiveTensor], board: Board, key: str) -> None:
         return
     groups = _digests(live)
     report = b"".join(
-        _ROW.pack(_digest_of_ranks(group), xxhash.xxh3_64_intdigest(b"".join(digests.values())))
+        _ROW.pack(digest_of_ranks(group), xxhash.xxh3_64_intdigest(b"".join(digests.values())))
         for group, digests in groups.items()
     )
     odd = _first_difference(board.collect(f"{key}/groups", report))
     odd_group = board.from_rank0(f"{key}/odd", odd)
     if not odd_group:
         return
-    mine = [tensors for group, tensors in groups.items() if _DIGEST.pack(_digest_of_ranks(group)) == odd_group]
+    mine = [tensors for group, tensors in groups.items() if _DIGEST.pack(digest_of_ranks(group)) == odd_group]
     details = board.collect(f"{key}/tensors", b"".join(digest for tensors in mine for digest in tensors.values()))
     problem: ReplicaError | None = None
     if board.rank == 0:
@@ -56,10 +57,6 @@ def _digests(live: Sequence[LiveTensor]) -> dict[Group, dict[str, bytes]]:
     return groups
 
 
-def _digest_of_ranks(group: Group) -> int:
-    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(group)}Q", *group))
-
-
 def _first_difference(reports: Sequence[bytes]) -> bytes:
     """Return the digest of the first group whose members do not agree, or nothing. Rank 0's business."""
     known: dict[int, int] = {}
@@ -73,7 +70,7 @@ def _first_difference(reports: Sequence[bytes]) -> bytes:
 def _describe(details: Sequence[tuple[int, bytes]], live: Sequence[LiveTensor], odd_group: bytes) -> ReplicaError:
     """Return the error that names the first tensor, where this rank knows its name, and the ranks that differ."""
     (first_rank, first), *others = details
-    names = [t.spec.name for t in live if _DIGEST.pack(_digest_of_ranks(t.replicas)) == odd_group]
+    names = [t.spec.name for t in live if _DIGEST.pack(digest_of_ranks(t.replicas)) == odd_group]
     for rank, data in others:
         for number in range(max(len(first), len(data)) // _DIGEST.size):
             at = slice(number * _DIGEST.size, (number + 1) * _DIGEST.size)

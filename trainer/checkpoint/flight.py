@@ -212,8 +212,8 @@ class Flight:
         attempt = self.attempt
         line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
         digesting = Worker("checkpoint-replicas")
-        digested = digesting.submit(self.replicas.run)
         try:
+            digested = digesting.submit(self.replicas.run)
             sharing = self._begin(partial)
             writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, THREADS, line.add, sharing)
             written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
