@@ -203,6 +203,23 @@ def test_a_start_deletes_nothing_before_it_has_loaded_the_newest(five: Path) -> 
     assert resumed(five, Retention(2)) == ["iter_0000003", "iter_0000004", "iter_0000005.superseded-1"]
 
 
+@pytest.mark.parametrize(("verify", "with_optimizer"), [(False, True), (True, False), (True, True)])
+def test_a_start_deletes_nothing_for_a_newest_of_which_it_has_not_checked_all(
+    tmp_path: Path, verify: bool, with_optimizer: bool
+) -> None:
+    for iteration in (1, 2):
+        checkpointer = started(SavePolicy(tmp_path))
+        checkpointer.save(iteration, contents(iteration, with_optimizer=True))
+        checkpointer.close()
+    checkpointer = started(SavePolicy(tmp_path, retention=Retention(1)))
+    live = contents(0, with_optimizer=with_optimizer).live
+    checkpointer.restore(Source(tmp_path), check=lambda _: None, live=lambda _: live, verify=verify)
+    checkpointer.rewind(2)
+    checkpointer.close()
+    is_checked = verify and with_optimizer
+    assert folders_in(tmp_path) == (["iter_0000002"] if is_checked else ["iter_0000001", "iter_0000002"])
+
+
 def test_a_rewind_renames_newer_checkpoints_and_they_are_saved_anew(tmp_path: Path) -> None:
     checkpointer = started(SavePolicy(tmp_path))
     for iteration in (1, 2, 3):

@@ -13,6 +13,7 @@ from trainer.checkpoint.board import Board
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.flight import cannot_write, decide_doomed, delete
+from trainer.checkpoint.layout import Kind
 from trainer.checkpoint.live import Contents, LiveTensor
 from trainer.checkpoint.loader import LoadReport, fill
 from trainer.checkpoint.lock import FolderLock
@@ -54,6 +55,7 @@ class Checkpointer:
         self._policy, self._board, self._nonce = policy, board, nonce
         self._files, self._patience = files or Files(), patience or Patience()
         self._agreements = 0
+        self._is_loaded_whole = False
         self._lock: FolderLock | None = None
         self._folder = None if policy.folder is None else CheckpointFolder(policy.folder, self._files)
         self._saver = None
@@ -191,6 +193,8 @@ class Checkpointer:
         self.check_replicas(tensors)
         if self._saver is not None:
             self._saver.loaded(path, checkpoint.iteration, has_optimizer=checkpoint.has_optimizer)
+        is_all_read = not checkpoint.has_optimizer or any(tensor.spec.kind is Kind.OPTIMIZER for tensor in tensors)
+        self._is_loaded_whole = verify_all or (verify and is_all_read)
         return checkpoint, report
 
     def check_replicas(self, live: Sequence[LiveTensor]) -> None:
@@ -234,11 +238,11 @@ class Checkpointer:
         self.abandon()
 
     def _retain(self, folder: CheckpointFolder) -> None:
-        """Delete what retention gives up, if the newest is what this process has loaded: it is known to be good."""
+        """Delete what retention gives up, if the newest was loaded and all of it checked: it is known to be good."""
         assert self._saver is not None
         pinned = self._saver.pinned
         doomed, committed = decide_doomed(folder, self._policy.retention, pinned=pinned)
-        if not doomed or committed[-1] not in pinned:
+        if not doomed or committed[-1] not in pinned or not self._is_loaded_whole:
             return
         keep = self._policy.retention.max_checkpoint_keep
         for gone in delete(folder, doomed, attempt=self._nonce, lock=self._lock):
