@@ -153,6 +153,40 @@ def test_a_rank_that_writes_elsewhere_fails_the_save_and_removes_what_it_wrote(t
     assert {path.split("/")[1] for path in files_below(tmp_path)} == {"lock"}
 
 
+class CallAtSync(Files):
+    """A file system that calls something when a file has been synced."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def sync(self, descriptor: int) -> None:
+        super().sync(descriptor)
+        self._call()
+
+
+def test_a_rank_that_wrote_elsewhere_before_it_sees_the_folder_fails_the_save(tmp_path: Path) -> None:
+    shared, other, link = (tmp_path / name for name in ("shared", "other", "link"))
+    for folder in (shared, other):
+        folder.mkdir()
+    link.symlink_to(shared)
+
+    def lead_to(folder: Path) -> None:
+        link.unlink()
+        link.symlink_to(folder)
+
+    def call(board: Board) -> SaveReport:
+        if board.rank == 0:
+            return save(board, shared)
+        return save(board, link, CallAtSync(lambda: lead_to(shared)), before=lambda: lead_to(other))
+
+    for report in run_ranks(2, call, store=tcp_store):
+        assert isinstance(report, SaveReport)
+        assert f"folder of this host became another one during a save (host {os.uname().nodename}, {link})" in str(
+            report.error
+        )
+    assert files_below(shared) == ["lock"]
+
+
 class LateMark(Files):
     """The file system of rank 0, which has left no mark before the other rank has looked for it."""
 

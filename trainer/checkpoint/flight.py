@@ -24,7 +24,7 @@ from trainer.checkpoint.progress_line import ProgressLine
 from trainer.checkpoint.reader import STATE
 from trainer.checkpoint.replica_digests import ReplicaDigests
 from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.shared_folder import require_mark, sees_mark
+from trainer.checkpoint.shared_folder import require_mark, sees_mark, unchanged
 from trainer.checkpoint.sharing import Neighbours, Sharing
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import CheckpointFolder
@@ -170,10 +170,13 @@ class Flight:
         return Outlook(self.attempt, self.poll, self.has_optimizer, self.retention, self.present, self.pinned)
 
     def _work(self, partial: Path) -> Written:
-        written = self._write(partial)
-        if self.board.rank:
+        if self.board.rank == 0:
+            return self._write(partial)
+        with unchanged(self.attempt.folder.root) as require_unchanged:
+            written = self._write(partial)
             self._require_mark(partial)
-        return written
+            require_unchanged()
+            return written
 
     def _begin(self, partial: Path) -> Sharing | None:
         """Meet the other ranks of the host; on rank 0 leave the mark, and tell the others what came of it."""

@@ -9,7 +9,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer.checkpoint.commit import MANIFEST
@@ -43,6 +43,33 @@ def require_mark(mark: Path, files: Files) -> None:
             fix="Nothing was saved. Mount the same file system at this path on every host, or let checkpoint.save name "
             "a folder that all hosts share.",
         )
+
+
+@contextlib.contextmanager
+def unchanged(folder: Path) -> Iterator[Callable[[], None]]:
+    """Give a call that refuses to go on where `folder` is no longer what it was, as after a mount that came or went.
+
+    What was written before lies elsewhere then, though the mark of rank 0 is seen now. The call raises a
+    CheckpointError that names this host and the path.
+    """
+    with contextlib.ExitStack() as ending:
+        before: os.stat_result | None = None
+        with contextlib.suppress(OSError):  # then it cannot be written to
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            ending.callback(os.close, descriptor)  # while it is open, its number is given to no other folder
+            before = os.fstat(descriptor)
+
+        def require() -> None:
+            with contextlib.suppress(OSError):
+                if before is not None and os.path.samestat(before, os.stat(folder)):
+                    return
+            raise CheckpointError(
+                "The checkpoint folder of this host became another one during a save",
+                where=on_this_host(folder),
+                fix="Nothing was saved. Look at what mounts and unmounts file systems on this host.",
+            )
+
+        yield require
 
 
 def open_same(path: Path, digest: str, files: Files) -> Checkpoint:
