@@ -188,7 +188,7 @@ class Flight:
             return sharing
         finally:
             if self.board.rank == 0:
-                commit.say_marked(self.board, attempt.name, is_marked=is_marked)
+                commit.say_marked(self.board, attempt, is_marked=is_marked)
 
     def _require_mark(self, partial: Path) -> None:
         """Return if this rank has written into the folder of rank 0, or rank 0 ends the attempt for another reason.
@@ -199,7 +199,7 @@ class Flight:
         attempt, files = self.attempt, self.attempt.folder.files
         if sees_mark(attempt.mark, files):
             return
-        if not commit.await_marked(self.board, attempt.name, check=self.snapshot.check):
+        if not commit.await_marked(self.board, attempt, check=self.snapshot.check):
             return
         try:
             require_mark(attempt.mark, files)
