@@ -193,10 +193,10 @@ def _tensors(checkpoint: Path) -> Tensors:
     return {**found, MANIFEST: json.dumps(manifest).encode()}
 
 
-def _lines(path: Path) -> list[dict[str, object]]:
+def _lines(path: Path) -> list[str]:
     """Return the records of a run without the mark of the first iteration after a resume."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: value for key, value in record.items() if key != "resumed"} for record in records]
+    return [json.dumps({key: value for key, value in record.items() if key != "resumed"}) for record in records]
 
 
 def sample(cases: Sequence[tuple[int, int, str]], count: int) -> list[tuple[int, int, str]]:
