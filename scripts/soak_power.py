@@ -53,6 +53,7 @@ class Tally:
     checkpoints: int = 0
     told: int = 0
     resumed: int = 0
+    repaired: int = 0
     problems: list[str] = field(default_factory=list)
 
     def line(self) -> str:
@@ -62,7 +63,7 @@ class Tally:
         return (
             f"{self.name}: {self.survivals.total()} cuts (unflushed writes that survived: {survivals}), "
             f"{self.told} saves told before them, {self.checkpoints} checkpoints compared after them, "
-            f"{self.resumed} resumed: {verdict}"
+            f"{self.resumed} resumed, {self.repaired} repaired before they could be mounted: {verdict}"
         )
 
 
@@ -188,7 +189,9 @@ class Trial:
 
     def go(self, recording: Recording, tried: Iterable[Cut]) -> None:
         """Try cuts in the order of the log; stop where there are too many problems."""
-        replay, image = Replay(recording.entries, recording.start.disk), self.folder / "image"
+        flushed, image = self.folder / "flushed", self.folder / "image"
+        copy_sparse(recording.start.disk, flushed)
+        replay = Replay(recording.entries, flushed)
         for number, cut in enumerate(tried, start=1):
             replay.advance(cut.entries)
             replay.make(cut, image)
@@ -201,10 +204,19 @@ class Trial:
 
     def _after(self, image: Path, told: list[int], *, resumes: bool) -> list[str]:
         try:
-            with mounting.mounted(self.system, image, self.folder / "mount"):
-                return self._look(told) + (self._resume(told) if resumes else [])
-        except CannotMount as error:
-            return [str(error)]
+            return self._mounted(image, told, resumes=resumes)
+        except CannotMount as refused:  # as ext4 does where half of its superblock was written
+            if not mounting.repair(self.system, image):
+                return [str(refused)]
+        self.tally.repaired += 1
+        try:
+            return self._mounted(image, told, resumes=resumes)
+        except CannotMount as refused:
+            return [f"also after a repair: {refused}"]
+
+    def _mounted(self, image: Path, told: list[int], *, resumes: bool) -> list[str]:
+        with mounting.mounted(self.system, image, self.folder / "mount"):
+            return self._look(told) + (self._resume(told) if resumes else [])
 
     def _look(self, told: list[int]) -> list[str]:
         """Return what is wrong with the checkpoints on the disk, and which of those that were told are missing."""

@@ -144,8 +144,9 @@ class CheckpointSection:
         no_save_optim: save the weights only.
         load: `auto` continues this run from its newest valid checkpoint and starts fresh only where nothing was ever
             saved or logged; `none` starts fresh; a path names a run, its checkpoint folder, one iteration or, with
-            `finetune`, a model folder of transformers or a weight file of llm.c.
-        ckpt_step: load this iteration instead of the newest.
+            `finetune`, a model folder of transformers or a weight file of llm.c. `none` and a path act once: when its
+            launcher starts the job again, the run goes on from its own newest checkpoint.
+        ckpt_step: load this iteration instead of the newest; it acts once, too.
         no_load_optim: load the weights only and go on at the saved iteration.
         finetune: load the weights only and start at iteration 0.
         reshard: allow another topology than the one that saved.

@@ -19,6 +19,7 @@ from trainer.checkpoint.patience import Patience, failed_read
 from trainer.checkpoint.reader import Checkpoint, read_places
 from trainer.checkpoint.store import TRACKER, CheckpointFolder
 from trainer.config import CheckpointSection, Verify
+from trainer.convert.megatron import refuse_megatron
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.hf.folder import is_folder
 from trainer.llmc.file import WEIGHTS, foreign
@@ -202,7 +203,9 @@ def _named(path: Path) -> bytes:
 
     Raises:
         CheckpointError: for a file that no run can begin with.
+        MismatchError: for a checkpoint of Megatron.
     """
+    refuse_megatron(path)
     if path.is_file():
         found = foreign(path)
         if found is not None:

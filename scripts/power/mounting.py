@@ -32,6 +32,7 @@ class FileSystem:
         options: for mount(8), when it is mounted first and after each cut.
         make: the command that makes it, to which the file is added.
         size_bytes: of the disk.
+        repair: the command for a disk that is not mounted as it is; none where there is none for it.
     """
 
     name: str
@@ -39,15 +40,19 @@ class FileSystem:
     options: str
     make: tuple[str, ...]
     size_bytes: int
+    repair: tuple[str, ...] = ()
 
 
+_REPAIRED = 2  # exit statuses of e2fsck(8) below this: nothing to do, or done
+_EXT4_BYTES = 160 << 20  # more than 128 MiB: the superblock has a backup
+_E2FSCK = ("e2fsck", "-f", "-y")
 _EXT4 = ("mkfs.ext4", "-q", "-F", "-b", "4096", "-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard")
 FILE_SYSTEMS = {
     found.name: found
     for found in (
-        FileSystem("ext4-writeback", "ext4", "data=writeback", _EXT4, 64 << 20),
-        FileSystem("ext4-writeback-commit1", "ext4", "data=writeback,commit=1", _EXT4, 64 << 20),
-        FileSystem("ext4-ordered", "ext4", "data=ordered", _EXT4, 64 << 20),
+        FileSystem("ext4-writeback", "ext4", "data=writeback", _EXT4, _EXT4_BYTES, _E2FSCK),
+        FileSystem("ext4-writeback-commit1", "ext4", "data=writeback,commit=1", _EXT4, _EXT4_BYTES, _E2FSCK),
+        FileSystem("ext4-ordered", "ext4", "data=ordered", _EXT4, _EXT4_BYTES, _E2FSCK),
         FileSystem("xfs", "xfs", "nouuid", ("mkfs.xfs", "-q", "-K"), 300 << 20),
         FileSystem("btrfs", "btrfs", "nodiscard", ("mkfs.btrfs", "-q", "-K"), 256 << 20),
     )
@@ -82,14 +87,21 @@ def mounted(system: FileSystem, source: Path, folder: Path) -> Iterator[None]:
     """Mount a device, or a file by a loop device that goes with it.
 
     Raises:
-        CannotMount: where that fails.
+        CannotMount: where it is not mounted.
     """
     loop = "" if source.is_block_device() else ",loop"
     _run(["mount", "-t", system.kind, "-o", system.options + loop, str(source), str(folder)])
     try:
         yield
     finally:
-        _run(["umount", str(folder)])
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def repair(system: FileSystem, image: Path) -> bool:
+    """Repair a disk that is not mounted as it is; return whether that was done."""
+    if not system.repair:
+        return False
+    return subprocess.run([*system.repair, str(image)], capture_output=True, check=False).returncode < _REPAIRED
 
 
 @contextlib.contextmanager

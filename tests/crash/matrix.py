@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -194,7 +195,8 @@ def _tensors(checkpoint: Path) -> Tensors:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines()
+    """Return the records of a run, a torn one among them, without the mark of the first iteration after a resume."""
+    return [re.sub(r', ?"resumed": ?true', "", line) for line in path.read_text().splitlines()]
 
 
 def sample(cases: Sequence[tuple[int, int, str]], count: int) -> list[tuple[int, int, str]]:

@@ -32,7 +32,8 @@ def test_power_cuts_lose_nothing_that_was_saved(tmp_path: Path, name: str) -> No
     status, text = soak_power(tmp_path / "soak", "--on", name)
     assert status == 0, text
     assert f"soak_power: {name}: 12 cuts" in text
-    assert "2 resumed: none damaged, none lost" in text
+    assert "2 resumed, " in text
+    assert "none damaged, none lost" in text
 
 
 def test_a_disk_that_forgets_what_it_flushed_is_found_out(tmp_path: Path) -> None:

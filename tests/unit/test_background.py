@@ -46,6 +46,9 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "STRETCH_BYTES", 4 * SMALL_CHUNK)
 
 
+_SEEDED = threading.Lock()
+
+
 class Net(nn.Module):
     """A model with what may change at other times than in a step: a counting buffer, a parameter nobody trains."""
 
@@ -69,8 +72,9 @@ class Training:
     """A model in training, whose state can be told by value."""
 
     def __init__(self) -> None:
-        torch.manual_seed(1)
-        self.net = Net()
+        with _SEEDED:  # ranks are threads here, and share torch's generator
+            torch.manual_seed(1)
+            self.net = Net()
         trained = [p for p in self.net.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.1, fused=True)
         self.iteration = 0
@@ -375,7 +379,8 @@ def test_the_arena_stays_while_a_thread_that_hangs_may_use_it(tmp_path: Path) ->
     files.released.set()
     checkpointer.drain(JOIN_S)
     checkpointer._saver._policy = SavePolicy(tmp_path, async_save=True)
-    checkpointer.save(4, whole)
+    training.iteration = 4
+    checkpointer.save(4, training.contents())
     assert checkpointer._saver._arena.total_bytes > arena.total_bytes
     expected = training.values()
     training.step()

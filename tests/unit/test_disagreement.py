@@ -80,7 +80,6 @@ def test_another_box_of_a_shared_tensor_is_a_difference() -> None:
 
 
 def test_other_iterations_are_refused_with_their_ranks() -> None:
-    reports = [Report(iteration, 0) for iteration in (4, 4, 5)]
     with pytest.raises(CheckpointError, match=r"iteration 4 on ranks 0, 1; iteration 5 on rank 2"):
-        disagreement.refuse_other_iterations(reports)
-    disagreement.refuse_other_iterations(reports[:2])
+        disagreement.refuse_other_iterations({0: 4, 1: 4, 2: 5})
+    disagreement.refuse_other_iterations({0: 4, 1: 4})

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import struct
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from scripts.power.block_log import Entry, Kind, decode, encode, read
 from scripts.power.logged_disk import LoggedDisk, Opcode, Request
+from scripts.power.mounting import FILE_SYSTEMS, make, repair
 from scripts.power.recording import Recording, Start, saved_in
 from scripts.power.replay import SECTOR_BYTES, Cut, Replay, Survival, copy_sparse, survivors
 from scripts.soak_power import cut_in_the_middle, cuts, lost, recorded_saves
@@ -173,6 +176,23 @@ class TestACut:
         with target.open("rb") as file:
             file.seek((32 << 20) - 1)
             assert file.read(PAGE + 2) == b"\0" + page("a") + b"\0"
+
+
+@pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="mkfs.ext4 is not installed")
+def test_an_ext4_superblock_of_which_half_was_written_is_repaired(tmp_path: Path) -> None:
+    def is_clean() -> bool:
+        return subprocess.run(["e2fsck", "-f", "-n", str(image)], capture_output=True, check=False).returncode == 0
+
+    image, system = tmp_path / "image", FILE_SYSTEMS["ext4-writeback"]
+    make(system, image)
+    assert is_clean()
+    with image.open("r+b") as file:
+        file.seek(1024 + SECTOR_BYTES)
+        file.write(bytes(SECTOR_BYTES))
+    assert not is_clean()
+    assert repair(system, image)
+    assert is_clean()
+    assert not repair(FILE_SYSTEMS["xfs"], image)
 
 
 class TestWhatIsLookedFor:

@@ -191,7 +191,7 @@ class _Part:
             CheckpointError: naming what differs and the ranks.
             LaunchError: if a rank does not answer.
         """
-        disagreement.refuse_other_iterations(self._reports)
+        disagreement.refuse_other_iterations({r: report.iteration for r, report in enumerate(self._reports)})
         found = disagreement.find(self._reports)
         if found is None:
             return
@@ -280,7 +280,7 @@ def excuse(board: Board, name: str, iteration: int) -> None:
 
 def say_marked(board: Board, attempt: Attempt, *, is_marked: bool) -> None:
     """Tell the other ranks whether the mark of an attempt is in its folder. Rank 0 only."""
-    board.from_rank0(f"{_key(attempt.name)}/marked", _marked(attempt) if is_marked else _FAILED)
+    board.from_rank0(f"{_key(attempt.name)}/marked", (_OK if is_marked else _FAILED) + str(attempt.iteration).encode())
 
 
 def await_marked(board: Board, attempt: Attempt, *, check: Callable[[], None]) -> bool:
@@ -290,19 +290,18 @@ def await_marked(board: Board, attempt: Attempt, *, check: Callable[[], None]) -
         check: called again and again; ends the wait if it raises.
 
     Returns:
-        False also if rank 0 has ended the attempt, as its verdict says, or saves another iteration: it refuses that
-        once it has this rank's report.
+        False also if rank 0 has ended the attempt, as its verdict says.
 
     Raises:
         LaunchError: if rank 0 says nothing in time.
+        CheckpointError: if rank 0 saves another iteration.
     """
     marked = f"{_key(attempt.name)}/marked"
-    key = board.await_any([marked, f"{_key(attempt.name)}/verdict"], sender="rank 0", check=check)
-    return key == marked and board.read(key, sender="rank 0") == _marked(attempt)
-
-
-def _marked(attempt: Attempt) -> bytes:
-    return _OK + str(attempt.iteration).encode()
+    if board.await_any([marked, f"{_key(attempt.name)}/verdict"], sender="rank 0", check=check) != marked:
+        return False
+    data = board.read(marked, sender="rank 0")
+    disagreement.refuse_other_iterations({0: int(data[len(_OK) :]), board.rank: attempt.iteration})
+    return data.startswith(_OK)
 
 
 def keys_of(name: str, rank: int) -> list[str]:

@@ -33,18 +33,18 @@ class Disagreement:
         return self.sides[0][0], self.sides[1][0]
 
 
-def refuse_other_iterations(reports: Sequence[Report]) -> None:
-    """Refuse a save of which the ranks say that it is of different iterations.
+def refuse_other_iterations(iterations: Mapping[int, int]) -> None:
+    """Refuse a save that ranks make of different iterations, given by rank.
 
     Raises:
         CheckpointError: naming the iterations and the ranks.
     """
-    sides = _sides({rank: report.iteration for rank, report in enumerate(reports)})
+    sides = _sides(iterations)
     if len(sides) > 1:
         raise CheckpointError(
             "The ranks save different iterations",
             expected="the same iteration on every rank",
-            found="; ".join(f"iteration {reports[side[0]].iteration} on {_named(side)}" for side in sides),
+            found="; ".join(f"iteration {iterations[side[0]]} on {_named(side)}" for side in sides),
             fix="Nothing was saved. Give all ranks the same iteration.",
         )
 
