@@ -134,6 +134,9 @@ class ParallelSection:
 class CheckpointSection:
     """What is saved and loaded; names and meanings are Megatron-LM's where it has them.
 
+    `load` (but for `auto`), `ckpt_step`, `no_load_optim` and `finetune` say where a run begins. They act once a launch:
+    one that torchrun or SLURM starts again goes on from its own newest checkpoint, if it has committed one.
+
     Args:
         save: folder of the run's checkpoints; null saves nothing.
         save_interval: save at every multiple; 0 saves only at the end.
