@@ -19,6 +19,7 @@ from trainer.checkpoint.patience import Patience, failed_read
 from trainer.checkpoint.reader import Checkpoint, read_places
 from trainer.checkpoint.store import TRACKER, CheckpointFolder
 from trainer.config import CheckpointSection, Verify
+from trainer.convert.megatron import refuse_megatron
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.hf.folder import is_folder
 from trainer.llmc.file import WEIGHTS, foreign
@@ -201,8 +202,9 @@ def _named(path: Path) -> bytes:
     """Return the kind and the path of what a person has named, who may name a run by its own folder.
 
     Raises:
-        CheckpointError: for a file that no run can begin with.
+        CheckpointError: for a file or a folder of Megatron that no run can begin with.
     """
+    refuse_megatron(path)
     if path.is_file():
         found = foreign(path)
         if found is not None:
