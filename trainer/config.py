@@ -134,9 +134,6 @@ class ParallelSection:
 class CheckpointSection:
     """What is saved and loaded; names and meanings are Megatron-LM's where it has them.
 
-    `load` (but for `auto`), `ckpt_step`, `no_load_optim` and `finetune` say where a run begins. They act once a launch:
-    one that torchrun or SLURM starts again goes on from its own newest checkpoint, if it has committed one.
-
     Args:
         save: folder of the run's checkpoints; null saves nothing.
         save_interval: save at every multiple; 0 saves only at the end.
@@ -147,8 +144,9 @@ class CheckpointSection:
         no_save_optim: save the weights only.
         load: `auto` continues this run from its newest valid checkpoint and starts fresh only where nothing was ever
             saved or logged; `none` starts fresh; a path names a run, its checkpoint folder, one iteration or, with
-            `finetune`, a model folder of transformers or a weight file of llm.c.
-        ckpt_step: load this iteration instead of the newest.
+            `finetune`, a model folder of transformers or a weight file of llm.c. `none` and a path act once: when its
+            launcher starts the job again, the run goes on from its own newest checkpoint.
+        ckpt_step: load this iteration instead of the newest; it acts once, too.
         no_load_optim: load the weights only and go on at the saved iteration.
         finetune: load the weights only and start at iteration 0.
         reshard: allow another topology than the one that saved.

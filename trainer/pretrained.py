@@ -6,17 +6,23 @@ What lies there is told in `hf` and in `llmc`.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+import xxhash
+
 from models import ModelConfig
 from trainer.checkpoint.agreement import check_replicas
+from trainer.checkpoint.board import Board
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.live import LiveTensor
 from trainer.checkpoint.loader import LoadReport
+from trainer.checkpoint.patience import unreadable
 from trainer.checkpoint.progress_line import ProgressLine
+from trainer.checkpoint.shared_folder import on_this_host
 from trainer.config import CheckpointSection
 from trainer.errors import MismatchError, TrainerError
 from trainer.hf import load as hf
@@ -26,9 +32,13 @@ from trainer.hf.model import differences
 from trainer.launch import Cluster
 from trainer.llmc import load as llmc
 from trainer.llmc.file import open_file
+from trainer.regular_file import open_regular
 from trainer.state import TrainerState
 
 _log = logging.getLogger(__name__)
+
+# So many stretches of a file are compared between hosts, each of so many bytes.
+_SAMPLES, _SAMPLE_BYTES = 16, 256 << 10
 
 
 class Kind(Enum):
@@ -40,9 +50,16 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Weights of the configured model: lines on what differs and may, and how to fill live tensors with them."""
+    """Weights of the configured model.
+
+    Args:
+        says: lines on what differs from the configuration, and may.
+        files: where they lie, in an order that is the same on every host.
+        fill: reads them into live tensors.
+    """
 
     says: Sequence[str]
+    files: Sequence[Path]
     fill: Callable[[Sequence[LiveTensor], Callable[[int], None]], LoadReport]
 
 
@@ -58,7 +75,7 @@ def load_pretrained(
     """
     problem: TrainerError | None = None
     live = list(state.shards(with_optimizer=False))
-    weights = _Weights((), lambda live, _: LoadReport(0, len(live), 0, 0, 0.0))
+    weights = _Weights((), (), lambda live, _: LoadReport(0, len(live), 0, 0, 0.0))
     try:
         _require_finetune(path, kind, section)
         opens = _open_folder if kind is Kind.folder else _open_file
@@ -66,6 +83,7 @@ def load_pretrained(
     except TrainerError as error:
         problem = error
     cluster.board.agree("pretrained/open", problem)
+    _require_same(path, weights.files, cluster.board)
     for text in weights.says if cluster.rank == 0 else ():
         _log.warning(text)
     try:
@@ -84,14 +102,54 @@ def _open_folder(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
     places = stored_places(folder, model)
     if is_first:
         check_tied(folder, model)
-    return _Weights(says, lambda live, progress: hf.fill(folder, places, live, progress=progress))
+    files = sorted({path / place.file for place in places.values()})
+    return _Weights(says, files, lambda live, progress: hf.fill(folder, places, live, progress=progress))
 
 
 def _open_file(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
     del is_first  # a file of a tied model has one table
     file = open_file(path, Files())
     says = differences(file.model, model, where=path, kind=Kind.file.value)
-    return _Weights(says, lambda live, progress: llmc.fill(file, live, progress=progress))
+    return _Weights(says, [path], lambda live, progress: llmc.fill(file, live, progress=progress))
+
+
+def _require_same(path: Path, files: Sequence[Path], board: Board) -> None:
+    """Refuse to begin with weights of which this rank sees others than rank 0. A call of all ranks.
+
+    Compared are the names and sizes of the files, and samples of each from its first to its last bytes.
+
+    Raises:
+        MismatchError: on every rank, naming the host.
+    """
+    problem: TrainerError | None = None
+    digest = b""
+    try:
+        digest = _digest_of_samples(files)
+    except OSError as error:
+        problem = unreadable(error, where=path)
+    board.agree("pretrained/samples", problem)
+    expected = board.from_rank0("pretrained/digest", digest)
+    if digest != expected:
+        problem = MismatchError(
+            "This host sees other weights than rank 0 under the same path",
+            where=on_this_host(path),
+            expected=f"digest {expected.hex()}",
+            found=f"digest {digest.hex()}",
+            fix="No training was done. Mount the same file system at this path on every host, or copy the same files.",
+        )
+    board.agree("pretrained/same", problem)
+
+
+def _digest_of_samples(files: Sequence[Path]) -> bytes:
+    found = xxhash.xxh3_64()
+    for path in files:
+        with os.fdopen(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            found.update(f"{path.name} {size}\n".encode())
+            last = max(0, size - _SAMPLE_BYTES)
+            for at in sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)}):
+                found.update(os.pread(file.fileno(), _SAMPLE_BYTES, at))
+    return found.digest()
 
 
 def _require_finetune(path: Path, kind: Kind, section: CheckpointSection) -> None:

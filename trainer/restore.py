@@ -202,7 +202,8 @@ def _named(path: Path) -> bytes:
     """Return the kind and the path of what a person has named, who may name a run by its own folder.
 
     Raises:
-        CheckpointError: for a file or a folder of Megatron that no run can begin with.
+        CheckpointError: for a file that no run can begin with.
+        MismatchError: for a checkpoint of Megatron.
     """
     refuse_megatron(path)
     if path.is_file():

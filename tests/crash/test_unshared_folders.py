@@ -18,7 +18,7 @@ from tests.harness import TINY, all_files, call_on_ranks, curve, run_ok, started
 from trainer.checkpoint.commit import MANIFEST
 from trainer.checkpoint.files import Files
 from trainer.checkpoint.manifest import digest_of
-from trainer.checkpoint.reader import open_checkpoint, read_places
+from trainer.checkpoint.reader import STATE, open_checkpoint, read_places
 from trainer.checkpoint.verify import verify_share
 from trainer.errors import CheckpointError
 
@@ -186,3 +186,26 @@ def test_a_copy_of_the_checkpoint_on_a_host_s_own_disk_is_loaded(tmp_path: Path)
     ended = call_on_ranks(ranks, [f"run.dir={run}", *overrides], folder=tmp_path / "ended", ranks=2)
     assert ended.ok, ended.text
     assert curve(run) == curve(whole)
+
+
+def test_hosts_that_see_other_weights_of_another_program_under_one_path_train_nothing(tmp_path: Path) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    overrides = [*BASE, "parallel.zero_stage=3"]
+    run_ok(whole, overrides, ranks=2)
+    ours, theirs = (model_folder(whole / f"checkpoints/iter_000000{n}", tmp_path / f"model{n}") for n in (2, 4))
+    begins = [f"run.dir={run}", *overrides, f"checkpoint.load={ours}", "checkpoint.finetune=true"]
+    ranks = on_hosts(run_trainer, {1: [Mount(ours, theirs)]})
+    ended = call_on_ranks(ranks, begins, folder=tmp_path / "ended", ranks=2)
+    assert ended.statuses == (1, 1), ended.text
+    assert all(f"sees other weights than rank 0 under the same path (host host1, {ours})" in o for o in ended.outputs)
+    assert "step     1/" not in ended.text
+    copy = model_folder(whole / "checkpoints/iter_0000002", tmp_path / "copy")
+    ranks = on_hosts(run_trainer, {1: [Mount(ours, copy)]})
+    ended = call_on_ranks(ranks, begins, folder=tmp_path / "ended again", ranks=2)
+    assert ended.ok, ended.text
+
+
+def model_folder(checkpoint: Path, folder: Path) -> Path:
+    """Copy what transformers reads of a checkpoint, and return the folder."""
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns(MANIFEST, STATE, "optimizer"))
+    return folder

@@ -246,6 +246,16 @@ def test_a_folder_of_megatron_is_named_as_such_and_not_as_damaged(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("at", ["", "iter_0000003"])
+def test_a_run_that_is_to_load_a_folder_of_megatron_says_whose_it_is(tmp_path: Path, at: str) -> None:
+    root = tmp_path / "saved"
+    write_megatron(root / "iter_0000003")
+    ended = launch(tmp_path / "run", ["model=gpt2_tiny", *TINY, f"checkpoint.load={root / at}"])
+    assert ended.statuses == (1,)
+    assert "MismatchError: The folder holds a Megatron checkpoint, which this program does not read" in ended.text
+    assert "damaged" not in ended.text
+
+
 def test_the_legacy_form_of_megatron_is_named_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "iter_0000003/mp_rank_00").mkdir(parents=True)
     (tmp_path / "iter_0000003/mp_rank_00/model_optim_rng.pt").write_bytes(b"")

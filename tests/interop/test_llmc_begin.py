@@ -12,7 +12,6 @@ import torch
 from models import stored_tensors
 from scripts import convert
 from tests.harness import TINY, compose, curve, launch, run_ok, tensor_files
-from tests.interop.test_import_checks import write_megatron
 from tests.interop.test_llmc import (
     GPT2_HEADER,
     LLAMA_HEADER,
@@ -145,16 +144,6 @@ def test_a_file_of_another_format_is_refused_with_what_is_accepted(tmp_path: Pat
     assert "20240326 or 20240803" in text
     assert found in text
     assert "a model folder of transformers" in text
-
-
-@pytest.mark.parametrize("at", ["iter_0000003", "."], ids=["iteration", "root"])
-def test_a_folder_of_megatron_is_named_as_such_and_not_as_damaged(
-    tmp_path: Path, at: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_megatron(tmp_path / "saved/iter_0000003")
-    text = refusal(tmp_path / "saved" / at)
-    assert "The folder holds a Megatron checkpoint, which this program does not read" in text
-    assert "damaged" not in text + caplog.text
 
 
 def test_a_file_cut_short_is_refused_on_every_rank(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -264,6 +265,11 @@ def test_a_tracker_that_cannot_be_written_does_not_undo_a_commit(
 @pytest.mark.parametrize("text", ["", "release\n", "x7", "7.5"])
 def test_a_tracker_of_nonsense_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / TRACKER).write_text(text)
+    assert CheckpointFolder(tmp_path, Files()).tracker() is None
+
+
+def test_a_pipe_in_the_place_of_the_tracker_is_ignored(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / TRACKER)
     assert CheckpointFolder(tmp_path, Files()).tracker() is None
 
 

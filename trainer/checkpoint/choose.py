@@ -130,7 +130,7 @@ class Chooser:
         if self._candidates:
             path = self._candidates.pop(0)
             _log.error("%s is damaged and skipped: %s", path.name, error)
-            self._skipped.append(f"{path.name}: {error}")
+            self._skipped.append(f"{path.name}: {str(error).rstrip('.')}")
 
     def _find(self) -> list[Path]:
         path = self._source.path

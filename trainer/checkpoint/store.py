@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.checkpoint.files import Files, replace_file, temporary_of
+from trainer.checkpoint.files import Files, read_small, replace_file, temporary_of
 from trainer.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
 HOLD = "hold"  # a file of this name in a checkpoint protects it: somebody is reading it
 TRACKER = "latest_checkpointed_iteration.txt"
+_MOST_TRACKER_BYTES = 64
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _ANY_ITERATION = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\..*\.(partial|deleting)")
@@ -99,7 +100,7 @@ class CheckpointFolder:
     def tracker(self) -> int | None:
         """Return what Megatron's tracker says, a hint only; None if it is missing or unreadable."""
         try:
-            return int((self.root / TRACKER).read_text())
+            return int(read_small(self.root / TRACKER, _MOST_TRACKER_BYTES))
         except (OSError, ValueError):
             return None
 
