@@ -113,14 +113,14 @@ def _prepare(options: argparse.Namespace, bars: _Bars) -> Prepared:
 
 def _prepare_raw(options: argparse.Namespace, inputs: Sequence[Path], bars: _Bars) -> Prepared:
     """Write tokens that are tokens already; what is said of texts does not go with them."""
-    if options.form is not None or options.valid_fraction or len(options.tokenizer) > 1:
+    if options.form is not None or options.valid_fraction or len(options.tokenizer or ()) > 1:
         raise ConfigError(
             "--raw takes tokens, no texts",
             expected="--valid and --tokenizer PATH, and no --form, --valid-fraction or train-bpe",
         )
     sides = {"train": inputs, "valid": [path for pattern in options.valid for path in find_files(pattern)]}
     given = {name: paths for name, paths in sides.items() if paths}
-    tokenizer = None if options.tokenizer == ["bytes"] else Path(options.tokenizer[0]).expanduser()
+    tokenizer = None if options.tokenizer is None else Path(options.tokenizer[0]).expanduser()
     raw = RawTokens(options.raw, tokenizer, options.file_tokens)
     return write_raw(options.output, given, raw, force=options.force, progress=bars.begin)
 
@@ -128,7 +128,7 @@ def _prepare_raw(options: argparse.Namespace, inputs: Sequence[Path], bars: _Bar
 def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> Wanted:
     tokenizer, train = None, 0
     match options.tokenizer:
-        case ["bytes"]:
+        case None | ["bytes"]:
             pass
         case ["train-bpe", number] if number.isdecimal():
             train = int(number)
@@ -175,7 +175,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer",
         nargs="+",
-        default=["bytes"],
         metavar="WORD",
         help="bytes (the default), a tokenizer.json, or train-bpe N: train one of N tokens on the training documents",
     )

@@ -26,6 +26,7 @@ from trainer import streams
 from trainer.bar import line_handler
 from trainer.config import Config
 from trainer.config_checks import unused_keys, validate
+from trainer.config_values import path_problems
 from trainer.environment import Environment
 from trainer.errors import ConfigError, LaunchError, TrainerError
 from trainer.memory_needs import require_host_memory, require_memory
@@ -43,6 +44,9 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 _FAREWELL_S = 1.0
 # A rank that fails may wait for a store whose host hangs, or for a disk: not longer than this.
 _LAST_WORDS_S = 40.0
+
+# Lines of Hydra's errors that are of no use here: no key can be appended, and its own folders are none of the user's.
+_LEFT_OUT = ("reference_type", "object_type", "To append to your config", "Config search path:", "provider=")
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -92,9 +96,10 @@ def run(raw: DictConfig, environment: Environment) -> None:
     if config.train.dry_run:
         _dry_run(config, environment.world_size)
         return
+    if not path_problems(config):
+        streams.keep_errors_in(Path(config.run.dir))
     validate(config, environment.world_size)
     require_host_memory(config, environment.world_size, environment.local_world_size)
-    streams.keep_errors_in(Path(config.run.dir))
     for line in unused_keys(config):
         _log.info(line)
     from trainer import launch
@@ -221,12 +226,12 @@ def _told(error: BaseException) -> str:
     """Return what Hydra says, in one line, and what was wrong below it: of a value it says only where."""
     below = error.__cause__
     said = _one_line(str(error)) or type(error).__name__
-    return said if below is None else f"{said}: {_one_line(str(below))}"
+    return said if below is None else f"{said.removesuffix('.')}: {_one_line(str(below))}"
 
 
 def _one_line(text: str) -> str:
     lines = [re.sub(r"^full_key: (.*)", r"(\1)", line.strip()) for line in text.splitlines()]
-    return " ".join(line for line in lines if line and not line.startswith(("reference_type", "object_type")))
+    return " ".join(line for line in lines if line and not line.startswith(_LEFT_OUT))
 
 
 def _train(config: Config, resolved: str, cluster: Cluster, watch: SignalWatch) -> None:

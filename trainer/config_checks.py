@@ -148,7 +148,9 @@ _PARALLEL_SIZES = (
 def _batch_problems(config: Config, world_size: int) -> list[str]:
     train, found = config.train, list[str]()
     sizes = [getattr(config.parallel, name) for name in _PARALLEL_SIZES]
-    if min(train.micro_batch_size, train.global_batch_size, *sizes) < 1 or world_size % (sizes[0] * sizes[1]):
+    if min(train.micro_batch_size, train.global_batch_size, world_size, *sizes) < 1 or world_size % (
+        sizes[0] * sizes[1]
+    ):
         return found
     topology = topology_of(config, world_size)
     divisor = train.micro_batch_size * topology.dp

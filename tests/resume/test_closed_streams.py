@@ -56,6 +56,12 @@ def test_the_error_of_a_run_without_streams_is_in_a_file_of_the_run(tmp_path: Pa
     assert "MismatchError: The checkpoint belongs to another run" in ended.stdout
 
 
-def test_a_refused_configuration_makes_no_file_for_its_error(tmp_path: Path) -> None:
+def test_a_refused_configuration_is_told_in_a_file_of_the_run_too(tmp_path: Path) -> None:
+    assert run(tmp_path, ">&- 2>&-", "train.train_iters=0").returncode == 1
+    assert "train.train_iters=0: must be at least 1" in (tmp_path / "run/error.log").read_text()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["error.log"]
+
+
+def test_a_refused_path_makes_no_file_for_its_error(tmp_path: Path) -> None:
     assert run(tmp_path, ">&- 2>&-", "checkpoint.save=s3://bucket/run").returncode == 1
     assert list(tmp_path.iterdir()) == []

@@ -74,6 +74,15 @@ def test_a_tokenizer_that_is_named_gives_vocabulary_and_end_of_text(
     assert read(f"{arrays}/out/train_*.bin") == TOKENS.tolist()
 
 
+def test_bytes_are_a_tokenizer_that_can_be_named(arrays: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare(arrays, "--tokenizer", "bytes") == 0
+    (_, overrides) = capsys.readouterr().out.splitlines()
+    assert shlex.split(overrides)[2:4] == ["data.tokenizer=bytes", "model.vocab_size=257"]
+    np.array([1, 257], "<u2").tofile(arrays / "train.bin")
+    assert prepare(arrays, "--tokenizer", "bytes", "--force") == 2
+    assert "expected 0 to 256, found 257" in capsys.readouterr().err
+
+
 def test_files_that_are_no_arrays_are_refused_and_leave_nothing(
     arrays: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from trainer.data.encoding import Encoded
 from trainer.data.prepared import FILE_TOKENS, Prepared, Progress, appearing_folder, check_file_tokens, write_side
-from trainer.data.text import open_encoder
+from trainer.data.text import BYTES, open_encoder
 from trainer.data.token_file import MAGICS
 from trainer.errors import DataError
 
@@ -31,8 +31,8 @@ class RawTokens:
 
     Args:
         dtype: one of RAW_DTYPES.
-        tokenizer: the ``tokenizer.json`` that made the tokens. Without one, the largest token is taken for the end of
-            text, and the vocabulary ends with it.
+        tokenizer: the ``tokenizer.json`` that made the tokens, or ``bytes``. Without one, the largest token is taken
+            for the end of text, and the vocabulary ends with it.
         file_tokens: a longer stream of tokens goes to several files.
     """
 
@@ -59,9 +59,10 @@ def write_raw(
         DataError: an input is no such array or holds a token that its tokenizer lacks, or the folder cannot be made.
     """
     check_file_tokens(raw.file_tokens)
-    folder, form, tokenizer = Path(os.path.realpath(folder)), np.dtype(raw.dtype).newbyteorder("<"), raw.tokenizer
+    folder, form = Path(os.path.realpath(folder)), np.dtype(raw.dtype).newbyteorder("<")
     read = [path for paths in inputs.values() for path in paths]
-    encoder = None if tokenizer is None else open_encoder(tokenizer)
+    encoder = None if raw.tokenizer is None else open_encoder(raw.tokenizer)
+    tokenizer = None if raw.tokenizer is None or str(raw.tokenizer) == BYTES else raw.tokenizer.absolute()
     sides, largest = [], -1
     with appearing_folder(folder, [*read, *filter(None, [tokenizer])], replace=force) as partial:
         for name, paths in inputs.items():
@@ -73,15 +74,14 @@ def write_raw(
         if encoder is not None and largest >= encoder.vocab_size:
             raise DataError(
                 "A token is none of the tokenizer's",
-                where=tokenizer,
+                where=raw.tokenizer,
                 expected=f"0 to {encoder.vocab_size - 1}",
                 found=largest,
                 fix="Name the tokenizer that made the tokens, or the other dtype.",
             )
     if encoder is None:
         return Prepared(folder, tuple(sides), None, largest + 1, largest, has_text=False)
-    path = None if tokenizer is None else tokenizer.absolute()
-    return Prepared(folder, tuple(sides), path, encoder.vocab_size, encoder.end_of_text)
+    return Prepared(folder, tuple(sides), tokenizer, encoder.vocab_size, encoder.end_of_text)
 
 
 class _Arrays:

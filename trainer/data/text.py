@@ -193,7 +193,7 @@ def find_files(pattern: str) -> list[Path]:
             "no file matches",
             where=pattern,
             expected="a file, or a glob that matches files",
-            found=f"{len(paths)} folders" if paths else "nothing",
+            found=f"{len(paths)} folders, pipes or devices" if paths else "nothing",
             fix=f"Relative paths start at {Path.cwd()}; quote globs; '**/*.txt' looks into folders.",
         )
     return files

@@ -25,6 +25,7 @@ _OTHERS = (
     (b"PK\x03\x04", "a zip archive, such as torch.save writes"),
     (b"\x80", "a pickle"),
     (b"GGUF", "a GGUF file"),
+    (b"{", "JSON; name the folder that it lies in"),
     (struct.pack("<i", 20240520), "tokens, which data.train reads"),
     (struct.pack("<i", 20240801), "tokens, which data.train reads"),
     (struct.pack("<i", 20240527), "the optimizer's state of llm.c, which is not read"),
