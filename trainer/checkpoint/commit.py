@@ -250,7 +250,7 @@ def _check_total(written_bytes: int, layout: Layout) -> None:
             "The ranks have not written every byte once",
             expected=f"{expected} B of tensors",
             found=f"{written_bytes} B",
-            fix="Nothing was committed; this is a defect of whoever wrote them.",
+            fix="Nothing was committed; this is a defect of the program that wrote them.",
         )
 
 

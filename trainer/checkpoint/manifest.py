@@ -140,7 +140,7 @@ def tile(layout: Layout, written: Sequence[WrittenPiece]) -> dict[str, TensorEnt
                 where=f"{piece.name}, bytes [{piece.lo}, {piece.hi}) of the box at {list(piece.box.offset)}",
                 expected=f"{expected} B",
                 found=f"{len(piece.digests)} B",
-                fix="Nothing was committed; this is a defect of whoever wrote it.",
+                fix="Nothing was committed; this is a defect of the program that wrote it.",
             )
     foreign = by_name.keys() - layout.places.keys()
     if foreign:
@@ -179,7 +179,7 @@ def _not_tiled(name: str, box: Box, members: Sequence[WrittenPiece]) -> Checkpoi
         "The written pieces do not cover a tensor exactly once",
         where=f"{name}, box at {list(box.offset)} of {list(box.shape)}",
         found="bytes " + (", ".join(f"[{p.lo}, {p.hi})" for p in members) or "none"),
-        fix="Nothing was committed; this is a defect of whoever enumerates the shards.",
+        fix="Nothing was committed; this is a defect of the program that enumerates the shards.",
     )
 
 

@@ -59,7 +59,7 @@ class ReplicaDigests:
         self._shared = shared
         self._memory = {**memory, **changing}
         self._digests: dict[Block, bytes] = {}
-        self._sums: dict[Block, torch.Tensor] = {}
+        sums: dict[Block, torch.Tensor] = {}
         self._left: deque[Block] = deque()
         self._changed = threading.Condition()
         self._is_released = False
@@ -69,11 +69,12 @@ class ReplicaDigests:
             source = self._memory[piece.name]
             for block in blocks_of(piece):
                 if isinstance(source, DeviceMemory):
-                    self._sums[block] = checksum(source.bytes[block.lo : block.hi])
+                    sums[block] = checksum(source.bytes[block.lo : block.hi])
                 elif piece.name in changing:
                     self._digests[block] = _digest(source, block)
                 elif (piece.name, piece.lo) not in written:
                     self._left.append(block)
+        self._sums = _Sums(sums)
         self._open = len(self._left)
 
     def run(self) -> None:
@@ -99,7 +100,7 @@ class ReplicaDigests:
             written: what this rank wrote, with the digests of its own pieces.
         """
         self._await_all()
-        found = {block: struct.pack(">q", int(total)) for block, total in self._sums.items()} | self._digests
+        found = self._sums.all() | self._digests
         for piece in written.pieces:
             for at, block in enumerate(blocks_of(Piece(piece.name, piece.box, piece.lo, piece.hi))):
                 found.setdefault(block, piece.digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
@@ -130,6 +131,31 @@ class ReplicaDigests:
     def _await_all(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._open == 0)
+
+
+class _Sums:
+    """Checksums on their way from a device to the host, by block: the device's stream is not waited for."""
+
+    def __init__(self, sums: Mapping[Block, torch.Tensor]) -> None:
+        self._blocks = list(sums)
+        if not sums:
+            return
+        found = torch.stack(list(sums.values()))
+        self._totals = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
+        self._totals.copy_(found, non_blocking=True)
+        self._event = torch.cuda.Event() if found.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._event is not None:
+            self._event.record()
+
+    def all(self) -> dict[Block, bytes]:
+        """Return the checksums once they are on the host. Any thread."""
+        if not self._blocks:
+            return {}
+        if self._event is not None:
+            self._event.synchronize()
+        return {
+            block: struct.pack(">q", total) for block, total in zip(self._blocks, self._totals.tolist(), strict=True)
+        }
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
