@@ -203,9 +203,10 @@ class RunLog:
             "gigabytes_per_second": rate / 1e9,
         }
         rounded = {name: round(figure, 6) for name, figure in figures.items()}
-        self._write({"iteration": report.iteration, "event": "save", **rounded})
+        # A run that is killed before the next save resumes from this one: what its records show, TensorBoard shows too.
         self._scalars(report.iteration, {f"save/{name}": figure for name, figure in figures.items()})
-        self._flush()  # a run that is killed before the next save resumes from this one
+        self._flush()
+        self._write({"iteration": report.iteration, "event": "save", **rounded})
         _log.info(
             f"saved iteration {report.iteration} in {report.seconds:.2f} s, {report.written_bytes / 1e6:.1f} MB "
             f"by this rank, {rate / 1e9:.2f} GB/s, blocked {report.blocked_s:.3f} s, waited {report.waited_s:.3f} s, "
