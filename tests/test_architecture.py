@@ -92,7 +92,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "models": frozenset({"torch"}),
     "trainer.data": frozenset({"numpy", "xxhash", "tokenizers", "trainer.errors", "trainer.regular_file"}),
     "trainer.checkpoint": frozenset(
-        {"torch", "numpy", "safetensors", "xxhash", "trainer.arguments", "trainer.errors", "trainer.regular_file"}
+        {"torch", "numpy", "xxhash", "trainer.arguments", "trainer.errors", "trainer.regular_file"}
     ),
 }
 
