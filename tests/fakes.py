@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from trainer.checkpoint.board import Board, lone_board
-from trainer.checkpoint.box import Split, box_of_splits
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.layout import Kind, TensorSpec
-from trainer.checkpoint.live import Contents, LiveTensor
+from trainer.checkpoint.commit.channel import Board, lone_board
+from trainer.checkpoint.format.box import Split, box_of_splits
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.format.layout import Kind, TensorSpec
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.tensors.live import Contents, LiveTensor
 from trainer.data.token_file import HEADER_BYTES, TokenArray, TokenFile
 
 T = TypeVar("T")

@@ -22,19 +22,19 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer import streams
-from trainer.bar import line_handler
-from trainer.config import Config
-from trainer.config_checks import unused_keys, validate
-from trainer.config_values import path_problems
-from trainer.environment import Environment
+from trainer.config.checks import unused_keys, validate
+from trainer.config.schema import Config
+from trainer.config.values import path_problems
 from trainer.errors import ConfigError, LaunchError, TrainerError
+from trainer.launch import streams
+from trainer.launch.environment import Environment
 from trainer.memory_needs import require_host_memory, require_memory
+from trainer.metrics.progress_bar import line_handler
 
 if TYPE_CHECKING:
     from trainer.build import Run
-    from trainer.launch import Cluster
-    from trainer.signals import SignalWatch
+    from trainer.launch.process_group import Cluster
+    from trainer.launch.signals import SignalWatch
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -102,9 +102,9 @@ def run(raw: DictConfig, environment: Environment) -> None:
     require_host_memory(config, environment.world_size, environment.local_world_size)
     for line in unused_keys(config):
         _log.info(line)
-    from trainer import launch
-    from trainer.peers import PeerWatch
-    from trainer.signals import SignalWatch
+    from trainer.launch import process_group as launch
+    from trainer.launch.signals import SignalWatch
+    from trainer.launch.watchdog import PeerWatch
 
     timeout_s = 60 * config.train.distributed_timeout_minutes
     cluster = launch.start(config.train.device, deterministic=config.train.deterministic, timeout_s=timeout_s)
@@ -238,7 +238,7 @@ def _train(config: Config, resolved: str, cluster: Cluster, watch: SignalWatch) 
     import torch
 
     from trainer.build import build
-    from trainer.run_folder import hold_run_folder
+    from trainer.launch.run_folder import hold_run_folder
 
     expected = cluster.board.from_rank0("config", resolved.encode()).decode()
     is_same = expected == resolved

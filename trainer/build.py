@@ -10,29 +10,28 @@ from pathlib import Path
 import torch
 
 import models
-from trainer import record
-from trainer.axes import Axes
+from trainer import run_record as record
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.retention import Retention
-from trainer.config import Config, topology_of
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.config.schema import Config, topology_of
 from trainer.data.batches import Samples
+from trainer.data.loader import Feed
 from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.token_file import TokenFile
 from trainer.data.tokenizer_files import tokenizer_files
 from trainer.errors import TrainerError
-from trainer.feed import Feed
-from trainer.launch import Cluster, thread_count
-from trainer.metrics import RunLog, peak_flops
+from trainer.generate.during_training import Sampler
+from trainer.launch.control import RequestRules, Requests
+from trainer.launch.process_group import Cluster, thread_count
+from trainer.launch.signals import SignalWatch
+from trainer.metrics.run_log import RunLog, peak_flops
 from trainer.optim import AdamSettings
+from trainer.parallel.context import Axes
 from trainer.parallel.mesh import build_mesh
-from trainer.parts import build_axes, build_grid, build_models
-from trainer.requests import RequestRules, Requests
+from trainer.parallelize import build_axes, build_grid, build_models
 from trainer.run_data import RunData, look_alone, open_data
-from trainer.sample import Sampler
 from trainer.schedule import Schedule, resolve
-from trainer.signals import SignalWatch
 from trainer.state import TrainerState, build_part
 from trainer.topology import Topology
 

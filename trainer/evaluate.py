@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from trainer.axes import Axes
-from trainer.checkpoint.live import reshard
-from trainer.launch import Cluster
+from trainer.checkpoint.tensors.live import reshard
+from trainer.launch.process_group import Cluster
+from trainer.parallel.context import Axes
 from trainer.state import TrainerState
 
 

@@ -8,20 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import models
-from trainer import record
+from trainer import run_record as record
 from trainer.build import Run
-from trainer.checkpoint.json_file import Document
+from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.policy import SaveReport
-from trainer.config import OnNonfinite
+from trainer.config.schema import OnNonfinite
 from trainer.errors import CheckpointError, LockError, ReplicaError, TrainerError
 from trainer.evaluate import evaluate
-from trainer.metrics import IterationRecord, Slowdown
+from trainer.generate.during_training import Sampler, sample
+from trainer.launch.control import Asked, should_exit
+from trainer.metrics.run_log import IterationRecord, Slowdown
+from trainer.parallelize import check_tied_copies
 from trainer.random import dropout_key
-from trainer.requests import Asked
-from trainer.sample import Sampler, sample
 from trainer.step import StepResult, train_step
-from trainer.stop import should_exit
-from trainer.tied import check_tied_copies
 
 _log = logging.getLogger(__name__)
 

@@ -7,27 +7,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import models
-from trainer import record
+from trainer import run_record as record
 from trainer.build import Run
-from trainer.checkpoint.choose import Source
-from trainer.checkpoint.compat import differences, settle
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.flight import cannot_write
-from trainer.checkpoint.live import LiveTensor, local_of, parameter_names
-from trainer.checkpoint.loader import LoadReport, check_tensors
-from trainer.checkpoint.patience import Patience, failed_read
-from trainer.checkpoint.reader import Checkpoint, read_places
-from trainer.checkpoint.store import TRACKER, CheckpointFolder
-from trainer.config import CheckpointSection, Verify
-from trainer.convert.megatron import refuse_megatron
+from trainer.checkpoint.loading.choose import Source
+from trainer.checkpoint.loading.loader import LoadReport, check_tensors
+from trainer.checkpoint.loading.reader import Checkpoint, read_places
+from trainer.checkpoint.saving.save_job import cannot_write
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import TRACKER, CheckpointFolder
+from trainer.checkpoint.storage.patience import Patience, failed_read
+from trainer.checkpoint.tensors.live import LiveTensor, local_of, parameter_names
+from trainer.compatibility import differences, settle
+from trainer.config.schema import CheckpointSection, Verify
 from trainer.errors import CheckpointError, MismatchError, TrainerError
-from trainer.hf.folder import is_folder
-from trainer.llmc.file import WEIGHTS, foreign
-from trainer.metrics import last_recorded_iteration
-from trainer.pretrained import Kind as WeightsKind
-from trainer.pretrained import load_pretrained
+from trainer.interop.hf.folder import is_folder
+from trainer.interop.llmc.file import WEIGHTS, foreign
+from trainer.interop.megatron import refuse_megatron
+from trainer.interop.start import Kind as WeightsKind
+from trainer.interop.start import load_pretrained
+from trainer.launch.relaunch import has_committed, note
+from trainer.metrics.run_log import last_recorded_iteration
 from trainer.random import fill_initial_values
-from trainer.relaunch import has_committed, note
 from trainer.state import checkpoint_specs
 
 _log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ def _named(path: Path) -> bytes:
                 expected=f"weights of llm.c, with {WEIGHTS}",
                 found=found,
                 fix="Name a run, a checkpoint, a model folder of transformers or such a file with checkpoint.load; "
-                "scripts.convert imports other formats.",
+                "trainer.commands.convert imports other formats.",
             )
         return b"f" + str(path).encode()
     return b"p" + str(path).encode() if is_folder(path) else _NAMED + str(Source.named(path).path).encode()

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import xxhash
 
-from trainer.checkpoint.board import Board
-from trainer.config import Config
+from trainer.checkpoint.commit.channel import Board
+from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.digest_file import digest_of
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint
 from trainer.data.section import DigestSource
 from trainer.data.token_file import TokenFile, open_token_files
 from trainer.errors import DataError, TrainerError
-from trainer.launch import Cluster
+from trainer.launch.process_group import Cluster
 
 _DATA_TIMEOUT_S = 24 * 3600.0
 _SIDES = {"train": "training", "valid": "validation"}

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from models import Model, ModelConfig, aliases, stored_tensors
-from trainer.checkpoint.json_file import Document
-from trainer.checkpoint.layout import Kind, TensorSpec, build_layout
-from trainer.checkpoint.live import (
+from trainer.checkpoint.format.json_file import Document
+from trainer.checkpoint.format.layout import Kind, TensorSpec, build_layout
+from trainer.checkpoint.tensors.file_aligned import zeros_like_files
+from trainer.checkpoint.tensors.live import (
     Contents,
     Grid,
     LiveTensor,
@@ -23,7 +24,6 @@ from trainer.checkpoint.live import (
     memory_marks,
     parameter_names,
 )
-from trainer.checkpoint.placing import zeros_like_files
 from trainer.errors import CheckpointError
 from trainer.optim import MOMENTS, AdamSettings, build_adamw
 from trainer.progress import Progress

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from models import aliases, stored_tensors
-from trainer.axes import Axes
-from trainer.checkpoint.live import local_of, parameter_names
+from trainer.checkpoint.tensors.live import local_of, parameter_names
 from trainer.errors import NonFiniteError
-from trainer.launch import Cluster
+from trainer.launch.process_group import Cluster
 from trainer.optim import clip_gradients, set_learning_rate, squared_norm
+from trainer.parallel.context import Axes
 from trainer.parallel.data import average_gradients, set_gradient_sync
 from trainer.parallel.pipeline import sum_tied_gradients
 from trainer.parallel.tensor import reduce_partial_gradients

@@ -22,14 +22,14 @@ from scripts.bench.probe import fill_from, read_through, seconds_of, sync_folder
 from scripts.bench.rounds import rotated
 from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
 from scripts.bench.ways import proven
-from trainer import launch
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.choose import Source
-from trainer.checkpoint.layout import DEFAULT_FILE_BYTES
-from trainer.checkpoint.live import Contents
-from trainer.checkpoint.planning import make_plan
+from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
+from trainer.checkpoint.loading.choose import Source
 from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.replica_digests import ReplicaDigests
+from trainer.checkpoint.saving.plan import make_plan
+from trainer.checkpoint.saving.replica_digests import ReplicaDigests
+from trainer.checkpoint.tensors.live import Contents
+from trainer.launch import process_group as launch
 
 RANKS = 2
 TOPOLOGIES = ("zero3", "tp2", "zero0")

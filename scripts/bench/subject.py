@@ -12,16 +12,16 @@ import xxhash
 
 import models
 from models import Family, ModelConfig
-from trainer import record
-from trainer.axes import Axes
-from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.live import Contents, LiveTensor
-from trainer.checkpoint.reader import STATE
-from trainer.config import CheckpointSection, Config, ParallelSection, TrainSection, topology_of
-from trainer.launch import Cluster
+from trainer import run_record as record
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.format.names import STATE
+from trainer.checkpoint.tensors.live import Contents, LiveTensor
+from trainer.config.schema import CheckpointSection, Config, ParallelSection, TrainSection, topology_of
+from trainer.launch.process_group import Cluster
 from trainer.optim import AdamSettings
+from trainer.parallel.context import Axes
 from trainer.parallel.mesh import build_mesh
-from trainer.parts import build_axes, build_grid, build_models
+from trainer.parallelize import build_axes, build_grid, build_models
 from trainer.progress import Progress
 from trainer.state import TrainerState, build_part
 

@@ -13,11 +13,10 @@ import torch
 from scripts.bench.probe import resident_bytes
 from scripts.bench.subject import SAMPLES, SEQ_LENGTH, Subject
 from scripts.bench.ways import proven
-from trainer.checkpoint.board import lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.layout import Kind
-from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.commit.channel import lone_board
+from trainer.checkpoint.format.layout import Kind
+from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.step import train_step
 
 _BLOCK = 3  # iterations that follow each other with, or without, saves

@@ -16,13 +16,13 @@ import numpy as np
 
 from scripts.bench.probe import Loop, PeakMemory, files_of, fill_from, seconds_of, sync_folder
 from scripts.bench.subject import Subject
-from trainer.checkpoint.arena import map_memory
-from trainer.checkpoint.board import lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.choose import Source
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.layout import PAGE_BYTES
+from trainer.checkpoint.commit.channel import lone_board
+from trainer.checkpoint.format.layout import PAGE_BYTES
+from trainer.checkpoint.loading.choose import Source
 from trainer.checkpoint.policy import SavePolicy, SaveReport
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.tensors.arena import map_memory
 
 RAW, DIRECT = "raw write + fsync", "raw write, O_DIRECT"
 INLINE, BACKGROUND, AT_ONCE = "ours, inline", "ours, background", "ours, step at once"

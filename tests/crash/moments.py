@@ -21,17 +21,17 @@ import torch.distributed
 
 import trainer.__main__
 import trainer.build
-import trainer.checkpoint.commit
+import trainer.checkpoint.commit.protocol
 import trainer.evaluate
-import trainer.launch
+import trainer.launch.process_group
 import trainer.loop
 import trainer.restore
 import trainer.step
 from tests.harness import Running, started
-from trainer.checkpoint.files import Files
-from trainer.feed import Feed
+from trainer.checkpoint.storage.files import Files
+from trainer.data.loader import Feed
+from trainer.launch.signals import SignalWatch
 from trainer.parallel.pipeline import Pipeline
-from trainer.signals import SignalWatch
 from trainer.state import TrainerState
 
 DEADLINE_S = 40.0
@@ -169,7 +169,7 @@ def _before(owner: Any, name: str, stand: Callable[..., None]) -> None:
 
 
 def _gate_meet(gate: Gate) -> None:
-    _before(trainer.launch, "meet", lambda *_, **__: gate.stand())
+    _before(trainer.launch.process_group, "meet", lambda *_, **__: gate.stand())
 
 
 def _gate_group(gate: Gate) -> None:
@@ -229,18 +229,18 @@ def _gate_save(gate: Gate) -> None:
 
 def _gate_publish(gate: Gate) -> None:
     _before(
-        trainer.checkpoint.commit,
+        trainer.checkpoint.commit.protocol,
         "publish",
         lambda attempt, *_, **__: _stand_if(gate, attempt.iteration == gate.iteration),
     )
 
 
 def _gate_exit(gate: Gate) -> None:
-    _before(trainer.launch, "part", lambda *_: gate.stand())
+    _before(trainer.launch.process_group, "part", lambda *_: gate.stand())
 
 
 def _gate_farewell(gate: Gate) -> None:
-    _before(trainer.launch, "leave", lambda *_: gate.stand())
+    _before(trainer.launch.process_group, "leave", lambda *_: gate.stand())
 
 
 def _note_feed(gate: Gate) -> None:

@@ -20,17 +20,16 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from tests.crash.killing import BEFORE, Killer
-from trainer.checkpoint.board import Board, lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.choose import Source
-from trainer.checkpoint.layout import build_layout
-from trainer.checkpoint.live import Contents, Grid, aliases_of, live_tensors
-from trainer.checkpoint.placing import zeros_like_files
-from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.reader import FORMAT, STATE
-from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import CheckpointFolder
-from trainer.metrics import IterationRecord, RunLog
+from trainer.checkpoint.commit.channel import Board, lone_board
+from trainer.checkpoint.format.layout import build_layout
+from trainer.checkpoint.format.names import FORMAT, STATE
+from trainer.checkpoint.loading.choose import Source
+from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.checkpoint.tensors.file_aligned import zeros_like_files
+from trainer.checkpoint.tensors.live import Contents, Grid, aliases_of, live_tensors
+from trainer.metrics.run_log import IterationRecord, RunLog
 
 TIMEOUT_S = 20.0
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tests.harness import TINY, compose, launch, run_ok
-from trainer.checkpoint.board import lone_board
-from trainer.checkpoint.box import whole
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.choose import Source
-from trainer.checkpoint.layout import Kind
-from trainer.checkpoint.live import LiveTensor
-from trainer.checkpoint.loader import check_tensors
+from trainer.checkpoint.commit.channel import lone_board
+from trainer.checkpoint.format.box import whole
+from trainer.checkpoint.format.layout import Kind
+from trainer.checkpoint.loading.choose import Source
+from trainer.checkpoint.loading.loader import check_tensors
+from trainer.checkpoint.loading.reader import Checkpoint, read_places
 from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.reader import Checkpoint, read_places
+from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.errors import CheckpointError
 from trainer.state import checkpoint_specs
 

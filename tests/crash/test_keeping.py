@@ -14,9 +14,9 @@ import trainer.build
 import trainer.loop
 from tests.harness import TINY, Ended, curve, started
 from trainer.build import Run
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.store import HOLD, TRACKER, CheckpointFolder, iteration_name
-from trainer.requests import SAVE_NOW, Requests
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import HOLD, TRACKER, CheckpointFolder, iteration_name
+from trainer.launch.control import SAVE_NOW, Requests
 
 TWO = pytest.param(2, marks=pytest.mark.slow)
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=8", "schedule.lr_decay_iters=12", "checkpoint.save_interval=1")

@@ -1,4 +1,4 @@
-"""Jobs that are killed at random times and started again end as the unbroken one. `scripts/soak_kill.py` does it."""
+"""A job killed at random times and restarted ends like an uninterrupted one (`scripts/faults/soak_kill.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
-from scripts.soak_kill import Job, Soak, Torchrun, main, soak
+from scripts.faults.soak_kill import Job, Soak, Torchrun, main, soak
 from tests.harness import Running, started
 
 

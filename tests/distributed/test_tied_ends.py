@@ -13,12 +13,12 @@ import xxhash
 from safetensors import safe_open
 
 from tests.harness import TINY, call_on_ranks, compose, tensor_files
-from trainer import launch
 from trainer.build import build
 from trainer.errors import CheckpointError
+from trainer.launch import process_group as launch
 from trainer.loop import train
+from trainer.parallelize import check_tied_copies
 from trainer.restore import restore
-from trainer.tied import check_tied_copies
 
 LAST = 10
 TIED = "transformer.wte.weight"

@@ -14,14 +14,14 @@ from unittest.mock import patch
 import torch
 
 from tests.fakes import Axis, Sharding, all_ranks
-from trainer.checkpoint import ownership
-from trainer.checkpoint.board import Board
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.layout import Kind, TensorSpec
-from trainer.checkpoint.live import Contents
+from trainer.checkpoint.commit.channel import Board
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.format.layout import Kind, TensorSpec
+from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.reader import STATE
+from trainer.checkpoint.saving import ownership
+from trainer.checkpoint.tensors.live import Contents
 
 ITERATION = 7
 FILE_BYTES = 1000  # two files of weights

@@ -26,11 +26,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models import hf_config
 from models.config import ModelConfig
 from tests.harness import TINY, compose
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.data.batches import Samples
 from trainer.data.corpus import default_cache, prepare
+from trainer.data.loader import Feed
 from trainer.data.token_file import open_token_file
-from trainer.feed import Feed
 
 SAVED, TOTAL = 3, 6  # iterations when the producer saves, and to which both sides go on
 

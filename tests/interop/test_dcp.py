@@ -23,8 +23,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from models import stored_tensors
-from scripts import checkpoint as look
-from scripts import convert
 from tests.harness import all_files, call_on_ranks, compose, curve, run_ok, tensor_files
 from tests.interop.dcp_producers import (
     GPT2,
@@ -39,13 +37,15 @@ from tests.interop.dcp_producers import (
     state_of,
     step,
 )
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.reader import open_checkpoint
-from trainer.convert.dcp import FORMAT, read_source
-from trainer.convert.dcp_names import halves_from_pairs
-from trainer.convert.formats import Asked, Wanted
-from trainer.convert.source import Source
+from trainer.checkpoint.loading.reader import open_checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.commands import checkpoint as look
+from trainer.commands import convert
 from trainer.errors import CheckpointError, MismatchError, TrainerError
+from trainer.interop.dcp.names import halves_from_pairs
+from trainer.interop.dcp.source import FORMAT, read_source
+from trainer.interop.formats import Asked, Wanted
+from trainer.interop.source import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

@@ -22,23 +22,23 @@ import pytest
 import torch
 
 from models import aliases, hf_config, stored_tensors
-from scripts import convert
 from tests.harness import TINY, compose, curve, free_port, run_ok, tensor_files
 from tests.interop.deepspeed_build import built_extensions
 from tests.interop.deepspeed_layout import MOMENTS, State, Way, groups_of, write
 from trainer.build import describe_alone
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.reader import open_checkpoint
-from trainer.config import Config
-from trainer.convert.deepspeed import read_source
-from trainer.convert.formats import Asked
-from trainer.convert.source import Source, of_checkpoint
-from trainer.convert.torch_file import open_torch_file
+from trainer.checkpoint.loading.reader import open_checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.commands import convert
+from trainer.config.schema import Config
 from trainer.data.batches import Samples
 from trainer.data.corpus import default_cache, prepare
 from trainer.data.order import sample_ids
 from trainer.data.token_file import open_token_file
 from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerError
+from trainer.interop.deepspeed.source import read_source
+from trainer.interop.formats import Asked
+from trainer.interop.source import Source, of_checkpoint
+from trainer.interop.torch_file import open_torch_file
 
 SAVED, END = 3, 6
 RUN = [*TINY, f"train.train_iters={END}", "optimizer.lr=1e-2", "schedule.min_lr=1e-3"]

@@ -27,20 +27,20 @@ from transformers import (
 )
 
 from models import Activation, build_model
-from scripts import checkpoint as look
-from scripts import convert
 from tests.harness import TINY, compose, launch, run_ok
 from tests.unit.model_samples import fill
 from trainer.build import Run, build
-from trainer.checkpoint.board import lone_board
-from trainer.checkpoint.box import Box
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.live import LiveTensor
-from trainer.convert import hf
+from trainer.checkpoint.commit.channel import lone_board
+from trainer.checkpoint.format.box import Box
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.tensors.live import LiveTensor
+from trainer.commands import checkpoint as look
+from trainer.commands import convert
 from trainer.errors import TrainerError
-from trainer.hf import load
-from trainer.hf.folder import open_folder
-from trainer.launch import Cluster
+from trainer.interop.hf import convert as hf
+from trainer.interop.hf import load
+from trainer.interop.hf.folder import open_folder
+from trainer.launch.process_group import Cluster
 from trainer.restore import restore
 
 SIZES = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "initializer_range": 0.2}

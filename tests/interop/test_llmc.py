@@ -22,12 +22,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from scripts import checkpoint as look
-from scripts import convert
 from tests.harness import TINY, compose, run_ok
-from trainer.convert import llmc
-from trainer.convert.formats import Asked
+from trainer.commands import checkpoint as look
+from trainer.commands import convert
 from trainer.errors import CheckpointError
+from trainer.interop.formats import Asked
+from trainer.interop.llmc import convert as llmc
 
 WIDTH, LAYERS, HEADS, GROUPS, INNER, ROWS = 24, 3, 4, 2, 40, 257
 ASKED = Asked(compose([]))

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from models import stored_tensors
-from scripts import convert
 from tests.harness import TINY, compose, curve, launch, run_ok, tensor_files
 from tests.interop.test_llmc import (
     GPT2_HEADER,
@@ -22,15 +21,16 @@ from tests.interop.test_llmc import (
     write_file,
 )
 from trainer.build import build
-from trainer.checkpoint.board import lone_board
-from trainer.checkpoint.box import Box
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.layout import Kind, TensorSpec
-from trainer.checkpoint.live import LiveTensor
+from trainer.checkpoint.commit.channel import lone_board
+from trainer.checkpoint.format.box import Box
+from trainer.checkpoint.format.layout import Kind, TensorSpec
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.tensors.live import LiveTensor
+from trainer.commands import convert
 from trainer.errors import TrainerError
-from trainer.launch import Cluster
-from trainer.llmc.file import open_file, read_whole
-from trainer.llmc.load import fill
+from trainer.interop.llmc.file import open_file, read_whole
+from trainer.interop.llmc.load import fill
+from trainer.launch.process_group import Cluster
 from trainer.restore import restore
 
 SHAPE = [*TINY, "model.n_layer=3", "model.n_head=4", "model.n_embd=24", "train.train_iters=2"]

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.harness import TINY, all_files, call_on_ranks, compose, curve, launch, run_ok, tensor_files
-from trainer import launch as trainer_launch
 from trainer.build import build
+from trainer.launch import process_group as trainer_launch
 from trainer.restore import restore
 
 MODEL = ["model=gpt2_tiny", *TINY]

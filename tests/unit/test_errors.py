@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.choose import Chooser, Source
-from trainer.checkpoint.files import Files
+from trainer.checkpoint.loading.choose import Chooser, Source
+from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError, TrainerError
 
 

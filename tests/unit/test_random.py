@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import Initial, InitialKind
-from trainer.checkpoint.box import Box
-from trainer.checkpoint.layout import Kind, TensorSpec
-from trainer.checkpoint.live import LiveTensor
+from trainer.checkpoint.format.box import Box
+from trainer.checkpoint.format.layout import Kind, TensorSpec
+from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.random import dropout_key, fill_initial_values
 
 NORMAL = Initial(InitialKind.normal, 0.02)

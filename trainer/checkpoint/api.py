@@ -18,20 +18,28 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from trainer.arguments import is_url
-from trainer.checkpoint import json_file
-from trainer.checkpoint.board import Board, lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.choose import Source
-from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.layout import DEFAULT_FILE_BYTES, Kind, refuse_unstorable
-from trainer.checkpoint.live import Contents, Grid, LiveTensor, aliases_of, live_tensors, local_of, parameter_names
-from trainer.checkpoint.loader import check_tensors
-from trainer.checkpoint.manifest import DIGEST_BYTES, MOST_ELEMENTS
-from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.reader import FORMAT, STATE, Checkpoint, read_places
-from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.commit.channel import Board, lone_board
+from trainer.checkpoint.format import json_file
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES, Kind, refuse_unstorable
+from trainer.checkpoint.format.manifest import DIGEST_BYTES, MOST_ELEMENTS
+from trainer.checkpoint.format.names import FORMAT, STATE
+from trainer.checkpoint.loading.choose import Source
+from trainer.checkpoint.loading.loader import check_tensors
+from trainer.checkpoint.loading.reader import Checkpoint, read_places
+from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.checkpoint.tensors.live import (
+    Contents,
+    Grid,
+    LiveTensor,
+    aliases_of,
+    live_tensors,
+    local_of,
+    parameter_names,
+)
 from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerError
+from trainer.regular_file import is_url
 
 _log = logging.getLogger(__name__)
 

@@ -7,24 +7,25 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainer.checkpoint import choose
-from trainer.checkpoint.agreement import check_replicas
-from trainer.checkpoint.board import Board
-from trainer.checkpoint.commit import MANIFEST
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.flight import cannot_write, decide_doomed, delete
-from trainer.checkpoint.layout import Kind
-from trainer.checkpoint.live import Contents, LiveTensor
-from trainer.checkpoint.loader import LoadReport, fill
-from trainer.checkpoint.lock import FolderLock
-from trainer.checkpoint.patience import Patience, PatientFiles, await_sight
+from trainer.checkpoint.commit.channel import Board
+from trainer.checkpoint.format.layout import Kind
+from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.loading import choose
+from trainer.checkpoint.loading.loader import LoadReport, fill
+from trainer.checkpoint.loading.reader import Checkpoint, read_places
+from trainer.checkpoint.loading.replicas import check_replicas
+from trainer.checkpoint.loading.same_checkpoint import open_same
+from trainer.checkpoint.loading.verify import verify_share
 from trainer.checkpoint.policy import SavePolicy, SaveReport
-from trainer.checkpoint.progress_line import ProgressLine
-from trainer.checkpoint.reader import Checkpoint, read_places
-from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.shared_folder import open_same, require_mark
-from trainer.checkpoint.store import CheckpointFolder
-from trainer.checkpoint.verify import verify_share
+from trainer.checkpoint.saving.save_job import cannot_write, decide_doomed, delete
+from trainer.checkpoint.saving.saver import Saver
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.checkpoint.storage.lock import FolderLock
+from trainer.checkpoint.storage.patience import Patience, PatientFiles, await_sight
+from trainer.checkpoint.storage.progress_line import ProgressLine
+from trainer.checkpoint.storage.shared_folder import require_mark
+from trainer.checkpoint.tensors.live import Contents, LiveTensor
 from trainer.errors import LaunchError, TrainerError
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from models import Model, Stage, aliases
-from trainer.checkpoint.live import local_of
+from trainer.checkpoint.tensors.live import local_of
 
 
 def divide_layers(n_layer: int, stages: int) -> list[range]:
