@@ -12,7 +12,7 @@ from trainer.errors import CheckpointError
 
 
 @contextmanager
-def appearing(out: Path, files: Files) -> Iterator[Path]:
+def atomic_output(out: Path, files: Files) -> Iterator[Path]:
     """Give a path beside `out` to write to, whose files the caller syncs; it becomes `out` at the end, by one rename.
 
     Raises:

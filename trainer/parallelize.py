@@ -1,4 +1,4 @@
-"""Builds this rank's stages of the model, spread over all axes, and what an iteration needs to know of the axes."""
+"""Builds this rank's pipeline stages and applies tensor, data and pipeline parallelism to them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import models
 from models import Model, Stage, token_loss
 from trainer.checkpoint.format.box import cut
-from trainer.checkpoint.format.layout import Kind
+from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.tensors.live import Grid, local_of
 from trainer.checkpoint.tensors.memory import memory_of
 from trainer.config.schema import Config, Dtype
 from trainer.errors import CheckpointError
 from trainer.launch.process_group import Cluster
 from trainer.parallel import data, pipeline, tensor
-from trainer.parallel.context import Axes
+from trainer.parallel.context import ParallelContext
 from trainer.parallel.pipeline import tied_parameters
 from trainer.state import TrainerState
 from trainer.topology import Topology
@@ -73,36 +73,36 @@ def build_grid(topology: Topology, mesh: DeviceMesh | None) -> Grid:
     return Grid(ranks[mesh.get_local_rank("pp")], ("dp", "tp"))
 
 
-def build_axes(
+def build_context(
     config: Config, state: TrainerState, *, topology: Topology, mesh: DeviceMesh | None, cluster: Cluster
-) -> Axes:
+) -> ParallelContext:
     """Return the axes of a run. A collective call."""
     place = topology.coordinate(cluster.rank)
     loss = _loss(config, mesh if topology.tp > 1 else None)
     has_tied_ends = topology.pp > 1 and config.model.tie_word_embeddings
-    return Axes(
+    return ParallelContext(
         zero_stage=config.parallel.zero_stage,
         data=mesh["dp"] if mesh is not None and topology.dp > 1 else None,
         is_tensor_parallel=topology.tp > 1,
         loss=loss,
-        whole=_whole(config, mesh if topology.tp > 1 else None),
+        gather_logits=_whole(config, mesh if topology.tp > 1 else None),
         pipeline=None if mesh is None or topology.pp == 1 else _build_pipeline(config, state, topology, mesh, loss),
-        ends=pipeline.ends_group(mesh) if mesh is not None and has_tied_ends else None,
+        embedding_group=pipeline.embedding_group(mesh) if mesh is not None and has_tied_ends else None,
         reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
-        counted=_counted(state, cluster.rank),
+        grad_norm_parameters=_counted(state, cluster.rank),
     )
 
 
 def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     if mesh is None:
         return token_loss
-    return functools.partial(tensor.cut_token_loss, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
+    return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
 
 
 def _whole(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor], torch.Tensor]:
     if mesh is None:
         return lambda logits: logits
-    return functools.partial(tensor.whole_logits, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
+    return functools.partial(tensor.gather_logits, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
 
 
 def _build_pipeline(
@@ -133,7 +133,7 @@ def _counted(state: TrainerState, rank: int) -> list[torch.nn.Parameter]:
     mine = {
         tensor.spec.name
         for tensor in state.shards(with_optimizer=False)
-        if tensor.spec.kind is Kind.MODEL and tensor.replicas[0] == rank and not tensor.is_copy
+        if tensor.spec.kind is TensorKind.MODEL and tensor.replicas[0] == rank and not tensor.is_copy
     }
     return [
         parameter

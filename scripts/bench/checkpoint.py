@@ -22,7 +22,7 @@ from scripts.bench.probe import Loop
 from scripts.bench.ranks import run_ranks
 from scripts.bench.rounds import Rounds, run_rounds
 from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
-from scripts.bench.targets import Target
+from scripts.bench.targets import BenchTarget
 from scripts.bench.training import growth_over_saves, save_back_to_back, train_with_saves
 from scripts.bench.ways import own_ways
 from trainer.commands.arguments import local_path
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(options: argparse.Namespace, folder: Path) -> list[str]:
     cluster = launch.start("cpu", deterministic=False)
     subject = build_subject(SIZES[options.size], PARALLEL["one rank"], cluster)
-    found: list[Target] = []
+    found: list[BenchTarget] = []
     rows: list[str] = []
     if "ways" in options.only:
         ways = {**own_ways(subject), **peer_ways(subject)}

@@ -34,7 +34,7 @@ from trainer.checkpoint.tensors.live import is_dtensor
 from trainer.config.schema import Config, topology_of
 from trainer.dry_run import Simulated, boxes_at, holdings_of, simulate
 from trainer.optim import AdamSettings, build_adamw
-from trainer.state import Part, TrainerState, checkpoint_specs
+from trainer.state import ModelPart, TrainerState, checkpoint_specs
 
 _TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 CASES: Mapping[str, tuple[int, Sequence[str]]] = {
@@ -61,7 +61,7 @@ class Seconds:
 
 
 @dataclass(slots=True)
-class Found:
+class PlanningResult:
     """Everything that is reported of a case.
 
     Args:
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(case: str) -> Found:
+def measure(case: str) -> PlanningResult:
     """Plan a save on every rank of a case, and put the plans together."""
     ranks, overrides = CASES[case]
     config = compose(overrides)
@@ -112,7 +112,7 @@ def measure(case: str) -> Found:
     timed: list[list[Seconds]] = []
     written: list[int] = []
     entries: dict[str, TensorEntry] = {}
-    found = Found(
+    found = PlanningResult(
         case,
         ranks,
         layout.total_bytes,
@@ -181,7 +181,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _state_of_first_rank(config: Config, simulated: Simulated) -> TrainerState:
     adam = AdamSettings(1e-3, 0.1, 0.9, 0.95, 1e-8, record.no_decay_names(config.model))
-    parts = [Part(model, build_adamw(model, adam)) for model in simulated.parts]
+    parts = [ModelPart(model, build_adamw(model, adam)) for model in simulated.parts]
     return TrainerState(config.model, parts, simulated.grid)
 
 
@@ -195,7 +195,7 @@ def _plans(config: Config, simulated: Simulated, layout: Layout) -> list[list[Pi
     return plans
 
 
-def _put_together(plans: Iterable[Sequence[Piece]], layout: Layout, found: Found) -> dict[str, TensorEntry]:
+def _put_together(plans: Iterable[Sequence[Piece]], layout: Layout, found: PlanningResult) -> dict[str, TensorEntry]:
     """Check that the plans of one pipeline stage tile its tensors, and return the manifest's entries of these."""
     reports = []
     for pieces in plans:
@@ -220,7 +220,7 @@ def _as_if_written(piece: Piece) -> WrittenPiece:
     )
 
 
-def table(found: Found) -> str:
+def table(found: PlanningResult) -> str:
     """Return what was found as text."""
     first, slowest = found.first, found.slowest
     rows = [

@@ -33,9 +33,9 @@ from trainer import run_record as record
 from trainer.config.schema import Config, Dtype, OptimizerSection, TrainSection, topology_of
 from trainer.launch import process_group as launch
 from trainer.optim import AdamSettings, build_adamw
-from trainer.parallelize import build_axes, build_grid, build_models
+from trainer.parallelize import build_context, build_grid, build_models
 from trainer.random import dropout_key
-from trainer.state import Part, TrainerState
+from trainer.state import ModelPart, TrainerState
 from trainer.step import train_step
 
 OURS, THEIRS, EAGER = "reprise", "transformers", "transformers, eager attention"
@@ -194,8 +194,8 @@ def _our_step(config: Config, values: Mapping[str, torch.Tensor], cluster: launc
     betas = (section.adam_beta1, section.adam_beta2)
     no_decay = record.no_decay_names(config.model)
     adam = AdamSettings(section.lr, section.weight_decay, *betas, section.adam_eps, no_decay)
-    state = TrainerState(config.model, [Part(model, build_adamw(model, adam))], build_grid(topology, None))
-    axes = build_axes(config, state, topology=topology, mesh=None, cluster=cluster)
+    state = TrainerState(config.model, [ModelPart(model, build_adamw(model, adam))], build_grid(topology, None))
+    context = build_context(config, state, topology=topology, mesh=None, cluster=cluster)
     iteration = 0
 
     def step(windows: torch.Tensor) -> float:
@@ -203,7 +203,7 @@ def _our_step(config: Config, values: Mapping[str, torch.Tensor], cluster: launc
         iteration += 1
         key = dropout_key(config.train.seed, iteration, dp=0, micro_batch=0)
         clip_grad, lr = config.train.clip_grad, section.lr
-        result = train_step(state, [windows], keys=[key], lr=lr, clip_grad=clip_grad, axes=axes, cluster=cluster)
+        result = train_step(state, [windows], keys=[key], lr=lr, clip_grad=clip_grad, context=context, cluster=cluster)
         return result.loss
 
     return step

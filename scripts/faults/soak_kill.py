@@ -51,7 +51,7 @@ MODEL = (
 )
 
 
-class Job(Protocol):
+class SoakJob(Protocol):
     """A job that was started."""
 
     def status(self) -> int | None:
@@ -61,7 +61,7 @@ class Job(Protocol):
         """End all its processes with SIGKILL; they are gone when this returns."""
 
 
-Launch = Callable[[Path, Sequence[str]], Job]
+Launch = Callable[[Path, Sequence[str]], SoakJob]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class _Broken:
             else:
                 self.tally.problems.append(f"a start after a kill ended with status {status}, see {self.run}.log")
 
-    def _await_moment(self, job: Job, startup_s: float, stamp: int) -> None:
+    def _await_moment(self, job: SoakJob, startup_s: float, stamp: int) -> None:
         """Return when the job is to be killed, or has ended: while it starts, or after some more iterations."""
         if self._committed() and self.chance.random() < 0.25:
             self._pass(job, self.chance.uniform(0, startup_s))
@@ -196,7 +196,7 @@ class _Broken:
         )
         self._pass(job, self.chance.uniform(0, 0.05))
 
-    def _pass(self, job: Job, seconds: float) -> None:
+    def _pass(self, job: SoakJob, seconds: float) -> None:
         end = time.monotonic() + seconds
         _await(lambda: time.monotonic() >= end or job.status() is not None)
 
@@ -292,7 +292,7 @@ def _is_alive(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def _ended(job: Job) -> Iterator[None]:
+def _ended(job: SoakJob) -> Iterator[None]:
     """End the job in any case."""
     try:
         yield
@@ -300,7 +300,7 @@ def _ended(job: Job) -> Iterator[None]:
         job.kill()
 
 
-def _await_end(job: Job) -> None:
+def _await_end(job: SoakJob) -> None:
     _await(lambda: job.status() is not None)
 
 

@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.faults.power import mounting
-from scripts.faults.power.job import Job
+from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FILE_SYSTEMS, CannotMount, FileSystem
-from scripts.faults.power.recording import TIMEOUT_S, Recording, Soak, Start, record
+from scripts.faults.power.recording import TIMEOUT_S, RecordedSoak, Recording, Start, record
 from scripts.faults.power.replay import Cut, Replay, Survival, copy_sparse
 from scripts.faults.soak_kill import TEMPORARY, contents_of, curve_of
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
@@ -45,7 +45,7 @@ CANNOT_MOUNT = 77  # the exit status of a test that cannot be made, for automake
 
 
 @dataclass(slots=True)
-class Tally:
+class PowerTally:
     """What became of the cuts of one file system."""
 
     name: str
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and unmount on the way out
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
-    plan = Soak(
+    plan = RecordedSoak(
         folder=options.folder.resolve(),
         cuts=options.cuts,
         recordings=options.recordings,
@@ -120,10 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def train_unbroken(plan: Soak) -> Unbroken:
+def train_unbroken(plan: RecordedSoak) -> Unbroken:
     """Train without a cut on a file system that is there, and keep every checkpoint."""
     run = plan.folder / "unbroken"
-    job = Job(plan.command(run, keep=0), plan.folder / "unbroken.log", ranks=plan.ranks)
+    job = PowerJob(plan.command(run, keep=0), plan.folder / "unbroken.log", ranks=plan.ranks)
     statuses = job.end(TIMEOUT_S)
     if any(status != 0 for status in statuses):
         raise RuntimeError(f"the unbroken run ended with {statuses}, see {plan.folder}/unbroken.log")
@@ -131,9 +131,9 @@ def train_unbroken(plan: Soak) -> Unbroken:
     return Unbroken({found: contents_of(folder.iteration(found)) for found in folder.committed()}, curve_of(run))
 
 
-def soak(plan: Soak, system: FileSystem, unbroken: Unbroken) -> Tally:
+def soak(plan: RecordedSoak, system: FileSystem, unbroken: Unbroken) -> PowerTally:
     """Record jobs on one file system and try cuts of each."""
-    tally, cut_short = Tally(system.name), plan.folder / f"{system.name}.cut"
+    tally, cut_short = PowerTally(system.name), plan.folder / f"{system.name}.cut"
     start: Start | None = None
     for number in range(plan.recordings):
         folder = plan.folder / f"{system.name}-{number}"
@@ -181,11 +181,11 @@ def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[Cu
 class Trial:
     """Cuts of one recording: each disk is mounted and looked at, and some are gone on with."""
 
-    plan: Soak
+    plan: RecordedSoak
     system: FileSystem
     folder: Path
     unbroken: Unbroken
-    tally: Tally
+    tally: PowerTally
 
     def go(self, recording: Recording, tried: Iterable[Cut]) -> None:
         """Try cuts in the order of the log; stop where there are too many problems."""
@@ -238,7 +238,7 @@ class Trial:
         if not self._checkpoints.committed():
             command.append("checkpoint.load=none")  # a run with records and no checkpoint asks for it
         output.unlink(missing_ok=True)
-        statuses = Job(command, output, ranks=self.plan.ranks).end(TIMEOUT_S)
+        statuses = PowerJob(command, output, ranks=self.plan.ranks).end(TIMEOUT_S)
         if any(status != 0 for status in statuses):
             return [f"the resumed job ended with {statuses}: {output.read_text()[-2000:]}"]
         problems = self._look(told)

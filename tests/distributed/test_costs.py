@@ -14,7 +14,7 @@ import trainer.__main__
 from tests.harness import TINY, call_on_ranks, compose, run_ok, tensor_files
 from trainer.build import Run, build
 from trainer.checkpoint.format.manifest import BLOCK_BYTES
-from trainer.checkpoint.loading.choose import Source
+from trainer.checkpoint.loading.choose import LoadSource
 from trainer.launch import process_group as launch
 from trainer.restore import restore
 
@@ -132,7 +132,7 @@ def _measure(arguments: list[str]) -> None:
 
 def _reread(run: Run, source: str) -> int:
     _, report = run.checkpointer.restore(
-        Source(Path(source)), check=lambda _: None, live=lambda _: list(run.state.shards())
+        LoadSource(Path(source)), check=lambda _: None, live=lambda _: list(run.state.shards())
     )
     return report.read_bytes
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness import TINY, call_on_ranks, compose, launch
 from trainer.build import build
-from trainer.checkpoint.format.layout import Kind, build_layout
+from trainer.checkpoint.format.layout import TensorKind, build_layout
 from trainer.checkpoint.saving.plan import plan
 from trainer.launch import process_group as launching
 from trainer.state import checkpoint_specs
@@ -31,7 +31,7 @@ def _count(arguments: list[str]) -> None:
     shards = list(run.state.shards())
     held = sum(p.numel() for part in run.state.parts for p in _locals(part.model))
     written = sum(piece.hi - piece.lo for piece in plan(shards, layout, cluster.rank))
-    assert any(shard.spec.kind is Kind.MODEL for shard in shards)
+    assert any(shard.spec.kind is TensorKind.MODEL for shard in shards)
     Path(f"{output}.{os.environ['RANK']}").write_text(json.dumps([held, written]))
     launching.stop(cluster)
 

@@ -30,7 +30,7 @@ from models import Activation, build_model
 from tests.harness import TINY, compose, launch, run_ok
 from tests.unit.model_samples import fill
 from trainer.build import Run, build
-from trainer.checkpoint.commit.channel import lone_board
+from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.checkpoint.format.box import Box
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import LiveTensor
@@ -116,7 +116,7 @@ def save(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard: 
 def built(folder: Path, overrides: list[str]) -> Run:
     """Return a run of one process that is to begin with a folder."""
     config = compose([*overrides, f"run.dir={folder}.run", f"checkpoint.load={folder}"])
-    return build(config, Cluster(0, 1, torch.device("cpu"), 1, lone_board(), "test"))
+    return build(config, Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
 
 
 def loss_of(folder: Path, overrides: list[str]) -> float:
@@ -125,7 +125,7 @@ def loss_of(folder: Path, overrides: list[str]) -> float:
     config = run.config
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     total = 0.0
-    batches = run.train.shuffled(0, config.train.seed)
+    batches = run.train_data.train_batch(0, config.train.seed)
     for windows in batches:
         with torch.no_grad():
             logits = model(windows[:, :-1]).logits[..., : config.model.vocab_size]

@@ -21,9 +21,9 @@ from tests.interop.test_llmc import (
     write_file,
 )
 from trainer.build import build
-from trainer.checkpoint.commit.channel import lone_board
+from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.checkpoint.format.box import Box
-from trainer.checkpoint.format.layout import Kind, TensorSpec
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.commands import convert
@@ -58,7 +58,7 @@ def test_any_box_of_any_tensor_has_its_bits_and_costs_what_it_needs(tmp_path: Pa
     config, generator = compose(OURS[family]).model, torch.Generator().manual_seed(5)
     for name, stored in stored_tensors(config).items():
         expected = read_whole(file, name).float().reshape(stored.view)
-        spec = TensorSpec(Kind.MODEL, name, stored.shape, torch.float32, stored.view)
+        spec = TensorSpec(TensorKind.MODEL, name, stored.shape, torch.float32, stored.view)
         for number in range(6):
             lo = [int(torch.randint(size, (), generator=generator)) for size in stored.view]
             end = [
@@ -104,7 +104,7 @@ def test_the_same_command_goes_on_from_the_run_s_own_checkpoint(tmp_path: Path) 
 
 def refusal(path: Path, *overrides: str, base: list[str] = GPT2) -> str:
     config = compose([*base, f"run.dir={path}.run", f"checkpoint.load={path}", *overrides])
-    run = build(config, Cluster(0, 1, torch.device("cpu"), 1, lone_board(), "test"))
+    run = build(config, Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
     try:
         with pytest.raises(TrainerError) as caught:
             restore(run)

@@ -16,7 +16,7 @@ from trainer.checkpoint.storage.lock import FolderLock
 from trainer.commands import checkpoint as look
 from trainer.errors import CheckpointError, ConfigError, LockError, MismatchError
 from trainer.interop.output import write_checkpoint
-from trainer.interop.source import Source, of_checkpoint
+from trainer.interop.source import StateSource, of_checkpoint
 
 OVERRIDES = [*TINY, "train.train_iters=4", "checkpoint.save_interval=2", "checkpoint.file_bytes=16384"]
 
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def source_of(run: Path, iteration: int = 2) -> Source:
+def source_of(run: Path, iteration: int = 2) -> StateSource:
     return of_checkpoint(open_checkpoint(run / f"checkpoints/iter_{iteration:07d}", Files()))
 
 

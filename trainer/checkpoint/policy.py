@@ -19,7 +19,7 @@ class Retention:
     save_retain_interval: int = 0
     keep_best: int = 0
 
-    def doomed(
+    def expired(
         self, committed: Sequence[int], *, pinned: Collection[int] = (), losses: Mapping[int, float] | None = None
     ) -> list[int]:
         """Return the iterations to delete, oldest first; never the newest, never a `pinned` one.

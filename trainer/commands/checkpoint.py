@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from trainer.checkpoint.format.layout import DTYPE_NAMES
 from trainer.checkpoint.format.names import MANIFEST
-from trainer.checkpoint.loading.choose import Source, committed_in, no_folder
+from trainer.checkpoint.loading.choose import LoadSource, committed_in, no_folder
 from trainer.checkpoint.loading.difference import state_differences, tensor_differences
 from trainer.checkpoint.loading.reader import (
     Checkpoint,
@@ -179,16 +179,16 @@ def prune(options: argparse.Namespace) -> int:
         lock.acquire()
     try:
         committed = committed_in(folder)
-        doomed = retention.doomed(committed, pinned=folder.held(committed))
-        kept = set(committed) - set(doomed)
-        if doomed and not any(_is_valid(folder.iteration(iteration)) for iteration in kept):
+        expired = retention.expired(committed, pinned=folder.held(committed))
+        kept = set(committed) - set(expired)
+        if expired and not any(_is_valid(folder.iteration(iteration)) for iteration in kept):
             raise CheckpointError("None of the checkpoints that would stay is whole", where=folder.root, found=kept)
         rows = [
             {"iteration": number, "bytes": _bytes(folder.iteration(number)), "deleted": not options.dry_run}
-            for number in doomed
+            for number in expired
         ]
         if lock is not None:
-            for iteration in doomed:
+            for iteration in expired:
                 lock.check()
                 folder.files.remove_tree(folder.discard(iteration, secrets.token_hex(4)))
     finally:
@@ -196,7 +196,7 @@ def prune(options: argparse.Namespace) -> int:
             lock.release()
     _print(options, rows)
     if not options.json:
-        print(f"{len(doomed)} {'would be' if options.dry_run else 'were'} deleted, {len(kept)} stay")
+        print(f"{len(expired)} {'would be' if options.dry_run else 'were'} deleted, {len(kept)} stay")
     return FINE
 
 
@@ -232,7 +232,7 @@ def _folder(run: Path) -> Path:
     """Return the checkpoint folder of a run that is named by its own folder or by that one."""
     if not run.is_dir():
         raise no_folder(run)
-    return Source.named(run).path
+    return LoadSource.named(run).path
 
 
 def _iterations(folder: Path) -> list[Path]:

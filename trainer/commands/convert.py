@@ -19,7 +19,7 @@ from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.commands.arguments import local_path
 from trainer.errors import ConfigError, TrainerError
-from trainer.interop.formats import Asked, Wanted
+from trainer.interop.formats import ExportOptions, ImportOptions
 from trainer.interop.megatron import refuse_megatron
 from trainer.interop.output import write_checkpoint
 from trainer.interop.overrides import model_overrides
@@ -64,9 +64,9 @@ def bring_in(options: argparse.Namespace) -> int:
     return FINE
 
 
-def _asked(options: argparse.Namespace) -> Asked:
+def _asked(options: argparse.Namespace) -> ImportOptions:
     names = None if options.optimizer_names is None else _read_names(options.optimizer_names)
-    return Asked(compose(options.overrides), options.trust_pickle, options.weights_only, names)
+    return ImportOptions(compose(options.overrides), options.trust_pickle, options.weights_only, names)
 
 
 def _read_names(path: Path) -> list[str]:
@@ -89,14 +89,14 @@ def bring_out(options: argparse.Namespace) -> int:
     found = FORMATS[options.format]
     assert found.write is not None
     checkpoint = _newest(options.checkpoint)
-    found.write(checkpoint, options.out, Wanted(DTYPES[options.dtype], options.tokenizer))
+    found.write(checkpoint, options.out, ExportOptions(DTYPES[options.dtype], options.tokenizer))
     print(f"{options.out}: iteration {checkpoint.iteration} of {checkpoint.path}")
     return FINE
 
 
 def _newest(path: Path) -> Checkpoint:
     """Return the checkpoint that is named by its own folder, or the newest valid one of a run."""
-    chooser = choose.Chooser(choose.Source.named(path), Files(), lambda _: None)
+    chooser = choose.Chooser(choose.LoadSource.named(path), Files(), lambda _: None)
     return open_checkpoint(chooser.pick(), Files())
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from trainer.commands.arguments import local_path, positive
-from trainer.data.blocks import Form
-from trainer.data.prepared import FILE_TOKENS, Prepared, Side, Wanted, write_prepared
+from trainer.data.blocks import TextForm
+from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Side, write_prepared
 from trainer.data.raw import RAW_DTYPES, RawTokens, write_raw
 from trainer.data.text import find_files
 from trainer.errors import ConfigError, TrainerError
@@ -125,7 +125,7 @@ def _prepare_raw(options: argparse.Namespace, inputs: Sequence[Path], bars: _Bar
     return write_raw(options.output, given, raw, force=options.force, progress=bars.begin)
 
 
-def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> Wanted:
+def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> PrepareOptions:
     tokenizer, train = None, 0
     match options.tokenizer:
         case None | ["bytes"]:
@@ -140,7 +140,7 @@ def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> Wanted:
                 expected="bytes, a tokenizer.json, or train-bpe N",
                 found=" ".join(words),
             )
-    return Wanted(
+    return PrepareOptions(
         form=_form(options, inputs),
         key=options.key,
         tokenizer=tokenizer,
@@ -150,14 +150,14 @@ def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> Wanted:
     )
 
 
-def _needs_work(wanted: Wanted) -> bool:
+def _needs_work(wanted: PrepareOptions) -> bool:
     """Return whether encoding takes longer than handing texts and tokens from process to process."""
     return wanted.tokenizer is not None or wanted.train_vocab_size > 0
 
 
-def _form(options: argparse.Namespace, inputs: Sequence[Path]) -> Form:
+def _form(options: argparse.Namespace, inputs: Sequence[Path]) -> TextForm:
     if options.form is not None:
-        return Form(options.form)
+        return TextForm(options.form)
     is_jsonl = {path.suffix in _JSONL for path in inputs}
     if len(is_jsonl) > 1:
         raise ConfigError(
@@ -165,7 +165,7 @@ def _form(options: argparse.Namespace, inputs: Sequence[Path]) -> Form:
             found=f"{len(inputs)} files, some of them {' or '.join(_JSONL)}",
             fix="Prepare them into two folders, or name the form with --form.",
         )
-    return Form.jsonl if is_jsonl == {True} else Form.text
+    return TextForm.jsonl if is_jsonl == {True} else TextForm.text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
         help="bytes (the default), a tokenizer.json, or train-bpe N: train one of N tokens on the training documents",
     )
     parser.add_argument(
-        "--form", choices=[form.value for form in Form], help="of all inputs; by default by their names"
+        "--form", choices=[form.value for form in TextForm], help="of all inputs; by default by their names"
     )
     parser.add_argument(
         "--raw", choices=RAW_DTYPES, help="the inputs are arrays of tokens of this dtype without a header, as nanoGPT's"

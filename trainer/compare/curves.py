@@ -15,7 +15,7 @@ from trainer.errors import DataError
 __all__ = [
     "Comparison",
     "Curve",
-    "Difference",
+    "CurveDifference",
     "Point",
     "Reading",
     "Tolerance",
@@ -47,7 +47,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class CurveDifference:
     """One quantity of one iteration that is not the same on both sides."""
 
     iteration: int
@@ -79,12 +79,12 @@ class Comparison:
     test: Curve
     tolerance: Tolerance | None
     compared: int
-    differences: tuple[Difference, ...]
+    differences: tuple[CurveDifference, ...]
     missing_in_base: tuple[int, ...]
     missing_in_test: tuple[int, ...]
     allowed_prefix: tuple[int, ...]
     bit_equal: int
-    largest: Difference | None
+    largest: CurveDifference | None
 
     @property
     def different_iterations(self) -> tuple[int, ...]:
@@ -137,14 +137,14 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
         differences = [difference for found in unequal.values() for difference in found]
     else:
         differences = [
-            Difference(one.iteration, "loss", one.loss, other.loss)
+            CurveDifference(one.iteration, "loss", one.loss, other.loss)
             for one, other in common
             if not tolerance.admits(one.loss.value, other.loss.value)
         ]
     missing = sorted(of_base.keys() - of_test.keys())
     start = min(of_test, default=0)
     prefix = [iteration for iteration in missing if iteration < start] if allow_missing_prefix else []
-    losses = [Difference(one.iteration, "loss", one.loss, other.loss) for one, other in common]
+    losses = [CurveDifference(one.iteration, "loss", one.loss, other.loss) for one, other in common]
     largest = max(losses, key=lambda difference: difference.size, default=None)
     return Comparison(
         base=base,
@@ -244,10 +244,10 @@ def _require_exact(curve: Curve) -> None:
         )
 
 
-def _unequal_bits(base: Point, test: Point) -> list[Difference]:
+def _unequal_bits(base: Point, test: Point) -> list[CurveDifference]:
     pairs = zip(QUANTITIES, (base.loss, base.grad_norm, base.lr), (test.loss, test.grad_norm, test.lr), strict=True)
     return [
-        Difference(base.iteration, quantity, one, other)
+        CurveDifference(base.iteration, quantity, one, other)
         for quantity, one, other in pairs
         if one is not None and other is not None and _differ(one, other)
     ]
@@ -291,7 +291,7 @@ def _ranges(iterations: tuple[int, ...], limit: int) -> str:
     return ", ".join([*texts, f"and {left_out} more ranges"] if left_out else texts) + f" ({len(iterations)} in all)"
 
 
-def _table(differences: tuple[Difference, ...]) -> list[str]:
+def _table(differences: tuple[CurveDifference, ...]) -> list[str]:
     rows = [("iteration", "quantity", "base", "test", "difference", "ulps")]
     rows += [
         (str(row.iteration), row.quantity, repr(row.base.value), repr(row.test.value), f"{row.size:.3e}", _ulps(row))
@@ -301,7 +301,7 @@ def _table(differences: tuple[Difference, ...]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _ulps(difference: Difference) -> str:
+def _ulps(difference: CurveDifference) -> str:
     base, test = difference.base.value, difference.test.value
     if not (difference.base.exact and difference.test.exact and math.isfinite(base) and math.isfinite(test)):
         return "-"

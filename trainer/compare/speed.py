@@ -93,7 +93,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Return the spread of at least one value, interpolating between neighbours."""
+        """Return the spread of at least one value, interpolating between local_ranks."""
         if len(values) == 1:
             return Spread(*[values[0]] * 5)
         tenths, quarters = (quantiles(values, n=n, method="inclusive") for n in (10, 4))

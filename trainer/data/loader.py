@@ -13,7 +13,7 @@ from trainer.data.order import sample_ids
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class BatchLoader:
     """Windows of token files for one data-parallel coordinate.
 
     Args:
@@ -32,14 +32,14 @@ class Feed:
         """Return how many micro batches this rank has per iteration."""
         return self.global_batch_size // (self.micro_batch_size * self.dp_size)
 
-    def shuffled(self, consumed_samples: int, seed: int) -> list[torch.Tensor]:
+    def train_batch(self, consumed_samples: int, seed: int) -> list[torch.Tensor]:
         """Return the micro batches of the iteration that begins at `consumed_samples`, int64 [b, seq_length + 1]."""
         return [
             self._windows(sample_ids(p.start, len(p), epoch_size=self.samples.count, seed=seed))
             for p in (self._positions(consumed_samples, number) for number in range(self.micro_batches))
         ]
 
-    def in_order(self, global_batches: int) -> Iterator[list[torch.Tensor]]:
+    def eval_batches(self, global_batches: int) -> Iterator[list[torch.Tensor]]:
         """Yield the micro batches of each of the first global batches in order of the data, round and round."""
         for batch in range(global_batches):
             positions = (self._positions(batch * self.global_batch_size, n) for n in range(self.micro_batches))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.checkpoint.tensors.live import reshard
+from trainer.checkpoint.tensors.live import free_gathered_parameters
 from trainer.generate.sampling import Sampling, choose, generate
 from trainer.launch.process_group import Cluster
-from trainer.parallel.context import Axes
+from trainer.parallel.context import ParallelContext
 from trainer.state import TrainerState
 
 
@@ -39,7 +39,7 @@ def sample(
     sampler: Sampler,
     state: TrainerState,
     *,
-    axes: Axes,
+    context: ParallelContext,
     cluster: Cluster,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[int] | None:
@@ -55,7 +55,7 @@ def sample(
 
     def next_token(tokens: Sequence[int]) -> int | None:
         nonlocal is_stopped
-        logits = _last_logits(sampler, state, tokens[-sampler.seq_length :], axes)
+        logits = _last_logits(sampler, state, tokens[-sampler.seq_length :], context)
         token = -1 if logits is None else choose(logits, sampling, number=len(tokens))
         # Replicas may round differently on other hardware: all take what the first rank that has logits has chosen.
         rows = cluster.gather([float(token), float(should_stop())])
@@ -65,11 +65,13 @@ def sample(
     end = state.config.eos_token_id
     found = list(generate(next_token, sampler.prompt, max_new_tokens=sampler.max_new_tokens, end=end))
     for part in state.parts:
-        reshard(part.model)
+        free_gathered_parameters(part.model)
     return None if is_stopped else found
 
 
-def _last_logits(sampler: Sampler, state: TrainerState, tokens: Sequence[int], axes: Axes) -> torch.Tensor | None:
+def _last_logits(
+    sampler: Sampler, state: TrainerState, tokens: Sequence[int], context: ParallelContext
+) -> torch.Tensor | None:
     """Return the logits [vocabulary] after the last token, or None on ranks that have none.
 
     The window has the shape of training, filled up behind the tokens: no position looks at a later one.
@@ -78,11 +80,11 @@ def _last_logits(sampler: Sampler, state: TrainerState, tokens: Sequence[int], a
     window = torch.zeros(1, sampler.seq_length + 1, dtype=torch.int64, device=device)
     window[0, : len(tokens)] = torch.tensor(tokens)
     at = len(tokens) - 1
-    if axes.pipeline is not None:
-        with axes.loss_context():
-            found = axes.pipeline.logits(window, at)
+    if context.pipeline is not None:
+        with context.loss_context():
+            found = context.pipeline.logits(window, at)
         if found is None:
             return None
     else:
         found = state.parts[0].model(window[:, :-1].expand(sampler.rows, -1))[:1, at]
-    return axes.whole(found)[0, : state.config.vocab_size]
+    return context.gather_logits(found)[0, : state.config.vocab_size]

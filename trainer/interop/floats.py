@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.checkpoint.format.box import Box, absolute, stretch
+from trainer.checkpoint.format.box import Box, absolute, extent
 from trainer.checkpoint.format.layout import Place
 from trainer.checkpoint.loading.gather import Gatherer
 from trainer.checkpoint.loading.reader import OpenFile
@@ -31,6 +31,6 @@ def read_floats(
         gatherer.gather(file.read, packed, lo * size, data, offset=place.offset)
         values = torch.from_numpy(data).view(place.spec.dtype).to(torch.float32).numpy()
         at = 0
-        for found in stretch(box.shape, lo, hi):
+        for found in extent(box.shape, lo, hi):
             yield absolute(found, box), values[at : at + found.numel].reshape(found.shape)
             at += found.numel

@@ -10,11 +10,11 @@ import torch
 
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.config.schema import Config
-from trainer.interop.source import Source
+from trainer.interop.source import StateSource
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ImportOptions:
     """What a command line says of an import besides the path of what is read.
 
     Args:
@@ -31,7 +31,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExportOptions:
     """What a command line says of an export besides the paths.
 
     Args:
@@ -52,11 +52,11 @@ class Format:
         read: opens what lies at a path; None where nothing is imported.
         write: writes a checkpoint of ours to a path where nothing is yet; None where nothing is exported.
         names_model: whether what lies there says which model it is, so that no override needs to.
-        numbers_moments: whether moments may lie there by number, so that `Asked.optimizer_names` is of use.
+        numbers_moments: whether moments may lie there by number, so that `ImportOptions.optimizer_names` is of use.
     """
 
     summary: str
-    read: Callable[[Path, Asked], Source] | None = None
-    write: Callable[[Checkpoint, Path, Wanted], None] | None = None
+    read: Callable[[Path, ImportOptions], StateSource] | None = None
+    write: Callable[[Checkpoint, Path, ExportOptions], None] | None = None
     names_model: bool = False
     numbers_moments: bool = False

@@ -10,7 +10,7 @@ import torch
 
 import models
 from models import Model, ModelConfig
-from trainer.checkpoint.loading.choose import Chooser, Source
+from trainer.checkpoint.loading.choose import Chooser, LoadSource
 from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
@@ -35,7 +35,7 @@ def open_model(path: Path, device: torch.device) -> tuple[Model, Path]:
         places = stored_places(folder, folder.model)
         check_tied(folder, folder.model)
         return _filled(folder.model, lambda name: read_whole(folder, places[name]), device), path
-    chooser = Chooser(Source.named(path), files, lambda _: None)
+    chooser = Chooser(LoadSource.named(path), files, lambda _: None)
     while True:
         chosen = chooser.pick()
         try:

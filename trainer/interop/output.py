@@ -27,7 +27,7 @@ from trainer.config.schema import CheckpointSection, Config, ParallelSection, Tr
 from trainer.data.text import bytes_encoder, read_tokenizer
 from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.finite import require_finite
-from trainer.interop.source import Source
+from trainer.interop.source import StateSource
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.progress import Progress
 from trainer.state import checkpoint_specs
@@ -35,7 +35,7 @@ from trainer.state import checkpoint_specs
 _log = logging.getLogger(__name__)
 
 
-def write_checkpoint(source: Source, folder: Path, config: Config, *, consumed_samples: int | None = None) -> Path:
+def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consumed_samples: int | None = None) -> Path:
     """Write `folder/iter_<iteration>` from a source, as a run with `config` on one rank would, and return that path.
 
     Tensors become float32, one at a time; one that holds NaN or infinity is refused. The folder is locked meanwhile as
@@ -96,7 +96,9 @@ def _trainable(config: Config) -> TrainSection:
     return replace(config.train, seq_length=most)
 
 
-def _write(source: Source, attempt: Attempt, config: Config, documents: dict[str, Document], lock: FolderLock) -> None:
+def _write(
+    source: StateSource, attempt: Attempt, config: Config, documents: dict[str, Document], lock: FolderLock
+) -> None:
     target, partial = (
         attempt.folder.iteration(attempt.iteration),
         attempt.folder.partial(attempt.iteration, attempt.name),
@@ -111,12 +113,12 @@ def _write(source: Source, attempt: Attempt, config: Config, documents: dict[str
         files.make_folder(partial)
         written = write_tensor_files(partial, files, attempt.layout, _finite(source))
         aliases = models.aliases(config.model)
-        commit.publish(attempt, written, documents=documents, aliases=aliases, lock=lock, claim=lambda: None)
+        commit.publish(attempt, written, documents=documents, aliases=aliases, lock=lock, begin_rename=lambda: None)
     finally:
         files.remove_tree(partial)  # gone, once it has its name
 
 
-def _finite(source: Source) -> Callable[[str], torch.Tensor]:
+def _finite(source: StateSource) -> Callable[[str], torch.Tensor]:
     """Return the source's `read`, which then refuses tensors with a number that is NaN or infinite."""
 
     def read(name: str) -> torch.Tensor:
@@ -127,7 +129,7 @@ def _finite(source: Source) -> Callable[[str], torch.Tensor]:
     return read
 
 
-def _documents(source: Source, config: Config, consumed_samples: int | None) -> dict[str, Document]:
+def _documents(source: StateSource, config: Config, consumed_samples: int | None) -> dict[str, Document]:
     schedule, description = describe_alone(config)
     theirs = record.model_record(source.model)
     found = differences({"model": theirs}, {"model": description["model"]}, record.rules_for(_MODEL_ALONE))
@@ -154,7 +156,7 @@ def _documents(source: Source, config: Config, consumed_samples: int | None) -> 
     }
 
 
-def _tokenizer(source: Source, config: Config) -> dict[str, bytes]:
+def _tokenizer(source: StateSource, config: Config) -> dict[str, bytes]:
     """Return the files of the source's tokenizer; else those of the one that is named, or of bytes where they fit."""
     if source.tokenizer:
         return {name: read_tokenizer(path) for name, path in source.tokenizer.items()}

@@ -35,7 +35,7 @@ def tokenizer_files_in(folder: Path) -> dict[str, Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StateSource:
     """A state that another program wrote.
 
     Args:
@@ -53,7 +53,7 @@ class Source:
     tokenizer: Mapping[str, Path] = field(default_factory=dict)
 
 
-def of_checkpoint(checkpoint: Checkpoint) -> Source:
+def of_checkpoint(checkpoint: Checkpoint) -> StateSource:
     """Return a checkpoint of ours as a source; every block that is read is checked against its digest.
 
     Raises:
@@ -71,4 +71,4 @@ def of_checkpoint(checkpoint: Checkpoint) -> Source:
 
     model = saved_model(checkpoint.state, where=checkpoint.path)
     tokenizer = {n: path for n, path in tokenizer_files_in(checkpoint.path).items() if n in checkpoint.manifest.files}
-    return Source(model, checkpoint.iteration, checkpoint.has_optimizer, read, tokenizer)
+    return StateSource(model, checkpoint.iteration, checkpoint.has_optimizer, read, tokenizer)

@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from models import ModelConfig
-from trainer.checkpoint.commit.channel import Board
+from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.loading.loader import LoadReport
 from trainer.checkpoint.loading.replicas import check_replicas
 from trainer.checkpoint.storage.files import Files
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _SAMPLES, _SAMPLE_BYTES = 16, 256 << 10
 
 
-class Kind(Enum):
+class WeightsKind(Enum):
     """What holds the weights that a run begins with."""
 
     folder = "folder"  # of transformers
@@ -64,7 +64,7 @@ class _Weights:
 
 
 def load_pretrained(
-    path: Path, kind: Kind, state: TrainerState, cluster: Cluster, section: CheckpointSection
+    path: Path, kind: WeightsKind, state: TrainerState, cluster: Cluster, section: CheckpointSection
 ) -> LoadReport:
     """Fill the parameters from what lies at `path`, cast to float32; moments stay as they are. A call of all ranks.
 
@@ -78,12 +78,12 @@ def load_pretrained(
     weights = _Weights((), (), lambda live, _: LoadReport(0, len(live), 0, 0, 0.0))
     try:
         _require_finetune(path, kind, section)
-        opens = _open_folder if kind is Kind.folder else _open_file
+        opens = _open_folder if kind is WeightsKind.folder else _open_file
         weights = opens(path, state.config, is_first=cluster.rank == 0)
     except TrainerError as error:
         problem = error
-    cluster.board.agree("pretrained/open", problem)
-    _require_same(path, weights.files, cluster.board)
+    cluster.channel.agree("pretrained/open", problem)
+    _require_same(path, weights.files, cluster.channel)
     for text in weights.says if cluster.rank == 0 else ():
         _log.warning(text)
     try:
@@ -91,8 +91,8 @@ def load_pretrained(
         report = weights.fill(live, line.add)
     except TrainerError as error:
         problem = error
-    cluster.board.agree("pretrained/fill", problem)
-    check_replicas(live, cluster.board, "pretrained/replicas")
+    cluster.channel.agree("pretrained/fill", problem)
+    check_replicas(live, cluster.channel, "pretrained/replicas")
     return report
 
 
@@ -109,11 +109,11 @@ def _open_folder(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
 def _open_file(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
     del is_first  # a file of a tied model has one table
     file = open_file(path, Files())
-    says = differences(file.model, model, where=path, kind=Kind.file.value)
+    says = differences(file.model, model, where=path, kind=WeightsKind.file.value)
     return _Weights(says, [path], lambda live, progress: llmc.fill(file, live, progress=progress))
 
 
-def _require_same(path: Path, files: Sequence[Path], board: Board) -> None:
+def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> None:
     """Refuse to begin with weights of which this rank sees others than rank 0. A call of all ranks.
 
     Compared are the names and sizes of the files, and samples of each from its first to its last bytes.
@@ -127,8 +127,8 @@ def _require_same(path: Path, files: Sequence[Path], board: Board) -> None:
         digest = _digest_of_samples(files)
     except OSError as error:
         problem = unreadable(error, where=path)
-    board.agree("pretrained/samples", problem)
-    expected = board.from_rank0("pretrained/digest", digest)
+    channel.agree("pretrained/samples", problem)
+    expected = channel.broadcast("pretrained/digest", digest)
     if digest != expected:
         problem = MismatchError(
             "This host sees other weights than rank 0 under the same path",
@@ -137,7 +137,7 @@ def _require_same(path: Path, files: Sequence[Path], board: Board) -> None:
             found=f"digest {digest.hex()}",
             fix="No training was done. Mount the same file system at this path on every host, or copy the same files.",
         )
-    board.agree("pretrained/same", problem)
+    channel.agree("pretrained/same", problem)
 
 
 def _digest_of_samples(files: Sequence[Path]) -> bytes:
@@ -152,9 +152,9 @@ def _digest_of_samples(files: Sequence[Path]) -> bytes:
     return found.digest()
 
 
-def _require_finetune(path: Path, kind: Kind, section: CheckpointSection) -> None:
+def _require_finetune(path: Path, kind: WeightsKind, section: CheckpointSection) -> None:
     if not section.finetune:
-        owner = "transformers" if kind is Kind.folder else "llm.c"
+        owner = "transformers" if kind is WeightsKind.folder else "llm.c"
         raise MismatchError(
             f"The {kind.value} holds weights of {owner}, and no run to go on with",
             where=path,

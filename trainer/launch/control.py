@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.launch.signals import SignalWatch
+from trainer.launch.signals import SignalHandler
 
 _log = logging.getLogger(__name__)
 
@@ -20,26 +20,26 @@ _LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ControlFlags:
     """What is asked for after an iteration: by one rank of itself, or by any rank, once all agree."""
 
     stop: bool = False
     save: bool = False
     give_up: bool = False
 
-    def votes(self) -> list[float]:
+    def flags(self) -> list[float]:
         """Return it as numbers, to travel with an iteration's figures."""
         return [float(self.stop), float(self.save), float(self.give_up)]
 
     @staticmethod
-    def of(votes: Sequence[float]) -> Asked:
-        """Return what the greatest votes over all ranks ask for."""
-        stop, save, give_up = (vote > 0 for vote in votes)
-        return Asked(stop, save, give_up)
+    def of(flags: Sequence[float]) -> ControlFlags:
+        """Return what the greatest flags over all ranks ask for."""
+        stop, save, give_up = (vote > 0 for vote in flags)
+        return ControlFlags(stop, save, give_up)
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRules:
+class ControlRules:
     """When time alone asks for something; minutes, 0 for never. `give_up_after` failed saves in a row end the run."""
 
     exit_duration_in_mins: float = 0.0
@@ -47,7 +47,7 @@ class RequestRules:
     give_up_after: int = 0
 
 
-class Requests:
+class RunControl:
     """The wishes that reach one rank. Clock and files are looked at on rank 0 only: ranks would not see them alike.
 
     Args:
@@ -56,8 +56,8 @@ class Requests:
 
     def __init__(
         self,
-        rules: RequestRules,
-        watch: SignalWatch | None,
+        rules: ControlRules,
+        watch: SignalHandler | None,
         *,
         rank: int,
         folder: Path | None,
@@ -76,17 +76,17 @@ class Requests:
             self._watch.await_iteration()
         self._saved = self._clock()
 
-    def now(self, *, failed_saves: int = 0) -> Asked:
+    def now(self, *, failed_saves: int = 0) -> ControlFlags:
         """Return what is asked of this rank, where the last `failed_saves` saves have failed."""
         limit = self._rules.give_up_after
         give_up = 0 < limit <= failed_saves
         if self._rank:
-            return Asked(stop=self.is_signalled(), give_up=give_up)
+            return ControlFlags(stop=self.is_signalled(), give_up=give_up)
         now = self._clock()
         duration, interval = self._rules.exit_duration_in_mins, self._rules.save_interval_mins
         is_over = 0 < 60 * duration <= now - self._started
         is_due = 0 < 60 * interval <= now - self._saved
-        return Asked(self.is_signalled() or is_over, is_due or self._look(now), give_up)
+        return ControlFlags(self.is_signalled() or is_over, is_due or self._look(now), give_up)
 
     def saving(self) -> None:
         """Say that a save begins: what asked for one is served."""

@@ -54,7 +54,7 @@ class Environment:
         )
 
     @property
-    def neighbours(self) -> tuple[int, ...]:
+    def local_ranks(self) -> tuple[int, ...]:
         """Return the ranks on this host, this one among them: torchrun numbers them one after the other."""
         first = self.rank - self.local_rank
         return tuple(range(first, min(first + self.local_world_size, self.world_size)))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from trainer.checkpoint.commit.channel import Board, lone_board
+from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.errors import LaunchError
 from trainer.launch.environment import Environment
 from trainer.launch.relaunch import Launch, identify
@@ -40,8 +40,8 @@ class Cluster:
     Args:
         threads: the thread count that this process was given; bits depend on it.
         nonce: a random name of this launch, equal on all ranks.
-        store_host: which process the board depends on, in words.
-        neighbours: the ranks on this host, where torchrun told of them.
+        store_host: which process the channel depends on, in words.
+        local_ranks: the ranks on this host, where torchrun told of them.
         launch: what this launch goes by; known on rank 0.
     """
 
@@ -49,10 +49,10 @@ class Cluster:
     world_size: int
     device: torch.device
     threads: int
-    board: Board
+    channel: StoreChannel
     nonce: str
     store_host: str = "rank 0"
-    neighbours: tuple[int, ...] = ()
+    local_ranks: tuple[int, ...] = ()
     launch: Launch = field(default_factory=Launch)
 
     def gather(self, values: list[float]) -> list[list[float]]:
@@ -86,20 +86,20 @@ def start(
         _make_deterministic(chosen)
     if environment.world_size == 1:
         launch = _identify_alone(environment, variables)
-        return Cluster(0, 1, chosen, threads, lone_board(), secrets.token_hex(4), launch=launch)
+        return Cluster(0, 1, chosen, threads, single_rank_channel(), secrets.token_hex(4), launch=launch)
     with _bounded(environment, 2 * timeout_s + _GRACE_S):
         store, name, launch = _meet(environment, timeout_s, variables)
-        board = Board(store, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
-        _form_group(environment, chosen, store=store, board=board, timeout_s=timeout_s)
+        channel = StoreChannel(store, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
+        _form_group(environment, chosen, store=store, channel=channel, timeout_s=timeout_s)
     return Cluster(
         environment.rank,
         environment.world_size,
         chosen,
         threads,
-        board,
+        channel,
         name,
         environment.store_host,
-        environment.neighbours,
+        environment.local_ranks,
         launch,
     )
 
@@ -243,7 +243,7 @@ def _meet(environment: Environment, timeout_s: float, variables: Mapping[str, st
 
 
 def _form_group(
-    environment: Environment, device: torch.device, *, store: PrefixStore, board: Board, timeout_s: float
+    environment: Environment, device: torch.device, *, store: PrefixStore, channel: StoreChannel, timeout_s: float
 ) -> None:
     """Form the process group of ranks that have met; those who fail together find out who is missing."""
     try:
@@ -256,9 +256,9 @@ def _form_group(
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        board.fail(str(error))
-        silent = board.silent_ranks(_GRACE_S)
-        board.await_others(but=silent)
+        channel.fail(str(error))
+        silent = channel.silent_ranks(_GRACE_S)
+        channel.await_others(but=silent)
         raise _not_met(environment, error, silent) from error
 
 

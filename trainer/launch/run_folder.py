@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.checkpoint.commit.channel import Board
+from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.errors import TrainerError
 
 
 @contextmanager
-def hold_run_folder(folder: Path, checkpoints: Path | None, board: Board, nonce: str) -> Iterator[None]:
+def hold_run_folder(folder: Path, checkpoints: Path | None, channel: StoreChannel, nonce: str) -> Iterator[None]:
     """Hold the lock of a run's folder, which is made if needed. A call of all ranks; rank 0 has the lock.
 
     Args:
@@ -25,7 +25,7 @@ def hold_run_folder(folder: Path, checkpoints: Path | None, board: Board, nonce:
     """
     lock: FolderLock | None = None
     problem: TrainerError | None = None
-    if board.rank == 0 and (checkpoints is None or checkpoints.resolve() != folder.resolve()):
+    if channel.rank == 0 and (checkpoints is None or checkpoints.resolve() != folder.resolve()):
         try:
             lock = FolderLock(folder, nonce, kind="run folder", key="run.dir")
             lock.acquire()
@@ -33,7 +33,7 @@ def hold_run_folder(folder: Path, checkpoints: Path | None, board: Board, nonce:
             problem = error
         except OSError as error:
             problem = cannot_write(folder, error)
-    board.agree("run folder", problem)
+    channel.agree("run folder", problem)
     try:
         yield
     finally:

@@ -14,10 +14,10 @@ from types import FrameType
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Launchers and terminals may send a signal twice in a row; only a later one is a person losing patience.
 _SECOND_S = 2.0
-_FAREWELL_S = 1.0
+_EXIT_GRACE_S = 1.0
 
 
-class SignalWatch:
+class SignalHandler:
     """Takes the first signal as a wish to end, and a second one, at least two seconds later, as an order.
 
     Python runs a signal's handler on the main thread only between two instructions, and that thread may stand in a
@@ -26,7 +26,7 @@ class SignalWatch:
 
     Args:
         notice_s: how long after the first signal the process may still be there.
-        farewell: called before the process is left for good, with the reason.
+        exit_grace: called before the process is left for good, with the reason.
         leave: ends the process with a status.
     """
 
@@ -34,11 +34,11 @@ class SignalWatch:
         self,
         notice_s: float,
         *,
-        farewell: Callable[[str], object] = lambda _: None,
+        exit_grace: Callable[[str], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
-        self._notice_s, self._farewell, self._clock, self._leave = notice_s, farewell, clock, leave
+        self._notice_s, self._exit_grace, self._clock, self._leave = notice_s, exit_grace, clock, leave
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._first: tuple[int, float] | None = None
@@ -103,9 +103,9 @@ class SignalWatch:
 
     def _end(self, status: int, reason: str) -> None:
         print(f"leaving at once: {reason}", file=sys.stderr, flush=True)
-        farewell = threading.Thread(target=self._farewell, args=(reason,), daemon=True)
-        farewell.start()
-        farewell.join(_FAREWELL_S)  # whoever is to hear it may hang
+        exit_grace = threading.Thread(target=self._exit_grace, args=(reason,), daemon=True)
+        exit_grace.start()
+        exit_grace.join(_EXIT_GRACE_S)  # whoever is to hear it may hang
         self._leave(status)
 
 

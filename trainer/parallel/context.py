@@ -16,29 +16,29 @@ from trainer.parallel.tensor import loss_parallel
 
 
 @dataclass(frozen=True, slots=True)
-class Axes:
+class ParallelContext:
     """The axes that are longer than 1, as an iteration needs them.
 
     Args:
         data: the data-parallel mesh, or None.
         is_tensor_parallel: whether weights, and with them the logits, are cut over ranks.
         loss: the mean cross entropy of this rank's logits and targets.
-        whole: makes logits [batch, rows] of one position whole where the vocabulary is cut; collective then.
+        gather_logits: makes logits [batch, rows] of one position whole where the vocabulary is cut; collective then.
         pipeline: this rank's stages, or None.
-        ends: the group over which tied embeddings of the first and last stage sum their gradients, or None.
+        embedding_group: the group over which tied embeddings of the first and last stage sum their gradients, or None.
         reports_loss: whether this rank's losses count in the mean; replicas count once.
-        counted: this rank's parameters that count in the gradient norm; replicas count once.
+        grad_norm_parameters: this rank's parameters that count in the gradient norm; replicas count once.
     """
 
     zero_stage: int
     data: DeviceMesh | None
     is_tensor_parallel: bool
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    whole: Callable[[torch.Tensor], torch.Tensor]
+    gather_logits: Callable[[torch.Tensor], torch.Tensor]
     pipeline: Pipeline | None
-    ends: dist.ProcessGroup | None
+    embedding_group: dist.ProcessGroup | None
     reports_loss: bool
-    counted: Sequence[nn.Parameter]
+    grad_norm_parameters: Sequence[nn.Parameter]
 
     def loss_context(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which a loss over cut logits is computed and differentiated."""

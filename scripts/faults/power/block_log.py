@@ -12,7 +12,7 @@ from pathlib import Path
 _ENTRY = struct.Struct("<BQQ")  # kind, offset or count, bytes of data that follow
 
 
-class Kind(enum.IntEnum):
+class LogKind(enum.IntEnum):
     """What an entry of the log is."""
 
     WRITE = 0
@@ -30,7 +30,7 @@ class Entry:
         data: of a write, its bytes. Of what was said, the text.
     """
 
-    kind: Kind
+    kind: LogKind
     at: int
     data: bytes | memoryview = b""
 
@@ -48,7 +48,7 @@ def decode(data: bytes | memoryview) -> Iterator[Entry]:
         at += _ENTRY.size
         if at + size > len(view):
             return
-        yield Entry(Kind(kind), offset, view[at : at + size])
+        yield Entry(LogKind(kind), offset, view[at : at + size])
         at += size
 
 

@@ -16,7 +16,7 @@ _context = multiprocessing.get_context("forkserver")
 _PRELOADED = ["hydra", "trainer.__main__", "trainer.restore", "trainer.loop", "torch.distributed.fsdp"]
 
 
-class Job:
+class PowerJob:
     """Ranks of one job of the trainer, whose output goes to the end of a file."""
 
     def __init__(self, overrides: Sequence[str], output: Path, *, ranks: int) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.faults.power.block_log import Entry, Kind, encode
+from scripts.faults.power.block_log import Entry, LogKind, encode
 
 DISK, SAID = "disk", "said"
 _ROOT_NODE, _DISK_NODE, _SAID_NODE = 1, 2, 3
@@ -125,7 +125,7 @@ class LoggedDisk:
                 return self._write(request)
             case Opcode.FSYNC:
                 if request.node == _DISK_NODE:
-                    self._append(Entry(Kind.FLUSH, self._answered))
+                    self._append(Entry(LogKind.FLUSH, self._answered))
                 return b""
         if request.opcode in _FINE:
             return b""
@@ -146,10 +146,10 @@ class LoggedDisk:
         offset, size = _SPAN.unpack_from(request.data)
         data = request.data[_WRITE_IN_BYTES : _WRITE_IN_BYTES + size]
         if request.node == _SAID_NODE:
-            self._append(Entry(Kind.SAID, 0, data))
+            self._append(Entry(LogKind.SAID, 0, data))
         else:
             os.pwrite(self._image, data, offset)
-            self._append(Entry(Kind.WRITE, offset, data))
+            self._append(Entry(LogKind.WRITE, offset, data))
         return struct.pack("<II", size, 0)
 
     def _append(self, entry: Entry) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.faults.power import block_log, mounting
-from scripts.faults.power.block_log import Entry, Kind
-from scripts.faults.power.job import Job
+from scripts.faults.power.block_log import Entry, LogKind
+from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FileSystem
 from scripts.faults.power.replay import Cut, copy_sparse
 
@@ -37,7 +37,7 @@ MODEL = (
 
 
 @dataclass(frozen=True, slots=True)
-class Soak:
+class RecordedSoak:
     """What is to be tried in `folder`.
 
     Args:
@@ -95,7 +95,9 @@ class Recording:
         return sorted({*self.start.told, *(iteration for at, iteration in self.saved if at < cut.entries)})
 
 
-def record(plan: Soak, system: FileSystem, folder: Path, chance: random.Random, start: Start | None) -> Recording:
+def record(
+    plan: RecordedSoak, system: FileSystem, folder: Path, chance: random.Random, start: Start | None
+) -> Recording:
     """Train on a logged disk: a job that is killed once it has saved some of its iterations, and one that goes on.
 
     Args:
@@ -111,20 +113,20 @@ def record(plan: Soak, system: FileSystem, folder: Path, chance: random.Random, 
     enough = chance.randint(plan.iterations // 3, 2 * plan.iterations // 3)
     with mounting.logged_device(image, log, folder / "fuse") as device, mounting.mounted(system, device, mount):
         command, said = plan.command(mount / "run", keep=plan.keep), mounting.said_in(folder / "fuse")
-        job = Job(command, said, ranks=plan.ranks)
+        job = PowerJob(command, said, ranks=plan.ranks)
         try:
             _await_saved(log, enough, job)
         finally:
             job.kill()
-        statuses = Job(command, said, ranks=plan.ranks).end(TIMEOUT_S)
+        statuses = PowerJob(command, said, ranks=plan.ranks).end(TIMEOUT_S)
     image.unlink()
-    entries = [entry for entry in block_log.read(log) if not (plan.lies and entry.kind is Kind.FLUSH)]
+    entries = [entry for entry in block_log.read(log) if not (plan.lies and entry.kind is LogKind.FLUSH)]
     if any(status != 0 for status in statuses):
         raise RuntimeError(f"a job ended with {statuses} on a disk without a fault:\n{_text(entries)}")
     return Recording(Start(blank, start.told if start else ()), entries, saved_in(entries))
 
 
-def _await_saved(log: Path, iteration: int, job: Job) -> None:
+def _await_saved(log: Path, iteration: int, job: PowerJob) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while job.is_running and not any(saved >= iteration for _, saved in saved_in(block_log.read(log))):
         if time.monotonic() > deadline:
@@ -136,11 +138,11 @@ def saved_in(entries: Sequence[Entry]) -> list[tuple[int, int]]:
     """Return the iterations that were said to be saved, each with the number of the entry that ends the line."""
     found, rest = [], ""
     for number, entry in enumerate(entries):
-        if entry.kind is Kind.SAID:
+        if entry.kind is LogKind.SAID:
             *lines, rest = (rest + bytes(entry.data).decode(errors="replace")).split("\n")
             found += [(number, int(match[1])) for line in lines if (match := _SAID.search(line))]
     return found
 
 
 def _text(entries: Sequence[Entry]) -> str:
-    return b"".join(bytes(entry.data) for entry in entries if entry.kind is Kind.SAID).decode(errors="replace")
+    return b"".join(bytes(entry.data) for entry in entries if entry.kind is LogKind.SAID).decode(errors="replace")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.faults.power.block_log import Entry, Kind
+from scripts.faults.power.block_log import Entry, LogKind
 
 SECTOR_BYTES = 512  # what a disk writes whole or not at all
 _RATES = (0.1, 0.5, 0.9)  # how many of the writes that were not flushed survive, where some do
@@ -77,9 +77,9 @@ class Replay:
         """Go on to where `entries` entries of the log have passed; there is no way back."""
         while self._at < entries:
             entry = next(self._entries)
-            if entry.kind is Kind.WRITE:
+            if entry.kind is LogKind.WRITE:
                 self._waiting.append((self._at, entry))
-            elif entry.kind is Kind.FLUSH:
+            elif entry.kind is LogKind.FLUSH:
                 for _, write in self._take_flushed(entry.at):
                     os.pwrite(self._flushed, write.data, write.at)
             self._at += 1

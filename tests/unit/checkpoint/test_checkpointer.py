@@ -18,10 +18,10 @@ import torch
 from tests.fakes import Axis as Cut
 from tests.fakes import FailingFiles, Sharding, StuckFiles, all_ranks, lone_contents, run_ranks
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import Board, lone_board
-from trainer.checkpoint.format.layout import Kind, TensorSpec
+from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.format.names import FORMAT, STATE
-from trainer.checkpoint.loading.choose import Source
+from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.policy import Retention, SavePolicy, SaveReport
 from trainer.checkpoint.storage.files import Files
@@ -42,7 +42,7 @@ def contents(iteration: int, *, with_optimizer: bool = False) -> Contents:
 
 
 def started(policy: SavePolicy, files: Files | None = None, nonce: str = "n") -> Checkpointer:
-    checkpointer = Checkpointer(policy, lone_board(), nonce=nonce, files=files)
+    checkpointer = Checkpointer(policy, single_rank_channel(), nonce=nonce, files=files)
     checkpointer.start()
     return checkpointer
 
@@ -62,8 +62,8 @@ def folders_in(root: Path) -> list[str]:
 def load(path: Path) -> float:
     """Return the one value that all of `w` has."""
     target = contents(0)
-    checkpointer = Checkpointer(SavePolicy(None), lone_board(), nonce="n")
-    checkpointer.restore(Source(path), check=lambda _: None, live=lambda _: target.live)
+    checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="n")
+    checkpointer.restore(LoadSource(path), check=lambda _: None, live=lambda _: target.live)
     (value,) = set(target.live[0].local.flatten().tolist())
     return float(value)
 
@@ -95,7 +95,7 @@ def test_an_iteration_loaded_by_this_process_is_not_saved_again(tmp_path: Path) 
     saved(first, 5)
     first.close()
     second = started(SavePolicy(tmp_path))
-    second.restore(Source(tmp_path), check=lambda _: None, live=lambda _: contents(0).live)
+    second.restore(LoadSource(tmp_path), check=lambda _: None, live=lambda _: contents(0).live)
     assert second.save(5, contents(5)) is None
     second.close()
 
@@ -114,7 +114,7 @@ def test_loading_a_superseded_folder_does_not_stand_for_its_iteration(tmp_path: 
     first.close()
     report.path.rename(tmp_path / "iter_0000005.superseded-1")
     second = started(SavePolicy(tmp_path))
-    source = Source(tmp_path / "iter_0000005.superseded-1")
+    source = LoadSource(tmp_path / "iter_0000005.superseded-1")
     second.restore(source, check=lambda _: None, live=lambda _: contents(0).live)
     saved(second, 5)
     second.close()
@@ -153,7 +153,7 @@ def test_retention_counts_beyond_seven_digits_and_spares_what_was_loaded(tmp_pat
     saved(first, 9_999_998)
     first.close()
     second = started(SavePolicy(tmp_path, retention=Retention(2)))
-    second.restore(Source(tmp_path), check=lambda _: None, live=lambda _: contents(0).live)
+    second.restore(LoadSource(tmp_path), check=lambda _: None, live=lambda _: contents(0).live)
     for iteration in (9_999_999, 10_000_000, 10_000_001):
         saved(second, iteration)
     second.close()
@@ -163,7 +163,7 @@ def test_retention_counts_beyond_seven_digits_and_spares_what_was_loaded(tmp_pat
 def resumed(root: Path, retention: Retention, iteration: int | None = None) -> list[str]:
     """Start, load and rewind as the trainer does; return the folders that are left."""
     checkpointer = started(SavePolicy(root, retention=retention))
-    source = Source(root, iteration)
+    source = LoadSource(root, iteration)
     found, _ = checkpointer.restore(source, check=lambda _: None, live=lambda _: contents(0).live)
     checkpointer.rewind(found.iteration)
     checkpointer.close()
@@ -213,7 +213,7 @@ def test_a_start_deletes_nothing_for_a_newest_of_which_it_has_not_checked_all(
         checkpointer.close()
     checkpointer = started(SavePolicy(tmp_path, retention=Retention(1)))
     live = contents(0, with_optimizer=with_optimizer).live
-    checkpointer.restore(Source(tmp_path), check=lambda _: None, live=lambda _: live, verify=verify)
+    checkpointer.restore(LoadSource(tmp_path), check=lambda _: None, live=lambda _: live, verify=verify)
     checkpointer.rewind(2)
     checkpointer.close()
     is_checked = verify and with_optimizer
@@ -415,7 +415,7 @@ def test_a_save_is_refused_after_the_lock_was_taken_over(tmp_path: Path) -> None
 def test_a_second_run_on_a_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
     first = started(SavePolicy(tmp_path))
     (tmp_path / ".iter_0000001.n-1.partial").mkdir()
-    outcomes = run_ranks(2, lambda board: Checkpointer(SavePolicy(tmp_path), board, nonce="other").start())
+    outcomes = run_ranks(2, lambda channel: Checkpointer(SavePolicy(tmp_path), channel, nonce="other").start())
     assert [type(outcome) for outcome in outcomes] == [LockError, LockError]
     assert all(f"pid {os.getpid()}" in str(outcome) for outcome in outcomes)
     assert (tmp_path / ".iter_0000001.n-1.partial").exists()
@@ -426,10 +426,10 @@ def test_a_second_run_on_a_folder_is_refused_on_every_rank(tmp_path: Path) -> No
 HOLDER = """
 import sys
 from pathlib import Path
-from trainer.checkpoint.commit.channel import lone_board
+from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.policy import SavePolicy
-Checkpointer(SavePolicy(Path(sys.argv[1])), lone_board(), nonce="dead").start()
+Checkpointer(SavePolicy(Path(sys.argv[1])), single_rank_channel(), nonce="dead").start()
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -461,8 +461,8 @@ def test_saving_is_off_without_a_folder() -> None:
 
 
 def test_a_save_is_due_at_every_multiple_of_the_interval(tmp_path: Path) -> None:
-    every = Checkpointer(SavePolicy(tmp_path, save_interval=5), lone_board(), nonce="n")
-    never = Checkpointer(SavePolicy(tmp_path), lone_board(), nonce="n")
+    every = Checkpointer(SavePolicy(tmp_path, save_interval=5), single_rank_channel(), nonce="n")
+    never = Checkpointer(SavePolicy(tmp_path), single_rank_channel(), nonce="n")
     assert [i for i in range(1, 21) if every.is_due(i)] == [5, 10, 15, 20]
     assert not any(never.is_due(i) for i in range(1, 21))
 
@@ -472,15 +472,15 @@ ROWS = Sharding("rows over 2", (Cut("row", 2),))
 
 def save_over_two(root: Path, culprit: int, kind: str) -> list[SaveReport | None]:
     """Save iterations 1 and 2 over two ranks; the file system of `culprit` fails during the first."""
-    spec = TensorSpec(Kind.MODEL, "w", (50, 40), torch.float32, (50, 40))
+    spec = TensorSpec(TensorKind.MODEL, "w", (50, 40), torch.float32, (50, 40))
 
-    def call(board: Board) -> list[SaveReport | None]:
-        files = FailingFiles(kind) if board.rank == culprit else FailingFiles("none")
-        checkpointer = Checkpointer(SavePolicy(root), board, nonce="n", files=files)
+    def call(channel: StoreChannel) -> list[SaveReport | None]:
+        files = FailingFiles(kind) if channel.rank == culprit else FailingFiles("none")
+        checkpointer = Checkpointer(SavePolicy(root), channel, nonce="n", files=files)
         checkpointer.start()
         reports = []
         for iteration in (1, 2):
-            live = tuple(ROWS.live(board.rank, [spec], {"w": torch.full(spec.shape, float(iteration))}))
+            live = tuple(ROWS.live(channel.rank, [spec], {"w": torch.full(spec.shape, float(iteration))}))
             document = {STATE: {"format": FORMAT, "iteration": iteration}}
             reports.append(checkpointer.save(iteration, Contents((spec,), live, {}, document)))
             files.is_armed = False

@@ -12,7 +12,7 @@ iterations = st.lists(st.integers(0, 10**9), unique=True)
 
 
 @pytest.mark.parametrize(
-    ("keep", "retain", "pinned", "doomed"),
+    ("keep", "retain", "pinned", "expired"),
     [
         (0, 0, (), []),
         (0, 4, (), []),
@@ -24,9 +24,9 @@ iterations = st.lists(st.integers(0, 10**9), unique=True)
     ],
 )
 def test_the_newest_the_multiples_and_the_pinned_stay(
-    keep: int, retain: int, pinned: tuple[int, ...], doomed: list[int]
+    keep: int, retain: int, pinned: tuple[int, ...], expired: list[int]
 ) -> None:
-    assert Retention(keep, retain).doomed([8, 1, 3, 2, 5, 4, 7, 6], pinned=pinned) == doomed
+    assert Retention(keep, retain).expired([8, 1, 3, 2, 5, 4, 7, 6], pinned=pinned) == expired
 
 
 @given(iterations, st.integers(1, 5), st.integers(0, 7), st.sets(st.integers(0, 20)))
@@ -34,9 +34,9 @@ def test_the_newest_is_never_deleted_and_nothing_goes_twice(
     committed: list[int], keep: int, retain: int, pinned: set[int]
 ) -> None:
     retention = Retention(keep, retain)
-    doomed = retention.doomed(committed, pinned=pinned)
-    assert not set(doomed) & set(sorted(committed)[-keep:])
-    assert not set(doomed) & pinned
-    left = [iteration for iteration in committed if iteration not in doomed]
+    expired = retention.expired(committed, pinned=pinned)
+    assert not set(expired) & set(sorted(committed)[-keep:])
+    assert not set(expired) & pinned
+    left = [iteration for iteration in committed if iteration not in expired]
     assert len(left) >= min(keep, len(committed))
-    assert retention.doomed(left, pinned=pinned) == []
+    assert retention.expired(left, pinned=pinned) == []

@@ -11,7 +11,7 @@ import torch
 
 from tests.fakes import lone_contents
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import lone_board
+from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.checkpoint.format.names import FORMAT, MANIFEST, STATE
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.storage.lock import FolderLock
@@ -24,7 +24,7 @@ def save(run: Path, iterations: list[int], values: dict[str, torch.Tensor] = VAL
     """Save some checkpoints; return their folder."""
     folder = run / "checkpoints"
     run.mkdir(exist_ok=True)
-    checkpointer = Checkpointer(SavePolicy(folder), lone_board(), nonce="n")
+    checkpointer = Checkpointer(SavePolicy(folder), single_rank_channel(), nonce="n")
     checkpointer.start()
     for iteration in iterations:
         document = {"format": FORMAT, "iteration": iteration, **state}

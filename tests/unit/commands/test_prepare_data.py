@@ -21,11 +21,11 @@ from tokenizers import Tokenizer
 
 from tests.harness import TINY, call_on_ranks, compose, curve, run_ok
 from trainer.commands.prepare_data import main
-from trainer.data.blocks import Form, Rule, Span, read_blocks, start_of_character
+from trainer.data.blocks import Span, SplitRule, TextForm, read_blocks, start_of_character
 from trainer.data.bpe import train_bpe
 from trainer.data.digest_file import beside, digest_of
 from trainer.data.encoding import Encoded, encode_block, in_order
-from trainer.data.prepared import Wanted, write_prepared
+from trainer.data.prepared import PrepareOptions, write_prepared
 from trainer.data.text import bytes_encoder, find_files, load_encoder
 from trainer.data.token_file import open_token_file
 
@@ -62,13 +62,13 @@ def documents(path: Path, end: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("form", Form)
-def test_the_files_do_not_depend_on_the_number_of_processes(tmp_path: Path, form: Form) -> None:
+@pytest.mark.parametrize("form", TextForm)
+def test_the_files_do_not_depend_on_the_number_of_processes(tmp_path: Path, form: TextForm) -> None:
     paths = [tmp_path / f"{number}.{form.value}" for number in range(4)]
     for number, path in enumerate(paths):
         texts = [prose(40, seed=100 * number + part) for part in range(20)]
-        path.write_text(lines(texts) if form is Form.jsonl else "".join(texts), newline="")
-    wanted = Wanted(form, train_vocab_size=400, valid_fraction=0.4, file_tokens=2000, block_bytes=500)
+        path.write_text(lines(texts) if form is TextForm.jsonl else "".join(texts), newline="")
+    wanted = PrepareOptions(form, train_vocab_size=400, valid_fraction=0.4, file_tokens=2000, block_bytes=500)
     for workers in (1, 2, 3):
         write_prepared(tmp_path / f"by{workers}", paths, wanted, workers=workers)
     found = content(tmp_path / "by1")
@@ -98,12 +98,12 @@ def test_what_was_encoded_decodes_to_the_text(
     jsonl, whole = folder / "texts.jsonl", folder / "whole.txt"
     jsonl.write_text(lines(texts))
     whole.write_bytes("".join(texts).encode())
-    for form, path, expected in ((Form.jsonl, jsonl, texts), (Form.text, whole, ["".join(texts)])):
-        if not any(expected) and (form is Form.text or not texts):
+    for form, path, expected in ((TextForm.jsonl, jsonl, texts), (TextForm.text, whole, ["".join(texts)])):
+        if not any(expected) and (form is TextForm.text or not texts):
             continue
         for named in (None, tokenizer):
             out = folder / f"{form.value}-{named is None}"
-            wanted = Wanted(form, tokenizer=named, block_bytes=block_bytes)
+            wanted = PrepareOptions(form, tokenizer=named, block_bytes=block_bytes)
             made = write_prepared(out, [path], wanted, workers=1)
             found = documents(out / "train_000000.bin", made.end_of_text)
             assert made.sides[0].documents == len(found) == len(expected)
@@ -129,11 +129,11 @@ def test_a_text_cut_into_blocks_gives_the_tokens_of_the_whole(tmp_path: Path) ->
     path.write_bytes(text)
     tokenizer.write_bytes(train_bpe([text.decode()], 500))
     encoder = load_encoder(tokenizer)
-    blocks = list(read_blocks(Span(path, 0, len(text)), Form.text, block_bytes=100))
+    blocks = list(read_blocks(Span(path, 0, len(text)), TextForm.text, block_bytes=100))
     assert len(blocks) > 100
-    found = np.concatenate([encode_block(block, Rule(Form.text), encoder).tokens for block in blocks])
-    whole = next(iter(read_blocks(Span(path, 0, len(text)), Form.text)))
-    assert found.tolist() == encode_block(whole, Rule(Form.text), encoder).tokens.tolist()
+    found = np.concatenate([encode_block(block, SplitRule(TextForm.text), encoder).tokens for block in blocks])
+    whole = next(iter(read_blocks(Span(path, 0, len(text)), TextForm.text)))
+    assert found.tolist() == encode_block(whole, SplitRule(TextForm.text), encoder).tokens.tolist()
 
 
 def test_only_so_many_blocks_are_in_memory() -> None:
@@ -159,7 +159,9 @@ def test_equal_texts_are_on_one_side_whatever_their_order(tmp_path: Path) -> Non
     other.write_text(lines(texts[::-1]))
     sides = []
     for path in (one, other):
-        made = write_prepared(tmp_path / path.stem, [path], Wanted(Form.jsonl, valid_fraction=0.3), workers=1)
+        made = write_prepared(
+            tmp_path / path.stem, [path], PrepareOptions(TextForm.jsonl, valid_fraction=0.3), workers=1
+        )
         assert sum(side.documents for side in made.sides) == 200
         sides.append([{tuple(ids) for ids in documents(side.files[0], 256)} for side in made.sides])
     assert sides[0] == sides[1]
@@ -172,7 +174,9 @@ def test_equal_texts_are_on_one_side_whatever_their_order(tmp_path: Path) -> Non
 def test_a_single_text_gives_its_end_to_valid(tmp_path: Path) -> None:
     text = "äöü" * 100
     (tmp_path / "text.txt").write_text(text)
-    made = write_prepared(tmp_path / "out", [tmp_path / "text.txt"], Wanted(Form.text, valid_fraction=0.25), workers=1)
+    made = write_prepared(
+        tmp_path / "out", [tmp_path / "text.txt"], PrepareOptions(TextForm.text, valid_fraction=0.25), workers=1
+    )
     train, valid = (bytes(documents(side.files[0], 256)[0]).decode() for side in made.sides)
     assert train + valid == text
     assert len(valid) == pytest.approx(75, abs=1)
@@ -397,6 +401,6 @@ def test_a_replacement_that_is_killed_anywhere_loses_neither_folder(tmp_path: Pa
 
 def test_bytes_and_their_end_are_the_tokens_by_default(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\x00\xffab")
-    made = write_prepared(tmp_path / "out", [tmp_path / "a.txt"], Wanted(Form.text), workers=1)
+    made = write_prepared(tmp_path / "out", [tmp_path / "a.txt"], PrepareOptions(TextForm.text), workers=1)
     assert tokens(made.sides[0].files[0]) == [0, 255, 97, 98, 256]
     assert (made.vocab_size, made.end_of_text) == (257, bytes_encoder().end_of_text)

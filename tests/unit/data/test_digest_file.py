@@ -14,7 +14,7 @@ import pytest
 from torch import device
 
 from tests.harness import TINY, compose
-from trainer.checkpoint.commit.channel import lone_board
+from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.data.digest_file import beside, digest_of, in_cache
 from trainer.data.fingerprint import TokenDigest, scan
 from trainer.data.token_file import TokenFile, open_token_file, write_token_file
@@ -191,7 +191,7 @@ def test_a_second_start_reads_less_than_a_megabyte_of_the_tokens(tmp_path: Path,
         write_token_file(tmp_path / name, [tokens], dtype=np.uint16)
     files = [f"data.train={tmp_path}/train.bin", f"data.valid={tmp_path}/valid.bin", "train.eval_interval=2"]
     config = compose(["model=gpt2_tiny", "data=token_file", *TINY, *files, f"data.verify={verify}"])
-    cluster = Cluster(0, 1, device("cpu"), 1, lone_board(), "nonce")
+    cluster = Cluster(0, 1, device("cpu"), 1, single_rank_channel(), "nonce")
 
     def start() -> tuple[str, int]:
         before = bytes_read()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.section import DataKind, DataSection, problems
-from trainer.data.text import Source, split_documents, stdlib_sources
+from trainer.data.text import TextSource, split_documents, stdlib_sources
 from trainer.data.token_file import open_token_file, write_token_file
 from trainer.errors import DataError
 
@@ -71,7 +71,7 @@ def test_a_single_file_is_cut_between_characters(
     path = tmp_path_factory.mktemp("cut") / "a.txt"
     raw = text.encode("utf-8")
     path.write_bytes(raw)
-    source = Source(path=path, name="a.txt", size_bytes=len(raw), mtime_ns=path.stat().st_mtime_ns)
+    source = TextSource(path=path, name="a.txt", size_bytes=len(raw), mtime_ns=path.stat().st_mtime_ns)
     train, valid = ([document.text for document in part] for part in split_documents([source], valid_fraction))
     assert train[0].decode() + valid[0].decode() == text
 
@@ -189,7 +189,7 @@ def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     path = tmp_path / "a.txt"
     path.write_bytes(b"abc")
     for size_bytes, mtime_ns in ((4, path.stat().st_mtime_ns), (3, 1)):
-        source = Source(path=path, name="a.txt", size_bytes=size_bytes, mtime_ns=mtime_ns)
+        source = TextSource(path=path, name="a.txt", size_bytes=size_bytes, mtime_ns=mtime_ns)
         with pytest.raises(DataError, match=r"a\.txt.*changed|changed.*a\.txt"):
             split_documents([source], 0.5)
 

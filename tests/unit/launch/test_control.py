@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.launch.control import SAVE_NOW, Asked, RequestRules, Requests
-from trainer.launch.signals import SignalWatch
+from trainer.launch.control import SAVE_NOW, ControlFlags, ControlRules, RunControl
+from trainer.launch.signals import SignalHandler
 
 
 class Clock:
@@ -25,13 +25,13 @@ class Clock:
         return self.now
 
 
-def requests(rules: RequestRules, clock: Clock, *, rank: int = 0, folder: Path | None = None) -> Requests:
-    return Requests(rules, None, rank=rank, folder=folder, clock=clock)
+def requests(rules: ControlRules, clock: Clock, *, rank: int = 0, folder: Path | None = None) -> RunControl:
+    return RunControl(rules, None, rank=rank, folder=folder, clock=clock)
 
 
 def test_a_save_is_due_so_many_minutes_after_the_last_one() -> None:
     clock = Clock()
-    asked = requests(RequestRules(save_interval_mins=1.5), clock)
+    asked = requests(ControlRules(save_interval_mins=1.5), clock)
     clock.now += 500.0  # building takes its time
     asked.begin()
     due = []
@@ -45,7 +45,7 @@ def test_a_save_is_due_so_many_minutes_after_the_last_one() -> None:
 
 def test_a_save_for_another_reason_begins_the_interval_anew() -> None:
     clock = Clock()
-    asked = requests(RequestRules(save_interval_mins=1.0), clock)
+    asked = requests(ControlRules(save_interval_mins=1.0), clock)
     asked.begin()
     clock.now += 59.0
     asked.saving()
@@ -57,16 +57,16 @@ def test_a_save_for_another_reason_begins_the_interval_anew() -> None:
 
 def test_zero_is_never() -> None:
     clock = Clock()
-    asked = requests(RequestRules(), clock)
+    asked = requests(ControlRules(), clock)
     asked.begin()
     clock.now += 1e9
-    assert asked.now(failed_saves=1000) == Asked()
+    assert asked.now(failed_saves=1000) == ControlFlags()
 
 
 @pytest.mark.parametrize(("minutes", "seconds"), [(0.5, 30.0), (2, 120.0), (0.001, 0.06)])
 def test_the_job_ends_when_its_time_is_over(minutes: float, seconds: float) -> None:
     clock = Clock()
-    asked = requests(RequestRules(exit_duration_in_mins=minutes), clock)
+    asked = requests(ControlRules(exit_duration_in_mins=minutes), clock)
     asked.begin()
     clock.now += seconds - 0.01
     assert not asked.now().stop
@@ -76,8 +76,8 @@ def test_the_job_ends_when_its_time_is_over(minutes: float, seconds: float) -> N
 
 def test_only_rank_0_looks_at_clock_and_files(tmp_path: Path) -> None:
     (tmp_path / SAVE_NOW).touch()
-    rules = RequestRules(exit_duration_in_mins=1e-9, save_interval_mins=1e-9)
-    for rank, expected in ((0, Asked(stop=True, save=True)), (1, Asked())):
+    rules = ControlRules(exit_duration_in_mins=1e-9, save_interval_mins=1e-9)
+    for rank, expected in ((0, ControlFlags(stop=True, save=True)), (1, ControlFlags())):
         clock = Clock()
         asked = requests(rules, clock, rank=rank, folder=tmp_path)
         clock.now += 1.0
@@ -86,7 +86,7 @@ def test_only_rank_0_looks_at_clock_and_files(tmp_path: Path) -> None:
 
 def test_a_touched_file_asks_for_one_save_and_is_gone_when_that_begins(tmp_path: Path) -> None:
     clock = Clock()
-    asked = requests(RequestRules(), clock, folder=tmp_path)
+    asked = requests(ControlRules(), clock, folder=tmp_path)
     asked.begin()
     assert not asked.now().save
     (tmp_path / SAVE_NOW).touch()
@@ -102,7 +102,7 @@ def test_a_touched_file_asks_for_one_save_and_is_gone_when_that_begins(tmp_path:
 
 
 def test_a_save_that_nobody_touched_a_file_for_removes_none(tmp_path: Path) -> None:
-    asked = requests(RequestRules(), Clock(), folder=tmp_path)
+    asked = requests(ControlRules(), Clock(), folder=tmp_path)
     assert not asked.now().save
     (tmp_path / SAVE_NOW).touch()
     asked.saving()
@@ -110,34 +110,34 @@ def test_a_save_that_nobody_touched_a_file_for_removes_none(tmp_path: Path) -> N
 
 
 def test_so_many_failed_saves_end_the_run() -> None:
-    asked = requests(RequestRules(give_up_after=3), Clock(), rank=1)
+    asked = requests(ControlRules(give_up_after=3), Clock(), rank=1)
     assert [asked.now(failed_saves=count).give_up for count in range(5)] == [False, False, False, True, True]
 
 
 def test_a_signal_on_any_rank_asks_for_the_end() -> None:
-    watch = SignalWatch(3600.0, leave=lambda _: None)
-    asked = Requests(RequestRules(), watch, rank=1, folder=None)
+    watch = SignalHandler(3600.0, leave=lambda _: None)
+    asked = RunControl(ControlRules(), watch, rank=1, folder=None)
     asked.begin()
     assert not asked.is_signalled()
     assert not asked.now().stop
     watch.heard(signal.SIGTERM)
     assert asked.is_signalled()
-    assert asked.now() == Asked(stop=True)
+    assert asked.now() == ControlFlags(stop=True)
     assert asked.reason() == "SIGTERM"
 
 
-flags = st.builds(Asked, st.booleans(), st.booleans(), st.booleans())
+flags = st.builds(ControlFlags, st.booleans(), st.booleans(), st.booleans())
 
 
 @given(st.lists(flags, min_size=1, max_size=5))
-def test_what_any_rank_asks_for_all_agree_on(each: list[Asked]) -> None:
-    agreed = Asked.of([max(votes) for votes in zip(*(asked.votes() for asked in each), strict=True)])
+def test_what_any_rank_asks_for_all_agree_on(each: list[ControlFlags]) -> None:
+    agreed = ControlFlags.of([max(flags) for flags in zip(*(asked.flags() for asked in each), strict=True)])
     assert agreed.stop == any(asked.stop for asked in each)
     assert agreed.save == any(asked.save for asked in each)
     assert agreed.give_up == any(asked.give_up for asked in each)
 
 
-def saves_asked(asked: Requests, clock: Clock, seconds: int) -> int:
+def saves_asked(asked: RunControl, clock: Clock, seconds: int) -> int:
     count = 0
     for _ in range(seconds):
         clock.now += 1.0
@@ -151,7 +151,7 @@ def test_a_folder_in_the_place_of_the_file_asks_for_no_save_and_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
-    asked = requests(RequestRules(), clock, folder=tmp_path)
+    asked = requests(ControlRules(), clock, folder=tmp_path)
     (tmp_path / SAVE_NOW).mkdir()
     assert saves_asked(asked, clock, 5) == 0
     assert [record.getMessage() for record in caplog.records] == [
@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_removed_asks_for_one_save_each_time_it_is_touched
 
     monkeypatch.setattr(Path, "unlink", refuse)  # as in another user's folder with the sticky bit
     clock = Clock()
-    asked = requests(RequestRules(), clock, folder=tmp_path)
+    asked = requests(ControlRules(), clock, folder=tmp_path)
     for second in (1, 2):
         (tmp_path / SAVE_NOW).touch()
         os.utime(tmp_path / SAVE_NOW, (second, second))

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from trainer.launch.signals import SIGNALS, SignalWatch
+from trainer.launch.signals import SIGNALS, SignalHandler
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 LONG_S = 3600.0
@@ -19,9 +19,11 @@ class Case:
     def __init__(self, notice_s: float = LONG_S) -> None:
         self.now = 100.0
         self.statuses: list[int] = []
-        self.farewells: list[str] = []
+        self.exit_graces: list[str] = []
         self.has_left = threading.Event()
-        self.watch = SignalWatch(notice_s, farewell=self.farewells.append, clock=lambda: self.now, leave=self.leave)
+        self.watch = SignalHandler(
+            notice_s, exit_grace=self.exit_graces.append, clock=lambda: self.now, leave=self.leave
+        )
 
     def leave(self, status: int) -> None:
         self.statuses.append(status)
@@ -45,7 +47,7 @@ def test_another_signal_within_two_seconds_is_the_same_wish() -> None:
         case.now = now
         case.watch.heard(TERM)
     assert case.statuses == []
-    assert case.farewells == []
+    assert case.exit_graces == []
 
 
 @pytest.mark.parametrize("second", SIGNALS)
@@ -56,7 +58,7 @@ def test_a_signal_two_seconds_later_is_an_order(second: signal.Signals) -> None:
     case.now += 2.0
     case.watch.heard(second)
     assert case.statuses == [128 + second]
-    assert case.farewells == [f"received {second.name} after SIGUSR1"]
+    assert case.exit_graces == [f"received {second.name} after SIGUSR1"]
     assert case.watch.name == "SIGUSR1"
 
 
@@ -65,7 +67,7 @@ def test_a_signal_before_the_first_iteration_is_an_order(number: signal.Signals)
     case = Case()
     case.watch.heard(number)
     assert case.statuses == [128 + number]
-    assert case.farewells == [f"received {number.name} before the first iteration"]
+    assert case.exit_graces == [f"received {number.name} before the first iteration"]
 
 
 def test_a_signal_that_comes_just_before_the_first_iteration_is_not_forgotten() -> None:
@@ -88,7 +90,7 @@ def test_who_is_not_through_within_the_notice_is_left_with_status_1() -> None:
     case.watch.heard(TERM)
     assert case.has_left.wait(10.0)
     assert case.statuses == [1]
-    assert "train.exit_signal_save_seconds" in case.farewells[0]
+    assert "train.exit_signal_save_seconds" in case.exit_graces[0]
 
 
 def test_who_is_through_within_the_notice_is_left_alone() -> None:
@@ -99,9 +101,9 @@ def test_who_is_through_within_the_notice_is_left_alone() -> None:
     assert not case.has_left.wait(0.2)
 
 
-def test_a_farewell_that_hangs_keeps_nobody() -> None:
+def test_a_exit_grace_that_hangs_keeps_nobody() -> None:
     stuck, left = threading.Event(), threading.Event()
-    watch = SignalWatch(LONG_S, farewell=lambda _: stuck.wait(30.0), leave=lambda _: left.set())
+    watch = SignalHandler(LONG_S, exit_grace=lambda _: stuck.wait(30.0), leave=lambda _: left.set())
     watch.heard(TERM)
     assert left.is_set()
     assert not stuck.is_set()

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from tests.fakes import run_ranks
-from trainer.checkpoint.commit.channel import Board
+from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.errors import CheckpointError, LaunchError
 from trainer.launch import watchdog as peers
-from trainer.launch.watchdog import PeerWatch
+from trainer.launch.watchdog import Watchdog
 
 
 @pytest.fixture(autouse=True)
@@ -24,12 +24,12 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Rank:
-    """A watch whose process does not end, and its rank's boards."""
+    """A watch whose process does not end, and its rank's channels."""
 
     def __init__(self, store: Store, rank: int, *, world_size: int = 2, timeout_s: float = 30.0) -> None:
-        self.board = Board(store, rank, world_size=world_size, timeout_s=timeout_s)
+        self.channel = StoreChannel(store, rank, world_size=world_size, timeout_s=timeout_s)
         self.has_left = threading.Event()
-        self.watch = PeerWatch(self.board.clone(), timeout_s, leave=self._leave)
+        self.watch = Watchdog(self.channel.clone(), timeout_s, leave=self._leave)
         self.statuses: list[int] = []
 
     def _leave(self, status: int) -> None:
@@ -41,7 +41,7 @@ def test_a_rank_that_hangs_is_left_when_another_gave_up(capsys: pytest.CaptureFi
     store = HashStore()
     first, second = Rank(store, 0), Rank(store, 1)
     second.watch.start()
-    first.board.fail("the disk is gone")
+    first.channel.fail("the disk is gone")
     assert second.has_left.wait(10.0)
     assert second.statuses == [1]
     assert "rank 1 leaves: Rank 0 failed: the disk is gone" in capsys.readouterr().err
@@ -51,7 +51,7 @@ def test_a_rank_that_ends_by_itself_is_not_left() -> None:
     store = HashStore()
     first, second = Rank(store, 0), Rank(store, 1)
     second.watch.start()
-    first.board.fail("the disk is gone")
+    first.channel.fail("the disk is gone")
     second.watch.stop()
     assert not second.has_left.wait(0.5)
 
@@ -66,24 +66,24 @@ def test_nobody_is_watched_in_a_world_of_one() -> None:
 
 def test_an_error_of_ones_own_follows_from_nobody() -> None:
     first, second = Rank(HashStore(), 0), Rank(HashStore(), 1)
-    assert first.watch.explain(CheckpointError("No"), second.board) is None
+    assert first.watch.explain(CheckpointError("No"), second.channel) is None
 
 
 def test_what_all_ranks_know_follows_from_nobody_whoever_says_it_first() -> None:
     ranks = [Rank(store := HashStore(), 0), Rank(store, 1)]
     problem = CheckpointError("The disk is full")
-    known = run_ranks(2, lambda board: board.agree("k", None if board.rank else problem))
+    known = run_ranks(2, lambda channel: channel.agree("k", None if channel.rank else problem))
     assert isinstance(known[0], CheckpointError)
     assert isinstance(known[1], CheckpointError)
-    assert ranks[1].watch.explain(known[1], ranks[1].board) is None
-    assert ranks[0].watch.explain(known[0], ranks[0].board) is None
+    assert ranks[1].watch.explain(known[1], ranks[1].channel) is None
+    assert ranks[0].watch.explain(known[0], ranks[0].channel) is None
 
 
 def test_a_lost_connection_follows_from_the_rank_that_does_not_answer() -> None:
     store = HashStore()
     ranks = [Rank(store, rank, world_size=3) for rank in range(3)]
     ranks[0].watch.start()  # alive, and watching; rank 1 is not
-    cause = ranks[2].watch.explain(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed"), ranks[2].board)
+    cause = ranks[2].watch.explain(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed"), ranks[2].channel)
     assert cause == "Rank 1 does not answer: it was killed, or hangs"
     ranks[0].watch.stop()
 
@@ -91,8 +91,8 @@ def test_a_lost_connection_follows_from_the_rank_that_does_not_answer() -> None:
 def test_a_lost_message_follows_from_the_rank_that_gave_up_first() -> None:
     store = HashStore()
     ranks = [Rank(store, rank) for rank in range(2)]
-    ranks[0].board.fail("no room")
-    cause = ranks[1].watch.explain(LaunchError("No message from rank 0"), ranks[1].board)
+    ranks[0].channel.fail("no room")
+    cause = ranks[1].watch.explain(LaunchError("No message from rank 0"), ranks[1].channel)
     assert cause == "Rank 0 failed: no room"
 
 
@@ -111,8 +111,8 @@ def test_a_rank_that_shows_no_sign_of_life_is_named_to_all(capsys: pytest.Captur
 
 def test_a_rank_that_stops_to_show_signs_of_life_is_lost_and_one_that_shows_them_is_not() -> None:
     store = HashStore()
-    boards = [Board(store, rank, world_size=2, timeout_s=0.0) for rank in range(2)]
-    first, second = (peers._Pulse(board, 8.0, look_s=1.0) for board in boards)
+    channels = [StoreChannel(store, rank, world_size=2, timeout_s=0.0) for rank in range(2)]
+    first, second = (peers._Heartbeat(channel, 8.0, look_s=1.0) for channel in channels)
     for _ in range(50):
         assert (first.look(), second.look()) == (None, None)
     looks = next(count for count in range(1, 50) if first.look() == 1)
@@ -164,7 +164,7 @@ def test_an_error_after_the_end_of_the_stores_host_names_that() -> None:
     store = Brittle()
     rank = Rank(store, 1)
     store.is_dead = True
-    cause = rank.watch.explain(RuntimeError("gloo: Connection reset by peer"), rank.board)
+    cause = rank.watch.explain(RuntimeError("gloo: Connection reset by peer"), rank.channel)
     assert cause == "The store is gone: its host, rank 0, was killed or has ended"
 
 
@@ -173,7 +173,7 @@ def test_a_store_that_hangs_ends_all_even_the_one_that_explains(capsys: pytest.C
     rank = Rank(store, 1, timeout_s=0.3)
     rank.watch.start()
     store.flows.clear()
-    explaining = threading.Thread(target=rank.watch.explain, args=(LaunchError("x"), rank.board), daemon=True)
+    explaining = threading.Thread(target=rank.watch.explain, args=(LaunchError("x"), rank.channel), daemon=True)
     explaining.start()
     assert rank.has_left.wait(10.0)
     assert explaining.is_alive()

@@ -297,7 +297,9 @@ def test_a_tied_table_has_the_gradient_of_both_its_ends(family: ModelConfig) -> 
     torch.testing.assert_close(found, asked, rtol=1e-5, atol=1e-6)
 
 
-def test_a_tied_table_is_lent_only_to_the_output_that_has_it_and_where_no_hook_waits(family: ModelConfig) -> None:
+def test_a_tied_table_fuses_tied_gradient_only_to_the_output_that_has_it_and_where_no_hook_waits(
+    family: ModelConfig,
+) -> None:
     config = replace(family, tie_word_embeddings=True)
     values, (windows, _) = random_values(config), samples(config)
     model = fill(build_model(config), values)

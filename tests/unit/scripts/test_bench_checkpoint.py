@@ -10,7 +10,7 @@ import pytest
 from scripts.bench import checkpoint as bench_checkpoint
 from scripts.bench.rounds import ROUND, Figure, Rounds, rotated
 from scripts.bench.subject import SIZES
-from scripts.bench.targets import Target
+from scripts.bench.targets import BenchTarget
 from scripts.bench.ways import BACKGROUND, DIRECT, INLINE, RAW
 from tests.harness import compose
 
@@ -79,4 +79,4 @@ def test_every_way_comes_first_in_turn() -> None:
     ("measured", "most", "verdict"), [(1.0, 1.0, "kept"), (1.01, 1.0, "MISSED"), (None, 1.0, ""), (2.0, None, "")]
 )
 def test_a_bound_is_kept_or_missed_or_there_is_none(measured: float | None, most: float | None, verdict: str) -> None:
-    assert Target("a", "a figure", measured, most).verdict == verdict
+    assert BenchTarget("a", "a figure", measured, most).verdict == verdict

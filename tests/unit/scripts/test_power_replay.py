@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.faults.power.block_log import Entry, Kind, decode, encode, read
+from scripts.faults.power.block_log import Entry, LogKind, decode, encode, read
 from scripts.faults.power.logged_disk import LoggedDisk, Opcode, Request
 from scripts.faults.power.mounting import FILE_SYSTEMS, make, repair
 from scripts.faults.power.recording import Recording, Start, saved_in
@@ -47,15 +47,15 @@ def disk_after(log: list[Entry], cut: Cut, folder: Path, *, pages: int = 4) -> b
 
 class TestTheLog:
     def test_entries_are_read_as_they_were_written(self, tmp_path: Path) -> None:
-        log = [Entry(Kind.WRITE, 512, b"abc"), Entry(Kind.FLUSH, 1), Entry(Kind.SAID, 0, b"saved\n")]
+        log = [Entry(LogKind.WRITE, 512, b"abc"), Entry(LogKind.FLUSH, 1), Entry(LogKind.SAID, 0, b"saved\n")]
         path = tmp_path / "log"
         path.write_bytes(b"".join(map(encode, log)))
         assert [Entry(found.kind, found.at, bytes(found.data)) for found in read(path)] == log
 
     def test_an_entry_that_is_cut_off_is_left_out(self) -> None:
-        data = encode(Entry(Kind.FLUSH, 0)) + encode(Entry(Kind.WRITE, 0, page("a")))
+        data = encode(Entry(LogKind.FLUSH, 0)) + encode(Entry(LogKind.WRITE, 0, page("a")))
         for end in (len(data) - 1, len(data) - PAGE, len(data) - PAGE - 1):
-            assert [entry.kind for entry in decode(data[:end])] == [Kind.FLUSH]
+            assert [entry.kind for entry in decode(data[:end])] == [LogKind.FLUSH]
 
 
 class TestTheLoggedDisk:
@@ -75,11 +75,11 @@ class TestTheLoggedDisk:
         disk.answer_all([syncing()])
         log = read(tmp_path / "log")
         assert [(entry.kind, entry.at) for entry in log] == [
-            (Kind.WRITE, 0),
-            (Kind.WRITE, PAGE),
-            (Kind.FLUSH, 1),
-            (Kind.WRITE, 0),
-            (Kind.FLUSH, 4),
+            (LogKind.WRITE, 0),
+            (LogKind.WRITE, PAGE),
+            (LogKind.FLUSH, 1),
+            (LogKind.WRITE, 0),
+            (LogKind.FLUSH, 4),
         ]
 
     def test_what_is_written_is_read_again_and_what_is_said_has_its_place(
@@ -99,12 +99,12 @@ class TestTheLoggedDisk:
 
 class TestACut:
     LOG = (
-        Entry(Kind.WRITE, 0, page("a")),
-        Entry(Kind.WRITE, PAGE, page("b")),
-        Entry(Kind.FLUSH, 1),  # "b" was in flight
-        Entry(Kind.WRITE, 0, page("c")),
-        Entry(Kind.WRITE, 2 * PAGE, page("d")),
-        Entry(Kind.FLUSH, 5),
+        Entry(LogKind.WRITE, 0, page("a")),
+        Entry(LogKind.WRITE, PAGE, page("b")),
+        Entry(LogKind.FLUSH, 1),  # "b" was in flight
+        Entry(LogKind.WRITE, 0, page("c")),
+        Entry(LogKind.WRITE, 2 * PAGE, page("d")),
+        Entry(LogKind.FLUSH, 5),
     )
 
     @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ class TestACut:
         assert disk_after(list(self.LOG), cut, tmp_path) == disk_after(list(self.LOG), cut, tmp_path)
 
     def test_of_two_writes_to_one_place_the_later_one_lies_on_top(self) -> None:
-        writes = [Entry(Kind.WRITE, 0, page("a")), Entry(Kind.WRITE, 0, page("b"))]
+        writes = [Entry(LogKind.WRITE, 0, page("a")), Entry(LogKind.WRITE, 0, page("b"))]
         assert [bytes(data[:1]) for _, data in survivors(writes, Cut(2, Survival.all, 0))] == [b"a", b"b"]
 
     def test_a_log_makes_the_disks_of_many_cuts_on_the_way(self, tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_an_ext4_superblock_of_which_half_was_written_is_repaired(tmp_path: Path
 class TestWhatIsLookedFor:
     def test_a_save_is_told_where_its_line_ends(self) -> None:
         said = [b"step 1\nsaved iter", b"ation 2 in 0.1 s\nsaved iteration 4 in 0.2", b" s\n"]
-        log = [Entry(Kind.SAID, 0, text) for text in said]
-        log.insert(1, Entry(Kind.FLUSH, 0))
+        log = [Entry(LogKind.SAID, 0, text) for text in said]
+        log.insert(1, Entry(LogKind.FLUSH, 0))
         saved = saved_in(log)
         assert saved == [(2, 2), (3, 4)]
         recording = Recording(Start(Path(), (1,)), log, saved)
@@ -225,7 +225,9 @@ class TestWhatIsLookedFor:
     def test_a_job_goes_on_from_a_cut_with_what_was_saved_before_it(self, tmp_path: Path) -> None:
         blank, disk = tmp_path / "blank", tmp_path / "disk"
         blank.write_bytes(bytes(4 * PAGE))
-        log = [entry for letter in "abcd" for entry in (Entry(Kind.WRITE, 0, page(letter)), Entry(Kind.FLUSH, 99))]
+        log = [
+            entry for letter in "abcd" for entry in (Entry(LogKind.WRITE, 0, page(letter)), Entry(LogKind.FLUSH, 99))
+        ]
         recording = Recording(Start(blank, (1,)), log, [(1, 2), (3, 4), (5, 6), (7, 8)])
         seen = set()
         for seed in range(40):
@@ -245,7 +247,7 @@ class TestWhatIsLookedFor:
         assert recorded_saves(metrics) == [2, 4]
 
     def test_cuts_come_in_the_order_of_the_log_many_right_after_a_save_was_told(self) -> None:
-        log = [Entry(Kind.FLUSH, 0)] * 50
+        log = [Entry(LogKind.FLUSH, 0)] * 50
         found = list(cuts(Recording(Start(Path()), log, [(10, 2), (30, 4)]), 300, random.Random(0)))
         places = [cut.entries for cut in found]
         assert places == sorted(places)

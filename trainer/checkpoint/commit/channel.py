@@ -1,6 +1,6 @@
 """Messages between ranks over a key-value store, so that saving and loading need no collective and any thread may talk.
 
-What the messages mean is told elsewhere. A board has a connection of its own: a store's connection is served one call
+What the messages mean is told elsewhere. A channel has a connection of its own: a store's connection is served one call
 at a time, and a waiting call would hold up every other thread's.
 """
 
@@ -26,24 +26,24 @@ from trainer.errors import (
 # A TCPStore resets the connection on values over 8 MiB.
 MESSAGE_BYTES = 4 << 20
 _FAILED = "failed"
-_FAREWELL_S = 5.0
+_EXIT_GRACE_S = 5.0
 
 
-class Board:
-    """A notice board that all ranks of a run share.
+class StoreChannel:
+    """A notice channel that all ranks of a run share.
 
     Args:
-        store: where the notices hang; the board clones it where the store can be cloned.
+        store: where the notices hang; the channel clones it where the store can be cloned.
         rank: this rank.
-        world_size: how many ranks share the board.
+        world_size: how many ranks share the channel.
         timeout_s: how long to wait for a peer before giving it up.
 
-    Every method may be called from any thread, but a board serves one thread at a time: `clone` for another. All ranks
-    make the same calls of `collect`, `from_rank0` and `agree` in the same order on a board, or on clones of it.
+    Every method may be called from any thread, but a channel serves one thread at a time: `clone` for another. All
+    ranks make the same calls of `gather`, `broadcast` and `agree` in the same order on a channel, or on clones of it.
 
-    Rank 0's notices come down at the end of its next `collect`: a rank that has posted to that one is done with all
-    before it. So what was posted after a board's last `collect` is left on the store, and what was posted to a
-    `collect` that rank 0 never made or left with an error, such as a report with bytes for every digest. Whoever posted
+    Rank 0's notices come down at the end of its next `gather`: a rank that has posted to that one is done with all
+    before it. So what was posted after a channel's last `gather` is left on the store, and what was posted to a
+    `gather` that rank 0 never made or left with an error, such as a report with bytes for every digest. Whoever posted
     such notices is to `discard` them when all ranks are past them.
     """
 
@@ -53,14 +53,14 @@ class Board:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._hanging: list[str] = []  # rank 0's notices to all since its last `collect`
+        self._hanging: list[str] = []  # rank 0's notices to all since its last `gather`
 
-    def clone(self, timeout_s: float | None = None) -> Board:
-        """Return a board on the same store with its own connection."""
+    def clone(self, timeout_s: float | None = None) -> StoreChannel:
+        """Return a channel on the same store with its own connection."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        return Board(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s)
+        return StoreChannel(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s)
 
-    def post(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes) -> None:
         """Hang up `data` under `key`, in chunks, and see it hang: setting a value on a dead host returns normally.
 
         Raises:
@@ -133,10 +133,10 @@ class Board:
             except dist.DistError as error:
                 raise self._lost(key, error) from error
 
-    def collect(self, key: str, data: bytes) -> list[bytes]:
+    def gather(self, key: str, data: bytes) -> list[bytes]:
         """Give `data` to rank 0, which gets everybody's in order of rank; other ranks get an empty list."""
         if self.rank:
-            self.post(f"{key}/{self.rank}", data)
+            self.put(f"{key}/{self.rank}", data)
             return []
         others = [self.read(f"{key}/{rank}", sender=f"rank {rank}") for rank in range(1, self.world_size)]
         self.forget([f"{key}/{rank}" for rank in range(1, self.world_size)])
@@ -144,12 +144,12 @@ class Board:
         self._hanging.clear()
         return [data, *others]
 
-    def from_rank0(self, key: str, data: bytes | None) -> bytes:
+    def broadcast(self, key: str, data: bytes | None) -> bytes:
         """Return rank 0's `data` on every rank."""
         if self.rank == 0:
             assert data is not None
             if self.world_size > 1:
-                self.post(key, data)
+                self.put(key, data)
                 self._hanging.append(key)
             return data
         return self.read(key, sender="rank 0")
@@ -161,12 +161,12 @@ class Board:
             TrainerError: this rank's `problem`, or the first one of another rank: a DataError, MismatchError,
                 LockError, LaunchError or UnreadableError stays one, any other becomes a CheckpointError.
         """
-        notices = self.collect(f"{key}/problem", b"" if problem is None else _pack(problem))
+        notices = self.gather(f"{key}/problem", b"" if problem is None else _pack(problem))
         found = [(rank, *_unpack(data)) for rank, data in enumerate(notices) if data]
-        verdict = b"".join(_pack(kind(f"Rank {rank}: {text}")) for rank, kind, text in found[:1])
-        verdict = self.from_rank0(f"{key}/verdict", verdict)
-        if verdict:
-            kind, text = _unpack(verdict)
+        decision = b"".join(_pack(kind(f"Rank {rank}: {text}")) for rank, kind, text in found[:1])
+        decision = self.broadcast(f"{key}/decision", decision)
+        if decision:
+            kind, text = _unpack(decision)
             error = problem or kind(text)
             error.is_known_to_all = True
             raise error
@@ -193,7 +193,7 @@ class Board:
         with contextlib.suppress(dist.DistError):
             others = [f"left/{rank}" for rank in range(1, self.world_size) if rank not in but]
             if self.rank == 0 and others:
-                self._await(others, _FAREWELL_S)
+                self._await(others, _EXIT_GRACE_S)
 
     def failure(self) -> str | None:
         """Return what the first rank to give up has said, or None if none has.
@@ -268,6 +268,6 @@ def _unpack(data: bytes) -> tuple[type[TrainerError], str]:
     return _KINDS.get(kind, CheckpointError), text
 
 
-def lone_board() -> Board:
-    """Return the board of a run of one rank."""
-    return Board(HashStore(), 0, world_size=1, timeout_s=60.0)
+def single_rank_channel() -> StoreChannel:
+    """Return the channel of a run of one rank."""
+    return StoreChannel(HashStore(), 0, world_size=1, timeout_s=60.0)

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 
-class Stage(Enum):
+class CommitStage(Enum):
     """What a rank is at. Ranks but 0 go by REPORTING, rank 0 goes by COLLECTING; either may skip to the end."""
 
     WRITING = "writing its own part"
     REPORTING = "handing in its report"
-    AWAITING = "waiting for the verdict"
-    LOOKING = "looking for the checkpoint, as no verdict came"
+    AWAITING = "waiting for the decision"
+    LOOKING = "looking for the checkpoint, as no decision came"
     COLLECTING = "waiting for the others' reports"
     PREPARING = "making all that the rename needs"
     RENAMING = "renaming: there is no way back"
-    ANNOUNCING = "telling the verdict"
+    ANNOUNCING = "telling the decision"
     ENDED = "through"
 
 
@@ -36,12 +36,12 @@ class Action(Enum):
 
     NOTHING = "nothing"
     REPORT = "post the report"
-    AWAIT_VERDICT = "wait for the verdict"
+    AWAIT_DECISION = "wait for the decision"
     LOOK = "look whether the checkpoint is there"
     COLLECT = "wait for the reports"
     PUBLISH = "prepare the checkpoint"
     RENAME = "rename it"
-    ANNOUNCE = "announce the verdict"
+    ANNOUNCE = "announce the decision"
     END = "end"
 
 
@@ -58,12 +58,12 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class ReportStored:
     """This rank's report hangs in the store."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReportArrived:
     """A rank has handed in its report: why its part failed, or None."""
 
     rank: int
@@ -71,7 +71,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class ReadyToRename:
     """Nothing is missing but the rename."""
 
 
@@ -81,12 +81,12 @@ class Renamed:
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
-    """The verdict is out, or cannot be told: either way nothing changes by it."""
+class Broadcast:
+    """The decision is out, or cannot be told: either way nothing changes by it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """Rank 0 has told why there is no checkpoint, or, with None, that there is one."""
 
     problem: str | None
@@ -110,7 +110,7 @@ class FoundNothing:
 
 
 @dataclass(frozen=True, slots=True)
-class Declined:
+class Aborted:
     """The main thread gives the attempt up: time is over, the disk stalls, or a signal leaves no time."""
 
     why: str
@@ -119,21 +119,21 @@ class Declined:
 Event = (
     Wrote
     | Failed
-    | Reported
-    | Report
-    | Prepared
+    | ReportStored
+    | ReportArrived
+    | ReadyToRename
     | Renamed
-    | Announced
-    | Verdict
+    | Broadcast
+    | Decision
     | Silence
     | FoundCommitted
     | FoundNothing
-    | Declined
+    | Aborted
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Ballot:
+class CommitState:
     """What a rank knows of an attempt.
 
     Args:
@@ -144,96 +144,96 @@ class Ballot:
 
     rank: int
     missing: frozenset[int]
-    stage: Stage = Stage.WRITING
+    stage: CommitStage = CommitStage.WRITING
     problem: str | None = None
     outcome: Outcome | None = None
 
     @staticmethod
-    def of(rank: int, world_size: int) -> Ballot:
+    def of(rank: int, world_size: int) -> CommitState:
         """Return what a rank knows at the start."""
-        return Ballot(rank, frozenset(range(1, world_size)) if rank == 0 else frozenset())
+        return CommitState(rank, frozenset(range(1, world_size)) if rank == 0 else frozenset())
 
 
-def advance(ballot: Ballot, event: Event) -> tuple[Ballot, Action]:
+def advance(state: CommitState, event: Event) -> tuple[CommitState, Action]:
     """Return what a rank knows after an event, and what is to be done next.
 
     Invariant: RENAME is asked for once at most, only after every rank's part was reported whole, and never together
-    with an announcement that it failed: a rank that declines before that moment ends the attempt, one that declines
+    with an announcement that it failed: a rank that aborts before that moment ends the attempt, one that aborts
     later changes nothing. An event that does not belong to the stage, repeated or late, changes nothing either.
     """
-    if isinstance(event, Declined):
-        return _declined(ballot, event.why)
-    if ballot.stage is Stage.ENDED:
-        return ballot, Action.END
-    return _advance_rank0(ballot, event) if ballot.rank == 0 else _advance_other(ballot, event)
+    if isinstance(event, Aborted):
+        return _aborted(state, event.why)
+    if state.stage is CommitStage.ENDED:
+        return state, Action.END
+    return _advance_rank0(state, event) if state.rank == 0 else _advance_other(state, event)
 
 
-def _declined(ballot: Ballot, why: str) -> tuple[Ballot, Action]:
-    is_open = _BEFORE_RENAME if ballot.rank == 0 else {Stage.WRITING}
-    if ballot.stage not in is_open:
-        return ballot, Action.NOTHING
-    action = Action.ANNOUNCE if ballot.rank == 0 else Action.REPORT
-    return replace(ballot, stage=Stage.ENDED, problem=ballot.problem or why, outcome=Outcome.FAILED), action
+def _aborted(state: CommitState, why: str) -> tuple[CommitState, Action]:
+    is_open = _BEFORE_RENAME if state.rank == 0 else {CommitStage.WRITING}
+    if state.stage not in is_open:
+        return state, Action.NOTHING
+    action = Action.ANNOUNCE if state.rank == 0 else Action.REPORT
+    return replace(state, stage=CommitStage.ENDED, problem=state.problem or why, outcome=Outcome.FAILED), action
 
 
-_BEFORE_RENAME = {Stage.WRITING, Stage.COLLECTING, Stage.PREPARING}
+_BEFORE_RENAME = {CommitStage.WRITING, CommitStage.COLLECTING, CommitStage.PREPARING}
 
 
-def _advance_rank0(ballot: Ballot, event: Event) -> tuple[Ballot, Action]:
-    match ballot.stage, event:
-        case Stage.WRITING, Wrote():
-            return _collected(replace(ballot, stage=Stage.COLLECTING))
-        case Stage.WRITING, Failed(why):  # the others' reports are still taken down
-            return _collected(replace(ballot, stage=Stage.COLLECTING, problem=why))
-        case Stage.COLLECTING, Report(rank, problem) if rank in ballot.missing:
+def _advance_rank0(state: CommitState, event: Event) -> tuple[CommitState, Action]:
+    match state.stage, event:
+        case CommitStage.WRITING, Wrote():
+            return _collected(replace(state, stage=CommitStage.COLLECTING))
+        case CommitStage.WRITING, Failed(why):  # the others' reports are still taken down
+            return _collected(replace(state, stage=CommitStage.COLLECTING, problem=why))
+        case CommitStage.COLLECTING, ReportArrived(rank, problem) if rank in state.missing:
             named = None if problem is None else f"Rank {rank}: {problem}"
-            return _collected(replace(ballot, missing=ballot.missing - {rank}, problem=ballot.problem or named))
-        case ((Stage.COLLECTING | Stage.PREPARING | Stage.RENAMING), (Silence(why) | Failed(why))):
-            return _failed(replace(ballot, problem=ballot.problem or why))
-        case Stage.PREPARING, Prepared():
-            return replace(ballot, stage=Stage.RENAMING), Action.RENAME
-        case Stage.RENAMING, Renamed():
-            return replace(ballot, stage=Stage.ANNOUNCING, outcome=Outcome.COMMITTED), Action.ANNOUNCE
-        case Stage.ANNOUNCING, (Announced() | Silence()):
-            return replace(ballot, stage=Stage.ENDED), Action.END
-    return ballot, Action.NOTHING
+            return _collected(replace(state, missing=state.missing - {rank}, problem=state.problem or named))
+        case ((CommitStage.COLLECTING | CommitStage.PREPARING | CommitStage.RENAMING), (Silence(why) | Failed(why))):
+            return _failed(replace(state, problem=state.problem or why))
+        case CommitStage.PREPARING, ReadyToRename():
+            return replace(state, stage=CommitStage.RENAMING), Action.RENAME
+        case CommitStage.RENAMING, Renamed():
+            return replace(state, stage=CommitStage.ANNOUNCING, outcome=Outcome.COMMITTED), Action.ANNOUNCE
+        case CommitStage.ANNOUNCING, (Broadcast() | Silence()):
+            return replace(state, stage=CommitStage.ENDED), Action.END
+    return state, Action.NOTHING
 
 
-def _collected(ballot: Ballot) -> tuple[Ballot, Action]:
+def _collected(state: CommitState) -> tuple[CommitState, Action]:
     """Go on once all reports are in."""
-    if ballot.missing:
-        return ballot, Action.COLLECT
-    if ballot.problem is not None:
-        return _failed(ballot)
-    return replace(ballot, stage=Stage.PREPARING), Action.PUBLISH
+    if state.missing:
+        return state, Action.COLLECT
+    if state.problem is not None:
+        return _failed(state)
+    return replace(state, stage=CommitStage.PREPARING), Action.PUBLISH
 
 
-def _failed(ballot: Ballot) -> tuple[Ballot, Action]:
-    return replace(ballot, stage=Stage.ANNOUNCING, outcome=Outcome.FAILED), Action.ANNOUNCE
+def _failed(state: CommitState) -> tuple[CommitState, Action]:
+    return replace(state, stage=CommitStage.ANNOUNCING, outcome=Outcome.FAILED), Action.ANNOUNCE
 
 
-def _advance_other(ballot: Ballot, event: Event) -> tuple[Ballot, Action]:
-    match ballot.stage, event:
-        case Stage.WRITING, Wrote():
-            return replace(ballot, stage=Stage.REPORTING), Action.REPORT
-        case Stage.WRITING, Failed(why):
-            return replace(ballot, stage=Stage.REPORTING, problem=why), Action.REPORT
-        case Stage.REPORTING, Reported():
-            return replace(ballot, stage=Stage.AWAITING), Action.AWAIT_VERDICT
-        case ((Stage.REPORTING | Stage.AWAITING), Silence(why)):
-            if ballot.problem is not None:
-                return _ended(ballot, Outcome.FAILED)
-            return replace(ballot, stage=Stage.LOOKING, problem=why), Action.LOOK
-        case Stage.AWAITING, Verdict(None):
-            return _ended(ballot, Outcome.COMMITTED if ballot.problem is None else Outcome.FAILED)
-        case Stage.AWAITING, Verdict(str(why)):
-            return _ended(replace(ballot, problem=ballot.problem or why), Outcome.FAILED)
-        case Stage.LOOKING, FoundCommitted():
-            return _ended(replace(ballot, problem=None), Outcome.COMMITTED)
-        case Stage.LOOKING, FoundNothing():
-            return _ended(ballot, Outcome.UNKNOWN)
-    return ballot, Action.NOTHING
+def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Action]:
+    match state.stage, event:
+        case CommitStage.WRITING, Wrote():
+            return replace(state, stage=CommitStage.REPORTING), Action.REPORT
+        case CommitStage.WRITING, Failed(why):
+            return replace(state, stage=CommitStage.REPORTING, problem=why), Action.REPORT
+        case CommitStage.REPORTING, ReportStored():
+            return replace(state, stage=CommitStage.AWAITING), Action.AWAIT_DECISION
+        case ((CommitStage.REPORTING | CommitStage.AWAITING), Silence(why)):
+            if state.problem is not None:
+                return _ended(state, Outcome.FAILED)
+            return replace(state, stage=CommitStage.LOOKING, problem=why), Action.LOOK
+        case CommitStage.AWAITING, Decision(None):
+            return _ended(state, Outcome.COMMITTED if state.problem is None else Outcome.FAILED)
+        case CommitStage.AWAITING, Decision(str(why)):
+            return _ended(replace(state, problem=state.problem or why), Outcome.FAILED)
+        case CommitStage.LOOKING, FoundCommitted():
+            return _ended(replace(state, problem=None), Outcome.COMMITTED)
+        case CommitStage.LOOKING, FoundNothing():
+            return _ended(state, Outcome.UNKNOWN)
+    return state, Action.NOTHING
 
 
-def _ended(ballot: Ballot, outcome: Outcome) -> tuple[Ballot, Action]:
-    return replace(ballot, stage=Stage.ENDED, outcome=outcome), Action.END
+def _ended(state: CommitState, outcome: Outcome) -> tuple[CommitState, Action]:
+    return replace(state, stage=CommitStage.ENDED, outcome=outcome), Action.END

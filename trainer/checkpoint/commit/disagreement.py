@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.checkpoint.format.report import Report
+from trainer.checkpoint.format.report import RankReport
 from trainer.errors import CheckpointError, ReplicaError, TrainerError
 
 _MOST_NAMED = 3
@@ -49,7 +49,7 @@ def refuse_other_iterations(iterations: Mapping[int, int]) -> None:
         )
 
 
-def find(reports: Sequence[Report]) -> Disagreement | None:
+def find(reports: Sequence[RankReport]) -> Disagreement | None:
     """Return the first thing that the ranks of these reports, which are in order of rank, do not agree on.
 
     A rank whose part failed reports no digests of replicas.

@@ -8,16 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.checkpoint.commit import commit_state as ballot
-from trainer.checkpoint.commit import disagreement
-from trainer.checkpoint.commit.channel import Board
-from trainer.checkpoint.commit.commit_state import Action, Ballot, Event, Outcome
+from trainer.checkpoint.commit import commit_state, disagreement
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.commit_state import Action, CommitState, Event, Outcome
 from trainer.checkpoint.commit.inventory import Inventory, identity_of
 from trainer.checkpoint.format import json_file, manifest
 from trainer.checkpoint.format.layout import Layout, model_index
 from trainer.checkpoint.format.manifest import FileEntry, Manifest, Written, WrittenPiece
 from trainer.checkpoint.format.names import INDEX, MANIFEST
-from trainer.checkpoint.format.report import Report, decode, encode
+from trainer.checkpoint.format.report import RankReport, decode, encode
 from trainer.checkpoint.storage.files import describe_free_space
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
@@ -25,7 +24,7 @@ from trainer.errors import CheckpointError, LaunchError, TrainerError
 
 _log = logging.getLogger(__name__)
 
-# The first two bytes of a verdict; after _ASK, that of two ranks which are to send their tables comes later.
+# The first two bytes of a decision; after _ASK, that of two ranks which are to send their tables comes later.
 _OK, _FAILED, _ASK = b"ok", b"no", b"??"
 
 
@@ -44,46 +43,46 @@ class Attempt:
         return self.folder.mark_of(self.iteration, self.name)
 
 
-class Poll:
-    """The ballot of one attempt on one rank, for the two threads that have a say in it."""
+class SharedCommitState:
+    """The state of one attempt on one rank, for the two threads that have a say in it."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._ballot = Ballot.of(rank, world_size)
+        self._state = CommitState.of(rank, world_size)
         self._lock = threading.Lock()
 
     @property
-    def ballot(self) -> Ballot:
+    def current(self) -> CommitState:
         """Return what is known now."""
-        return self._ballot
+        return self._state
 
     def take(self, event: Event) -> Action:
         """Take an event in, whole and alone, and return what is to be done."""
         with self._lock:
-            self._ballot, action = ballot.advance(self._ballot, event)
+            self._state, action = commit_state.advance(self._state, event)
             return action
 
-    def claim(self) -> None:
-        """Say that the rename comes next: whoever declines from here on comes too late.
+    def begin_rename(self) -> None:
+        """Say that the rename comes next: whoever aborts from here on comes too late.
 
         Raises:
-            CheckpointError: if the attempt was declined before.
+            CheckpointError: if the attempt was aborted before.
         """
-        if self.take(ballot.Prepared()) is not Action.RENAME:
-            raise CheckpointError(str(self._ballot.problem).rstrip("."))
+        if self.take(commit_state.ReadyToRename()) is not Action.RENAME:
+            raise CheckpointError(str(self._state.problem).rstrip("."))
 
 
-Claim = Callable[[], None]
-Publish = Callable[[list[WrittenPiece], Claim], list[int]]
+BeginRename = Callable[[], None]
+Publish = Callable[[list[WrittenPiece], BeginRename], list[int]]
 
 
 def exchange(
-    board: Board,
+    channel: StoreChannel,
     attempt: Attempt,
     *,
     inventory: Inventory,
     work: Callable[[], Written],
     publish: Publish,
-    poll: Poll,
+    shared: SharedCommitState,
 ) -> list[int] | None:
     """Run `work` on every rank and, if all succeed and agree, `publish` on rank 0; all ranks learn the outcome.
 
@@ -91,7 +90,7 @@ def exchange(
         inventory: what this rank saves; complete once `work` has returned.
         publish: makes the checkpoint of all ranks' pieces; it calls what it is given right before the rename, and ends
             if that raises.
-        poll: of this attempt on this rank; another thread may `decline` on it meanwhile.
+        shared: of this attempt on this rank; another thread may `abort` on it meanwhile.
 
     Returns:
         What `publish` returned, the iterations that are to be deleted now; None where that message was lost.
@@ -101,14 +100,14 @@ def exchange(
         TrainerError: on every rank, if the attempt did not become a checkpoint.
         BaseException: on the rank where `work` or `publish` raised it; the others get a CheckpointError that names it.
     """
-    part = _Part(board, attempt, inventory, work, publish, poll)
-    action = poll.take(part.work())
+    part = _Part(channel, attempt, inventory, work, publish, shared)
+    action = shared.take(part.work())
     while action is not Action.END:
         for event in part.perform(action):
-            action = poll.take(event)
-    if poll.ballot.outcome is Outcome.COMMITTED:
-        return part.doomed
-    raise part.error or CheckpointError(str(poll.ballot.problem).rstrip("."))
+            action = shared.take(event)
+    if shared.current.outcome is Outcome.COMMITTED:
+        return part.expired
+    raise part.error or CheckpointError(str(shared.current.problem).rstrip("."))
 
 
 class _Part:
@@ -116,19 +115,19 @@ class _Part:
 
     def __init__(
         self,
-        board: Board,
+        channel: StoreChannel,
         attempt: Attempt,
         inventory: Inventory,
         work: Callable[[], Written],
         publish: Publish,
-        poll: Poll,
+        shared: SharedCommitState,
     ) -> None:
-        self._board, self._attempt, self._inventory = board, attempt, inventory
-        self._work, self._publish, self._poll = work, publish, poll
+        self._channel, self._attempt, self._inventory = channel, attempt, inventory
+        self._work, self._publish, self._shared = work, publish, shared
         self._key = _key(attempt.name)
-        self._report = Report(attempt.iteration, inventory.identity)
-        self._reports: list[Report] = []
-        self.doomed: list[int] | None = None
+        self._report = RankReport(attempt.iteration, inventory.identity)
+        self._reports: list[RankReport] = []
+        self.expired: list[int] | None = None
         self.error: BaseException | None = None
 
     def work(self) -> Event:
@@ -144,37 +143,39 @@ class _Part:
         except BaseException as error:  # noqa: BLE001 - raised again once the peers know
             self.error = error
             self._report = replace(self._report, problem=_text(error))
-            return ballot.Failed(_text(error))
+            return commit_state.Failed(_text(error))
         self._reports = [self._report]  # all there are, where there is one rank
-        return ballot.Wrote()
+        return commit_state.Wrote()
 
     def perform(self, action: Action) -> list[Event]:
         """Do what is to be done next, and return what came of it."""
         try:
             match action:
                 case Action.REPORT:
-                    self._board.collect(f"{self._key}/report", self._report.to_bytes())
-                    return [ballot.Reported()]
-                case Action.AWAIT_VERDICT:
-                    return [self._heard(self._await_verdict())]
+                    self._channel.gather(f"{self._key}/report", self._report.to_bytes())
+                    return [commit_state.ReportStored()]
+                case Action.AWAIT_DECISION:
+                    return [self._heard(self._await_decision())]
                 case Action.LOOK:
-                    return [ballot.FoundCommitted() if is_committed(self._attempt) else ballot.FoundNothing()]
+                    return [
+                        commit_state.FoundCommitted() if is_committed(self._attempt) else commit_state.FoundNothing()
+                    ]
                 case Action.COLLECT:
                     return self._collect()
                 case Action.PUBLISH:
                     return [self._make()]
                 case Action.ANNOUNCE:
-                    _announce(self._board, self._key, self._verdict())
-                    return [ballot.Announced()]
+                    _announce(self._channel, self._key, self._decision())
+                    return [commit_state.Broadcast()]
         except LaunchError as error:
             self.error = self.error or error
-            return [ballot.Silence(str(error))]
+            return [commit_state.Silence(str(error))]
         raise AssertionError(f"{action} is nothing to perform")
 
     def _collect(self) -> list[Event]:
         try:
-            reports = self._board.collect(f"{self._key}/report", self._report.to_bytes())
-            self._reports = [Report.from_bytes(data) for data in reports]
+            reports = self._channel.gather(f"{self._key}/report", self._report.to_bytes())
+            self._reports = [RankReport.from_bytes(data) for data in reports]
             self._require_agreement()
         except LaunchError:
             raise
@@ -182,8 +183,8 @@ class _Part:
             if not (isinstance(error, TrainerError) and isinstance(self.error, TrainerError)):
                 error = self.error or error
             self.error = error
-            return [ballot.Failed(_text(error))]
-        return [ballot.Report(rank, report.problem) for rank, report in enumerate(self._reports) if rank]
+            return [commit_state.Failed(_text(error))]
+        return [commit_state.ReportArrived(rank, report.problem) for rank, report in enumerate(self._reports) if rank]
 
     def _require_agreement(self) -> None:
         """Refuse reports of ranks that do not save the same thing; two of them are asked for their tables.
@@ -197,50 +198,50 @@ class _Part:
         if found is None:
             return
         asked = [rank for rank in found.witnesses if rank]
-        self._board.from_rank0(f"{self._key}/verdict", _ASK + " ".join(map(str, asked)).encode())
+        self._channel.broadcast(f"{self._key}/decision", _ASK + " ".join(map(str, asked)).encode())
         keys = {rank: f"{self._key}/table/{rank}" for rank in asked}
-        tables = {rank: self._board.read(key, sender=f"rank {rank}") for rank, key in keys.items()}
-        self._board.forget(list(keys.values()))
-        tables[self._board.rank] = self._inventory.to_bytes()
+        tables = {rank: self._channel.read(key, sender=f"rank {rank}") for rank, key in keys.items()}
+        self._channel.forget(list(keys.values()))
+        tables[self._channel.rank] = self._inventory.to_bytes()
         raise disagreement.explain(found, [tables[rank] for rank in found.witnesses])
 
-    def _await_verdict(self) -> bytes:
-        verdict = self._board.from_rank0(f"{self._key}/verdict", None)
-        if not verdict.startswith(_ASK):
-            return verdict
-        if self._board.rank in map(int, verdict[len(_ASK) :].split()):
-            self._board.post(f"{self._key}/table/{self._board.rank}", self._inventory.to_bytes())
-        return self._board.from_rank0(f"{self._key}/verdict/last", None)
+    def _await_decision(self) -> bytes:
+        decision = self._channel.broadcast(f"{self._key}/decision", None)
+        if not decision.startswith(_ASK):
+            return decision
+        if self._channel.rank in map(int, decision[len(_ASK) :].split()):
+            self._channel.put(f"{self._key}/table/{self._channel.rank}", self._inventory.to_bytes())
+        return self._channel.broadcast(f"{self._key}/decision/last", None)
 
     def _make(self) -> Event:
         layout = self._attempt.layout
         try:
             _check_total(sum(report.written_bytes for report in self._reports), layout)
             pieces = [piece for report in self._reports for piece in decode(report.pieces, layout)]
-            self.doomed = self._publish(pieces, self._poll.claim)
+            self.expired = self._publish(pieces, self._shared.begin_rename)
         except BaseException as error:  # noqa: BLE001 - raised again once the peers know
             self.error = error
-            return ballot.Failed(_text(error))
-        return ballot.Renamed()
+            return commit_state.Failed(_text(error))
+        return commit_state.Renamed()
 
-    def _verdict(self) -> bytes:
-        known = self._poll.ballot
+    def _decision(self) -> bytes:
+        known = self._shared.current
         if known.outcome is Outcome.COMMITTED:
-            return _committed(self._attempt.iteration, self.doomed or [])
+            return _committed(self._attempt.iteration, self.expired or [])
         return _FAILED + str(known.problem).encode()
 
-    def _heard(self, verdict: bytes) -> Event:
-        if not verdict.startswith(_OK):
-            return ballot.Verdict(verdict[len(_FAILED) :].decode().rstrip("."))
-        iteration, *doomed = (int(number) for number in verdict[len(_OK) :].split())
+    def _heard(self, decision: bytes) -> Event:
+        if not decision.startswith(_OK):
+            return commit_state.Decision(decision[len(_FAILED) :].decode().rstrip("."))
+        iteration, *expired = (int(number) for number in decision[len(_OK) :].split())
         if iteration != self._attempt.iteration:
-            return ballot.Verdict(f"Rank 0 saved iteration {iteration}, this rank {self._attempt.iteration}")
-        self.doomed = doomed
-        return ballot.Verdict(None)
+            return commit_state.Decision(f"Rank 0 saved iteration {iteration}, this rank {self._attempt.iteration}")
+        self.expired = expired
+        return commit_state.Decision(None)
 
 
-def _committed(iteration: int, doomed: Sequence[int]) -> bytes:
-    return _OK + " ".join(map(str, [iteration, *doomed])).encode()
+def _committed(iteration: int, expired: Sequence[int]) -> bytes:
+    return _OK + " ".join(map(str, [iteration, *expired])).encode()
 
 
 def _check_total(written_bytes: int, layout: Layout) -> None:
@@ -255,53 +256,53 @@ def _check_total(written_bytes: int, layout: Layout) -> None:
         )
 
 
-def decline(board: Board, attempt: Attempt, error: TrainerError, poll: Poll) -> bool:
+def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
     """Fail an attempt in the place of the worker, which hangs, and tell the other ranks.
 
     Returns:
         Whether it has failed for certain: a rank whose report is out, or that renames already, comes too late.
     """
-    action = poll.take(ballot.Declined(str(error)))
+    action = shared.take(commit_state.Aborted(str(error)))
     key = _key(attempt.name)
     if action is Action.ANNOUNCE:
-        _announce(board, key, _FAILED + _text(error).encode())
+        _announce(channel, key, _FAILED + _text(error).encode())
     if action is Action.REPORT:
-        report = Report(attempt.iteration, identity_of(attempt.layout), problem=_text(error))
+        report = RankReport(attempt.iteration, identity_of(attempt.layout), problem=_text(error))
         try:
-            board.post(f"{key}/report/{board.rank}", report.to_bytes())
+            channel.put(f"{key}/report/{channel.rank}", report.to_bytes())
         except LaunchError as lost:
             _log.error("the failure of %s did not go out: %s", key, lost)
-    return poll.ballot.outcome is Outcome.FAILED
+    return shared.current.outcome is Outcome.FAILED
 
 
-def excuse(board: Board, name: str, iteration: int) -> None:
+def already_committed(channel: StoreChannel, name: str, iteration: int) -> None:
     """Tell a rank that tries to save, as attempt `name`, what rank 0 knows to be there, that it is. Rank 0 only."""
-    _announce(board, _key(name), _committed(iteration, []))
+    _announce(channel, _key(name), _committed(iteration, []))
 
 
-def say_marked(board: Board, attempt: Attempt, *, is_marked: bool) -> None:
+def say_marked(channel: StoreChannel, attempt: Attempt, *, is_marked: bool) -> None:
     """Tell the other ranks whether the mark of an attempt is in its folder. Rank 0 only."""
-    board.from_rank0(f"{_key(attempt.name)}/marked", (_OK if is_marked else _FAILED) + str(attempt.iteration).encode())
+    channel.broadcast(f"{_key(attempt.name)}/marked", (_OK if is_marked else _FAILED) + str(attempt.iteration).encode())
 
 
-def await_marked(board: Board, attempt: Attempt, *, check: Callable[[], None]) -> bool:
+def await_marked(channel: StoreChannel, attempt: Attempt, *, check: Callable[[], None]) -> bool:
     """Wait until rank 0 has said whether the mark of an attempt is in its folder, and return that.
 
     Args:
         check: called again and again; ends the wait if it raises.
 
     Returns:
-        False also if rank 0 has ended the attempt, as its verdict says.
+        False also if rank 0 has ended the attempt, as its decision says.
 
     Raises:
         LaunchError: if rank 0 says nothing in time.
         CheckpointError: if rank 0 saves another iteration.
     """
     marked = f"{_key(attempt.name)}/marked"
-    if board.await_any([marked, f"{_key(attempt.name)}/verdict"], sender="rank 0", check=check) != marked:
+    if channel.await_any([marked, f"{_key(attempt.name)}/decision"], sender="rank 0", check=check) != marked:
         return False
-    data = board.read(marked, sender="rank 0")
-    disagreement.refuse_other_iterations({0: int(data[len(_OK) :]), board.rank: attempt.iteration})
+    data = channel.read(marked, sender="rank 0")
+    disagreement.refuse_other_iterations({0: int(data[len(_OK) :]), channel.rank: attempt.iteration})
     return data.startswith(_OK)
 
 
@@ -309,7 +310,7 @@ def keys_of(name: str, rank: int) -> list[str]:
     """Return the keys of what a rank may have posted about attempt `name`: they stay until rank 0 has collected."""
     key = _key(name)
     if rank == 0:
-        return [f"{key}/verdict", f"{key}/verdict/last", f"{key}/marked"]
+        return [f"{key}/decision", f"{key}/decision/last", f"{key}/marked"]
     return [f"{key}/report/{rank}", f"{key}/table/{rank}"]
 
 
@@ -317,17 +318,17 @@ def _key(name: str) -> str:
     return f"save/{name}"
 
 
-def _announce(board: Board, key: str, verdict: bytes) -> None:
+def _announce(channel: StoreChannel, key: str, decision: bytes) -> None:
     """Tell all ranks; where the store is gone, they look for the folder: nothing that happened here changes by it.
 
     A failure goes out twice: a rank that was asked for its table, or saw others being asked, waits for the last word.
     """
     try:
-        board.from_rank0(f"{key}/verdict", verdict)
-        if not verdict.startswith(_OK):
-            board.from_rank0(f"{key}/verdict/last", verdict)
+        channel.broadcast(f"{key}/decision", decision)
+        if not decision.startswith(_OK):
+            channel.broadcast(f"{key}/decision/last", decision)
     except LaunchError as error:
-        _log.error("the verdict on %s did not go out: %s", key, error)
+        _log.error("the decision on %s did not go out: %s", key, error)
 
 
 def _text(error: BaseException) -> str:
@@ -350,12 +351,12 @@ def publish(
     documents: Mapping[str, json_file.Document],
     aliases: Mapping[str, str],
     lock: FolderLock | None,
-    claim: Claim,
+    begin_rename: BeginRename,
 ) -> bool:
     """Check that the pieces tile every tensor, write the JSON files and the manifest, sync, and rename. Rank 0 only.
 
     Args:
-        claim: called right before the rename; nothing is renamed if it raises.
+        begin_rename: called right before the rename; nothing is renamed if it raises.
 
     Returns:
         Whether the checkpoint, which is there, is durable: nothing is to be deleted for one that may not be.
@@ -380,7 +381,7 @@ def publish(
             files.sync_folder(path)
         if lock is not None:
             lock.check()
-        claim()
+        begin_rename()
         return attempt.folder.commit(attempt.iteration, attempt.name)
     except OSError as error:
         where = error.filename or folder

@@ -171,7 +171,7 @@ class Image:
         Each is its shape, the offset of its first byte in the tensor's bytes, and that in the packed image.
         """
         strides, at = self.strides, lo
-        for box in stretch(self.packed_shape, lo, hi):
+        for box in extent(self.packed_shape, lo, hi):
             yield box.shape, self.start + sum(map(operator.mul, box.offset, strides)), at
             at += box.numel
 
@@ -211,7 +211,7 @@ def image(box: Box, shape: Sequence[int], itemsize: int) -> Image:
     return Image(box, start, tuple(reversed(loops)), run)
 
 
-def stretch(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
+def extent(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
     """Yield boxes that are, one behind the other, elements `[lo, hi)` of a C-ordered array of `shape`.
 
     They are as few as can be: at most two for every dimension, less one.
@@ -224,14 +224,14 @@ def stretch(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
     row = math.prod(shape[1:])
     (first, skip), (last, rest) = divmod(lo, row), divmod(hi, row)
     if first == last:
-        yield from _beneath(first, stretch(shape[1:], skip, rest))
+        yield from _beneath(first, extent(shape[1:], skip, rest))
         return
     if skip:
-        yield from _beneath(first, stretch(shape[1:], skip, row))
+        yield from _beneath(first, extent(shape[1:], skip, row))
         first += 1
     if first < last:
         yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
-    yield from _beneath(last, stretch(shape[1:], 0, rest))
+    yield from _beneath(last, extent(shape[1:], 0, rest))
 
 
 def _beneath(index: int, boxes: Iterator[Box]) -> Iterator[Box]:

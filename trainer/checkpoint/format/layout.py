@@ -46,7 +46,7 @@ MOST_DIMENSIONS = 31  # numpy's 32 of its first version, less the one for the by
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-class Kind(Enum):
+class TensorKind(Enum):
     """Which family of files a tensor goes to."""
 
     MODEL = "model"
@@ -62,7 +62,7 @@ class TensorSpec:
         view: a shape of the same C-ordered bytes, in whose coordinates boxes of live parameters are given.
     """
 
-    kind: Kind
+    kind: TensorKind
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -118,23 +118,23 @@ def build_layout(specs: Sequence[TensorSpec], *, file_bytes: int = DEFAULT_FILE_
     """
     refuse_unstorable(specs)
     files: list[FileLayout] = []
-    for kind in Kind:
+    for kind in TensorKind:
         groups = _fill([s for s in specs if s.kind is kind], file_bytes)
         files += [_lay_file(file_name(kind, i, len(groups)), group) for i, group in enumerate(groups)]
     return Layout(tuple(files), {place.spec.name: place for file in files for place in file.places})
 
 
-def file_name(kind: Kind, index: int, count: int) -> str:
+def file_name(kind: TensorKind, index: int, count: int) -> str:
     """Return the name of file `index` of `count`, as transformers numbers shards."""
-    if kind is Kind.MODEL and count == 1:
+    if kind is TensorKind.MODEL and count == 1:
         return "model.safetensors"
-    stem = "model" if kind is Kind.MODEL else "optimizer/optimizer"
+    stem = "model" if kind is TensorKind.MODEL else "optimizer/optimizer"
     return f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def model_index(layout: Layout) -> dict[str, object]:
     """Return `model.safetensors.index.json`, so that loaders which glob find exactly the weights."""
-    weights = [place for place in layout.places.values() if place.spec.kind is Kind.MODEL]
+    weights = [place for place in layout.places.values() if place.spec.kind is TensorKind.MODEL]
     return {
         "metadata": {"total_size": sum(place.spec.total_bytes for place in weights)},
         "weight_map": {place.spec.name: place.file for place in sorted(weights, key=lambda p: p.spec.name)},

@@ -33,7 +33,7 @@ class GroupDigest:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """What one rank tells rank 0 about an attempt.
 
     Args:
@@ -58,13 +58,13 @@ class Report:
         return head + rows + (self.pieces if self.problem is None else self.problem.encode())
 
     @staticmethod
-    def from_bytes(data: bytes) -> Report:
+    def from_bytes(data: bytes) -> RankReport:
         """Return the report that a message holds."""
         has_failed, iteration, identity, written_bytes, count = _HEAD.unpack_from(data)
         at = _HEAD.size + count * _GROUP.size
         groups = tuple(GroupDigest(*row) for row in _GROUP.iter_unpack(data[_HEAD.size : at]))
         problem = data[at:].decode() if has_failed else None
-        return Report(iteration, identity, groups, problem, written_bytes, b"" if has_failed else data[at:])
+        return RankReport(iteration, identity, groups, problem, written_bytes, b"" if has_failed else data[at:])
 
 
 def encode(pieces: Sequence[WrittenPiece], layout: Layout) -> bytes:

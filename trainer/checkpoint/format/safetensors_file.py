@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import TypeGuard
 
 from trainer.checkpoint.format.json_file import Json
-from trainer.checkpoint.format.layout import DTYPES, METADATA, MOST_DIMENSIONS, Kind, TensorSpec
+from trainer.checkpoint.format.layout import DTYPES, METADATA, MOST_DIMENSIONS, TensorKind, TensorSpec
 from trainer.checkpoint.format.manifest import is_shape
 from trainer.errors import CheckpointError
 
 
-def parse(table: Json, kind: Kind, *, data_bytes: int, where: object) -> list[tuple[TensorSpec, int]]:
+def parse(table: Json, kind: TensorKind, *, data_bytes: int, where: object) -> list[tuple[TensorSpec, int]]:
     """Return every tensor of a header in order of the file, with its offset in the file's `data_bytes` of data.
 
     Raises:
@@ -33,7 +33,7 @@ def parse(table: Json, kind: Kind, *, data_bytes: int, where: object) -> list[tu
     return found
 
 
-def _parse_entry(name: str, entry: object, kind: Kind, *, where: str) -> tuple[TensorSpec, int]:
+def _parse_entry(name: str, entry: object, kind: TensorKind, *, where: str) -> tuple[TensorSpec, int]:
     if not isinstance(entry, Mapping):
         raise _malformed(where, "an object", entry)
     shape, offsets, dtype = entry.get("shape"), entry.get("data_offsets"), entry.get("dtype")

@@ -24,17 +24,17 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class LoadSource:
     """Where to load from: a run's checkpoint folder or one iteration folder; `iteration` picks one of a run."""
 
     path: Path
     iteration: int | None = None
 
     @staticmethod
-    def named(path: Path) -> Source:
+    def named(path: Path) -> LoadSource:
         """Return what a person means by a path, who may name a run by its own folder."""
         inner = path / "checkpoints"
-        return Source(inner if inner.is_dir() else path)
+        return LoadSource(inner if inner.is_dir() else path)
 
 
 def no_folder(path: Path, *, kind: str = "such folder", fix: str | None = None) -> CheckpointError:
@@ -78,7 +78,7 @@ class Chooser:
     """
 
     def __init__(
-        self, source: Source, files: Files, check: Callable[[Checkpoint], None], *, patience: Patience | None = None
+        self, source: LoadSource, files: Files, check: Callable[[Checkpoint], None], *, patience: Patience | None = None
     ) -> None:
         self._source, self._files, self._check = source, files, check
         self._patience = patience or Patience(0.0)

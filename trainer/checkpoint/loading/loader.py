@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.checkpoint.format.box import Box, Image, absolute, image, in_bytes, intersect, relative, stretch, whole
+from trainer.checkpoint.format.box import Box, Image, absolute, extent, image, in_bytes, intersect, relative, whole
 from trainer.checkpoint.format.layout import Place, TensorSpec
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
 from trainer.checkpoint.loading.gather import Bytes, Gatherer
@@ -269,7 +269,7 @@ class _Worker:
 def _move(piece: _Piece, lo: int, data: Bytes) -> int:
     """Copy to the target what belongs there of `data`, the packed piece's bytes from `lo` on; return how many."""
     at = filled = 0
-    for found in stretch(piece.box.shape, lo, lo + data.size):
+    for found in extent(piece.box.shape, lo, lo + data.size):
         box = absolute(found, piece.box)
         common = intersect(box, piece.common)
         if common.numel:

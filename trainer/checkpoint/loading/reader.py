@@ -13,7 +13,7 @@ import numpy as np
 from trainer.checkpoint.format import json_file, manifest
 from trainer.checkpoint.format import safetensors_file as header
 from trainer.checkpoint.format.json_file import Json
-from trainer.checkpoint.format.layout import Kind, Place, TensorSpec
+from trainer.checkpoint.format.layout import Place, TensorKind, TensorSpec
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest
 from trainer.checkpoint.format.names import FORMAT, INDEX, MANIFEST, STATE
 from trainer.checkpoint.loading.gather import Gatherer
@@ -222,7 +222,7 @@ def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
 
 def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
     path = checkpoint.path / name
-    kind = Kind.OPTIMIZER if name.startswith("optimizer/") else Kind.MODEL
+    kind = TensorKind.OPTIMIZER if name.startswith("optimizer/") else TensorKind.MODEL
     total_bytes = checkpoint.manifest.files[name].total_bytes
     with opened(checkpoint.files, path) as file:
         data = read_header(file, total_bytes, where=path)

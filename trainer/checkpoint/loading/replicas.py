@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from trainer.checkpoint.commit.channel import Board
+from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.inventory import digest_of_ranks
 from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.checkpoint.tensors.memory import memory_of
@@ -20,7 +20,7 @@ _ROW = struct.Struct("<QQ")  # digest of the group's ranks, digest of all its te
 Group = tuple[int, ...]
 
 
-def check_replicas(live: Sequence[LiveTensor], board: Board, key: str) -> None:
+def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) -> None:
     """Compare the digests of all boxes that several ranks hold. A call of all ranks.
 
     Each rank sends one digest per group of replicas; only where two differ, those of every tensor.
@@ -28,23 +28,23 @@ def check_replicas(live: Sequence[LiveTensor], board: Board, key: str) -> None:
     Raises:
         ReplicaError: on rank 0, naming the first tensor that differs and the ranks; a CheckpointError on the others.
     """
-    if board.world_size == 1:
+    if channel.world_size == 1:
         return
     groups = _digests(live)
     report = b"".join(
         _ROW.pack(digest_of_ranks(group), xxhash.xxh3_64_intdigest(b"".join(digests.values())))
         for group, digests in groups.items()
     )
-    odd = _first_difference(board.collect(f"{key}/groups", report))
-    odd_group = board.from_rank0(f"{key}/odd", odd)
+    odd = _first_difference(channel.gather(f"{key}/groups", report))
+    odd_group = channel.broadcast(f"{key}/odd", odd)
     if not odd_group:
         return
     mine = [tensors for group, tensors in groups.items() if _DIGEST.pack(digest_of_ranks(group)) == odd_group]
-    details = board.collect(f"{key}/tensors", b"".join(digest for tensors in mine for digest in tensors.values()))
+    details = channel.gather(f"{key}/tensors", b"".join(digest for tensors in mine for digest in tensors.values()))
     problem: ReplicaError | None = None
-    if board.rank == 0:
+    if channel.rank == 0:
         problem = _describe([(rank, data) for rank, data in enumerate(details) if data], live, odd_group)
-    board.agree(f"{key}/differs", problem)
+    channel.agree(f"{key}/differs", problem)
 
 
 def _digests(live: Sequence[LiveTensor]) -> dict[Group, dict[str, bytes]]:

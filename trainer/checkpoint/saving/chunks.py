@@ -13,14 +13,14 @@ from trainer.checkpoint.format.layout import PAGE_BYTES, Layout
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES
 from trainer.checkpoint.saving.ownership import Piece
 
-# A file is written in stretches of about this size, several at once.
+# A file is written in extents of about this size, several at once.
 STRETCH_BYTES = 128 << 20
 # A training step that comes in the middle waits for the one chunk of each thread that is under way.
 CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ChunkPart:
     """Bytes `[lo, hi)` of the packed image of a piece's box."""
 
     piece: Piece
@@ -41,18 +41,18 @@ class Chunk:
     file: str
     offset: int
     size: int
-    parts: tuple[Part, ...]
+    parts: tuple[ChunkPart, ...]
     strided: Image | None = None
 
 
 def cut(pieces: Sequence[Piece], layout: Layout) -> dict[str, list[list[Chunk]]]:
-    """Return the chunks of `pieces` by file, in the order in which they lie there, in stretches of whole pieces.
+    """Return the chunks of `pieces` by file, in the order in which they lie there, in extents of whole pieces.
 
-    Pieces that follow each other share chunks; all but the ends of a stretch, or of such a run, fall on pages.
+    Pieces that follow each other share chunks; all but the ends of a extent, or of such a run, fall on pages.
     """
     chunks: dict[str, list[list[Chunk]]] = {}
     for name, run in itertools.groupby(sorted(map(_Placed.of, pieces, itertools.repeat(layout))), lambda p: p.file):
-        chunks[name] = [list(_cut_stretch(name, stretch)) for stretch in _stretches(list(run))]
+        chunks[name] = [list(_cut_extent(name, extent)) for extent in _extents(list(run))]
     return chunks
 
 
@@ -76,20 +76,20 @@ class _Placed:
         return _Placed(place.file, place.offset + first, place.offset, piece, packed, is_contiguous)
 
 
-def _stretches(placed: list[_Placed]) -> Iterator[list[_Placed]]:
-    stretch, size = list[_Placed](), 0
+def _extents(placed: list[_Placed]) -> Iterator[list[_Placed]]:
+    extent, size = list[_Placed](), 0
     for item in placed:
-        stretch.append(item)
+        extent.append(item)
         size += item.piece.hi - item.piece.lo
         if size >= STRETCH_BYTES:
-            yield stretch
-            stretch, size = [], 0
-    if stretch:
-        yield stretch
+            yield extent
+            extent, size = [], 0
+    if extent:
+        yield extent
 
 
-def _cut_stretch(name: str, placed: list[_Placed]) -> Iterator[Chunk]:
-    parts, start, end = list[Part](), 0, 0
+def _cut_extent(name: str, placed: list[_Placed]) -> Iterator[Chunk]:
+    parts, start, end = list[ChunkPart](), 0, 0
     for item in placed:
         if parts and (not item.is_contiguous or item.offset != end):
             yield Chunk(name, start, end - start, tuple(parts))
@@ -98,14 +98,14 @@ def _cut_stretch(name: str, placed: list[_Placed]) -> Iterator[Chunk]:
         if not item.is_contiguous:
             for lo in range(piece.lo, piece.hi, CHUNK_BYTES):
                 hi = min(lo + CHUNK_BYTES, piece.hi)
-                yield Chunk(name, item.tensor, hi - lo, (Part(piece, lo, hi),), item.image)
+                yield Chunk(name, item.tensor, hi - lo, (ChunkPart(piece, lo, hi),), item.image)
             continue
         if not parts:
             start = end = item.offset
         lo = piece.lo
         while lo < piece.hi:
             hi = min(piece.hi, lo + _room(start, end))
-            parts.append(Part(piece, lo, hi))
+            parts.append(ChunkPart(piece, lo, hi))
             end += hi - lo
             lo = hi
             if not _room(start, end):
@@ -127,7 +127,7 @@ class PieceDigests:
         self._found: dict[str, list[bytes]] = {}
         self._open = xxhash.xxh3_64()
 
-    def add(self, part: Part, data: memoryview) -> None:
+    def add(self, part: ChunkPart, data: memoryview) -> None:
         """Take the bytes of the next part."""
         at, end = part.lo - part.piece.lo, part.piece.hi - part.piece.lo
         found = self._found.setdefault(part.piece.name, [])

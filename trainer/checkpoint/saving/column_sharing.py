@@ -1,8 +1,8 @@
 """Memory that the ranks of one host share, in which columns become whole rows. Where is told in `stripes.py`.
 
-No rank waits for another here once all have said what they write: each puts its columns into the strips and then, when
-it has nothing else to do, writes full strips until there are none. So all are written: the rank that fills a strip
-looks for full ones later. If a rank fails, its strips stay unfilled, and its report fails the save.
+No rank waits for another here once all have said what they write: each puts its columns into the stripes and then, when
+it has nothing else to do, writes full stripes until there are none. So all are written: the rank that fills a stripe
+looks for full ones later. If a rank fails, its stripes stay unfilled, and its report fails the save.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trainer.checkpoint.commit.channel import Board
+from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.protocol import Attempt
 from trainer.checkpoint.format.box import Image
 from trainer.checkpoint.format.layout import Layout
 from trainer.checkpoint.format.manifest import WrittenPiece
 from trainer.checkpoint.format.report import decode, encode
 from trainer.checkpoint.saving.ownership import Piece
-from trainer.checkpoint.saving.stripes import COUNTERS_AT, STRIPS_AT, Strip, Strips, shared_bytes, strips_of
+from trainer.checkpoint.saving.stripes import COUNTERS_AT, STRIPS_AT, Stripe, Strips, shared_bytes, stripes_of
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.arena import populate
 from trainer.errors import CheckpointError, LaunchError
@@ -95,32 +95,32 @@ class SharedMemory:
             self._memory = np.frombuffer(mmap.mmap(self._descriptor, total_bytes), np.uint8)
             populate(self._memory)
 
-    def put(self, strip: Strip, packed: Image, lo: int, data: memoryview) -> None:
-        """Put bytes of a packed image, from `lo` on, into their strip."""
+    def put(self, stripe: Stripe, packed: Image, lo: int, data: memoryview) -> None:
+        """Put bytes of a packed image, from `lo` on, into their stripe."""
         source = np.frombuffer(data, np.uint8)
         for shape, start, at in packed.boxes(lo, lo + data.nbytes):
-            place = strip.place + start - strip.lo
+            place = stripe.place + start - stripe.lo
             there = np.ndarray(shape, np.uint8, self._memory.data, place, packed.strides)
             np.copyto(there, source[at - lo : at - lo + there.size].reshape(shape))
         with self._locked():
-            self._counters[strip.number] += data.nbytes
+            self._counters[stripe.number] += data.nbytes
 
     def close(self) -> None:
         """Let go of it; nobody may be using it."""
         self._memory = np.empty(0, np.uint8)
         os.close(self._descriptor)
 
-    def is_full(self, strip: Strip) -> bool:
-        """Return whether all bytes of a strip are there, and nobody has claimed it."""
-        return int(self._counters[strip.number]) == strip.size
+    def is_full(self, stripe: Stripe) -> bool:
+        """Return whether all bytes of a stripe are there, and nobody has claimed it."""
+        return int(self._counters[stripe.number]) == stripe.size
 
-    def claim(self, strip: Strip) -> memoryview | None:
-        """Return the bytes of a full strip to the one process and thread that is to write it."""
+    def begin_rename(self, stripe: Stripe) -> memoryview | None:
+        """Return the bytes of a full stripe to the one process and thread that is to write it."""
         with self._locked():
-            if not self.is_full(strip):
+            if not self.is_full(stripe):
                 return None
-            self._counters[strip.number] = 0  # as the next save wants it
-        return self._memory[strip.place : strip.place + strip.size].data
+            self._counters[stripe.number] = 0  # as the next save wants it
+        return self._memory[stripe.place : stripe.place + stripe.size].data
 
     @property
     def _counters(self) -> npt.NDArray[np.uint32]:
@@ -140,46 +140,46 @@ class Sharing:
     """What one save puts together with the other ranks of the host. Its threads may use it at once.
 
     Args:
-        turn: the share of the strips after which this rank begins to look for full ones, so that the ranks of a host
+        turn: the share of the stripes after which this rank begins to look for full ones, so that the ranks of a host
             do not all look for the same.
     """
 
-    def __init__(self, memory: SharedMemory, strips: Strips, layout: Layout, *, turn: float) -> None:
-        self.files = {layout.places[tensor].file for tensor in strips}
-        self._memory, self._strips = memory, strips
-        order = [(tensor, strip) for tensor, found in strips.items() for strip in found]
+    def __init__(self, memory: SharedMemory, stripes: Strips, layout: Layout, *, turn: float) -> None:
+        self.files = {layout.places[tensor].file for tensor in stripes}
+        self._memory, self._stripes = memory, stripes
+        order = [(tensor, stripe) for tensor, found in stripes.items() for stripe in found]
         first = int(turn * len(order))
         self._order = order[first:] + order[:first]
 
-    def strips(self, tensor: str) -> Sequence[Strip]:
-        """Return the strips of a tensor, in its order."""
-        return self._strips.get(tensor, ())
+    def stripes(self, tensor: str) -> Sequence[Stripe]:
+        """Return the stripes of a tensor, in its order."""
+        return self._stripes.get(tensor, ())
 
-    def put(self, strip: Strip, packed: Image, lo: int, data: memoryview) -> None:
-        """Put bytes of a packed image, from `lo` on, into their strip."""
-        self._memory.put(strip, packed, lo, data)
+    def put(self, stripe: Stripe, packed: Image, lo: int, data: memoryview) -> None:
+        """Put bytes of a packed image, from `lo` on, into their stripe."""
+        self._memory.put(stripe, packed, lo, data)
 
-    def full(self) -> Iterator[tuple[str, Strip, memoryview]]:
-        """Yield the strips, with their tensors and bytes, that are for the caller to write now; no other gets them."""
-        for tensor, strip in self._order:
-            if self._memory.is_full(strip) and (data := self._memory.claim(strip)) is not None:
-                yield tensor, strip, data
+    def full(self) -> Iterator[tuple[str, Stripe, memoryview]]:
+        """Yield the stripes, with their tensors and bytes, that are for the caller to write now; no other gets them."""
+        for tensor, stripe in self._order:
+            if self._memory.is_full(stripe) and (data := self._memory.begin_rename(stripe)) is not None:
+                yield tensor, stripe, data
 
 
-class Neighbours:
+class LocalRanks:
     """The ranks of one host, seen from one of them, and the memory that they share.
 
     The first of them decides, for each save, whether columns come together: each of the others tells it what it writes
     and whether it takes part, and hears what all write, and in which memory. A rank that will not write says so, too.
 
     Args:
-        board: the worker thread's.
+        channel: the worker thread's.
         ranks: those that are said to be on this host, this one among them; fewer than two share nothing.
     """
 
-    def __init__(self, board: Board, ranks: Sequence[int]) -> None:
-        self._board, self._rank = board, board.rank
-        self._ranks = tuple(ranks) if len(ranks) > 1 else (board.rank,)
+    def __init__(self, channel: StoreChannel, ranks: Sequence[int]) -> None:
+        self._channel, self._rank = channel, channel.rank
+        self._ranks = tuple(ranks) if len(ranks) > 1 else (channel.rank,)
         self._memory: SharedMemory | None = None
         self._stays_out = False
         self._table: tuple[Layout, bytes, Strips] | None = None
@@ -188,28 +188,28 @@ class Neighbours:
         self._posted: list[str] = []
         self._older: list[str] = []  # posted for the save before the last: nobody waits for these any more
 
-    def meet(self, board: Board, name: str) -> None:
+    def meet(self, channel: StoreChannel, name: str) -> None:
         """Make sure that they are on one host, each by what the others say of themselves. Main thread, all ranks.
 
         Args:
-            name: not used before on this board.
+            name: not used before on this channel.
 
         Raises:
             LaunchError: if one of them says nothing.
         """
-        if board.world_size == 1:
+        if channel.world_size == 1:
             return
         here = f"{_host()} {self._ranks}".encode()
-        self._post(board, f"{name}/{self._rank}", here)
+        self._post(channel, f"{name}/{self._rank}", here)
         others = [rank for rank in self._ranks if rank != self._rank]
-        if any(board.read(f"{name}/{rank}", sender=f"rank {rank}") != here for rank in others):
+        if any(channel.read(f"{name}/{rank}", sender=f"rank {rank}") != here for rank in others):
             _log.warning("ranks %s are not all on one host, columns are written row by row", self._ranks)
             self._ranks = (self._rank,)
 
-    def part(self, board: Board) -> None:
+    def part(self, channel: StoreChannel) -> None:
         """Take down what was said, once all ranks have heard it."""
         with self._lock:
-            board.discard([*self._older, *self._posted])
+            channel.discard([*self._older, *self._posted])
             self._older, self._posted = [], []
 
     def join(self, attempt: Attempt, pieces: Sequence[Piece], *, may_share: bool) -> Sharing | None:
@@ -231,21 +231,21 @@ class Neighbours:
         takes_part = may_share and not self._stays_out
         report = (_JOINS + encode(mine, attempt.layout)) if takes_part else _STAYS_OUT
         if self._rank == self._ranks[0]:
-            verdict = self._decide(attempt, report)
-            self._speak(self._board, attempt.name, verdict)
+            decision = self._decide(attempt, report)
+            self._speak(self._channel, attempt.name, decision)
         else:
-            self._speak(self._board, attempt.name, report)
-            verdict = self._board.read(_key(attempt.name, self._ranks[0]), sender=f"rank {self._ranks[0]}")
-        if not verdict.startswith(_JOINS):
+            self._speak(self._channel, attempt.name, report)
+            decision = self._channel.read(_key(attempt.name, self._ranks[0]), sender=f"rank {self._ranks[0]}")
+        if not decision.startswith(_JOINS):
             return None
-        address, _, everyone = verdict[len(_JOINS) :].partition(b"\n")
+        address, _, everyone = decision[len(_JOINS) :].partition(b"\n")
         return self._share(self._open(address), everyone, attempt.layout)
 
-    def refuse(self, board: Board, attempt: str) -> None:
+    def refuse(self, channel: StoreChannel, attempt: str) -> None:
         """Tell the ranks of the host that this one writes nothing of an attempt, so that none waits. Main thread."""
         if len(self._ranks) > 1:
             try:
-                self._speak(board, attempt, _STAYS_OUT)
+                self._speak(channel, attempt, _STAYS_OUT)
             except CheckpointError:  # it has said that it does, and they will hear that it has failed
                 return
             except LaunchError as lost:
@@ -260,7 +260,7 @@ class Neighbours:
     def _decide(self, attempt: Attempt, mine: bytes) -> bytes:
         """Return what all ranks of the host are to do: the memory's address and everybody's pieces, or to stay out."""
         others = self._ranks[1:]
-        reports = [mine, *(self._board.read(_key(attempt.name, rank), sender=f"rank {rank}") for rank in others)]
+        reports = [mine, *(self._channel.read(_key(attempt.name, rank), sender=f"rank {rank}") for rank in others)]
         if not all(report.startswith(_JOINS) for report in reports):
             return _STAYS_OUT
         try:
@@ -283,15 +283,15 @@ class Neighbours:
     def _share(self, memory: SharedMemory, everyone: bytes, layout: Layout) -> Sharing | None:
         if self._table is None or self._table[0] is not layout or self._table[1] != everyone:
             pieces = [Piece(piece.name, piece.box, piece.lo, piece.hi) for piece in decode(everyone, layout)]
-            self._table = layout, everyone, strips_of(pieces, layout)
-        strips = self._table[2]
-        if not strips:
+            self._table = layout, everyone, stripes_of(pieces, layout)
+        stripes = self._table[2]
+        if not stripes:
             return None
         try:
-            memory.reach(shared_bytes(strips))
+            memory.reach(shared_bytes(stripes))
         except OSError as error:
-            raise self._cannot_share(f"{shared_bytes(strips)} B", error.strerror) from error
-        return Sharing(memory, strips, layout, turn=self._ranks.index(self._rank) / len(self._ranks))
+            raise self._cannot_share(f"{shared_bytes(stripes)} B", error.strerror) from error
+        return Sharing(memory, stripes, layout, turn=self._ranks.index(self._rank) / len(self._ranks))
 
     def _cannot_share(self, expected: str, found: str | None) -> CheckpointError:
         """Stay out from now on, and return why this save fails: the others count on this rank by now."""
@@ -311,10 +311,10 @@ class Neighbours:
         """
         with self._lock:
             self._require_silence(attempt)
-            self._board.discard(self._older)
+            self._channel.discard(self._older)
             self._older, self._posted = self._posted, []
 
-    def _speak(self, board: Board, attempt: str, data: bytes) -> None:
+    def _speak(self, channel: StoreChannel, attempt: str, data: bytes) -> None:
         """Say this rank's one word on an attempt, be it of the worker or of the main thread in its place.
 
         Raises:
@@ -323,14 +323,14 @@ class Neighbours:
         with self._lock:
             self._require_silence(attempt)
             self._spoken = attempt
-            self._post(board, _key(attempt, self._rank), data)
+            self._post(channel, _key(attempt, self._rank), data)
 
     def _require_silence(self, attempt: str) -> None:
         if self._spoken == attempt:
             raise CheckpointError("This rank has given the save up")
 
-    def _post(self, board: Board, key: str, data: bytes) -> None:
-        board.post(key, data)
+    def _post(self, channel: StoreChannel, key: str, data: bytes) -> None:
+        channel.put(key, data)
         self._posted.append(key)
 
 
@@ -344,4 +344,4 @@ def _host() -> str:
 
 
 def _key(attempt: str, rank: int) -> str:
-    return f"strips/{attempt}/{rank}"
+    return f"stripes/{attempt}/{rank}"

@@ -1,7 +1,7 @@
 """Which rank writes which bytes: every byte of every tensor has exactly one writer.
 
 Ranks that hold the same box are replicas of each other. They lay their common boxes end to end and each takes an equal
-stretch of that line, so the load is level to a page however many replicas there are, and each rank writes long runs.
+extent of that line, so the load is level to a page however many replicas there are, and each rank writes long runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
     """
     mine: dict[str, Piece] = {}
     for replicas, members in _groups(holdings).items():
-        for piece in _stretch(members, index=replicas.index(rank), count=len(replicas)):
+        for piece in _extent(members, index=replicas.index(rank), count=len(replicas)):
             mine[piece.name] = piece
     return [mine[holding.name] for holding in holdings if holding.name in mine]
 
@@ -64,7 +64,7 @@ def shared_pieces(holdings: Sequence[Holding]) -> dict[tuple[int, ...], dict[str
         if len(replicas) > 1:
             by_name: dict[str, list[Piece]] = {member.name: [] for member in members}
             for index in range(len(replicas)):
-                for piece in _stretch(members, index=index, count=len(replicas)):
+                for piece in _extent(members, index=index, count=len(replicas)):
                     by_name[piece.name].append(piece)
             found[replicas] = by_name
     return found
@@ -79,7 +79,7 @@ def _groups(holdings: Sequence[Holding]) -> dict[tuple[int, ...], list[Holding]]
     return groups
 
 
-def _stretch(members: list[Holding], *, index: int, count: int) -> list[Piece]:
+def _extent(members: list[Holding], *, index: int, count: int) -> list[Piece]:
     starts = [0, *accumulate(holding.image.total_bytes for holding in members)]
     first = _boundary(members, starts, index=index, count=count)
     last = _boundary(members, starts, index=index + 1, count=count)
@@ -93,7 +93,7 @@ def _stretch(members: list[Holding], *, index: int, count: int) -> list[Piece]:
 
 
 def _boundary(members: list[Holding], starts: list[int], *, index: int, count: int) -> int:
-    """Return where stretch `index` begins on the line: rounded down to a page of the file, a row, or a small tensor."""
+    """Return where extent `index` begins on the line: rounded down to a page of the file, a row, or a small tensor."""
     target = starts[-1] * index // count
     if target == starts[-1]:
         return target

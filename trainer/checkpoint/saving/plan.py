@@ -21,7 +21,7 @@ class Plan:
     """All that is known of a save before it begins, and is the same for the next one of the same tensors.
 
     Args:
-        chunks: by file, in stretches that may be written at once. The files come in an order that is rotated by rank,
+        chunks: by file, in extents that may be written at once. The files come in an order that is rotated by rank,
             so that ranks do not queue for one.
         columns: the pieces whose rows lie apart in their file.
         shared: the pieces, of any rank, of the boxes that several ranks hold, this one among them.
@@ -47,7 +47,7 @@ class Plan:
     @property
     def order(self) -> list[Chunk]:
         """Return the chunks in the order in which they are written, about."""
-        return [chunk for stretches in self.chunks.values() for stretch in stretches for chunk in stretch]
+        return [chunk for extents in self.chunks.values() for extent in extents for chunk in extent]
 
     @property
     def staging_bytes(self) -> int:
@@ -89,8 +89,8 @@ def _named(live: Sequence[LiveTensor], names: Collection[str]) -> list[LiveTenso
 
 def columns_of(chunks: Mapping[str, Sequence[Sequence[Chunk]]]) -> list[Piece]:
     """Return the pieces whose rows lie apart in their file."""
-    stretches = itertools.chain(*chunks.values())
-    return list({chunk.parts[0].piece: None for chunk in itertools.chain(*stretches) if chunk.strided is not None})
+    extents = itertools.chain(*chunks.values())
+    return list({chunk.parts[0].piece: None for chunk in itertools.chain(*extents) if chunk.strided is not None})
 
 
 def _rotated(chunks: dict[str, list[list[Chunk]]], rank: int) -> dict[str, list[list[Chunk]]]:

@@ -22,7 +22,7 @@ SharedPieces = Mapping[tuple[int, ...], Mapping[str, Sequence[Piece]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class DigestBlock:
     """Bytes `[lo, hi)` of the packed image of this rank's box of a tensor: a digest block of some rank's piece."""
 
     name: str
@@ -30,9 +30,11 @@ class Block:
     hi: int
 
 
-def blocks_of(piece: Piece) -> list[Block]:
+def blocks_of(piece: Piece) -> list[DigestBlock]:
     """Return the digest blocks of a piece in order."""
-    return [Block(piece.name, lo, min(lo + BLOCK_BYTES, piece.hi)) for lo in range(piece.lo, piece.hi, BLOCK_BYTES)]
+    return [
+        DigestBlock(piece.name, lo, min(lo + BLOCK_BYTES, piece.hi)) for lo in range(piece.lo, piece.hi, BLOCK_BYTES)
+    ]
 
 
 class ReplicaDigests:
@@ -58,9 +60,9 @@ class ReplicaDigests:
     ) -> None:
         self._shared = shared
         self._memory = {**memory, **changing}
-        self._digests: dict[Block, bytes] = {}
-        sums: dict[Block, torch.Tensor] = {}
-        self._left: deque[Block] = deque()
+        self._digests: dict[DigestBlock, bytes] = {}
+        sums: dict[DigestBlock, torch.Tensor] = {}
+        self._left: deque[DigestBlock] = deque()
         self._changed = threading.Condition()
         self._is_released = False
         self.blocked_s = 0.0
@@ -112,7 +114,7 @@ class ReplicaDigests:
             for ranks, tensors in self._shared.items()
         }
 
-    def _take(self, pop: Callable[[], Block]) -> bool:
+    def _take(self, pop: Callable[[], DigestBlock]) -> bool:
         """Digest one block; return False if none is left."""
         try:
             block = pop()
@@ -136,7 +138,7 @@ class ReplicaDigests:
 class _Sums:
     """Checksums on their way from a device to the host, by block: the device's stream is not waited for."""
 
-    def __init__(self, sums: Mapping[Block, torch.Tensor]) -> None:
+    def __init__(self, sums: Mapping[DigestBlock, torch.Tensor]) -> None:
         self._blocks = list(sums)
         if not sums:
             return
@@ -147,7 +149,7 @@ class _Sums:
         if self._event is not None:
             self._event.record()
 
-    def all(self) -> dict[Block, bytes]:
+    def all(self) -> dict[DigestBlock, bytes]:
         """Return the checksums once they are on the host. Any thread."""
         if not self._blocks:
             return {}
@@ -172,6 +174,6 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
     return (words * torch.arange(1, 2 * words.numel(), 2, device=data.device)).sum()
 
 
-def _digest(source: HostMemory, block: Block) -> bytes:
+def _digest(source: HostMemory, block: DigestBlock) -> bytes:
     data = (ctypes.c_ubyte * (block.hi - block.lo)).from_address(source.address + block.lo)
     return xxhash.xxh3_64_intdigest(data).to_bytes(DIGEST_BYTES, "big")

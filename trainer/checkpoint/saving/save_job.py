@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.checkpoint.commit import protocol as commit
-from trainer.checkpoint.commit.channel import Board
+from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.commit_state import Outcome
 from trainer.checkpoint.commit.inventory import Inventory
-from trainer.checkpoint.commit.protocol import Attempt, Claim, Poll
+from trainer.checkpoint.commit.protocol import Attempt, BeginRename, SharedCommitState
 from trainer.checkpoint.format import json_file
-from trainer.checkpoint.format.layout import Kind, Layout
+from trainer.checkpoint.format.layout import Layout, TensorKind
 from trainer.checkpoint.format.manifest import Written, WrittenPiece
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.policy import Retention
-from trainer.checkpoint.saving.column_sharing import Neighbours, Sharing
+from trainer.checkpoint.saving.column_sharing import LocalRanks, Sharing
 from trainer.checkpoint.saving.plan import Plan
 from trainer.checkpoint.saving.replica_digests import ReplicaDigests
 from trainer.checkpoint.saving.snapshot import Snapshot
@@ -37,57 +37,57 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Outlook:
+class InDoubt:
     """What it takes to learn later what became of a save: nothing of its bytes.
 
     Args:
         present: the iterations that this rank knows to be there.
         pinned: iterations that retention leaves alone.
-        doomed: the iterations that are no longer there because of it, as far as that is known.
+        expired: the iterations that are no longer there because of it, as far as that is known.
     """
 
     attempt: Attempt
-    poll: Poll
+    shared: SharedCommitState
     has_optimizer: bool
     retention: Retention
     present: Collection[int]
     pinned: Collection[int]
-    doomed: list[int] = field(default_factory=list)
+    expired: list[int] = field(default_factory=list)
 
     def look_again(self) -> bool:
         """Return whether it became a checkpoint after this rank had given it up. Main thread."""
-        outcome = self.poll.ballot.outcome
+        outcome = self.shared.current.outcome
         if outcome is Outcome.FAILED or (outcome is not Outcome.COMMITTED and not commit.is_committed(self.attempt)):
             return False
-        self.doomed = self.guess_doomed()
+        self.expired = self.guess_expired()
         return True
 
-    def guess_doomed(self) -> list[int]:
-        """Find out what the lost verdict said: what rank 0 has deleted is gone, the rest it decides like this."""
-        doomed, committed = self.decide_doomed()
-        return [*doomed, *(iteration for iteration in self.present if iteration not in committed)]
+    def guess_expired(self) -> list[int]:
+        """Find out what the lost decision said: what rank 0 has deleted is gone, the rest it decides like this."""
+        expired, committed = self.decide_expired()
+        return [*expired, *(iteration for iteration in self.present if iteration not in committed)]
 
-    def decide_doomed(self) -> tuple[list[int], list[int]]:
+    def decide_expired(self) -> tuple[list[int], list[int]]:
         """Return what retention gives up now that the attempt is committed, and all that is committed."""
-        return decide_doomed(self.attempt.folder, self.retention, pinned={*self.pinned, self.attempt.iteration})
+        return decide_expired(self.attempt.folder, self.retention, pinned={*self.pinned, self.attempt.iteration})
 
 
 @dataclass(slots=True)
-class Flight:
+class SaveJob:
     """A save of one rank, and what became of it: `run` is called once, on the worker thread of every rank.
 
     Args:
         replicas: digests of what other ranks hold too.
-        board: the worker thread's.
-        poll: what this rank knows of the attempt; the main thread may decline on it.
+        channel: the worker thread's.
+        shared: what this rank knows of the attempt; the main thread may abort on it.
         present: the iterations that this rank knows to be there.
         pinned: iterations that retention leaves alone.
-        neighbours: the ranks of this host, for columns that become whole rows in memory that they share.
+        local_ranks: the ranks of this host, for columns that become whole rows in memory that they share.
         may_share: whether this rank has the memory for that.
         leftovers: partial folders of attempts that were given up, to be removed.
         stale: keys of what this rank has posted about attempts that failed; emptied by `run` once they are taken down,
             after the commit, as all ranks are past them then.
-        doomed: set by `run`: the iterations that are no longer there, as rank 0 decided it.
+        expired: set by `run`: the iterations that are no longer there, as rank 0 decided it.
         committed_at: set by `run`: when the checkpoint was there, on the clock of `time.perf_counter`.
     """
 
@@ -96,17 +96,17 @@ class Flight:
     plan: Plan
     snapshot: Snapshot
     replicas: ReplicaDigests
-    board: Board
-    poll: Poll
+    channel: StoreChannel
+    shared: SharedCommitState
     lock: FolderLock | None
     retention: Retention
     present: Collection[int]
     pinned: Collection[int]
-    neighbours: Neighbours
+    local_ranks: LocalRanks
     may_share: bool = False
     leftovers: Sequence[Path] = ()
     stale: Sequence[str] = ()
-    doomed: list[int] = field(default_factory=list)
+    expired: list[int] = field(default_factory=list)
     committed_at: float | None = None
     inventory: Inventory = field(init=False)
 
@@ -125,7 +125,7 @@ class Flight:
 
     @property
     def has_optimizer(self) -> bool:
-        return any(spec.kind is Kind.OPTIMIZER for spec in self.contents.specs)
+        return any(spec.kind is TensorKind.OPTIMIZER for spec in self.contents.specs)
 
     @property
     def written_bytes(self) -> int:
@@ -140,16 +140,16 @@ class Flight:
         """
         partial = self.attempt.folder.partial(self.attempt.iteration, self.attempt.name)
         try:
-            doomed = commit.exchange(
-                self.board,
+            expired = commit.exchange(
+                self.channel,
                 self.attempt,
                 inventory=self.inventory,
                 work=lambda: self._work(partial),
                 publish=self._publish,
-                poll=self.poll,
+                shared=self.shared,
             )
         except BaseException as error:
-            self.neighbours.drop()
+            self.local_ranks.drop()
             self._remove(partial)
             if isinstance(error, TrainerError) and self.lock is not None:
                 self.lock.refuse_if_taken()  # a successor sweeps what is being written: that was no fault of the disk
@@ -158,20 +158,20 @@ class Flight:
             for path in self.leftovers:
                 self._remove(path)
         self.committed_at = time.perf_counter()
-        if doomed is None:
-            self.doomed = self.outlook.guess_doomed()
+        if expired is None:
+            self.expired = self.in_doubt.guess_expired()
             return
-        self.doomed = doomed
-        if self.board.rank == 0:
-            delete(self.attempt.folder, doomed, attempt=self.attempt.name, lock=self.lock)
+        self.expired = expired
+        if self.channel.rank == 0:
+            delete(self.attempt.folder, expired, attempt=self.attempt.name, lock=self.lock)
         self._discard_stale()
 
     @property
-    def outlook(self) -> Outlook:
-        return Outlook(self.attempt, self.poll, self.has_optimizer, self.retention, self.present, self.pinned)
+    def in_doubt(self) -> InDoubt:
+        return InDoubt(self.attempt, self.shared, self.has_optimizer, self.retention, self.present, self.pinned)
 
     def _work(self, partial: Path) -> Written:
-        if self.board.rank == 0:
+        if self.channel.rank == 0:
             return self._write(partial)
         with unchanged(self.attempt.folder.root) as require_unchanged:
             written = self._write(partial)
@@ -183,16 +183,16 @@ class Flight:
         """Meet the other ranks of the host; on rank 0 leave the mark, and tell the others what came of it."""
         attempt, is_marked = self.attempt, False
         try:
-            sharing = self.neighbours.join(attempt, self.plan.columns, may_share=self.may_share)
-            if self.board.rank == 0:
+            sharing = self.local_ranks.join(attempt, self.plan.columns, may_share=self.may_share)
+            if self.channel.rank == 0:
                 require_room(attempt, self.contents.documents, self.retention)
-                if self.board.world_size > 1:
+                if self.channel.world_size > 1:
                     _leave_mark(attempt, partial)
                 is_marked = True
             return sharing
         finally:
-            if self.board.rank == 0:
-                commit.say_marked(self.board, attempt, is_marked=is_marked)
+            if self.channel.rank == 0:
+                commit.say_marked(self.channel, attempt, is_marked=is_marked)
 
     def _require_mark(self, partial: Path) -> None:
         """Return if this rank has written into the folder of rank 0, or rank 0 ends the attempt for another reason.
@@ -203,7 +203,7 @@ class Flight:
         attempt, files = self.attempt, self.attempt.folder.files
         if sees_mark(attempt.mark, files):
             return
-        if not commit.await_marked(self.board, attempt, check=self.snapshot.check):
+        if not commit.await_marked(self.channel, attempt, check=self.snapshot.check):
             return
         try:
             require_mark(attempt.mark, files)
@@ -219,7 +219,9 @@ class Flight:
         try:
             digested = digesting.submit(self.replicas.run)
             sharing = self._begin(partial)
-            writer = Writer(partial, attempt.folder.files, attempt.layout, self.board.rank, THREADS, line.add, sharing)
+            writer = Writer(
+                partial, attempt.folder.files, attempt.layout, self.channel.rank, THREADS, line.add, sharing
+            )
             written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
             self.snapshot.check()
             digested.wait()
@@ -229,24 +231,24 @@ class Flight:
             self.snapshot.close()
             digesting.close()
 
-    def _publish(self, written: list[WrittenPiece], claim: Claim) -> list[int]:
+    def _publish(self, written: list[WrittenPiece], begin_rename: BeginRename) -> list[int]:
         documents, aliases = self.contents.documents, self.contents.aliases
-        if self.board.world_size > 1:
+        if self.channel.world_size > 1:
             _remove_mark(self.attempt)
         is_durable = commit.publish(
-            self.attempt, written, documents=documents, aliases=aliases, lock=self.lock, claim=claim
+            self.attempt, written, documents=documents, aliases=aliases, lock=self.lock, begin_rename=begin_rename
         )
-        return self.outlook.decide_doomed()[0] if is_durable else []
+        return self.in_doubt.decide_expired()[0] if is_durable else []
 
     def _discard_stale(self) -> None:
         try:
-            self.board.discard(self.stale)
+            self.channel.discard(self.stale)
             self.stale = ()
         except LaunchError as error:
             _log.error("what is left of failed saves stays in the store: %s", error)
 
     def _remove(self, partial: Path) -> None:
-        if self.board.rank:
+        if self.channel.rank:
             return
         try:
             self.attempt.folder.files.remove_tree(partial)
@@ -266,7 +268,7 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-def decide_doomed(
+def decide_expired(
     folder: CheckpointFolder, retention: Retention, *, pinned: Collection[int]
 ) -> tuple[list[int], list[int]]:
     """Return what retention gives up, and all that is committed; both empty where the folder cannot be listed.
@@ -281,7 +283,7 @@ def decide_doomed(
         _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
         return [], []
     losses, unknown = _losses(folder, committed) if retention.keep_best else ({}, [])
-    return retention.doomed(committed, pinned={*pinned, *held, *unknown}, losses=losses), committed
+    return retention.expired(committed, pinned={*pinned, *held, *unknown}, losses=losses), committed
 
 
 def delete(folder: CheckpointFolder, iterations: Sequence[int], *, attempt: str, lock: FolderLock | None) -> list[int]:

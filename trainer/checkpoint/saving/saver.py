@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 
 from trainer.checkpoint.commit import protocol as commit
-from trainer.checkpoint.commit.channel import Board
+from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.commit_state import Outcome
-from trainer.checkpoint.commit.protocol import Attempt, Poll
-from trainer.checkpoint.format.layout import Kind
+from trainer.checkpoint.commit.protocol import Attempt, SharedCommitState
+from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.policy import SavePolicy, SaveReport
-from trainer.checkpoint.saving.column_sharing import Neighbours
+from trainer.checkpoint.saving.column_sharing import LocalRanks
 from trainer.checkpoint.saving.plan import Plan, make_plan
 from trainer.checkpoint.saving.replica_digests import ReplicaDigests
-from trainer.checkpoint.saving.save_job import Flight, Outlook
+from trainer.checkpoint.saving.save_job import InDoubt, SaveJob
 from trainer.checkpoint.saving.snapshot import Snapshot
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
@@ -39,9 +39,9 @@ _PATIENCE = 0.8
 
 @dataclass(slots=True)
 class _Started:
-    """A flight with the job that runs it and what is counted on the main thread."""
+    """A save_job with the job that runs it and what is counted on the main thread."""
 
-    flight: Flight
+    save_job: SaveJob
     job: Job
     hooks: list[torch.utils.hooks.RemovableHandle]
     start: float
@@ -51,7 +51,7 @@ class _Started:
     @property
     def is_over(self) -> bool:
         """Return whether there is nothing to wait for."""
-        return self.job.is_done or self.flight.snapshot.is_given_up
+        return self.job.is_done or self.save_job.snapshot.is_given_up
 
 
 class Saver:
@@ -59,23 +59,29 @@ class Saver:
 
     Args:
         nonce: a name of this run of the program, equal on all ranks; attempts are named after it.
-        neighbours: the ranks on this host, this one among them; none or one where nothing is known of the others.
+        local_ranks: the ranks on this host, this one among them; none or one where nothing is known of the others.
     """
 
     def __init__(
-        self, policy: SavePolicy, folder: CheckpointFolder, board: Board, *, nonce: str, neighbours: Sequence[int]
+        self,
+        policy: SavePolicy,
+        folder: CheckpointFolder,
+        channel: StoreChannel,
+        *,
+        nonce: str,
+        local_ranks: Sequence[int],
     ) -> None:
-        self._policy, self._folder, self._board, self._nonce = policy, folder, board, nonce
+        self._policy, self._folder, self._channel, self._nonce = policy, folder, channel, nonce
         self._worker = Worker("checkpoint")
-        self._worker_board = board.clone(_PATIENCE * policy.commit_timeout_s)
-        self._neighbours = Neighbours(self._worker_board, neighbours)
+        self._worker_channel = channel.clone(_PATIENCE * policy.commit_timeout_s)
+        self._local_ranks = LocalRanks(self._worker_channel, local_ranks)
         self._attempts = 0
         self._stale: list[str] = []  # keys of notices about attempts that failed, which may hang
         self._started: _Started | None = None
         self._stuck: Job | None = None
         self._reports: list[SaveReport] = []
         self._leftovers: list[Path] = []  # of attempts that were given up
-        self._undecided: list[Outlook] = []  # given up when they may still have been committed
+        self._in_doubt: list[InDoubt] = []  # given up when they may still have been committed
         self._plan: Plan | None = None
         self._arena = Arena(0, is_pinned=False)
         self._is_arena_settled = False  # for that plan
@@ -87,11 +93,11 @@ class Saver:
 
     def meet(self) -> None:
         """Find out who is on this host. Main thread, all ranks, once."""
-        self._neighbours.meet(self._board, f"hosts/{self._nonce}")
+        self._local_ranks.meet(self._channel, f"hosts/{self._nonce}")
 
     def part(self) -> None:
         """Take down what `meet` has said, when all ranks are through with it."""
-        self._neighbours.part(self._board)
+        self._local_ranks.part(self._channel)
 
     def save(self, iteration: int, contents: Contents, lock: FolderLock | None) -> SaveReport | None:
         """Save `contents` as `iteration`, after the save that is under way; see `Checkpointer.save`."""
@@ -100,13 +106,13 @@ class Saver:
         self.wait()
         self._settle()
         start = time.perf_counter()
-        has_optimizer = any(spec.kind is Kind.OPTIMIZER for spec in contents.specs)
+        has_optimizer = any(spec.kind is TensorKind.OPTIMIZER for spec in contents.specs)
         name = f"{self._nonce}-{self._attempts}"
         if iteration in self._present and self._present[iteration] >= has_optimizer:
             _log.info("iteration %d is saved already, nothing to do", iteration)
-            self._neighbours.refuse(self._board, name)  # another, which gave that save up too early, may try again
-            if self._board.rank == 0:
-                commit.excuse(self._board, name, iteration)
+            self._local_ranks.refuse(self._channel, name)  # another, which gave that save up too early, may try again
+            if self._channel.rank == 0:
+                commit.already_committed(self._channel, name, iteration)
                 self._stale += commit.keys_of(name, 0)
                 self._leftovers.append(self._folder.partial(iteration, name))
             return None
@@ -115,8 +121,8 @@ class Saver:
         attempt = Attempt(iteration, name, self._folder, self._plan.layout)
         if self._stuck is not None and not self._stuck.is_done:
             error = _hangs(attempt)
-            self._decline(attempt, error, self._new_poll())
-            self._stale += commit.keys_of(name, self._board.rank)
+            self._abort(attempt, error, self._new_shared_state())
+            self._stale += commit.keys_of(name, self._channel.rank)
             self._leave_over(attempt)
             self._ended(attempt, error)
             self._reports.append(_untried(attempt, error))
@@ -138,37 +144,37 @@ class Saver:
         if self._started is None:
             return
         started, self._started = self._started, None
-        flight = started.flight
-        mine = commit.keys_of(flight.attempt.name, self._board.rank)
-        self._stale += [*flight.stale, *mine]
+        save_job = started.save_job
+        mine = commit.keys_of(save_job.attempt.name, self._channel.rank)
+        self._stale += [*save_job.stale, *mine]
         error: TrainerError | None = None
         try:
-            if flight.snapshot.is_given_up and not started.job.is_done:
-                raise _hangs(flight.attempt)
+            if save_job.snapshot.is_given_up and not started.job.is_done:
+                raise _hangs(save_job.attempt)
             started.job.wait(self._policy.commit_timeout_s)
-            may_be_excused = bool(self._undecided)  # then rank 0 has not collected its report
+            may_be_already_committed = bool(self._in_doubt)  # then rank 0 has not collected its report
             self._settle()
-            self._undecided.clear()  # rank 0 makes one attempt after the other: those before this one are over
-            self._note(flight)
-            self._stale = [*flight.stale, *(mine if may_be_excused else ())]
+            self._in_doubt.clear()  # rank 0 makes one attempt after the other: those before this one are over
+            self._note(save_job)
+            self._stale = [*save_job.stale, *(mine if may_be_already_committed else ())]
         except TrainerError as failure:
             error = failure
-            if not started.job.is_done and not flight.snapshot.is_given_up:
-                flight.snapshot.give_up()
-                if not self._decline(flight.attempt, failure, flight.poll):
-                    error = _is_undecided(flight.attempt)
-            if flight.poll.ballot.outcome is not Outcome.FAILED:
-                self._undecided.append(flight.outlook)
-            self._leave_over(flight.attempt)
+            if not started.job.is_done and not save_job.snapshot.is_given_up:
+                save_job.snapshot.give_up()
+                if not self._abort(save_job.attempt, failure, save_job.shared):
+                    error = _in_doubt_error(save_job.attempt)
+            if save_job.shared.current.outcome is not Outcome.FAILED:
+                self._in_doubt.append(save_job.in_doubt)
+            self._leave_over(save_job.attempt)
         finally:
             if not started.job.is_done:  # it may still read live memory, which is free to change from here on
-                flight.snapshot.give_up()
+                save_job.snapshot.give_up()
                 self._stuck = started.job
             for hook in started.hooks:
                 hook.remove()
         if not self._is_async:
             started.blocked_s = time.perf_counter() - started.start
-        self._ended(flight.attempt, error)
+        self._ended(save_job.attempt, error)
         self._reports.append(_report(started, error))
 
     def loaded(self, path: Path, iteration: int, *, has_optimizer: bool) -> None:
@@ -181,7 +187,7 @@ class Saver:
     def rewound(self, iteration: int) -> None:
         """Forget checkpoints newer than `iteration`, which are out of the way."""
         self._present = {found: has for found, has in self._present.items() if found <= iteration}
-        self._undecided = [found for found in self._undecided if found.attempt.iteration <= iteration]
+        self._in_doubt = [found for found in self._in_doubt if found.attempt.iteration <= iteration]
 
     @property
     def pinned(self) -> frozenset[int]:
@@ -211,46 +217,46 @@ class Saver:
         hangs = self._stuck is not None and not self._stuck.is_done
         self._worker.close(0.0 if hangs else self._policy.commit_timeout_s)
         if not hangs:
-            self._neighbours.drop()
+            self._local_ranks.drop()
             self._arena.close()
 
     @property
     def _is_async(self) -> bool:
         return self._policy.async_save
 
-    def _start(self, flight: Flight, start: float, *, waited_s: float) -> None:
+    def _start(self, save_job: SaveJob, start: float, *, waited_s: float) -> None:
         self._stuck = None
         hooks = []
         if self._is_async:
-            hooks = [self._hold_back(optimizer, flight) for optimizer in flight.contents.optimizers]
-        self._started = _Started(flight, self._worker.submit(flight.run), hooks, start, waited_s, 0.0)
+            hooks = [self._hold_back(optimizer, save_job) for optimizer in save_job.contents.optimizers]
+        self._started = _Started(save_job, self._worker.submit(save_job.run), hooks, start, waited_s, 0.0)
         if not self._is_async:
             self.wait()
         else:
             self._started.blocked_s = time.perf_counter() - start
 
-    def _note(self, flight: Flight | Outlook) -> None:
+    def _note(self, save_job: SaveJob | InDoubt) -> None:
         """Know what is there, and what no longer is, after a save that was committed."""
-        self._present = {found: has for found, has in self._present.items() if found not in flight.doomed}
-        self._present[flight.attempt.iteration] = flight.has_optimizer
+        self._present = {found: has for found, has in self._present.items() if found not in save_job.expired}
+        self._present[save_job.attempt.iteration] = save_job.has_optimizer
 
     def _settle(self) -> None:
         """Know of saves that were given up here and committed all the same."""
-        undecided, self._undecided = self._undecided, []
-        for found in undecided:
+        in_doubt, self._in_doubt = self._in_doubt, []
+        for found in in_doubt:
             if found.look_again():
-                _log.info("iteration %d, given up on rank %d, is there", found.attempt.iteration, self._board.rank)
+                _log.info("iteration %d, given up on rank %d, is there", found.attempt.iteration, self._channel.rank)
                 self._note(found)
-            elif found.poll.ballot.outcome is not Outcome.FAILED:
-                self._undecided.append(found)
+            elif found.shared.current.outcome is not Outcome.FAILED:
+                self._in_doubt.append(found)
 
-    def _new_poll(self) -> Poll:
-        return Poll(self._board.rank, self._board.world_size)
+    def _new_shared_state(self) -> SharedCommitState:
+        return SharedCommitState(self._channel.rank, self._channel.world_size)
 
-    def _decline(self, attempt: Attempt, error: TrainerError, poll: Poll) -> bool:
+    def _abort(self, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
         """Fail an attempt in the place of the background thread, which hangs; return whether that is in time."""
-        self._neighbours.refuse(self._board, attempt.name)
-        return commit.decline(self._board, attempt, error, poll)
+        self._local_ranks.refuse(self._channel, attempt.name)
+        return commit.abort(self._channel, attempt, error, shared)
 
     def _leave_over(self, attempt: Attempt) -> None:
         """Let the next save remove what a slow rank may still have made of a failed attempt."""
@@ -261,14 +267,14 @@ class Saver:
             error.__traceback__ = None  # its frames hold the save, and the error is kept
         self.last_error = error
         self.failed_saves = 0 if error is None else self.failed_saves + 1
-        if error is not None and self._board.rank == 0:
+        if error is not None and self._channel.rank == 0:
             _log.error("iteration %d was not saved: %s", attempt.iteration, error)
 
     def _make_plan(self, contents: Contents) -> Plan:
         """Plan the saves of these tensors."""
         self._is_arena_settled = False
         return make_plan(
-            contents, rank=self._board.rank, file_bytes=self._policy.file_bytes, holds_steps=self._is_async
+            contents, rank=self._channel.rank, file_bytes=self._policy.file_bytes, holds_steps=self._is_async
         )
 
     def _settle_arena(self, made: Plan) -> None:
@@ -292,24 +298,24 @@ class Saver:
         self._arena = larger
         self._worker.submit(larger.touch)
 
-    def _prepare(self, attempt: Attempt, contents: Contents, made: Plan, lock: FolderLock | None) -> Flight:
+    def _prepare(self, attempt: Attempt, contents: Contents, made: Plan, lock: FolderLock | None) -> SaveJob:
         leftovers, self._leftovers = self._leftovers, []
         stale, self._stale = self._stale, []
         memory = made.sources.begin()
         snapshot = Snapshot(memory, made.order, arena=self._arena, stall_timeout_s=self._policy.stall_timeout_s)
-        return Flight(
+        return SaveJob(
             attempt=attempt,
             contents=contents,
             plan=made,
             snapshot=snapshot,
             replicas=self._replicas(made, memory),
-            board=self._worker_board,
-            poll=self._new_poll(),
+            channel=self._worker_channel,
+            shared=self._new_shared_state(),
             lock=lock,
             retention=self._policy.retention,
             present=frozenset(self._present),
             pinned=self.pinned,
-            neighbours=self._neighbours,
+            local_ranks=self._local_ranks,
             may_share=self._may_share(made),
             leftovers=leftovers,
             stale=stale,
@@ -328,30 +334,30 @@ class Saver:
         limit = self._policy.staging_bytes
         return limit is None or sum(piece.hi - piece.lo for piece in made.columns) + self._arena.total_bytes <= limit
 
-    def _hold_back(self, optimizer: torch.optim.Optimizer, flight: Flight) -> torch.utils.hooks.RemovableHandle:
+    def _hold_back(self, optimizer: torch.optim.Optimizer, save_job: SaveJob) -> torch.utils.hooks.RemovableHandle:
         """Let the optimizer's next step begin only when live memory may change."""
-        snapshot = flight.snapshot
+        snapshot = save_job.snapshot
 
         def release(*_: object) -> None:
-            blocked_s, was_given_up = flight.blocked_s, snapshot.is_given_up
-            flight.release()
-            self._blocked_s += flight.blocked_s - blocked_s
+            blocked_s, was_given_up = save_job.blocked_s, snapshot.is_given_up
+            save_job.release()
+            self._blocked_s += save_job.blocked_s - blocked_s
             if snapshot.is_given_up and not was_given_up:
-                self._decline(flight.attempt, _hangs(flight.attempt), flight.poll)
+                self._abort(save_job.attempt, _hangs(save_job.attempt), save_job.shared)
 
         return optimizer.register_step_pre_hook(release)
 
 
 def _report(started: _Started, error: TrainerError | None) -> SaveReport:
-    flight = started.flight
-    attempt, snapshot = flight.attempt, flight.snapshot
-    end = time.perf_counter() if flight.committed_at is None else flight.committed_at
+    save_job = started.save_job
+    attempt, snapshot = save_job.attempt, save_job.snapshot
+    end = time.perf_counter() if save_job.committed_at is None else save_job.committed_at
     return SaveReport(
         attempt.iteration,
         attempt.folder.iteration(attempt.iteration),
-        written_bytes=flight.written_bytes,
+        written_bytes=save_job.written_bytes,
         seconds=end - started.start,
-        blocked_s=started.blocked_s + flight.blocked_s,
+        blocked_s=started.blocked_s + save_job.blocked_s,
         waited_s=started.waited_s,
         copied_bytes=snapshot.copied_bytes,
         error=error,
@@ -371,7 +377,7 @@ def _hangs(attempt: Attempt) -> CheckpointError:
     )
 
 
-def _is_undecided(attempt: Attempt) -> CheckpointError:
+def _in_doubt_error(attempt: Attempt) -> CheckpointError:
     return CheckpointError(
         "A save did not end in time, and may still be committed",
         where=attempt.folder.iteration(attempt.iteration),

@@ -11,7 +11,7 @@ from enum import Enum, auto
 import torch
 
 from trainer.checkpoint.format.layout import PAGE_BYTES
-from trainer.checkpoint.saving.chunks import Chunk, Part
+from trainer.checkpoint.saving.chunks import Chunk, ChunkPart
 from trainer.checkpoint.tensors.arena import Arena, Bytes
 from trainer.checkpoint.tensors.memory import Memory
 from trainer.errors import CheckpointError
@@ -208,7 +208,7 @@ class Snapshot:
         return any(self._memory[part.piece.name].is_on_device for part in chunk.parts)
 
     def _in_place(self, chunk: Chunk) -> memoryview | None:
-        """Return live memory that lies as the file does: in one stretch, and where O_DIRECT wants it."""
+        """Return live memory that lies as the file does: in one extent, and where O_DIRECT wants it."""
         if self._is_on_device(chunk):
             return None
         first = self._address(chunk.parts[0])
@@ -221,7 +221,7 @@ class Snapshot:
             return None
         return memoryview((ctypes.c_ubyte * chunk.size).from_address(first)).cast("B")
 
-    def _address(self, part: Part) -> int:
+    def _address(self, part: ChunkPart) -> int:
         return self._memory[part.piece.name].address + part.lo
 
     def _gather(self, chunk: Chunk, target: Bytes) -> torch.cuda.Event | None:

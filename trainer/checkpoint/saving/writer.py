@@ -20,7 +20,7 @@ from trainer.checkpoint.saving.chunks import CHUNK_BYTES, Chunk, PieceDigests
 from trainer.checkpoint.saving.column_sharing import Sharing
 from trainer.checkpoint.saving.ownership import Piece
 from trainer.checkpoint.saving.snapshot import DIRECT_BYTES, Snapshot
-from trainer.checkpoint.saving.stripes import cut_by_strips
+from trainer.checkpoint.saving.stripes import cut_by_stripes
 from trainer.checkpoint.storage.files import Files, describe_free_space
 from trainer.checkpoint.storage.worker import Job, Worker
 from trainer.checkpoint.tensors.arena import Bytes, map_memory
@@ -39,7 +39,7 @@ class Writer:
     """Writes into one folder that is not yet a checkpoint; every rank has one.
 
     Args:
-        threads: how many stretches are written at once.
+        threads: how many extents are written at once.
         progress: told, from any writing thread, how many more bytes are written.
         sharing: where columns become whole rows; None where they are written row by row.
     """
@@ -79,19 +79,19 @@ class Writer:
                 target = targets[file.name] = _Target(self, file, stays_open=len(order) <= MOST_OPEN)
                 ending.callback(target.close)
                 jobs += [
-                    pool.submit(partial(self._write_stretch, target, stretch, snapshot, digests, has_failed))
-                    for stretch in chunks.get(file.name, ()) or ((),)
+                    pool.submit(partial(self._write_extent, target, extent, snapshot, digests, has_failed))
+                    for extent in chunks.get(file.name, ()) or ((),)
                 ]
             _raise_first(jobs)
-            strips = partial(self._write_strips, targets, snapshot, has_failed)
-            _raise_first([pool.submit(strips) for _ in range(self.threads)])
+            stripes = partial(self._write_strips, targets, snapshot, has_failed)
+            _raise_first([pool.submit(stripes) for _ in range(self.threads)])
             _raise_first([pool.submit(partial(self._sync, target)) for target in targets.values()])
         return Written(
             [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, digests[piece.name]) for piece in pieces],
             sum(target.written_bytes for target in targets.values()),
         )
 
-    def _write_stretch(
+    def _write_extent(
         self,
         target: _Target,
         chunks: Sequence[Chunk],
@@ -116,14 +116,14 @@ class Writer:
             raise
 
     def _write_strips(self, targets: Mapping[str, _Target], snapshot: Snapshot, has_failed: threading.Event) -> None:
-        """Write strips that the host's ranks have filled, this one or another."""
-        for tensor, strip, data in () if self.sharing is None else self.sharing.full():
+        """Write stripes that the host's ranks have filled, this one or another."""
+        for tensor, stripe, data in () if self.sharing is None else self.sharing.full():
             self._go_on(snapshot, has_failed)
             place = self.layout.places[tensor]
             target = targets[place.file]
             try:
                 with target:
-                    target.write(data, offset=place.offset + strip.lo)
+                    target.write(data, offset=place.offset + stripe.lo)
             except OSError as error:
                 has_failed.set()
                 raise self._failure(target.path, error) from error
@@ -160,11 +160,11 @@ class Writer:
     def _place_rows(self, target: _Target, chunk: Chunk, packed: Image, data: memoryview) -> None:
         """Bring rows that lie apart to memory that the host's ranks share, or else into the file, one by one."""
         (part,) = chunk.parts
-        strips = () if self.sharing is None else self.sharing.strips(part.piece.name)
-        for lo, hi, strip in cut_by_strips(packed, part.lo, part.hi, strips):
+        stripes = () if self.sharing is None else self.sharing.stripes(part.piece.name)
+        for lo, hi, stripe in cut_by_stripes(packed, part.lo, part.hi, stripes):
             rows = data[lo - part.lo : hi - part.lo]
-            if strip is not None and self.sharing is not None:
-                self.sharing.put(strip, packed, lo, rows)
+            if stripe is not None and self.sharing is not None:
+                self.sharing.put(stripe, packed, lo, rows)
                 continue
             for in_tensor, in_image, length in packed.spans(lo, hi):
                 target.write_cached(rows[in_image - lo : in_image - lo + length], offset=chunk.offset + in_tensor)
@@ -194,7 +194,7 @@ def writing_failed(path: Path, error: OSError, files: Files, *, root: Path, tota
 
 
 class _Stopped(Exception):
-    """Another stretch failed, so this one is of no use."""
+    """Another extent failed, so this one is of no use."""
 
 
 def _raise_first(jobs: Sequence[Job]) -> None:
@@ -210,7 +210,7 @@ def _raise_first(jobs: Sequence[Job]) -> None:
 
 
 class _Target:
-    """A file that is written in stretches by several threads, and open in a `with` of any of them.
+    """A file that is written in extents by several threads, and open in a `with` of any of them.
 
     Whole pages go around the page cache where file system and memory allow it. Only whole pages: what lies in the rest
     of a page may be another rank's.

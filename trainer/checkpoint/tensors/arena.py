@@ -22,7 +22,7 @@ _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 
 
 class Arena:
-    """A block of host memory from which stretches are taken one after the other, all given back at once.
+    """A block of host memory from which extents are taken one after the other, all given back at once.
 
     Not thread-safe: its user serves one thread at a time.
 
@@ -48,7 +48,7 @@ class Arena:
         return self._memory[start : start + size]
 
     def clear(self) -> None:
-        """Take all stretches back."""
+        """Take all extents back."""
         self._used = 0
 
     def touch(self) -> None:
@@ -78,18 +78,18 @@ def map_memory(total_bytes: int) -> Bytes:
     return np.frombuffer(mapping, dtype=np.uint8)[:total_bytes]
 
 
-def map_like_file(stretches: Sequence[tuple[int, int]]) -> list[Bytes]:
-    """Return zeros for stretches `(offset, size)` of a file, at addresses congruent to the offsets modulo a page.
+def map_like_file(extents: Sequence[tuple[int, int]]) -> list[Bytes]:
+    """Return zeros for extents `(offset, size)` of a file, at addresses congruent to the offsets modulo a page.
 
     Stretches that follow each other in the file and in the list follow each other in memory, so that they can be
     written at once, around the page cache.
     """
     starts, end = [], 0
-    for offset, size in stretches:
+    for offset, size in extents:
         starts.append(end + (offset - end) % PAGE_BYTES)
         end = starts[-1] + size
     memory = map_memory(end)
-    return [memory[start : start + size] for start, (_, size) in zip(starts, stretches, strict=True)]
+    return [memory[start : start + size] for start, (_, size) in zip(starts, extents, strict=True)]
 
 
 def _pin(memory: Bytes) -> None:

@@ -43,7 +43,7 @@ def zeros_like_files(
 
 
 def _offset_in_file(live: LiveTensor, name: str, layout: Layout) -> int | None:
-    """Return where a box begins in the file of `name`, or None if its bytes do not lie there in one stretch."""
+    """Return where a box begins in the file of `name`, or None if its bytes do not lie there in one extent."""
     if live.is_copy or name not in layout.places:
         return None
     packed = live.spec.image(live.box)

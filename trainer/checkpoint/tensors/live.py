@@ -17,7 +17,7 @@ from torch import nn
 
 from trainer.checkpoint.format.box import Box, Split, box_of_splits, intersect, relative, whole
 from trainer.checkpoint.format.json_file import Document
-from trainer.checkpoint.format.layout import Kind, TensorSpec
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.tensors.storable import check_byteorder, check_disjoint, check_memory
 from trainer.errors import CheckpointError
 
@@ -102,7 +102,7 @@ class Grid:
         return tuple(sorted(int(rank) for rank in np.ravel(self.ranks[index])))
 
 
-def reshard(model: nn.Module) -> None:
+def free_gathered_parameters(model: nn.Module) -> None:
     """Free every gathered FSDP2 parameter, so that `named_parameters()` are the optimizer's again.
 
     After a forward without gradients FSDP2 may hold whole plain tensors: saving them would see wrong boxes, loading
@@ -134,15 +134,15 @@ def live_tensors(
             sparse or quantised, or shares memory with another, or a big-endian host.
     """
     check_byteorder(sys.byteorder)
-    reshard(model)
+    free_gathered_parameters(model)
     stored = stored or {}
     names = parameter_names(model)
     buffers = list(_persistent_buffers(model))
     _check_memory([*((name, parameter) for parameter, name in names.items()), *buffers])
     for parameter, name in names.items():
-        yield from _locate(Kind.MODEL, name, parameter.detach(), grid=grid, stored=stored.get(name))
+        yield from _locate(TensorKind.MODEL, name, parameter.detach(), grid=grid, stored=stored.get(name))
     for name, buffer in buffers:
-        yield from _locate(Kind.MODEL, name, buffer, grid=grid, stored=None)
+        yield from _locate(TensorKind.MODEL, name, buffer, grid=grid, stored=None)
     if optimizer is not None:
         _refuse_strangers(optimizer, names)
         yield from _optimizer_tensors(optimizer, names, grid=grid, stored=stored)
@@ -196,7 +196,7 @@ def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:
 
     Frees gathered FSDP2 parameters first, as enumerating the state does.
     """
-    reshard(model)
+    free_gathered_parameters(model)
     state = (value for values in optimizer.state.values() for value in values.values())
     return tuple(
         (id(tensor), memory_holder(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -270,7 +270,7 @@ def _optimizer_tensors(
             same = value.shape == parameter.shape
             owner = parameter if is_dtensor(parameter) else None
             yield from _locate(
-                Kind.OPTIMIZER,
+                TensorKind.OPTIMIZER,
                 f"{key}.{name}",
                 value,
                 grid=_grid_of(owner, grid),
@@ -289,7 +289,9 @@ def _is_tensor(key: str, value: object) -> bool:
     return True
 
 
-def _locate(kind: Kind, name: str, tensor: torch.Tensor, *, grid: Grid, stored: Stored | None) -> Iterator[LiveTensor]:
+def _locate(
+    kind: TensorKind, name: str, tensor: torch.Tensor, *, grid: Grid, stored: Stored | None
+) -> Iterator[LiveTensor]:
     """Yield the live tensor that `tensor` is, or nothing where this rank has no part of it."""
     shape = tuple(tensor.shape)
     layout = stored or Stored(shape, shape)

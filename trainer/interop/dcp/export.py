@@ -21,15 +21,15 @@ from tqdm import tqdm
 
 from models import aliases, generation_config, hf_config, stored_tensors
 from models.config import ModelConfig
-from trainer.atomic import appearing
+from trainer.atomic import atomic_output
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError, ConfigError, TrainerError
 from trainer.interop.dcp.names import MOMENTS, STEP
-from trainer.interop.formats import Wanted
-from trainer.interop.source import Source, of_checkpoint
+from trainer.interop.formats import ExportOptions
+from trainer.interop.source import StateSource, of_checkpoint
 from trainer.progress import Progress
 from trainer.run_record import no_decay_names, saved_schedule
 
@@ -47,7 +47,7 @@ class _Adam:
     no_decay: frozenset[str]
 
 
-def write(checkpoint: Checkpoint, out: Path, wanted: Wanted) -> None:
+def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
     """Write `out`, a folder for `dcp.load`, with a file's tensors in memory at a time; it appears whole, by one rename.
 
     It holds `model`, with a tied output layer under both names, and, where the checkpoint has an optimizer, `optim` as
@@ -67,7 +67,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: Wanted) -> None:
     files, source = Files(), of_checkpoint(checkpoint)
     adam = _saved_adam(checkpoint, source.model) if source.has_optimizer else None
     counters = _counters(checkpoint)
-    with appearing(out, files) as partial:
+    with atomic_output(out, files) as partial:
         files.make_folder(partial)
         _save(source, _state(source.model, adam, counters), partial)
         for name, document in _documents(source.model).items():
@@ -200,7 +200,7 @@ def _bundles(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
         yield bundle
 
 
-def _save(source: Source, state: _State, folder: Path) -> None:
+def _save(source: StateSource, state: _State, folder: Path) -> None:
     with (
         tqdm(total=state.total_bytes, desc=folder.name, unit="B", unit_scale=True, disable=None, leave=False) as bar,
         warnings.catch_warnings(),

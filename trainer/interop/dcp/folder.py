@@ -82,7 +82,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class DcpTensor:
     """A tensor of the folder: its whole shape, its dtype, and how many chunks it lies in."""
 
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class Stored:
     chunks: int
 
 
-class Folder:
+class DcpFolder:
     """A folder of DCP whose metadata is read and sound, and whose files are there.
 
     Attributes:
@@ -103,7 +103,7 @@ class Folder:
         self._metadata = metadata
         table = metadata.state_dict_metadata
         self.tensors = {
-            key: Stored(tuple(entry.size), entry.properties.dtype, len(entry.chunks))
+            key: DcpTensor(tuple(entry.size), entry.properties.dtype, len(entry.chunks))
             for key, entry in table.items()
             if isinstance(entry, TensorStorageMetadata)
         }
@@ -216,7 +216,7 @@ def _damaged_part(data: bytes) -> str | None:
     return None
 
 
-def open_folder(path: Path, *, trust_pickle: bool) -> Folder:
+def open_folder(path: Path, *, trust_pickle: bool) -> DcpFolder:
     """Read the metadata of a DCP folder and check that it is sound and that all its files are there.
 
     Raises:
@@ -237,7 +237,7 @@ def open_folder(path: Path, *, trust_pickle: bool) -> Folder:
     if found:
         shown = "".join(f"\n  {problem}" for problem in found[:20])
         raise CheckpointError("A DCP folder is not whole", where=path, found=f"{len(found)} problems:{shown}")
-    return Folder(path, metadata)
+    return DcpFolder(path, metadata)
 
 
 def _no_folder(path: Path) -> CheckpointError:
@@ -387,4 +387,4 @@ def _missing_files(path: Path, metadata: Metadata) -> Iterable[str]:
             yield f"{name}: {(path / name).stat().st_size} B, expected at least {end} B"
 
 
-__all__ = ["Folder", "Stored", "open_folder"]
+__all__ = ["DcpFolder", "DcpTensor", "open_folder"]

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class KeyOrigin:
     """Where one of our tensors comes from: a name of the other program's, that tensor's shape, and what to take of it.
 
     `take` maps a tensor of `shape` to one of ours; the same serves weight and moments, which lie alike.
@@ -32,7 +32,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundKeys:
     """What a folder has of a model.
 
     Args:
@@ -44,13 +44,15 @@ class Found:
     """
 
     scheme: str
-    keys: Mapping[str, tuple[str, Origin]]
+    keys: Mapping[str, tuple[str, KeyOrigin]]
     tied: Mapping[str, str]
     has_optimizer: bool
     rest: frozenset[str]
 
 
-def locate(shapes: Mapping[str, Shape], config: ModelConfig, *, where: object, with_optimizer: bool = True) -> Found:
+def locate(
+    shapes: Mapping[str, Shape], config: ModelConfig, *, where: object, with_optimizer: bool = True
+) -> FoundKeys:
     """Find a model's tensors, and its optimizer's, among keys of any prefix.
 
     Args:
@@ -63,7 +65,7 @@ def locate(shapes: Mapping[str, Shape], config: ModelConfig, *, where: object, w
     """
     scheme, origins, prefix = _scheme(shapes, config, where=where)
     problems = list[str]()
-    keys = dict[str, tuple[str, Origin]]()
+    keys = dict[str, tuple[str, KeyOrigin]]()
     second = {ours: alias for alias, ours in aliases(config).items()}
     tied = dict[str, str]()
     for name, candidates in origins.items():
@@ -86,12 +88,12 @@ def locate(shapes: Mapping[str, Shape], config: ModelConfig, *, where: object, w
             raise _other_optimizer(problems, where=where)
         keys |= moments
         used |= {key for key, _ in moments.values()}
-    return Found(scheme, keys, tied, root is not None, frozenset(shapes) - used)
+    return FoundKeys(scheme, keys, tied, root is not None, frozenset(shapes) - used)
 
 
 def _scheme(
     shapes: Mapping[str, Shape], config: ModelConfig, *, where: object
-) -> tuple[str, dict[str, list[Origin]], str]:
+) -> tuple[str, dict[str, list[KeyOrigin]], str]:
     """Return whose names the folder uses, the origins under these names, and what stands before them."""
     schemes = {"transformers": _transformers(config)}
     if config.family is Family.llama3:
@@ -123,9 +125,9 @@ def _scheme(
 
 
 def _locate_moments(
-    shapes: Mapping[str, Shape], origins: Mapping[str, Sequence[Origin]], root: str
-) -> tuple[dict[str, tuple[str, Origin]], list[str]]:
-    keys, problems = dict[str, tuple[str, Origin]](), list[str]()
+    shapes: Mapping[str, Shape], origins: Mapping[str, Sequence[KeyOrigin]], root: str
+) -> tuple[dict[str, tuple[str, KeyOrigin]], list[str]]:
+    keys, problems = dict[str, tuple[str, KeyOrigin]](), list[str]()
     for name, candidates in origins.items():
         named = [(f"{root}state.{origin.name}", origin) for origin in candidates]
         state, origin = next(((key, o) for key, o in named if f"{key}.{MOMENTS[0]}" in shapes), named[0])
@@ -141,7 +143,7 @@ def _locate_moments(
     return keys, problems
 
 
-def _optimizer_root(shapes: Mapping[str, Shape], anchors: Sequence[Origin], *, where: object) -> str | None:
+def _optimizer_root(shapes: Mapping[str, Shape], anchors: Sequence[KeyOrigin], *, where: object) -> str | None:
     """Return what stands before `state.` in the keys of the optimizer, or None if there is none by name."""
     ends = [f"state.{origin.name}.{kind}" for origin in anchors for kind in MOMENTS]
     roots = {key.removesuffix(end) for key in shapes for end in ends if key == end or key.endswith("." + end)}
@@ -223,11 +225,11 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _transformers(config: ModelConfig) -> dict[str, list[Origin]]:
+def _transformers(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
     """Return the origins under our own names, which are transformers'; a tied tensor may come under either."""
     second = {ours: alias for alias, ours in aliases(config).items()}
     return {
-        name: [Origin(n, tensor.shape, _whole) for n in ([name, second[name]] if name in second else [name])]
+        name: [KeyOrigin(n, tensor.shape, _whole) for n in ([name, second[name]] if name in second else [name])]
         for name, tensor in stored_tensors(config).items()
     }
 
@@ -253,27 +255,27 @@ _TITAN_ATTENTION = {
 }
 
 
-def _torchtitan(config: ModelConfig) -> dict[str, list[Origin]]:
+def _torchtitan(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
     """Return the origins under torchtitan's names of LLaMA-3."""
     second = {ours: alias for alias, ours in aliases(config).items()}
-    found = dict[str, list[Origin]]()
+    found = dict[str, list[KeyOrigin]]()
     for name, tensor in stored_tensors(config).items():
         if name in _TITAN_ENDS:
             names = [*_TITAN_ENDS[name], *_TITAN_ENDS.get(second.get(name, ""), ())]
-            found[name] = [Origin(theirs, tensor.shape, _whole) for theirs in names]
+            found[name] = [KeyOrigin(theirs, tensor.shape, _whole) for theirs in names]
             continue
         layer, part = name.removeprefix("model.layers.").split(".", maxsplit=1)
         if part in _TITAN_BLOCK:
-            found[name] = [Origin(f"layers.{layer}.{_TITAN_BLOCK[part]}", tensor.shape, _whole)]
+            found[name] = [KeyOrigin(f"layers.{layer}.{_TITAN_BLOCK[part]}", tensor.shape, _whole)]
         else:
             found[name] = _titan_attention(config, layer, part, tensor.shape)
     return found
 
 
-def _titan_attention(config: ModelConfig, layer: str, part: str, shape: Shape) -> list[Origin]:
+def _titan_attention(config: ModelConfig, layer: str, part: str, shape: Shape) -> list[KeyOrigin]:
     theirs = _TITAN_ATTENTION[part]
     take = _whole if theirs == "wv" else (lambda tensor: halves_from_pairs(tensor, config.head_dim))
-    return [Origin(f"layers.{layer}.attention.{inner}{theirs}.weight", shape, take) for inner in ("", "qkv_linear.")]
+    return [KeyOrigin(f"layers.{layer}.attention.{inner}{theirs}.weight", shape, take) for inner in ("", "qkv_linear.")]
 
 
 def halves_from_pairs(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:

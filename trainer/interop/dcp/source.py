@@ -16,13 +16,13 @@ import torch
 from trainer.checkpoint.format import json_file
 from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.dcp import export as dcp_export
-from trainer.interop.dcp.folder import Folder, open_folder
-from trainer.interop.dcp.names import STEP, Found, is_numbered, locate, possessive
+from trainer.interop.dcp.folder import DcpFolder, open_folder
+from trainer.interop.dcp.names import STEP, FoundKeys, is_numbered, locate, possessive
 from trainer.interop.finite import require_finite
-from trainer.interop.formats import Asked, Format
+from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.hf.config import read_model
 from trainer.interop.hf.folder import CONFIG
-from trainer.interop.source import Source
+from trainer.interop.source import StateSource
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _SETTING = re.compile(r"(?:^|\.)param_groups\..*\.(lr|betas|eps|weight_decay)$")
 _MOST_SETTINGS_READ = 4096
 
 
-def read_source(path: Path, asked: Asked) -> Source:
+def read_source(path: Path, asked: ImportOptions) -> StateSource:
     """Open a DCP folder that holds a model under transformers' or torchtitan's names, alone or with AdamW's state.
 
     The model is the one that a `config.json` beside describes, else the one that is asked for. What lies in the folder
@@ -52,15 +52,15 @@ def read_source(path: Path, asked: Asked) -> Source:
     steps = _steps(folder, found) if found.has_optimizer else {}
     _tell(folder, found)
     read = partial(_read, folder, found, steps)
-    return Source(model, max((int(step.item()) for step in steps.values()), default=0), found.has_optimizer, read)
+    return StateSource(model, max((int(step.item()) for step in steps.values()), default=0), found.has_optimizer, read)
 
 
-def _scalars(folder: Folder) -> Iterable[str]:
+def _scalars(folder: DcpFolder) -> Iterable[str]:
     """Yield the keys of steps that are Python's numbers, as some optimizers keep them."""
     return (key for key in folder.values if key.endswith(f".{STEP}"))
 
 
-def _check_dtypes(folder: Folder, found: Found) -> None:
+def _check_dtypes(folder: DcpFolder, found: FoundKeys) -> None:
     odd = [
         f"{key}: {folder.tensors[key].dtype}"
         for name, (key, _) in found.keys.items()
@@ -75,7 +75,7 @@ def _check_dtypes(folder: Folder, found: Found) -> None:
         )
 
 
-def _steps(folder: Folder, found: Found) -> dict[str, torch.Tensor]:
+def _steps(folder: DcpFolder, found: FoundKeys) -> dict[str, torch.Tensor]:
     """Return the step of every parameter, float32 and 0-d, by our name."""
     steps = dict[str, torch.Tensor]()
     for name, (key, _) in found.keys.items():
@@ -91,7 +91,7 @@ def _natural(value: object, *, where: str) -> float:
     return number
 
 
-def _read(folder: Folder, found: Found, steps: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+def _read(folder: DcpFolder, found: FoundKeys, steps: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     if name in steps:
         return steps[name]
     key, origin = found.keys[name]
@@ -106,7 +106,7 @@ def _read(folder: Folder, found: Found, steps: Mapping[str, torch.Tensor], name:
     return origin.take(tensor)
 
 
-def _tell(folder: Folder, found: Found) -> None:
+def _tell(folder: DcpFolder, found: FoundKeys) -> None:
     """Log whose names they are, what the optimizer was set to, and what is not carried over."""
     keys = found.rest | folder.values - {key for key, _ in found.keys.values()}
     moments = "weights and moments" if found.has_optimizer else "weights alone"
@@ -127,7 +127,7 @@ def _tell(folder: Folder, found: Found) -> None:
         _log.info("not carried: " + ", ".join(f"{top} ({count})" for top, count in sorted(groups.items())))
 
 
-def _settings(folder: Folder) -> dict[str, set[str]]:
+def _settings(folder: DcpFolder) -> dict[str, set[str]]:
     """Return the values of the settings that a resume should have again, as far as they are plain."""
     settings = dict[str, set[str]]()
     named = [(match[1], key) for key in sorted(folder.values) if (match := _SETTING.search(key))]

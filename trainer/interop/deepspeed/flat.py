@@ -19,7 +19,7 @@ from math import prod
 import torch
 
 from trainer.errors import CheckpointError, MismatchError
-from trainer.interop.deepspeed.folder import Saved, Table, take
+from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, take
 from trainer.interop.deepspeed.numbered import Numbered, names_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -30,7 +30,7 @@ Chain = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FlatPlace:
     """Where a parameter lies: stretches (chain, first, last + 1) of chains of tensors, end to end, padding last.
 
     Args:
@@ -46,7 +46,7 @@ class Place:
 class Flats:
     """Every parameter's place by name, and the chains: of the weights and of each moment, numbered alike."""
 
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, FlatPlace] = field(default_factory=dict)
     chains: dict[str, list[Chain]] = field(default_factory=lambda: {key: [] for key in (WEIGHTS, *MOMENTS)})
 
     def read(self, key: str, name: str) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Flats:
         """Add a parameter without moments."""
         # Chains of moments are counted alike: those of the optimizer come first.
         self.chains[WEIGHTS].append(fragments)
-        self.places[name] = Place(shape, ((len(self.chains[WEIGHTS]) - 1, 0, prod(shape)),), None)
+        self.places[name] = FlatPlace(shape, ((len(self.chains[WEIGHTS]) - 1, 0, prod(shape)),), None)
 
     def check(self, where: object) -> None:
         """Refuse places that their chains do not fill.
@@ -124,7 +124,7 @@ class Whole:
     shared: Mapping[str, str]
 
 
-def locate(saved: Saved, whole: Whole, *, given: Sequence[str] | None, weights_only: bool) -> Flats:
+def locate(saved: DeepSpeedCheckpoint, whole: Whole, *, given: Sequence[str] | None, weights_only: bool) -> Flats:
     """Return where every parameter lies; one that no optimizer holds lies in the model's own files.
 
     Args:
@@ -151,7 +151,7 @@ def locate(saved: Saved, whole: Whole, *, given: Sequence[str] | None, weights_o
     return flats
 
 
-def _locate_cut_together(flats: Flats, saved: Saved, *, weights_only: bool) -> None:
+def _locate_cut_together(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_only: bool) -> None:
     """Find the parameters of ZeRO 1 and 2."""
     path = saved.path
     optimizers = () if weights_only else saved.optimizers
@@ -169,11 +169,11 @@ def _locate_cut_together(flats: Flats, saved: Saved, *, weights_only: bool) -> N
         chain, step = flats.add([b[number] for b in buffers], moments, path)
         offset = 0
         for (name, shape), padding in zip(group.items(), paddings[number], strict=True):
-            flats.places[name] = Place(shape, ((chain, offset, offset + prod(shape)),), step)
+            flats.places[name] = FlatPlace(shape, ((chain, offset, offset + prod(shape)),), step)
             offset += prod(shape) + padding
 
 
-def _locate_cut_one_by_one(flats: Flats, saved: Saved, *, weights_only: bool) -> None:
+def _locate_cut_one_by_one(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_only: bool) -> None:
     """Find the parameters of ZeRO 3: a chain is what one rank has."""
     path, steps = saved.path, set[float | None]()
     for state in saved.optimizers:
@@ -189,7 +189,7 @@ def _locate_cut_one_by_one(flats: Flats, saved: Saved, *, weights_only: bool) ->
         for name, shape in group.items():
             part = _part(shape, saved)
             stretches = tuple((rank, offset, offset + part) for rank in range(len(saved.optimizers)))
-            flats.places[name] = Place(shape, stretches, step)
+            flats.places[name] = FlatPlace(shape, stretches, step)
             offset += part
     lengths = {sum(tensor.numel() for tensor in chain) for chain in flats.chains[WEIGHTS]}
     if lengths != {offset}:
@@ -202,7 +202,7 @@ def _locate_cut_one_by_one(flats: Flats, saved: Saved, *, weights_only: bool) ->
         )
 
 
-def _add_frozen_parts(flats: Flats, saved: Saved) -> None:
+def _add_frozen_parts(flats: Flats, saved: DeepSpeedCheckpoint) -> None:
     """Find what ZeRO 3 has cut and no optimizer holds."""
     path = saved.path
     if not saved.models[0].get("frozen_param_shapes"):
@@ -216,7 +216,7 @@ def _add_frozen_parts(flats: Flats, saved: Saved) -> None:
         flats.add_whole(name, shape, fragments)
 
 
-def _locate_numbered(flats: Flats, saved: Saved, whole: Whole, given: Sequence[str] | None) -> None:
+def _locate_numbered(flats: Flats, saved: DeepSpeedCheckpoint, whole: Whole, given: Sequence[str] | None) -> None:
     """Find the parameters of stage 0; none, where no optimizer was saved."""
     path = saved.path
     if saved.models[0].get("optimizer") is None:
@@ -240,7 +240,7 @@ def _locate_numbered(flats: Flats, saved: Saved, whole: Whole, given: Sequence[s
     for number, (name, shape) in enumerate(zip(names, numbered.shapes, strict=True)):
         weights = numbered.copies[number] if numbered.copies else whole.weights[name]
         chain, step = flats.add([weights], [entries[number]], path)
-        flats.places[name] = Place(shape, ((chain, 0, prod(shape)),), step)
+        flats.places[name] = FlatPlace(shape, ((chain, 0, prod(shape)),), step)
 
 
 def _numbered(table: Table, entries: Sequence[Table], copies: Sequence[Chain], where: object) -> Numbered:
@@ -273,7 +273,7 @@ def _cut(chain: Chain, lo: int, hi: int) -> Iterator[torch.Tensor]:
         start = end
 
 
-def _part(shape: tuple[int, ...], saved: Saved) -> int:
+def _part(shape: tuple[int, ...], saved: DeepSpeedCheckpoint) -> int:
     return -(-prod(shape) // len(saved.optimizers))
 
 

@@ -32,7 +32,7 @@ _WHOLE = "Consolidate it with DeepSpeed itself, or save it again without."
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class DeepSpeedCheckpoint:
     """A checkpoint whose files are all there and open.
 
     Args:
@@ -48,7 +48,7 @@ class Saved:
     is_stage_3: bool
 
 
-def open_saved(path: Path) -> Saved:
+def open_saved(path: Path) -> DeepSpeedCheckpoint:
     """Open the files of a checkpoint that `engine.save_checkpoint` wrote.
 
     Args:
@@ -76,7 +76,7 @@ def open_saved(path: Path) -> Saved:
     if shards["model"] and single:
         raise CheckpointError("A folder holds files of two saves", where=folder, found=f"{single[0]} and shards of it")
     _check_complete(folder, models, files, {kind: set(found) for kind, found in shards.items()})
-    return Saved(folder, models, optimizers, bool(shards["model"]))
+    return DeepSpeedCheckpoint(folder, models, optimizers, bool(shards["model"]))
 
 
 def take(table: Table, key: object, kind: type[T], where: object) -> T:

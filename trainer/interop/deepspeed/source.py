@@ -16,12 +16,12 @@ from models import ModelConfig, aliases, stored_tensors
 from trainer.checkpoint.format import json_file
 from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Whole, is_plain, locate
-from trainer.interop.deepspeed.folder import Saved, Table, open_saved, take
+from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, open_saved, take
 from trainer.interop.finite import require_finite
-from trainer.interop.formats import Asked, Format
+from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.hf.config import read_model
 from trainer.interop.hf.folder import CONFIG
-from trainer.interop.source import Source
+from trainer.interop.source import StateSource
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _KNOWN = frozenset(
 )
 
 
-def read_source(path: Path, asked: Asked) -> Source:
+def read_source(path: Path, asked: ImportOptions) -> StateSource:
     """Open a DeepSpeed checkpoint of a model under transformers' names, perhaps behind one prefix.
 
     The model is that of the `config.json` beside the tag's folder, as transformers' Trainer leaves it, else the one
@@ -82,12 +82,12 @@ def read_source(path: Path, asked: Asked) -> Source:
     if iteration < 0:
         raise CheckpointError("The number of steps is below 0", where=saved.path, found=iteration)
     if asked.weights_only:
-        return Source(model, 0, has_optimizer=False, read=reader.read)
+        return StateSource(model, 0, has_optimizer=False, read=reader.read)
     _tell_position(saved.models[0].get("global_samples"), iteration, asked)
-    return Source(model, iteration, has_optimizer, reader.read)
+    return StateSource(model, iteration, has_optimizer, reader.read)
 
 
-def _model(saved: Saved, asked: Asked) -> ModelConfig:
+def _model(saved: DeepSpeedCheckpoint, asked: ImportOptions) -> ModelConfig:
     path = saved.path.parent / CONFIG
     if not path.is_file():
         return asked.config.model
@@ -104,7 +104,7 @@ class _Reader:
         names: of every tensor of ours, by our name.
     """
 
-    saved: Saved
+    saved: DeepSpeedCheckpoint
     flats: Flats
     whole: Mapping[str, torch.Tensor]
     names: Mapping[str, str]
@@ -167,7 +167,7 @@ def _check_model(
         )
 
 
-def _whole(saved: Saved) -> dict[str, torch.Tensor]:
+def _whole(saved: DeepSpeedCheckpoint) -> dict[str, torch.Tensor]:
     """Return the parameters that the model file holds whole, a shared one once, in the module's order."""
     if saved.is_stage_3:
         return {}
@@ -180,7 +180,7 @@ def _whole(saved: Saved) -> dict[str, torch.Tensor]:
     return found
 
 
-def _shared(saved: Saved) -> Mapping[str, str]:
+def _shared(saved: DeepSpeedCheckpoint) -> Mapping[str, str]:
     """Return the names of parameters that are another one, and that one's name."""
     shared = saved.models[0].get("shared_params")
     if isinstance(shared, Mapping):
@@ -200,11 +200,11 @@ def _shared(saved: Saved) -> Mapping[str, str]:
     return found
 
 
-def _no_tensor(saved: Saved, name: object) -> CheckpointError:
+def _no_tensor(saved: DeepSpeedCheckpoint, name: object) -> CheckpointError:
     return CheckpointError("A model file holds something else than dense tensors", where=f"{saved.path}, {name}")
 
 
-def _names(saved: Saved, shared: Mapping[str, str], model: ModelConfig) -> dict[str, str]:
+def _names(saved: DeepSpeedCheckpoint, shared: Mapping[str, str], model: ModelConfig) -> dict[str, str]:
     """Return DeepSpeed's name of every tensor of ours: ours behind a prefix, and what that shares its memory with."""
     ours = list(stored_tensors(model))
     module = take(saved.models[0], "module", dict, saved.path)
@@ -214,7 +214,7 @@ def _names(saved: Saved, shared: Mapping[str, str], model: ModelConfig) -> dict[
     return {name: shared.get(prefix + name, prefix + name) if name in second else prefix + name for name in ours}
 
 
-def _tell_position(samples: object, iteration: int, asked: Asked) -> None:
+def _tell_position(samples: object, iteration: int, asked: ImportOptions) -> None:
     """Warn where DeepSpeed has counted other samples than a run of ours would at this iteration."""
     expected = iteration * asked.config.train.global_batch_size
     if isinstance(samples, int) and samples != expected:
@@ -224,7 +224,7 @@ def _tell_position(samples: object, iteration: int, asked: Asked) -> None:
         )
 
 
-def _tell(saved: Saved, reader: _Reader, asked: Asked, *, has_optimizer: bool) -> None:
+def _tell(saved: DeepSpeedCheckpoint, reader: _Reader, asked: ImportOptions, *, has_optimizer: bool) -> None:
     """Log what was found and what of it is not carried over."""
     table, places = saved.models[0], reader.flats.places
     frozen = [name for name, place in places.items() if place.step is None]
@@ -245,7 +245,7 @@ def _tell(saved: Saved, reader: _Reader, asked: Asked, *, has_optimizer: bool) -
         _log.info(f"the optimizer was set to {group}: not carried, the run that goes on has its own, optimizer.*")
 
 
-def _settings(saved: Saved) -> list[str]:
+def _settings(saved: DeepSpeedCheckpoint) -> list[str]:
     """Return the numbers of the optimizer's groups, as text, each once."""
     own = saved.models[0].get("optimizer")
     first: Table = {"optimizer_state_dict": own}

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import models
-from trainer.atomic import appearing
+from trainer.atomic import atomic_output
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES, build_layout, model_index
@@ -20,10 +20,10 @@ from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.data.text import read_tokenizer
 from trainer.errors import CheckpointError
-from trainer.interop.formats import Asked, Format, Wanted
+from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
-from trainer.interop.source import TOKENIZER_FILES, Source, of_checkpoint, tokenizer_files_in
+from trainer.interop.source import TOKENIZER_FILES, StateSource, of_checkpoint, tokenizer_files_in
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.state import checkpoint_specs
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 FILE_BYTES = DEFAULT_FILE_BYTES
 
 
-def read_source(path: Path, _: Asked) -> Source:
+def read_source(path: Path, _: ImportOptions) -> StateSource:
     """Open a folder that `save_pretrained` wrote. What else a trainer has saved in it is named in the log.
 
     Raises:
@@ -44,7 +44,7 @@ def read_source(path: Path, _: Asked) -> Source:
     check_tied(folder, folder.model)
     for line in left_behind(path):
         _log.warning(line)
-    return Source(
+    return StateSource(
         folder.model,
         0,
         has_optimizer=False,
@@ -53,7 +53,7 @@ def read_source(path: Path, _: Asked) -> Source:
     )
 
 
-def write(checkpoint: Checkpoint, out: Path, wanted: Wanted) -> None:
+def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
     """Write the weights as a folder that transformers opens, cast to the dtype that is wanted.
 
     The tokenizer is the one that is wanted, else that of the checkpoint.
@@ -72,7 +72,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: Wanted) -> None:
     if len(layout.files) > 1:
         documents[INDEX] = model_index(layout)
     tokenizer = source.tokenizer if wanted.tokenizer is None else _tokenizer_files(wanted.tokenizer)
-    with appearing(out, files) as partial:
+    with atomic_output(out, files) as partial:
         files.make_folder(partial)
         write_tensor_files(partial, files, layout, source.read)
         for name, document in documents.items():

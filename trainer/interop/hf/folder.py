@@ -13,7 +13,7 @@ import models
 from models import ModelConfig
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format import safetensors_file as header
-from trainer.checkpoint.format.layout import Kind, Place
+from trainer.checkpoint.format.layout import Place, TensorKind
 from trainer.checkpoint.format.names import INDEX, MANIFEST
 from trainer.checkpoint.loading.reader import opened, read_header
 from trainer.checkpoint.storage.files import Files
@@ -42,7 +42,7 @@ _DEEPSPEED = "global_step[0-9]*"
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class HfFolder:
     """A folder whose JSON files and headers are read and checked; `places` is by the names in the files."""
 
     path: Path
@@ -57,7 +57,7 @@ def is_folder(path: Path) -> bool:
     return not is_ours and (path / CONFIG).is_file()
 
 
-def open_folder(path: Path, files: Files) -> Folder:
+def open_folder(path: Path, files: Files) -> HfFolder:
     """Read the configuration and the header of every safetensors file; links are followed, as caches are made of them.
 
     Raises:
@@ -87,7 +87,7 @@ def open_folder(path: Path, files: Files) -> Folder:
         raise MismatchError(
             "A folder has fewer tensors than layers", where=path / CONFIG, expected=model.n_layer, found=len(places)
         )
-    return Folder(path, files, model, places)
+    return HfFolder(path, files, model, places)
 
 
 def left_behind(path: Path) -> list[str]:
@@ -112,7 +112,7 @@ def left_behind(path: Path) -> list[str]:
     return lines
 
 
-def stored_places(folder: Folder, model: ModelConfig) -> dict[str, Place]:
+def stored_places(folder: HfFolder, model: ModelConfig) -> dict[str, Place]:
     """Return the place of every stored tensor of `model` by our name, in its view.
 
     Names may lack the prefix of the model with a head. A tied output layer that is stored all the same, and buffers of
@@ -190,5 +190,5 @@ def _read_header(root: Path, name: str, files: Files) -> list[Place]:
     with opened(files, path) as file:
         data = read_header(file, size, where=root / name)
     table, length = json_file.parse(data[8:], where=root / name), len(data) - 8
-    specs = header.parse(table, Kind.MODEL, data_bytes=size - 8 - length, where=root / name)
+    specs = header.parse(table, TensorKind.MODEL, data_bytes=size - 8 - length, where=root / name)
     return [Place(spec, name, 8 + length + offset) for spec, offset in specs]

@@ -20,11 +20,11 @@ from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.errors import MismatchError
 from trainer.interop.finite import FiniteCheck
 from trainer.interop.floats import ITEMS, read_floats
-from trainer.interop.hf.folder import Folder
+from trainer.interop.hf.folder import HfFolder
 
 
 def fill(
-    folder: Folder,
+    folder: HfFolder,
     places: Mapping[str, Place],
     live: Sequence[LiveTensor],
     *,
@@ -54,12 +54,12 @@ def fill(
     return LoadReport(len(live), len(live), read_bytes, filled_bytes, time.perf_counter() - start)
 
 
-def read_whole(folder: Folder, place: Place) -> torch.Tensor:
+def read_whole(folder: HfFolder, place: Place) -> torch.Tensor:
     """Return a tensor as float32, without the rows that pad its vocabulary."""
     return _read(folder, place, whole(place.spec.view)).reshape(place.spec.shape)
 
 
-def check_tied(folder: Folder, model: ModelConfig) -> None:
+def check_tied(folder: HfFolder, model: ModelConfig) -> None:
     """Refuse an output layer that is stored beside the embedding it is tied to and is another tensor.
 
     Raises:
@@ -78,7 +78,7 @@ def check_tied(folder: Folder, model: ModelConfig) -> None:
             )
 
 
-def _are_same(folder: Folder, one: Place, other: Place) -> bool:
+def _are_same(folder: HfFolder, one: Place, other: Place) -> bool:
     """Return whether two matrices have the same bits as float32, reading some rows of both at a time."""
     if one.spec.shape != other.spec.shape:
         return False
@@ -92,7 +92,7 @@ def _are_same(folder: Folder, one: Place, other: Place) -> bool:
     return True
 
 
-def _read(folder: Folder, place: Place, box: Box) -> torch.Tensor:
+def _read(folder: HfFolder, place: Place, box: Box) -> torch.Tensor:
     memory = torch.empty(box.shape, dtype=torch.float32)
     fill(folder, {place.spec.name: place}, [LiveTensor(place.spec, box, memory, (0,))])
     return memory

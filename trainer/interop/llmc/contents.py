@@ -27,16 +27,16 @@ _SCALED = RopeScaling(8.0, 1.0, 4.0, 8192)  # what `use_scaled_rope` means: LLaM
 _TOKENS = {50257: (50256, 50256), 128256: (128000, 128001)}  # begin and end of text, by the size of the vocabulary
 
 
-class Form(Enum):
+class LlmcForm(Enum):
     """How a tensor in a file relates to ours."""
 
     plain = "plain"
     transposed = "transposed"  # GPT-2's Conv1D of transformers is [in, out]
-    interleaved = "interleaved"  # rotation turns neighbours in a file, halves of a head with us
+    interleaved = "interleaved"  # rotation turns local_ranks in a file, halves of a head with us
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LlmcTensor:
     """A tensor in a file: our name, its shape there, and how many of its first rows are ours.
 
     Args:
@@ -46,23 +46,23 @@ class Part:
     name: str
     shape: tuple[int, ...]
     rows: int
-    form: Form = Form.plain
+    form: LlmcForm = LlmcForm.plain
     heads: int = 0
 
     def to_ours(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows that are ours, [rows, ...], as we store them."""
         match self.form:
-            case Form.plain:
+            case LlmcForm.plain:
                 return tensor
-            case Form.transposed:
+            case LlmcForm.transposed:
                 return tensor.T
-            case Form.interleaved:
+            case LlmcForm.interleaved:
                 pairs = tensor.reshape(self.heads, -1, 2, tensor.shape[-1])
                 return pairs.transpose(1, 2).reshape(tensor.shape)
 
     def to_theirs(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what `to_ours` was given for it."""
-        if self.form is Form.interleaved:
+        if self.form is LlmcForm.interleaved:
             halves = tensor.reshape(self.heads, 2, -1, tensor.shape[-1])
             return halves.transpose(1, 2).reshape(tensor.shape)
         return self.to_ours(tensor)
@@ -150,10 +150,10 @@ def _bits(number: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
-def gpt2_parts(model: ModelConfig, padded_vocab_size: int) -> Iterator[Part]:
+def gpt2_parts(model: ModelConfig, padded_vocab_size: int) -> Iterator[LlmcTensor]:
     """Yield the tensors of a GPT-2 file in order."""
     width, wide = model.n_embd, 4 * model.n_embd
-    yield Part("transformer.wte.weight", (padded_vocab_size, width), model.vocab_size)
+    yield LlmcTensor("transformer.wte.weight", (padded_vocab_size, width), model.vocab_size)
     yield _plain("transformer.wpe.weight", model.max_position_embeddings, width)
     for name, *shape in (
         ("ln_1.weight", width),
@@ -169,22 +169,24 @@ def gpt2_parts(model: ModelConfig, padded_vocab_size: int) -> Iterator[Part]:
         ("mlp.c_proj.weight", width, wide),
         ("mlp.c_proj.bias", width),
     ):
-        form = Form.transposed if len(shape) == 2 else Form.plain
+        form = LlmcForm.transposed if len(shape) == 2 else LlmcForm.plain
         for layer in range(model.n_layer):
-            yield Part(f"transformer.h.{layer}.{name}", tuple(shape), shape[0], form)
+            yield LlmcTensor(f"transformer.h.{layer}.{name}", tuple(shape), shape[0], form)
     yield _plain("transformer.ln_f.weight", width)
     yield _plain("transformer.ln_f.bias", width)
 
 
-def llama3_parts(model: ModelConfig) -> Iterator[Part]:
+def llama3_parts(model: ModelConfig) -> Iterator[LlmcTensor]:
     """Yield the tensors of a LLaMA-3 file in order; query, key and value of a layer follow each other."""
     width, inner, kv_width = model.n_embd, model.intermediate_size, model.n_kv_head * model.head_dim
     layers = [f"model.layers.{layer}" for layer in range(model.n_layer)]
     yield _plain("model.embed_tokens.weight", model.vocab_size, width)
     yield from (_plain(f"{layer}.input_layernorm.weight", width) for layer in layers)
     for layer in layers:
-        yield Part(f"{layer}.self_attn.q_proj.weight", (width, width), width, Form.interleaved, model.n_head)
-        yield Part(f"{layer}.self_attn.k_proj.weight", (kv_width, width), kv_width, Form.interleaved, model.n_kv_head)
+        yield LlmcTensor(f"{layer}.self_attn.q_proj.weight", (width, width), width, LlmcForm.interleaved, model.n_head)
+        yield LlmcTensor(
+            f"{layer}.self_attn.k_proj.weight", (kv_width, width), kv_width, LlmcForm.interleaved, model.n_kv_head
+        )
         yield _plain(f"{layer}.self_attn.v_proj.weight", kv_width, width)
     yield from (_plain(f"{layer}.self_attn.o_proj.weight", width, width) for layer in layers)
     yield from (_plain(f"{layer}.post_attention_layernorm.weight", width) for layer in layers)
@@ -195,8 +197,8 @@ def llama3_parts(model: ModelConfig) -> Iterator[Part]:
     yield _plain("lm_head.weight", model.vocab_size, width)
 
 
-def _plain(name: str, *shape: int) -> Part:
-    return Part(name, shape, shape[0])
+def _plain(name: str, *shape: int) -> LlmcTensor:
+    return LlmcTensor(name, shape, shape[0])
 
 
 def gpt2_header(model: ModelConfig) -> tuple[list[int], list[str]]:

@@ -13,28 +13,28 @@ from tqdm import tqdm
 
 import models
 from models import Family, ModelConfig
-from trainer.atomic import appearing
+from trainer.atomic import atomic_output
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import ConfigError, MismatchError
-from trainer.interop.formats import Asked, Format, Wanted
-from trainer.interop.llmc.contents import HEADER_BYTES, MAGICS, VERSIONS, Part, gpt2_header, llama3_header
+from trainer.interop.formats import ExportOptions, Format, ImportOptions
+from trainer.interop.llmc.contents import HEADER_BYTES, MAGICS, VERSIONS, LlmcTensor, gpt2_header, llama3_header
 from trainer.interop.llmc.file import HEADER, open_file, parts_of, read_whole
-from trainer.interop.source import Source, of_checkpoint
+from trainer.interop.source import StateSource, of_checkpoint
 from trainer.interop.tensor_files import blocks_of
 
 
-def read_source(path: Path, _: Asked) -> Source:
+def read_source(path: Path, _: ImportOptions) -> StateSource:
     """Open a file of weights; they are read tensor by tensor.
 
     Raises:
         CheckpointError: for a file that is none, was cut off, or describes no model.
     """
     file = open_file(path, Files())
-    return Source(file.model, 0, has_optimizer=False, read=lambda name: read_whole(file, name))
+    return StateSource(file.model, 0, has_optimizer=False, read=lambda name: read_whole(file, name))
 
 
-def write(checkpoint: Checkpoint, out: Path, wanted: Wanted) -> None:
+def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
     """Write the weights of a checkpoint as a file, tensor by tensor.
 
     Raises:
@@ -49,7 +49,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: Wanted) -> None:
     total = HEADER_BYTES + sum(math.prod(part.shape) for part in parts) * wanted.dtype.itemsize
     aliases = models.aliases(source.model)
     bar = tqdm(total=total, desc=out.name, unit="B", unit_scale=True, disable=None, leave=False)
-    with appearing(out, files) as partial, bar:
+    with atomic_output(out, files) as partial, bar:
         descriptor = files.open_for_writing(partial)
         try:
             files.reserve(descriptor, total)
@@ -68,7 +68,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: Wanted) -> None:
             files.close(descriptor)
 
 
-def _describing(model: ModelConfig, dtype: torch.dtype, *, where: Path) -> tuple[list[int], list[Part]]:
+def _describing(model: ModelConfig, dtype: torch.dtype, *, where: Path) -> tuple[list[int], list[LlmcTensor]]:
     """Return the header of a file, but for the zeros at its end, and its tensors."""
     version = {kind: number for number, kind in VERSIONS.items()}.get(dtype)
     (magic,) = [number for number, family in MAGICS.items() if family is model.family]

@@ -16,7 +16,7 @@ from trainer.checkpoint.loading.reader import opened
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
 from trainer.interop.llmc import contents
-from trainer.interop.llmc.contents import HEADER_BYTES, MAGICS, VERSIONS, Part
+from trainer.interop.llmc.contents import HEADER_BYTES, MAGICS, VERSIONS, LlmcTensor
 
 HEADER = struct.Struct("<256i")
 WEIGHTS = f"a magic number of {' or '.join(map(str, MAGICS))}"
@@ -41,7 +41,7 @@ class WeightsFile:
     files: Files
     model: ModelConfig
     dtype: torch.dtype
-    parts: Mapping[str, tuple[Part, int]]
+    parts: Mapping[str, tuple[LlmcTensor, int]]
 
 
 def foreign(path: Path) -> str | None:
@@ -68,7 +68,7 @@ def open_file(path: Path, files: Files) -> WeightsFile:
     header = _read_header(path, files, size)
     dtype = VERSIONS[header[1]]
     model, parts = _described(path, header, size, dtype)
-    offsets, at = dict[str, tuple[Part, int]](), HEADER_BYTES
+    offsets, at = dict[str, tuple[LlmcTensor, int]](), HEADER_BYTES
     for part in parts:
         offsets[part.name] = (part, at)
         at += math.prod(part.shape) * dtype.itemsize
@@ -84,7 +84,7 @@ def read_whole(file: WeightsFile, name: str) -> torch.Tensor:
     return part.to_ours(tensor)
 
 
-def parts_of(model: ModelConfig, padded_vocab_size: int) -> list[Part]:
+def parts_of(model: ModelConfig, padded_vocab_size: int) -> list[LlmcTensor]:
     """Return the tensors of a file in order."""
     match model.family:
         case Family.gpt2:
@@ -122,7 +122,9 @@ def _told(data: bytes | bytearray) -> str:
     return next(known, f"{int.from_bytes(data[:4], 'little')}, of the bytes {data[:8].hex(' ') or 'none'}")
 
 
-def _described(path: Path, header: Sequence[int], size: int, dtype: torch.dtype) -> tuple[ModelConfig, list[Part]]:
+def _described(
+    path: Path, header: Sequence[int], size: int, dtype: torch.dtype
+) -> tuple[ModelConfig, list[LlmcTensor]]:
     """Return the model of a file and its tensors, after checking that the file has their size."""
     family = MAGICS[header[0]]
     found = contents.problems_of_header(header, family)

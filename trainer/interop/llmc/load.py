@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trainer.checkpoint.format.box import Box, in_bytes
-from trainer.checkpoint.format.layout import Kind, Place, TensorSpec
+from trainer.checkpoint.format.layout import Place, TensorKind, TensorSpec
 from trainer.checkpoint.loading.gather import Gatherer
 from trainer.checkpoint.loading.loader import LoadReport
 from trainer.checkpoint.loading.reader import opened
@@ -18,7 +18,7 @@ from trainer.checkpoint.loading.target import Target
 from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.interop.finite import FiniteCheck
 from trainer.interop.floats import read_floats
-from trainer.interop.llmc.contents import Form, Part
+from trainer.interop.llmc.contents import LlmcForm, LlmcTensor
 from trainer.interop.llmc.file import WeightsFile
 
 
@@ -62,7 +62,7 @@ def fill(
             part, offset = file.parts[tensor.spec.name]
             target = Target(tensor, tensor.box)
             for run in _runs(part, tensor.spec.view, tensor.box):
-                place = Place(TensorSpec(Kind.MODEL, part.name, run.view, file.dtype, run.view), "", offset)
+                place = Place(TensorSpec(TensorKind.MODEL, part.name, run.view, file.dtype, run.view), "", offset)
                 check = FiniteCheck()
                 for found, values in read_floats(source, place, run.box, gatherer=gatherer):
                     check.add(torch.from_numpy(values))
@@ -79,18 +79,18 @@ def fill(
     return LoadReport(len(live), len(live), source.read_bytes, filled_bytes, seconds)
 
 
-def _runs(part: Part, view: tuple[int, ...], box: Box) -> Iterator[_Run]:
+def _runs(part: LlmcTensor, view: tuple[int, ...], box: Box) -> Iterator[_Run]:
     """Yield what to read for a box of our tensor of shape `view`."""
     if not box.numel:
         return
     match part.form:
-        case Form.plain:
+        case LlmcForm.plain:
             yield _Run(view, box)
-        case Form.transposed:  # theirs begins with our second dimension, and ends with our first
+        case LlmcForm.transposed:  # theirs begins with our second dimension, and ends with our first
             last = len(view) - 1
             theirs = Box((*box.offset[1:], box.offset[0]), (*box.shape[1:], box.shape[0]))
             yield _Run((*view[1:], view[0]), theirs, order=(last, *range(last)))
-        case Form.interleaved:  # our rows of a head: all that lie first of two in a file, then all that lie second
+        case LlmcForm.interleaved:  # our rows of a head: all that lie first of two in a file, then all that lie second
             rows = view[0] // part.heads
             half = rows // 2
             for block in range(box.offset[0] // half, -(-box.end[0] // half)):

@@ -7,21 +7,23 @@ import os
 import pytest
 
 from tests.fakes import all_ranks, run_ranks, tcp_store
-from trainer.checkpoint.commit.channel import Board, lone_board
+from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.errors import CheckpointError, LaunchError, LockError, MismatchError, TrainerError
 
 
 def test_a_message_of_many_chunks_arrives_whole() -> None:
     data = os.urandom((9 << 20) + 5)
 
-    def call(board: Board) -> bytes:
-        return board.from_rank0("big", data if board.rank == 0 else None)
+    def call(channel: StoreChannel) -> bytes:
+        return channel.broadcast("big", data if channel.rank == 0 else None)
 
     assert all_ranks(2, call, store=tcp_store) == [data, data]
 
 
 def test_an_empty_message_arrives() -> None:
-    assert all_ranks(2, lambda board: board.from_rank0("k", b"" if board.rank == 0 else None), store=tcp_store) == [
+    assert all_ranks(
+        2, lambda channel: channel.broadcast("k", b"" if channel.rank == 0 else None), store=tcp_store
+    ) == [
         b"",
         b"",
     ]
@@ -35,17 +37,17 @@ def test_the_first_of_several_messages_ends_the_wait_and_so_does_a_check_that_ra
         if len(looks) > 1:
             raise CheckpointError("No longer wanted")
 
-    def call(board: Board) -> str:
-        if board.rank == 0:
-            board.post("b", b"")
-            board.read("done")
+    def call(channel: StoreChannel) -> str:
+        if channel.rank == 0:
+            channel.put("b", b"")
+            channel.read("done")
             return "b"
-        found = board.await_any(["a", "b"], sender="rank 0", check=lambda: None)
+        found = channel.await_any(["a", "b"], sender="rank 0", check=lambda: None)
         with pytest.raises(CheckpointError, match="No longer wanted"):
-            board.await_any(["a"], sender="rank 0", check=look_twice)
+            channel.await_any(["a"], sender="rank 0", check=look_twice)
         with pytest.raises(LaunchError, match="No message from rank 0"):
-            board.clone(0.0).await_any(["a"], sender="rank 0", check=lambda: None)
-        board.post("done", b"")
+            channel.clone(0.0).await_any(["a"], sender="rank 0", check=lambda: None)
+        channel.put("done", b"")
         return found
 
     assert all_ranks(2, call, store=tcp_store) == ["b", "b"]
@@ -53,8 +55,8 @@ def test_the_first_of_several_messages_ends_the_wait_and_so_does_a_check_that_ra
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_collect_gives_rank_0_everything_in_order_of_rank(world_size: int) -> None:
-    def call(board: Board) -> list[bytes]:
-        return board.collect("k", f"from {board.rank}".encode())
+    def call(channel: StoreChannel) -> list[bytes]:
+        return channel.gather("k", f"from {channel.rank}".encode())
 
     found = all_ranks(world_size, call, store=tcp_store)
     assert found[0] == [f"from {rank}".encode() for rank in range(world_size)]
@@ -64,9 +66,9 @@ def test_collect_gives_rank_0_everything_in_order_of_rank(world_size: int) -> No
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 @pytest.mark.parametrize("kind", [MismatchError, LockError, LaunchError, CheckpointError])
 def test_agree_raises_on_every_rank_what_one_rank_found(culprit: int, kind: type[TrainerError]) -> None:
-    def call(board: Board) -> None:
-        board.agree("first", None)
-        board.agree("second", kind("The disk is gone") if board.rank == culprit else None)
+    def call(channel: StoreChannel) -> None:
+        channel.agree("first", None)
+        channel.agree("second", kind("The disk is gone") if channel.rank == culprit else None)
 
     outcomes = run_ranks(3, call, store=tcp_store)
     assert [type(outcome) for outcome in outcomes] == [kind] * 3
@@ -77,15 +79,15 @@ def test_agree_raises_on_every_rank_what_one_rank_found(culprit: int, kind: type
 
 def test_agree_alone_raises_the_problem_itself() -> None:
     problem = CheckpointError("No")
-    lone_board().agree("k", None)
+    single_rank_channel().agree("k", None)
     with pytest.raises(CheckpointError) as caught:
-        lone_board().agree("k", problem)
+        single_rank_channel().agree("k", problem)
     assert caught.value is problem
 
 
 def test_read_of_a_missing_message_names_the_sender_in_time() -> None:
-    def call(board: Board) -> bytes | None:
-        return board.clone(0.3).read("never", sender="rank 0") if board.rank == 1 else None
+    def call(channel: StoreChannel) -> bytes | None:
+        return channel.clone(0.3).read("never", sender="rank 0") if channel.rank == 1 else None
 
     outcome = run_ranks(2, call, store=tcp_store)[1]
     assert isinstance(outcome, LaunchError)
@@ -94,8 +96,8 @@ def test_read_of_a_missing_message_names_the_sender_in_time() -> None:
 
 
 def test_collect_names_the_rank_that_is_silent() -> None:
-    def call(board: Board) -> list[bytes]:
-        return board.clone(0.3).collect("k", b"x") if board.rank != 1 else []
+    def call(channel: StoreChannel) -> list[bytes]:
+        return channel.clone(0.3).gather("k", b"x") if channel.rank != 1 else []
 
     outcome = run_ranks(3, call, store=tcp_store)[0]
     assert isinstance(outcome, LaunchError)
@@ -103,43 +105,43 @@ def test_collect_names_the_rank_that_is_silent() -> None:
 
 
 def test_forget_takes_all_chunks_down() -> None:
-    def call(board: Board) -> int:
-        board.post("k", bytes(9 << 20))
-        before: int = board._store.num_keys()
-        board.forget(["k"])
-        return before - int(board._store.num_keys())
+    def call(channel: StoreChannel) -> int:
+        channel.put("k", bytes(9 << 20))
+        before: int = channel._store.num_keys()
+        channel.forget(["k"])
+        return before - int(channel._store.num_keys())
 
-    assert run_ranks(2, lambda board: call(board) if board.rank == 0 else 0, store=tcp_store)[0] == 4
+    assert run_ranks(2, lambda channel: call(channel) if channel.rank == 0 else 0, store=tcp_store)[0] == 4
 
 
 def test_discard_takes_down_what_hangs_and_waits_for_nothing() -> None:
-    def call(board: Board) -> list[int]:
-        board.timeout_s = 3600.0  # a board that waited would outlast the test
-        counts = [int(board._store.num_keys())]
-        board.post("k", bytes(9 << 20))
-        board.discard(["none", "k", "k"])
-        counts.append(int(board._store.num_keys()))
-        board.from_rank0("told", b"x")
-        board.discard(["told"])
-        board.post("go", b"")
-        board.collect("after what was told is gone", b"")
+    def call(channel: StoreChannel) -> list[int]:
+        channel.timeout_s = 3600.0  # a channel that waited would outlast the test
+        counts = [int(channel._store.num_keys())]
+        channel.put("k", bytes(9 << 20))
+        channel.discard(["none", "k", "k"])
+        counts.append(int(channel._store.num_keys()))
+        channel.broadcast("told", b"x")
+        channel.discard(["told"])
+        channel.put("go", b"")
+        channel.gather("after what was told is gone", b"")
         return counts
 
-    def peer(board: Board) -> list[int]:
-        board.read("go")
-        board.collect("after what was told is gone", b"")
+    def peer(channel: StoreChannel) -> list[int]:
+        channel.read("go")
+        channel.gather("after what was told is gone", b"")
         return []
 
-    outcome = run_ranks(2, lambda board: peer(board) if board.rank else call(board), store=tcp_store)[0]
+    outcome = run_ranks(2, lambda channel: peer(channel) if channel.rank else call(channel), store=tcp_store)[0]
     assert isinstance(outcome, list), outcome
     assert outcome[0] == outcome[1]
 
 
 def test_post_under_a_key_that_is_taken_is_an_error() -> None:
-    def call(board: Board) -> None:
-        if board.rank == 0:
-            board.post("k", b"")
-            board.post("k", b"x")
+    def call(channel: StoreChannel) -> None:
+        if channel.rank == 0:
+            channel.put("k", b"")
+            channel.put("k", b"x")
 
     outcome = run_ranks(2, call, store=tcp_store)[0]
     assert isinstance(outcome, LaunchError)
@@ -149,18 +151,18 @@ def test_post_under_a_key_that_is_taken_is_an_error() -> None:
 def test_what_all_ranks_have_read_comes_down() -> None:
     store = tcp_store()
 
-    def call(board: Board) -> list[int]:
+    def call(channel: StoreChannel) -> list[int]:
         counts = []
         for turn in range(12):
-            board.agree(f"agree {turn}", None)
-            board.from_rank0(f"pick {turn}", bytes(5 << 20) if board.rank == 0 else None)
-            if turn % 4 == 3 and board.rank == 0:
-                counts.append(int(board._store.num_keys()))
-        board.agree("end", None)
+            channel.agree(f"agree {turn}", None)
+            channel.broadcast(f"pick {turn}", bytes(5 << 20) if channel.rank == 0 else None)
+            if turn % 4 == 3 and channel.rank == 0:
+                counts.append(int(channel._store.num_keys()))
+        channel.agree("end", None)
         return counts
 
     before = int(store.num_keys())
     (counts, *_) = all_ranks(3, call, store=lambda: store)
-    # The verdict and the pick of a turn, of three keys, and at most the next report of either peer, of one key each.
+    # The decision and the pick of a turn, of three keys, and at most the next report of either peer, of one key each.
     assert max(counts) <= before + 4 + 2
     assert int(store.num_keys()) == before + 1

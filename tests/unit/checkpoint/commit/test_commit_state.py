@@ -1,4 +1,4 @@
-"""What becomes of a save whatever happens to its messages: the ballot alone, and ranks on a faulty store."""
+"""What becomes of a save whatever happens to its messages: the state alone, and ranks on a faulty store."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.turns import Fault, FaultyStore, Task, Turns
-from trainer.checkpoint.commit import channel as board
-from trainer.checkpoint.commit import commit_state as ballot
+from trainer.checkpoint.commit import channel as channel
+from trainer.checkpoint.commit import commit_state
 from trainer.checkpoint.commit import protocol as commit
-from trainer.checkpoint.commit.channel import Board
-from trainer.checkpoint.commit.commit_state import Action, Ballot, Event, Outcome, Stage
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
 from trainer.checkpoint.commit.inventory import Inventory
-from trainer.checkpoint.commit.protocol import Attempt, Poll
+from trainer.checkpoint.commit.protocol import Attempt, SharedCommitState
 from trainer.checkpoint.format.box import Box
-from trainer.checkpoint.format.layout import Kind, TensorSpec, build_layout
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec, build_layout
 from trainer.checkpoint.format.manifest import DIGEST_BYTES, Written, WrittenPiece
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.storage.files import Files
@@ -31,7 +31,7 @@ PATIENCE_S = 0.3  # of a rank that waits for a message
 LIMIT_S = 6.0  # by then every rank has ended, whatever it has waited for
 DOOMED = [3, 5]
 MOST_RANKS = 3
-ODD = TensorSpec(Kind.MODEL, "other", (2,), torch.float32, (2,))
+ODD = TensorSpec(TensorKind.MODEL, "other", (2,), torch.float32, (2,))
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ class Rank:
     """What a rank does in an attempt, and what came of it."""
 
     number: int
-    poll: Poll
+    shared: SharedCommitState
     worker: Task | None = None
     main: Task | None = None
-    doomed: list[int] | None = None
+    expired: list[int] | None = None
     has_returned: bool = False
     is_decline_certain: bool = False
 
@@ -155,37 +155,37 @@ class Attempted:
         self.turns = Turns(told.seed, limit_s=LIMIT_S)
         self.store = FaultyStore(self.turns, told.faults, stops_at=told.stops_at, dies_at=told.dies_at)
         self.disk = Disk(self.turns, self.root, told)
-        spec = TensorSpec(Kind.MODEL, "w", (told.ranks,), torch.float32, (told.ranks,))
+        spec = TensorSpec(TensorKind.MODEL, "w", (told.ranks,), torch.float32, (told.ranks,))
         folder = CheckpointFolder(self.root, self.disk)
         self.attempt = Attempt(7, "n-1", folder, build_layout([spec]))
         for number in range(told.ranks):
-            rank = Rank(number, Poll(number, told.ranks))
+            rank = Rank(number, SharedCommitState(number, told.ranks))
             rank.worker = self.turns.add(f"worker {number}", number, lambda rank=rank: self._exchange(rank))
             if told.declines_s[number] is not None:
-                rank.main = self.turns.add(f"main {number}", number, lambda rank=rank: self._decline(rank))
+                rank.main = self.turns.add(f"main {number}", number, lambda rank=rank: self._abort(rank))
             self.ranks.append(rank)
 
     def run(self) -> None:
         """Let it happen."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(board, "time", self.turns)
+            patch.setattr(channel, "time", self.turns)
             self.turns.run()
 
     @property
     def is_committed(self) -> bool:
         return commit.is_committed(self.attempt)
 
-    def _board(self, rank: Rank) -> Board:
-        return Board(self.store.of(rank.number), rank.number, world_size=self.told.ranks, timeout_s=PATIENCE_S)
+    def _channel(self, rank: Rank) -> StoreChannel:
+        return StoreChannel(self.store.of(rank.number), rank.number, world_size=self.told.ranks, timeout_s=PATIENCE_S)
 
     def _exchange(self, rank: Rank) -> None:
-        rank.doomed = commit.exchange(
-            self._board(rank),
+        rank.expired = commit.exchange(
+            self._channel(rank),
             self.attempt,
             inventory=Inventory(build_layout([ODD]) if rank.number in self.told.odd else self.attempt.layout),
             work=lambda: self._work(rank.number),
             publish=self._publish,
-            poll=rank.poll,
+            shared=rank.shared,
         )
         rank.has_returned = True
 
@@ -201,24 +201,24 @@ class Attempted:
         self.written.add(number)
         return Written([WrittenPiece("w", Box((number,), (1,)), 0, 4, bytes(DIGEST_BYTES))], 4)
 
-    def _publish(self, pieces: list[WrittenPiece], claim: commit.Claim) -> list[int]:
+    def _publish(self, pieces: list[WrittenPiece], begin_rename: commit.BeginRename) -> list[int]:
         documents = {STATE: {"format": FORMAT, "iteration": 7}}
 
         def claim_and_note() -> None:
-            claim()
+            begin_rename()
             self.written_at_commit = set(self.written)
 
         is_durable = commit.publish(
-            self.attempt, pieces, documents=documents, aliases={}, lock=None, claim=claim_and_note
+            self.attempt, pieces, documents=documents, aliases={}, lock=None, begin_rename=claim_and_note
         )
         return DOOMED if is_durable else []
 
-    def _decline(self, rank: Rank) -> None:
+    def _abort(self, rank: Rank) -> None:
         self.turns.sleep(self.told.declines_s[rank.number] or 0.0)
         assert rank.worker is not None
         if not rank.worker.is_over:
             error = CheckpointError("A save did not end in time")
-            rank.is_decline_certain = commit.decline(self._board(rank), self.attempt, error, rank.poll)
+            rank.is_decline_certain = commit.abort(self._channel(rank), self.attempt, error, rank.shared)
 
 
 def attempted(told: Troubles) -> Attempted:
@@ -233,7 +233,7 @@ def attempted(told: Troubles) -> Attempted:
             assert not told.odd & set(range(told.ranks))
         for rank in found.ranks:
             assert rank.worker is not None
-            outcome = rank.poll.ballot.outcome
+            outcome = rank.shared.current.outcome
             if rank.has_returned or outcome is Outcome.COMMITTED:
                 # A rank that hears nothing may look just before what is not durable is taken back.
                 assert is_committed or (rank.number > 0 and found.disk.is_taken_back and not told.are_messages_safe)
@@ -242,7 +242,7 @@ def attempted(told: Troubles) -> Attempted:
             for task in (rank.worker, rank.main):
                 assert task is None or task.is_over or task.is_held, f"{task.name} has not ended"
             if rank.worker.is_over:
-                assert rank.poll.ballot.stage is Stage.ENDED
+                assert rank.shared.current.stage is CommitStage.ENDED
                 assert rank.has_returned == (outcome is Outcome.COMMITTED)
                 assert rank.has_returned or isinstance(rank.worker.error, TrainerError)
             assert rank.main is None or rank.main.error is None or rank.main.is_held
@@ -261,9 +261,9 @@ def test_where_messages_arrive_all_ranks_hear_one_outcome(told: Troubles) -> Non
     assert told.are_messages_safe
     found = attempted(told)
     with_committed = Outcome.COMMITTED if found.disk.commits else Outcome.FAILED
-    assert [rank.poll.ballot.outcome for rank in found.ranks] == [with_committed] * told.ranks
+    assert [rank.shared.current.outcome for rank in found.ranks] == [with_committed] * told.ranks
     if found.disk.commits:
-        assert [rank.doomed for rank in found.ranks] == [DOOMED if told.syncs else []] * told.ranks
+        assert [rank.expired for rank in found.ranks] == [DOOMED if told.syncs else []] * told.ranks
 
 
 def calm(ranks: int, **changes: object) -> Troubles:
@@ -286,20 +286,20 @@ def calm(ranks: int, **changes: object) -> Troubles:
 
 
 def outcomes(found: Attempted) -> list[Outcome | None]:
-    return [rank.poll.ballot.outcome for rank in found.ranks]
+    return [rank.shared.current.outcome for rank in found.ranks]
 
 
 def test_without_troubles_all_ranks_commit_and_hear_what_is_to_be_deleted() -> None:
     found = attempted(calm(3))
     assert outcomes(found) == [Outcome.COMMITTED] * 3
-    assert [rank.doomed for rank in found.ranks] == [DOOMED] * 3
+    assert [rank.expired for rank in found.ranks] == [DOOMED] * 3
 
 
 @pytest.mark.parametrize("takes_back", [True, False])
 def test_a_name_that_is_not_durable_is_one_thing_to_all_ranks(takes_back: bool) -> None:
     found = attempted(calm(3, syncs=False, takes_back=takes_back))
     assert outcomes(found) == [Outcome.FAILED if takes_back else Outcome.COMMITTED] * 3
-    assert [rank.doomed for rank in found.ranks] == [None if takes_back else []] * 3
+    assert [rank.expired for rank in found.ranks] == [None if takes_back else []] * 3
 
 
 @pytest.mark.parametrize("odd", [{1}, {2}, {1, 2}])
@@ -350,19 +350,19 @@ def test_no_single_fault_at_any_call_makes_a_rank_contradict_the_folder(number: 
 
 EVENTS: st.SearchStrategy[Event] = st.sampled_from(
     [
-        ballot.Wrote(),
-        ballot.Failed("no room"),
-        ballot.Reported(),
-        *(ballot.Report(rank, problem) for rank in range(MOST_RANKS) for problem in (None, "no room")),
-        ballot.Prepared(),
-        ballot.Renamed(),
-        ballot.Announced(),
-        ballot.Verdict(None),
-        ballot.Verdict("no room"),
-        ballot.Silence("nothing came"),
-        ballot.FoundCommitted(),
-        ballot.FoundNothing(),
-        ballot.Declined("time is over"),
+        commit_state.Wrote(),
+        commit_state.Failed("no room"),
+        commit_state.ReportStored(),
+        *(commit_state.ReportArrived(rank, problem) for rank in range(MOST_RANKS) for problem in (None, "no room")),
+        commit_state.ReadyToRename(),
+        commit_state.Renamed(),
+        commit_state.Broadcast(),
+        commit_state.Decision(None),
+        commit_state.Decision("no room"),
+        commit_state.Silence("nothing came"),
+        commit_state.FoundCommitted(),
+        commit_state.FoundNothing(),
+        commit_state.Aborted("time is over"),
     ]
 )
 
@@ -372,13 +372,17 @@ EVENTS: st.SearchStrategy[Event] = st.sampled_from(
 def test_no_order_of_events_renames_twice_or_what_is_not_whole_or_after_a_refusal(
     rank: int, events: list[Event]
 ) -> None:
-    known, whole, renames = Ballot.of(rank, MOST_RANKS), set[int](), 0
+    known, whole, renames = CommitState.of(rank, MOST_RANKS), set[int](), 0
     for event in events:
         before = known
-        known, action = ballot.advance(known, event)
-        if isinstance(event, ballot.Wrote) and before.stage is Stage.WRITING:
+        known, action = commit_state.advance(known, event)
+        if isinstance(event, commit_state.Wrote) and before.stage is CommitStage.WRITING:
             whole.add(rank)
-        if isinstance(event, ballot.Report) and event.problem is None and before.stage is Stage.COLLECTING:
+        if (
+            isinstance(event, commit_state.ReportArrived)
+            and event.problem is None
+            and before.stage is CommitStage.COLLECTING
+        ):
             whole.add(event.rank)
         if action is Action.RENAME:
             renames += 1
@@ -388,18 +392,18 @@ def test_no_order_of_events_renames_twice_or_what_is_not_whole_or_after_a_refusa
         assert renames <= 1
         if before.outcome is not None:  # what is decided stays
             assert known.outcome is before.outcome
-        if before.stage is Stage.ENDED:
+        if before.stage is CommitStage.ENDED:
             assert known == before
-            assert action is (Action.NOTHING if isinstance(event, ballot.Declined) else Action.END)
+            assert action is (Action.NOTHING if isinstance(event, commit_state.Aborted) else Action.END)
         if known.outcome is Outcome.COMMITTED and rank == 0:
             assert renames == 1
-        if known.stage is Stage.ENDED:
+        if known.stage is CommitStage.ENDED:
             assert known.outcome is not None
 
 
-@pytest.mark.parametrize("stage", list(Stage))
+@pytest.mark.parametrize("stage", list(CommitStage))
 @pytest.mark.parametrize("rank", [0, 1])
-def test_declining_twice_is_declining_once(rank: int, stage: Stage) -> None:
-    first, action = ballot.advance(Ballot(rank, frozenset(), stage), ballot.Declined("time is over"))
-    assert ballot.advance(first, ballot.Declined("again")) == (first, Action.NOTHING)
+def test_declining_twice_is_declining_once(rank: int, stage: CommitStage) -> None:
+    first, action = commit_state.advance(CommitState(rank, frozenset(), stage), commit_state.Aborted("time is over"))
+    assert commit_state.advance(first, commit_state.Aborted("again")) == (first, Action.NOTHING)
     assert (first.outcome is Outcome.FAILED) == (action is not Action.NOTHING)

@@ -8,8 +8,8 @@ import torch
 from trainer.checkpoint.commit import disagreement
 from trainer.checkpoint.commit.inventory import Inventory
 from trainer.checkpoint.format.box import Box, whole
-from trainer.checkpoint.format.layout import Kind, TensorSpec, build_layout
-from trainer.checkpoint.format.report import GroupDigest, Report
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec, build_layout
+from trainer.checkpoint.format.report import GroupDigest, RankReport
 from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.errors import CheckpointError, ReplicaError
 
@@ -17,7 +17,7 @@ BOTH = (0, 1)
 
 
 def spec(name: str, *shape: int) -> TensorSpec:
-    return TensorSpec(Kind.MODEL, name, shape, torch.float32, shape)
+    return TensorSpec(TensorKind.MODEL, name, shape, torch.float32, shape)
 
 
 def inventory(names: dict[str, bytes], *, box: Box | None = None) -> Inventory:
@@ -29,9 +29,9 @@ def inventory(names: dict[str, bytes], *, box: Box | None = None) -> Inventory:
     return found
 
 
-def reported(*inventories: Inventory) -> list[Report]:
-    reports = [Report(1, found.identity, found.groups()) for found in inventories]
-    return [Report.from_bytes(report.to_bytes()) for report in reports]
+def reported(*inventories: Inventory) -> list[RankReport]:
+    reports = [RankReport(1, found.identity, found.groups()) for found in inventories]
+    return [RankReport.from_bytes(report.to_bytes()) for report in reports]
 
 
 def explained(*inventories: Inventory) -> str:
@@ -44,8 +44,8 @@ def explained(*inventories: Inventory) -> str:
 
 def test_a_report_comes_back_as_it_was_sent() -> None:
     groups = (GroupDigest(1, 2, 3, 4), GroupDigest(2**64 - 1, 2**32 - 1, 0, 9))
-    for report in (Report(7, 2**64 - 1, groups, None, 5, b"pieces"), Report(0, 1, (), "a disk, broken")):
-        assert Report.from_bytes(report.to_bytes()) == report
+    for report in (RankReport(7, 2**64 - 1, groups, None, 5, b"pieces"), RankReport(0, 1, (), "a disk, broken")):
+        assert RankReport.from_bytes(report.to_bytes()) == report
 
 
 def test_ranks_that_agree_have_nothing_to_explain() -> None:

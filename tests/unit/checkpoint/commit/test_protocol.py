@@ -15,8 +15,8 @@ from tests.fakes import Axis as Cut
 from tests.fakes import Sharding, all_ranks, run_ranks, tcp_store
 from tests.unit.model_samples import GPT2, fill, random_values
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import Board
-from trainer.checkpoint.format.layout import Kind, TensorSpec
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
 from trainer.checkpoint.policy import Retention, SavePolicy, SaveReport
@@ -24,10 +24,10 @@ from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import Contents, Grid
 from trainer.errors import CheckpointError, LaunchError
 from trainer.optim import AdamSettings, build_adamw
-from trainer.state import Part, TrainerState
+from trainer.state import ModelPart, TrainerState
 
 ROWS = Sharding("rows over 2", (Cut("row", 2),))
-SPEC = TensorSpec(Kind.MODEL, "w", (50, 40), torch.float32, (50, 40))
+SPEC = TensorSpec(TensorKind.MODEL, "w", (50, 40), torch.float32, (50, 40))
 
 
 def contents(rank: int, iteration: int) -> Contents:
@@ -35,8 +35,8 @@ def contents(rank: int, iteration: int) -> Contents:
     return Contents((SPEC,), live, {}, {STATE: {"format": FORMAT, "iteration": iteration}})
 
 
-def started(board: Board, policy: SavePolicy, files: Files | None = None) -> Checkpointer:
-    checkpointer = Checkpointer(policy, board, nonce="n", files=files)
+def started(channel: StoreChannel, policy: SavePolicy, files: Files | None = None) -> Checkpointer:
+    checkpointer = Checkpointer(policy, channel, nonce="n", files=files)
     checkpointer.start()
     return checkpointer
 
@@ -63,17 +63,17 @@ class Exhausted(Files):
 
 @pytest.mark.parametrize(("culprit", "kind"), [(0, "write"), (1, "write"), (0, "write_whole")])
 def test_an_error_that_nobody_expects_reaches_all_ranks_at_once(tmp_path: Path, culprit: int, kind: str) -> None:
-    def call(board: Board) -> list[object]:
-        files = Exhausted(kind) if board.rank == culprit else Files()
+    def call(channel: StoreChannel) -> list[object]:
+        files = Exhausted(kind) if channel.rank == culprit else Files()
         # An hour: a rank that waited for a message would outlast the test.
-        checkpointer = started(board, SavePolicy(tmp_path, commit_timeout_s=3600.0), files)
+        checkpointer = started(channel, SavePolicy(tmp_path, commit_timeout_s=3600.0), files)
         outcomes: list[object] = []
         try:
-            report = checkpointer.save(1, contents(board.rank, 1))
+            report = checkpointer.save(1, contents(channel.rank, 1))
             outcomes.append(None if report is None else report.error)
         except MemoryError as error:
             outcomes.append(error)
-        outcomes.append(checkpointer.save(2, contents(board.rank, 2)))
+        outcomes.append(checkpointer.save(2, contents(channel.rank, 2)))
         checkpointer.close()
         return outcomes
 
@@ -88,30 +88,32 @@ def test_an_error_that_nobody_expects_reaches_all_ranks_at_once(tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000002"]
 
 
-class Deaf(Board):
-    """A board whose rank 1 loses every verdict on a save after it was given."""
+class Deaf(StoreChannel):
+    """A channel whose rank 1 loses every decision on a save after it was given."""
 
-    def clone(self, timeout_s: float | None = None) -> Board:
+    def clone(self, timeout_s: float | None = None) -> StoreChannel:
         return Deaf(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s or self.timeout_s)
 
-    def from_rank0(self, key: str, data: bytes | None) -> bytes:
-        found = super().from_rank0(key, data)
+    def broadcast(self, key: str, data: bytes | None) -> bytes:
+        found = super().broadcast(key, data)
         if self.rank == 1 and key.startswith("save/"):
             raise LaunchError("No message from rank 0")
         return found
 
 
-@pytest.mark.parametrize("kind", [Board, Deaf])
-def test_an_iteration_that_retention_deleted_is_saved_again_by_all_ranks(tmp_path: Path, kind: type[Board]) -> None:
-    def call(board: Board) -> list[bool]:
-        board = kind(board._source, board.rank, world_size=2, timeout_s=10.0)
+@pytest.mark.parametrize("kind", [StoreChannel, Deaf])
+def test_an_iteration_that_retention_deleted_is_saved_again_by_all_ranks(
+    tmp_path: Path, kind: type[StoreChannel]
+) -> None:
+    def call(channel: StoreChannel) -> list[bool]:
+        channel = kind(channel._source, channel.rank, world_size=2, timeout_s=10.0)
         policy = SavePolicy(tmp_path, retention=Retention(2, save_retain_interval=4), commit_timeout_s=10.0)
-        checkpointer = started(board, policy)
+        checkpointer = started(channel, policy)
         for iteration in (1, 2, 3, 4, 5, 6):
-            report = checkpointer.save(iteration, contents(board.rank, iteration))
+            report = checkpointer.save(iteration, contents(channel.rank, iteration))
             assert report is not None
             assert report.error is None, str(report.error)
-        reports = [checkpointer.save(iteration, contents(board.rank, iteration)) for iteration in (4, 5, 6, 1, 3)]
+        reports = [checkpointer.save(iteration, contents(channel.rank, iteration)) for iteration in (4, 5, 6, 1, 3)]
         assert all(report is None or report.error is None for report in reports)
         checkpointer.close()
         return [report is None for report in reports]
@@ -126,11 +128,11 @@ def test_a_deletion_that_fails_is_no_checkpoint_on_any_rank(tmp_path: Path) -> N
                 raise OSError(5, "Input/output error")
             super().rename(source, target)
 
-    def call(board: Board) -> bool:
-        checkpointer = started(board, SavePolicy(tmp_path, retention=Retention(1)), Clinging())
+    def call(channel: StoreChannel) -> bool:
+        checkpointer = started(channel, SavePolicy(tmp_path, retention=Retention(1)), Clinging())
         for iteration in (1, 2):
-            checkpointer.save(iteration, contents(board.rank, iteration))
-        again = checkpointer.save(1, contents(board.rank, 1))
+            checkpointer.save(iteration, contents(channel.rank, iteration))
+        again = checkpointer.save(1, contents(channel.rank, 1))
         checkpointer.close()
         return again is not None and again.error is None
 
@@ -154,13 +156,13 @@ def test_a_name_that_is_not_durable_is_no_checkpoint_or_one_that_deletes_nothing
                 raise OSError(5, "Input/output error")
             super().rename(source, target)
 
-    def call(board: Board) -> list[bool]:
+    def call(channel: StoreChannel) -> list[bool]:
         files = Unsynced()
-        checkpointer = started(board, SavePolicy(tmp_path, retention=Retention(1)), files)
+        checkpointer = started(channel, SavePolicy(tmp_path, retention=Retention(1)), files)
         errors = []
         for iteration in (1, 2):
             files.is_armed = iteration == 2
-            report = checkpointer.save(iteration, contents(board.rank, iteration))
+            report = checkpointer.save(iteration, contents(channel.rank, iteration))
             assert report is not None
             errors.append(report.error is not None)
         files.is_armed = False
@@ -177,10 +179,10 @@ def keys_after(root: Path, saves: int) -> int:
     store = tcp_store()
     sharding = Sharding("rows over 3", (Cut("row", 3),))
 
-    def call(board: Board) -> None:
-        checkpointer = started(board, SavePolicy(root))
+    def call(channel: StoreChannel) -> None:
+        checkpointer = started(channel, SavePolicy(root))
         for iteration in range(1, saves + 1):
-            live = tuple(sharding.live(board.rank, [SPEC], {"w": torch.zeros(SPEC.shape)}))
+            live = tuple(sharding.live(channel.rank, [SPEC], {"w": torch.zeros(SPEC.shape)}))
             documents = {STATE: {"format": FORMAT, "iteration": iteration}}
             report = checkpointer.save(iteration, Contents((SPEC,), live, {}, documents))
             assert report is not None
@@ -197,11 +199,11 @@ def test_the_store_does_not_grow_with_the_saves(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_behind_still_finds_the_last_notice() -> None:
-    def call(board: Board) -> list[bytes]:
+    def call(channel: StoreChannel) -> list[bytes]:
         found = []
         for turn in range(20):
-            board.agree(f"agree {turn}", None)
-            found.append(board.from_rank0(f"pick {turn}", b"%d" % turn if board.rank == 0 else None))
+            channel.agree(f"agree {turn}", None)
+            found.append(channel.broadcast(f"pick {turn}", b"%d" % turn if channel.rank == 0 else None))
         return found
 
     assert run_ranks(4, call, store=tcp_store) == [[b"%d" % turn for turn in range(20)]] * 4
@@ -228,11 +230,11 @@ def test_a_save_of_replicas_calls_no_collective(tmp_path: Path, monkeypatch: pyt
     torch.manual_seed(1)
     values = random_values(GPT2)
 
-    def call(board: Board) -> int:
+    def call(channel: StoreChannel) -> int:
         model = fill(build_model(GPT2), values)
         optimizer = build_adamw(model, AdamSettings(0.1, 0.1, 0.9, 0.95, 1e-8, frozenset()))
-        state = TrainerState(GPT2, [Part(model, optimizer)], Grid.flat(2))
-        checkpointer = started(board, SavePolicy(tmp_path))
+        state = TrainerState(GPT2, [ModelPart(model, optimizer)], Grid.flat(2))
+        checkpointer = started(channel, SavePolicy(tmp_path))
         documents = {STATE: {"format": FORMAT, "iteration": 3}}
         report = checkpointer.save(3, state.contents(documents, with_optimizer=True))
         checkpointer.close()

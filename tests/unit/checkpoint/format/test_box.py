@@ -18,10 +18,10 @@ from trainer.checkpoint.format.box import (
     absolute,
     box_of_splits,
     cut,
+    extent,
     image,
     intersect,
     relative,
-    stretch,
     whole,
 )
 
@@ -181,11 +181,11 @@ def test_image_loops_lead_to_every_byte_in_order(case: tuple[tuple[int, ...], li
 
 @settings(deadline=None, max_examples=300)
 @given(shapes, st.data())
-def test_stretch_gives_boxes_that_are_the_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_extent_gives_boxes_that_are_the_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     total = math.prod(shape)
     lo, hi = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
     numbers = np.arange(total).reshape(shape)
-    found = list(stretch(shape, lo, hi))
+    found = list(extent(shape, lo, hi))
     assert [int(n) for box in found for n in numbers[slices(box)].flatten()] == list(range(lo, hi))
     assert len(found) <= max(1, 2 * len(shape) - 1)
     assert all(box.numel for box in found)

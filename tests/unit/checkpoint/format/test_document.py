@@ -17,7 +17,7 @@ from tests import ROOT
 from tests.fakes import Axis, Sharding, all_ranks, sample_specs, sample_state
 from trainer.checkpoint import save
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import Board
+from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.format.names import FORMAT
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.tensors.live import Contents
@@ -48,10 +48,10 @@ def saved(folder: Path, sharding: Sharding) -> Path:
     specs = sample_specs()
     state = sample_state(specs, seed=1)
 
-    def rank(board: Board) -> None:
-        live = tuple(sharding.live(board.rank, specs, state))
+    def rank(channel: StoreChannel) -> None:
+        live = tuple(sharding.live(channel.rank, specs, state))
         documents = {"trainer_state.json": {"format": FORMAT, "iteration": 3}}
-        checkpointer = Checkpointer(SavePolicy(folder), board, nonce="n")
+        checkpointer = Checkpointer(SavePolicy(folder), channel, nonce="n")
         checkpointer.start()
         report = checkpointer.save(3, Contents(tuple(specs), live, {"tied": "embedding"}, documents))
         checkpointer.close()
@@ -205,10 +205,10 @@ def test_the_worked_example_is_what_is_saved(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_shares_of_the_text_are_those_of_two_replicas(tmp_path: Path) -> None:
-    from trainer.checkpoint.format.layout import Kind, TensorSpec, build_layout
+    from trainer.checkpoint.format.layout import TensorKind, TensorSpec, build_layout
     from trainer.checkpoint.saving.plan import plan
 
-    specs = [TensorSpec(Kind.MODEL, "table", (160, 128), torch.float32, (160, 128))]
+    specs = [TensorSpec(TensorKind.MODEL, "table", (160, 128), torch.float32, (160, 128))]
     state = sample_state(specs, seed=1)
     pieces = [plan(REPLICAS.live(rank, specs, state), build_layout(specs), rank) for rank in range(2)]
     assert [(piece.lo, piece.hi) for mine in pieces for piece in mine] == [(0, 40960), (40960, 81920)]

@@ -15,8 +15,8 @@ from tests.fakes import sample_specs, sample_state
 from trainer.checkpoint.format.layout import (
     DTYPES,
     MOST_DIMENSIONS,
-    Kind,
     Layout,
+    TensorKind,
     TensorSpec,
     build_layout,
     file_name,
@@ -25,7 +25,9 @@ from trainer.checkpoint.format.layout import (
 from trainer.errors import CheckpointError
 
 
-def spec(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, kind: Kind = Kind.MODEL) -> TensorSpec:
+def spec(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, kind: TensorKind = TensorKind.MODEL
+) -> TensorSpec:
     return TensorSpec(kind, name, shape, dtype, shape)
 
 
@@ -60,12 +62,12 @@ def test_header_of_a_small_example_is_these_bytes() -> None:
 def test_layout_has_no_holes_keeps_the_order_and_starts_on_a_page(data: st.DataObject) -> None:
     dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8])
     shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-    parts = data.draw(st.lists(st.tuples(st.sampled_from(Kind), shapes, dtypes), max_size=12))
+    parts = data.draw(st.lists(st.tuples(st.sampled_from(TensorKind), shapes, dtypes), max_size=12))
     specs = [spec(f"t{i}" * 40, shape, dtype, kind) for i, (kind, shape, dtype) in enumerate(parts)]
     file_bytes = data.draw(st.integers(1, 2000))
     layout = build_layout(specs, file_bytes=file_bytes)
     assert layout.total_bytes == sum(file.total_bytes for file in layout.files)
-    for kind in Kind:
+    for kind in TensorKind:
         mine = [p.spec for file in layout.files for p in file.places if p.spec.kind is kind]
         assert mine == sorted((s for s in specs if s.kind is kind), key=lambda s: -s.dtype.itemsize)
     for file in layout.files:
@@ -87,13 +89,13 @@ def test_a_tensor_larger_than_a_file_has_a_file_of_its_own() -> None:
 
 
 def test_files_are_named_as_transformers_names_shards() -> None:
-    assert file_name(Kind.MODEL, 0, 1) == "model.safetensors"
-    assert file_name(Kind.MODEL, 1, 12) == "model-00002-of-00012.safetensors"
-    assert file_name(Kind.OPTIMIZER, 0, 1) == "optimizer/optimizer-00001-of-00001.safetensors"
+    assert file_name(TensorKind.MODEL, 0, 1) == "model.safetensors"
+    assert file_name(TensorKind.MODEL, 1, 12) == "model-00002-of-00012.safetensors"
+    assert file_name(TensorKind.OPTIMIZER, 0, 1) == "optimizer/optimizer-00001-of-00001.safetensors"
 
 
 def test_index_lists_the_weights_alone() -> None:
-    layout = build_layout([spec("b", (3,)), spec("a", (2,)), spec("exp_avg.a", (2,), kind=Kind.OPTIMIZER)])
+    layout = build_layout([spec("b", (3,)), spec("a", (2,)), spec("exp_avg.a", (2,), kind=TensorKind.OPTIMIZER)])
     assert model_index(layout) == {
         "metadata": {"total_size": 20},
         "weight_map": {"a": "model.safetensors", "b": "model.safetensors"},
@@ -126,7 +128,7 @@ def test_layout_refuses_a_dtype_that_safetensors_lacks_by_name(dtype: torch.dtyp
 
 def test_layout_refuses_a_name_twice_and_a_reserved_name() -> None:
     with pytest.raises(CheckpointError, match=r"one name \(w\)"):
-        build_layout([spec("w", (1,)), spec("w", (1,), kind=Kind.OPTIMIZER)])
+        build_layout([spec("w", (1,)), spec("w", (1,), kind=TensorKind.OPTIMIZER)])
     with pytest.raises(CheckpointError, match="__metadata__"):
         build_layout([spec("__metadata__", (1,))])
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainer.checkpoint.format import manifest
 from trainer.checkpoint.format.box import Box, whole
-from trainer.checkpoint.format.layout import Kind, Layout, TensorSpec, build_layout
+from trainer.checkpoint.format.layout import Layout, TensorKind, TensorSpec, build_layout
 from trainer.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry, WrittenPiece, digest_of
 from trainer.checkpoint.format.report import decode, encode
 from trainer.errors import CheckpointError, MismatchError
@@ -22,7 +22,7 @@ A, B = b"12345678", b"abcdefgh"
 
 def layout_of(shape: tuple[int, ...] = (4, 6)) -> Layout:
     specs = [("w", shape), ("step", ()), ("none", (0, 3))]
-    return build_layout([TensorSpec(Kind.MODEL, name, s, torch.float32, s) for name, s in specs])
+    return build_layout([TensorSpec(TensorKind.MODEL, name, s, torch.float32, s) for name, s in specs])
 
 
 STEP = WrittenPiece("step", whole(()), 0, 4, A)

@@ -18,7 +18,7 @@ from torch import nn
 from trainer.checkpoint import load, save
 from trainer.checkpoint.format import manifest
 from trainer.checkpoint.format import safetensors_file as header
-from trainer.checkpoint.format.layout import Kind
+from trainer.checkpoint.format.layout import TensorKind
 from trainer.errors import CheckpointError
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -28,7 +28,7 @@ GOOD: dict[str, Any] = {"__metadata__": {"format": "pt"}, "b": B, "none": EMPTY,
 
 
 def parse(table: dict[str, Any], data_bytes: int = 26) -> list[tuple[str, int]]:
-    found = header.parse(table, Kind.MODEL, data_bytes=data_bytes, where="x.safetensors")
+    found = header.parse(table, TensorKind.MODEL, data_bytes=data_bytes, where="x.safetensors")
     return [(spec.name, offset) for spec, offset in found]
 
 

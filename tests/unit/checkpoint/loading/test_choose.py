@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from trainer.checkpoint import load, save
-from trainer.checkpoint.loading.choose import Chooser, Source
+from trainer.checkpoint.loading.choose import Chooser, LoadSource
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import is_iteration_name
 from trainer.errors import CheckpointError
 
 
 def pick(path: Path, iteration: int | None = None) -> Path:
-    return Chooser(Source(path, iteration), Files(), lambda _: None).pick()
+    return Chooser(LoadSource(path, iteration), Files(), lambda _: None).pick()
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def gathered(memory: Memory, source: Image, lo: int, hi: int, *, gap_bytes: int,
 
 @settings(deadline=None, max_examples=500)
 @given(sources(), st.integers(0, 40), st.integers(1, 40), st.data())
-def test_a_stretch_of_a_box_is_gathered_to_the_bytes_that_numpy_takes_out(
+def test_a_extent_of_a_box_is_gathered_to_the_bytes_that_numpy_takes_out(
     case: tuple[tuple[int, ...], Box, int], gap_bytes: int, scratch_bytes: int, data: st.DataObject
 ) -> None:
     shape, box, itemsize = case

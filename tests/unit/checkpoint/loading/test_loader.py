@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 from tests.fakes import SHARDINGS, FailingFiles, Sharding, all_ranks, lone_contents, sample_specs, sample_state
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import Board, lone_board
+from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.format import manifest
 from trainer.checkpoint.format.box import Box, whole
 from trainer.checkpoint.format.json_file import Json
-from trainer.checkpoint.format.layout import Kind, Place, TensorSpec, build_layout
+from trainer.checkpoint.format.layout import Place, TensorKind, TensorSpec, build_layout
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, WrittenPiece
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading import loader
-from trainer.checkpoint.loading.choose import Source
+from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.loader import LoadReport, check_tensors, fill
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
 from trainer.checkpoint.policy import SavePolicy, SaveReport
@@ -45,10 +45,10 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def save(folder: Path, sharding: Sharding) -> list[SaveReport | None]:
-    def call(board: Board) -> SaveReport | None:
-        checkpointer = Checkpointer(SavePolicy(folder, file_bytes=1 << 20), board, nonce="n")
+    def call(channel: StoreChannel) -> SaveReport | None:
+        checkpointer = Checkpointer(SavePolicy(folder, file_bytes=1 << 20), channel, nonce="n")
         checkpointer.start()
-        live = tuple(sharding.live(board.rank, SPECS, STATE_OF))
+        live = tuple(sharding.live(channel.rank, SPECS, STATE_OF))
         report = checkpointer.save(10, Contents(tuple(SPECS), live, {}, DOCUMENT))
         checkpointer.close()
         return report
@@ -85,11 +85,11 @@ def test_every_sharding_saves_the_same_bytes(saved: dict[str, Path], sharding: S
 def test_every_sharding_loads_at_every_other(saved: dict[str, Path], source: Sharding, target: Sharding) -> None:
     empty = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}
 
-    def call(board: Board) -> LoadReport:
-        checkpointer = Checkpointer(SavePolicy(None), board, nonce="n")
-        live = target.live(board.rank, SPECS, empty)
-        _, report = checkpointer.restore(Source(saved[source.name]), check=lambda _: None, live=lambda _: live)
-        for found, expected in zip(live, target.live(board.rank, SPECS, STATE_OF), strict=True):
+    def call(channel: StoreChannel) -> LoadReport:
+        checkpointer = Checkpointer(SavePolicy(None), channel, nonce="n")
+        live = target.live(channel.rank, SPECS, empty)
+        _, report = checkpointer.restore(LoadSource(saved[source.name]), check=lambda _: None, live=lambda _: live)
+        for found, expected in zip(live, target.live(channel.rank, SPECS, STATE_OF), strict=True):
             assert bits(found.local) == bits(expected.local), found.spec.name
         return report
 
@@ -114,9 +114,9 @@ def test_a_shard_that_is_not_contiguous_in_memory_is_filled(saved: dict[str, Pat
         local = torch.zeros(tensor.local.shape, dtype=tensor.local.dtype)
         live.append(replace(tensor, local=local.T.contiguous().T if local.ndim == 2 else local))
 
-    def call(board: Board) -> None:
-        checkpointer = Checkpointer(SavePolicy(None), board, nonce="n")
-        checkpointer.restore(Source(saved["rows over 3"]), check=lambda _: None, live=lambda _: live)
+    def call(channel: StoreChannel) -> None:
+        checkpointer = Checkpointer(SavePolicy(None), channel, nonce="n")
+        checkpointer.restore(LoadSource(saved["rows over 3"]), check=lambda _: None, live=lambda _: live)
 
     all_ranks(1, call)
     assert not live[0].local.is_contiguous()
@@ -145,7 +145,7 @@ def test_any_box_loads_from_any_cut_to_the_bytes_that_numpy_takes_out(
     is_transposed: bool,
 ) -> None:
     shape, cuts, shares, box = case
-    spec = TensorSpec(Kind.MODEL, "t", shape, dtype, shape)
+    spec = TensorSpec(TensorKind.MODEL, "t", shape, dtype, shape)
     (values,) = sample_state([spec], seed=3).values()
     array = values.reshape(-1).view(torch.uint8).numpy().reshape(*shape, dtype.itemsize)
     layout = build_layout([spec], file_bytes=1 << 20)
@@ -175,7 +175,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a state of several files, two of whose tensors have several blocks."""
     generator = torch.Generator().manual_seed(1)
     values = {name: torch.rand(n, 1024, generator=generator) for name, n in (("a", 2500), ("b", 3), ("c", 4000))}
-    checkpointer = Checkpointer(SavePolicy(tmp_path_factory.mktemp("run"), file_bytes=9 << 20), lone_board(), nonce="n")
+    checkpointer = Checkpointer(
+        SavePolicy(tmp_path_factory.mktemp("run"), file_bytes=9 << 20), single_rank_channel(), nonce="n"
+    )
     report = checkpointer.save(10, lone_contents(values, DOCUMENT))
     checkpointer.close()
     assert report is not None
@@ -382,11 +384,11 @@ def test_a_whole_tensor_may_live_in_other_dimensions(large: Path, is_transposed:
 
 def test_check_tensors_lists_every_difference_in_one_message() -> None:
     def spec(name: str, shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32) -> TensorSpec:
-        return TensorSpec(Kind.MODEL, name, shape, dtype, shape)
+        return TensorSpec(TensorKind.MODEL, name, shape, dtype, shape)
 
     there = [spec("same"), spec("shape"), spec("dtype"), spec("both"), spec("extra")]
     places = {s.name: Place(s, "model.safetensors", 4096) for s in there}
-    moment = TensorSpec(Kind.OPTIMIZER, "exp_avg.same", (2,), torch.float32, (2,))
+    moment = TensorSpec(TensorKind.OPTIMIZER, "exp_avg.same", (2,), torch.float32, (2,))
     places[moment.name] = Place(moment, "optimizer/x", 4096)
     wanted = [
         spec("same"), spec("shape", (3, 2)), spec("dtype", dtype=torch.bfloat16),
@@ -407,6 +409,6 @@ def test_check_tensors_lists_every_difference_in_one_message() -> None:
 
 
 def test_check_tensors_says_how_many_more_there_are() -> None:
-    specs = [TensorSpec(Kind.MODEL, f"t{i}", (1,), torch.float32, (1,)) for i in range(50)]
+    specs = [TensorSpec(TensorKind.MODEL, f"t{i}", (1,), torch.float32, (1,)) for i in range(50)]
     with pytest.raises(MismatchError, match="and 30 more"):
         check_tensors(specs, {}, where="x")

@@ -13,10 +13,10 @@ import torch
 
 from tests.fakes import FailingFiles, all_ranks, lone_contents, run_ranks
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import Board, lone_board
+from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT, STATE
-from trainer.checkpoint.loading.choose import Source
+from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.storage.files import Files
@@ -42,7 +42,7 @@ def contents(iteration: int, *, state_format: str = FORMAT) -> Contents:
 
 
 def save(folder: Path, iteration: int, *, state_format: str = FORMAT) -> Path:
-    checkpointer = Checkpointer(SavePolicy(folder, file_bytes=12_000), lone_board(), nonce="n")
+    checkpointer = Checkpointer(SavePolicy(folder, file_bytes=12_000), single_rank_channel(), nonce="n")
     checkpointer.start()
     report = checkpointer.save(iteration, contents(iteration, state_format=state_format))
     checkpointer.close()
@@ -56,8 +56,8 @@ def load(path: Path, iteration: int | None = None) -> tuple[int, Contents]:
     target = contents(0)
     for tensor in target.live:
         tensor.local.zero_()
-    checkpointer = Checkpointer(SavePolicy(None), lone_board(), nonce="n")
-    found, _ = checkpointer.restore(Source(path, iteration), check=lambda _: None, live=lambda _: target.live)
+    checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="n")
+    found, _ = checkpointer.restore(LoadSource(path, iteration), check=lambda _: None, live=lambda _: target.live)
     return found.iteration, target
 
 
@@ -228,21 +228,21 @@ def test_a_mismatch_is_never_skipped_for_an_older_checkpoint(run: Path) -> None:
     def check(checkpoint: object) -> None:
         raise MismatchError("Another model")
 
-    checkpointer = Checkpointer(SavePolicy(None), lone_board(), nonce="n")
+    checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="n")
     with pytest.raises(MismatchError, match="Another model"):
-        checkpointer.restore(Source(run), check=check, live=lambda _: [])
+        checkpointer.restore(LoadSource(run), check=check, live=lambda _: [])
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_what_one_rank_refuses_every_rank_refuses(run: Path, culprit: int) -> None:
-    def call(board: Board) -> None:
+    def call(channel: StoreChannel) -> None:
         def live(checkpoint: object) -> list[object]:
-            if board.rank == culprit:
+            if channel.rank == culprit:
                 raise MismatchError("Another model")
             return []
 
-        checkpointer = Checkpointer(SavePolicy(None), board, nonce="n")
-        checkpointer.restore(Source(run), check=lambda _: None, live=live)  # type: ignore[arg-type]
+        checkpointer = Checkpointer(SavePolicy(None), channel, nonce="n")
+        checkpointer.restore(LoadSource(run), check=lambda _: None, live=live)  # type: ignore[arg-type]
 
     outcomes = run_ranks(2, call)
     assert [type(outcome) for outcome in outcomes] == [MismatchError, MismatchError]
@@ -252,10 +252,10 @@ def test_what_one_rank_refuses_every_rank_refuses(run: Path, culprit: int) -> No
 def test_damage_that_one_rank_sees_makes_every_rank_take_the_older(run: Path) -> None:
     flip(run / "iter_0000011" / FILES[1], 4096 + 7000)
 
-    def call(board: Board) -> int:
-        target = contents(0).live if board.rank == 1 else ()
-        checkpointer = Checkpointer(SavePolicy(None), board, nonce="n")
-        found, _ = checkpointer.restore(Source(run), check=lambda _: None, live=lambda _: target)
+    def call(channel: StoreChannel) -> int:
+        target = contents(0).live if channel.rank == 1 else ()
+        checkpointer = Checkpointer(SavePolicy(None), channel, nonce="n")
+        found, _ = checkpointer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target)
         return found.iteration
 
     assert all_ranks(2, call) == [10, 10]

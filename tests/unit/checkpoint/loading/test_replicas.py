@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fakes import Axis, Sharding, run_ranks, sample_specs, sample_state
-from trainer.checkpoint.commit.channel import Board
+from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.loading.replicas import check_replicas
 from trainer.errors import CheckpointError
 
@@ -18,12 +18,12 @@ REPLICAS = Sharding("replicas of rows", (Axis("replica", 2), Axis("row", 2)))
 def test_replicas_that_differ_are_refused_on_every_rank_by_tensor_and_ranks(culprit: int | None) -> None:
     state = sample_state(SPECS, seed=1)
 
-    def call(board: Board) -> None:
-        live = REPLICAS.live(board.rank, SPECS, state)
-        if board.rank == culprit:
+    def call(channel: StoreChannel) -> None:
+        live = REPLICAS.live(channel.rank, SPECS, state)
+        if channel.rank == culprit:
             (tensor,) = [t for t in live if t.spec.name == "exp_avg.embedding"]
             tensor.local.view(torch.uint8).view(-1)[-1] ^= 1
-        check_replicas(live, board, "load")
+        check_replicas(live, channel, "load")
 
     outcomes = run_ranks(REPLICAS.world_size, call)
     if culprit is None:
@@ -38,4 +38,4 @@ def test_replicas_that_differ_are_refused_on_every_rank_by_tensor_and_ranks(culp
 
 
 def test_a_run_of_one_rank_has_nothing_to_compare() -> None:
-    run_ranks(1, lambda board: check_replicas([], board, "load"))
+    run_ranks(1, lambda channel: check_replicas([], channel, "load"))

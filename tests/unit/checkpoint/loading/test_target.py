@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.checkpoint.format.box import Box, in_bytes, whole
-from trainer.checkpoint.format.layout import Kind, TensorSpec
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.loading.target import Target
 from trainer.checkpoint.tensors.live import LiveTensor
 
@@ -15,7 +15,7 @@ VALUES = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 
 
 def target_of(local: torch.Tensor, box: Box, *, written: Box | None = None) -> Target:
-    spec = TensorSpec(Kind.MODEL, "t", (8, 9), local.dtype, (8, 9))
+    spec = TensorSpec(TensorKind.MODEL, "t", (8, 9), local.dtype, (8, 9))
     return Target(LiveTensor(spec, box, local, (0,)), written or box)
 
 

@@ -24,10 +24,10 @@ from tests.fakes import JOIN_S, FailingFiles, StuckFiles, run_ranks
 from tests.unit.model_samples import GPT2, fill, random_values
 from trainer.checkpoint import load
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import Board, lone_board
+from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import FORMAT, STATE
-from trainer.checkpoint.loading.choose import Source
+from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.policy import Retention, SavePolicy, SaveReport
 from trainer.checkpoint.saving import chunks
 from trainer.checkpoint.storage.files import Files
@@ -35,7 +35,7 @@ from trainer.checkpoint.tensors.file_aligned import zeros_like_files
 from trainer.checkpoint.tensors.live import Contents, Grid, aliases_of, live_tensors
 from trainer.errors import CheckpointError
 from trainer.optim import AdamSettings, build_adamw
-from trainer.state import Part, TrainerState
+from trainer.state import ModelPart, TrainerState
 
 SMALL_CHUNK = 1 << 16
 
@@ -122,8 +122,8 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-def started(policy: SavePolicy, files: Files | None = None, board: Board | None = None) -> Checkpointer:
-    checkpointer = Checkpointer(policy, board or lone_board(), nonce="n", files=files)
+def started(policy: SavePolicy, files: Files | None = None, channel: StoreChannel | None = None) -> Checkpointer:
+    checkpointer = Checkpointer(policy, channel or single_rank_channel(), nonce="n", files=files)
     checkpointer.start()
     return checkpointer
 
@@ -292,19 +292,19 @@ def test_saving_works_again_once_the_disk_does(tmp_path: Path) -> None:
 def test_a_stalled_disk_of_one_rank_ends_the_attempt_of_all(tmp_path: Path, culprit: int) -> None:
     stuck = StuckFiles()
 
-    def call(board: Board) -> list[bool]:
+    def call(channel: StoreChannel) -> list[bool]:
         training = Training()
         training.place_like_files()
-        files = stuck if board.rank == culprit else None
+        files = stuck if channel.rank == culprit else None
         policy = SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=0.1, commit_timeout_s=20.0)
-        checkpointer = started(policy, files, board)
+        checkpointer = started(policy, files, channel)
         succeeded = []
         for iteration in (1, 2):
             checkpointer.save(iteration, training.contents(ranks=2))
             training.step()
             checkpointer.wait()
             succeeded += [report.error is None for report in checkpointer.reports()]
-        board.agree("both are through", None)
+        channel.agree("both are through", None)
         stuck.released.set()
         checkpointer.drain(20.0)
         checkpointer.save(3, training.contents(ranks=2))
@@ -323,7 +323,7 @@ def test_the_error_of_a_save_does_not_keep_its_memory(tmp_path: Path) -> None:
     checkpointer.save(1, training.contents())
     assert checkpointer._saver is not None
     assert checkpointer._saver._started is not None
-    snapshot = weakref.ref(checkpointer._saver._started.flight.snapshot)
+    snapshot = weakref.ref(checkpointer._saver._started.save_job.snapshot)
     training.step()
     report = only_report(checkpointer)
     assert checkpointer.last_error is report.error is not None
@@ -347,17 +347,17 @@ def test_a_save_that_may_still_be_committed_does_not_keep_its_memory(tmp_path: P
     checkpointer.save(1, training.contents())
     assert checkpointer._saver is not None
     assert checkpointer._saver._started is not None
-    snapshot = weakref.ref(checkpointer._saver._started.flight.snapshot)
+    snapshot = weakref.ref(checkpointer._saver._started.save_job.snapshot)
     assert Slow.reached.wait(JOIN_S)
     assert "may still be committed" in str(only_report(checkpointer).error)
     Slow.opened.set()
     checkpointer.drain(JOIN_S)
-    assert len(checkpointer._saver._undecided) == 1
+    assert len(checkpointer._saver._in_doubt) == 1
     checkpointer._saver._policy = SavePolicy(tmp_path, async_save=True)
     gc.collect()
     assert snapshot() is None
     checkpointer.save(1, training.contents())  # it is there
-    assert checkpointer._saver._undecided == []
+    assert checkpointer._saver._in_doubt == []
     assert checkpointer.reports() == []
     checkpointer.close()
 
@@ -392,17 +392,17 @@ def keys_left(root: Path, culprit: int, failures: int) -> int:
     """Return how many keys hang in the store after so many saves that a rank gave up, and a good one."""
     store, stuck = HashStore(), StuckFiles()
 
-    def call(board: Board) -> list[bool]:
+    def call(channel: StoreChannel) -> list[bool]:
         training = Training()
         training.place_like_files()
-        files = stuck if board.rank == culprit else None
+        files = stuck if channel.rank == culprit else None
         policy = SavePolicy(root, async_save=True, staging_bytes=0, stall_timeout_s=0.1, commit_timeout_s=20.0)
-        checkpointer = started(policy, files, board)
+        checkpointer = started(policy, files, channel)
         for iteration in range(failures):
             checkpointer.save(iteration, training.contents(ranks=2))
             training.step()
             checkpointer.wait()
-        board.agree("both are through", None)
+        channel.agree("both are through", None)
         stuck.released.set()
         checkpointer.drain(20.0)
         checkpointer.save(failures, training.contents(ranks=2))
@@ -440,7 +440,7 @@ def test_a_load_waits_for_the_save_that_reads_what_it_changes(tmp_path: Path) ->
     checkpointer.save(2, training.contents())
     assert gate.is_shut.wait(20.0)
     threading.Timer(0.02, gate.opened.set).start()
-    source = Source(tmp_path, 1)
+    source = LoadSource(tmp_path, 1)
     checkpointer.restore(source, check=lambda _: None, live=lambda _: training.contents().live)
     assert_same(loaded(tmp_path / "iter_0000002"), expected)
     checkpointer.close()
@@ -481,7 +481,7 @@ def test_a_hundred_saves_leave_no_thread_no_descriptor_and_no_hook(tmp_path: Pat
 def test_a_state_that_moved_in_memory_is_planned_anew() -> None:
     model = fill(build_model(GPT2), random_values(GPT2))
     optimizer = build_adamw(model, AdamSettings(0.1, 0.1, 0.9, 0.95, 1e-8, frozenset()))
-    state = TrainerState(GPT2, [Part(model, optimizer)], Grid.flat(1))
+    state = TrainerState(GPT2, [ModelPart(model, optimizer)], Grid.flat(1))
     first = state.contents({}, with_optimizer=True)
     assert state.contents({}, with_optimizer=True).live is first.live
     assert state.contents({}, with_optimizer=False).live is not first.live

@@ -10,7 +10,7 @@ import xxhash
 
 from tests.fakes import SHARDINGS, Sharding, sample_specs, sample_state
 from trainer.checkpoint.format.box import Box, image
-from trainer.checkpoint.format.layout import PAGE_BYTES, Kind, TensorSpec, build_layout
+from trainer.checkpoint.format.layout import PAGE_BYTES, TensorKind, TensorSpec, build_layout
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES
 from trainer.checkpoint.saving import chunks as chunking
 from trainer.checkpoint.saving.chunks import CHUNK_BYTES, PieceDigests, cut
@@ -18,11 +18,11 @@ from trainer.checkpoint.saving.ownership import Piece
 from trainer.checkpoint.saving.plan import plan
 
 SPECS = sample_specs()
-LARGE = TensorSpec(Kind.MODEL, "large", (5_000_001,), torch.float32, (5_000_001,))
+LARGE = TensorSpec(TensorKind.MODEL, "large", (5_000_001,), torch.float32, (5_000_001,))
 
 
 @pytest.fixture(autouse=True, params=[1 << 40, 1 << 14])
-def _stretches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _extents(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunking, "STRETCH_BYTES", request.param)
 
 
@@ -33,8 +33,8 @@ def test_chunks_hold_every_byte_of_every_piece_once_and_in_order(sharding: Shard
     for rank in range(sharding.world_size):
         pieces = plan(sharding.live(rank, SPECS, state), layout, rank)
         reached = {piece.name: piece.lo for piece in pieces}
-        for name, stretches in cut(pieces, layout).items():
-            for chunk in itertools.chain(*stretches):
+        for name, extents in cut(pieces, layout).items():
+            for chunk in itertools.chain(*extents):
                 assert 0 < chunk.size == sum(part.hi - part.lo for part in chunk.parts) <= CHUNK_BYTES
                 for part in chunk.parts:
                     assert layout.places[part.piece.name].file == name
@@ -48,8 +48,8 @@ def test_parts_of_a_chunk_follow_each_other_in_the_file(sharding: Sharding) -> N
     layout = build_layout(SPECS, file_bytes=1 << 20)
     state = sample_state(SPECS, seed=1)
     for rank in range(sharding.world_size):
-        for stretches in cut(plan(sharding.live(rank, SPECS, state), layout, rank), layout).values():
-            for chunk in (chunk for chunk in itertools.chain(*stretches) if chunk.strided is None):
+        for extents in cut(plan(sharding.live(rank, SPECS, state), layout, rank), layout).values():
+            for chunk in (chunk for chunk in itertools.chain(*extents) if chunk.strided is None):
                 position = chunk.offset
                 for part in chunk.parts:
                     place = layout.places[part.piece.name]
@@ -61,7 +61,7 @@ def test_parts_of_a_chunk_follow_each_other_in_the_file(sharding: Sharding) -> N
 
 
 def test_all_but_the_ends_of_a_run_lie_on_pages() -> None:
-    bias = TensorSpec(Kind.MODEL, "bias", (5,), torch.float32, (5,))
+    bias = TensorSpec(TensorKind.MODEL, "bias", (5,), torch.float32, (5,))
     layout = build_layout([bias, LARGE])
     pieces = [Piece(s.name, Box((0,), s.shape), 0, s.total_bytes) for s in (LARGE, bias)]
     ((chunks,),) = cut(pieces, layout).values()

@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from tests.fakes import Axis, FailingFiles, Sharding, all_ranks, run_ranks, sample_specs, sample_state
 from tests.harness import call_on_ranks, tensor_files
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import Board, lone_board
+from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.commit.protocol import Attempt
 from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import FORMAT, STATE
@@ -25,10 +25,10 @@ from trainer.checkpoint.saving import column_sharing as sharing_module
 from trainer.checkpoint.saving import plan as planning
 from trainer.checkpoint.saving import stripes as striping
 from trainer.checkpoint.saving.chunks import cut
-from trainer.checkpoint.saving.column_sharing import Neighbours, SharedMemory, Sharing
+from trainer.checkpoint.saving.column_sharing import LocalRanks, SharedMemory, Sharing
 from trainer.checkpoint.saving.ownership import Piece
 from trainer.checkpoint.saving.plan import plan
-from trainer.checkpoint.saving.stripes import STRIPS_AT, Strip
+from trainer.checkpoint.saving.stripes import STRIPS_AT, Stripe
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.tensors.live import Contents
@@ -79,12 +79,12 @@ def save(
 ) -> list[Saved]:
     """Save from all ranks, some of them on one host; return each rank's reports."""
 
-    def run(board: Board) -> Saved:
-        policy = SavePolicy(folder, staging_bytes=staging_bytes(board.rank), async_save=async_save)
-        neighbours = next((host for host in hosts if board.rank in host), ())
-        checkpointer = Checkpointer(policy, board, nonce="n", files=files(board.rank), neighbours=neighbours)
+    def run(channel: StoreChannel) -> Saved:
+        policy = SavePolicy(folder, staging_bytes=staging_bytes(channel.rank), async_save=async_save)
+        local_ranks = next((host for host in hosts if channel.rank in host), ())
+        checkpointer = Checkpointer(policy, channel, nonce="n", files=files(channel.rank), local_ranks=local_ranks)
         checkpointer.start()
-        found = [checkpointer.save(iteration, contents(sharding, board.rank, iteration)) for iteration in iterations]
+        found = [checkpointer.save(iteration, contents(sharding, channel.rank, iteration)) for iteration in iterations]
         checkpointer.wait()
         found += checkpointer.reports()
         checkpointer.close()
@@ -137,7 +137,7 @@ def test_no_row_is_written_by_itself(tmp_path: Path) -> None:
     counted, by_row = CountingFiles(), CountingFiles()
     assert_saved(save(tmp_path / "a", COLUMNS, hosts=[[0, 1]], files=lambda _: counted))
     assert_saved(save(tmp_path / "b", COLUMNS, files=lambda _: by_row))
-    # 2402 rows of the embedding and 2402 of its moment; in strips of 64 KiB, at most three writes for each.
+    # 2402 rows of the embedding and 2402 of its moment; in stripes of 64 KiB, at most three writes for each.
     assert by_row.writes.total() > 4800
     assert counted.writes.total() < 3 * (4_804_000 + 480_400) // (1 << 16) + 60
 
@@ -225,37 +225,37 @@ def attempt(folder: Path, number: int = 1) -> Attempt:
     return Attempt(1, f"n-{number}", CheckpointFolder(folder, Files()), build_layout(SPECS, file_bytes=1 << 20))
 
 
-def met(board: Board, ranks: Sequence[int]) -> Neighbours:
-    found = Neighbours(board, ranks)
-    found.meet(board, "hosts")
-    board.agree("all have met", None)
-    found.part(board)
+def met(channel: StoreChannel, ranks: Sequence[int]) -> LocalRanks:
+    found = LocalRanks(channel, ranks)
+    found.meet(channel, "hosts")
+    channel.agree("all have met", None)
+    found.part(channel)
     return found
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_rank_that_refuses_ends_the_wait_of_the_others(tmp_path: Path, culprit: int) -> None:
-    def run(board: Board) -> Sharing | None:
-        neighbours = met(board, [0, 1, 2])
-        pieces = columns_of(GRID, board.rank)
-        if board.rank == culprit:
-            neighbours.refuse(board, "n-1")
+    def run(channel: StoreChannel) -> Sharing | None:
+        local_ranks = met(channel, [0, 1, 2])
+        pieces = columns_of(GRID, channel.rank)
+        if channel.rank == culprit:
+            local_ranks.refuse(channel, "n-1")
             return None
-        return neighbours.join(attempt(tmp_path), pieces, may_share=True)
+        return local_ranks.join(attempt(tmp_path), pieces, may_share=True)
 
     assert run_ranks(3, run, timeout_s=20.0) == [None] * 3
 
 
 def test_a_rank_that_has_refused_does_not_join_and_one_that_joins_is_not_refused_for(tmp_path: Path) -> None:
-    def run(board: Board) -> bool:
-        neighbours = met(board, [0, 1])
-        pieces = columns_of(COLUMNS, board.rank)
-        assert neighbours.join(attempt(tmp_path), pieces, may_share=True) is not None
-        neighbours.refuse(board, "n-1")  # too late
-        if board.rank == 1:
-            neighbours.refuse(board, "n-2")
+    def run(channel: StoreChannel) -> bool:
+        local_ranks = met(channel, [0, 1])
+        pieces = columns_of(COLUMNS, channel.rank)
+        assert local_ranks.join(attempt(tmp_path), pieces, may_share=True) is not None
+        local_ranks.refuse(channel, "n-1")  # too late
+        if channel.rank == 1:
+            local_ranks.refuse(channel, "n-2")
         try:
-            return neighbours.join(attempt(tmp_path, 2), pieces, may_share=True) is None
+            return local_ranks.join(attempt(tmp_path, 2), pieces, may_share=True) is None
         except CheckpointError as error:
             return "has given the save up" in str(error)
 
@@ -264,10 +264,10 @@ def test_a_rank_that_has_refused_does_not_join_and_one_that_joins_is_not_refused
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_rank_that_says_nothing_is_given_up_by_name(tmp_path: Path, silent: int) -> None:
-    def run(board: Board) -> None:
-        neighbours = met(board, [0, 1])
-        if board.rank != silent:
-            neighbours.join(attempt(tmp_path), [], may_share=True)
+    def run(channel: StoreChannel) -> None:
+        local_ranks = met(channel, [0, 1])
+        if channel.rank != silent:
+            local_ranks.join(attempt(tmp_path), [], may_share=True)
 
     outcome = run_ranks(2, run, timeout_s=0.3)[1 - silent]
     assert isinstance(outcome, TrainerError)
@@ -280,9 +280,9 @@ def test_a_rank_that_says_nothing_is_given_up_by_name(tmp_path: Path, silent: in
 def test_ranks_that_do_not_agree_on_who_is_here_share_nothing(
     tmp_path: Path, claims: tuple[tuple[int, ...], ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def run(board: Board) -> Sharing | None:
-        neighbours = met(board, claims[board.rank] if board.rank < 2 else (0, 1, 2))
-        return neighbours.join(attempt(tmp_path), [], may_share=True)
+    def run(channel: StoreChannel) -> Sharing | None:
+        local_ranks = met(channel, claims[channel.rank] if channel.rank < 2 else (0, 1, 2))
+        return local_ranks.join(attempt(tmp_path), [], may_share=True)
 
     assert run_ranks(3 if (0, 1, 2) in claims else 2, run) == [None] * (3 if (0, 1, 2) in claims else 2)
     assert "are not all on one host" in caplog.text
@@ -298,15 +298,15 @@ def test_ranks_of_other_hosts_share_nothing(
 
 def test_a_rank_that_is_alone_on_its_host_asks_nobody(tmp_path: Path) -> None:
     for ranks in ([], [0]):
-        assert met(lone_board(), ranks).join(attempt(tmp_path), [], may_share=True) is None
+        assert met(single_rank_channel(), ranks).join(attempt(tmp_path), [], may_share=True) is None
 
 
 def test_one_rank_without_columns_does_not_keep_the_others_from_sharing(tmp_path: Path) -> None:
-    def run(board: Board) -> int:
-        pieces = columns_of(COLUMNS, board.rank) if board.rank < 2 else []
-        sharing = met(board, [0, 1, 2]).join(attempt(tmp_path), pieces, may_share=True)
+    def run(channel: StoreChannel) -> int:
+        pieces = columns_of(COLUMNS, channel.rank) if channel.rank < 2 else []
+        sharing = met(channel, [0, 1, 2]).join(attempt(tmp_path), pieces, may_share=True)
         assert sharing is not None
-        return len(sharing.strips("embedding"))
+        return len(sharing.stripes("embedding"))
 
     found = all_ranks(3, run)
     assert found == [found[0]] * 3
@@ -314,19 +314,22 @@ def test_one_rank_without_columns_does_not_keep_the_others_from_sharing(tmp_path
 
 
 def test_ranks_that_have_no_columns_share_nothing(tmp_path: Path) -> None:
-    assert all_ranks(2, lambda board: met(board, [0, 1]).join(attempt(tmp_path), [], may_share=True)) == [None, None]
+    assert all_ranks(2, lambda channel: met(channel, [0, 1]).join(attempt(tmp_path), [], may_share=True)) == [
+        None,
+        None,
+    ]
 
 
 def test_saves_leave_nothing_in_the_store(tmp_path: Path) -> None:
     store = HashStore()
 
-    def run(board: Board) -> list[int]:
-        neighbours, keys = met(board, [0, 1]), list[int]()
+    def run(channel: StoreChannel) -> list[int]:
+        local_ranks, keys = met(channel, [0, 1]), list[int]()
         for number in range(1, 5):
-            neighbours.join(attempt(tmp_path, number), columns_of(COLUMNS, board.rank), may_share=True)
-            board.agree(f"all are through {number}", None)
+            local_ranks.join(attempt(tmp_path, number), columns_of(COLUMNS, channel.rank), may_share=True)
+            channel.agree(f"all are through {number}", None)
             keys.append(store.num_keys())
-            board.agree(f"all have counted {number}", None)
+            channel.agree(f"all have counted {number}", None)
         return keys
 
     for keys in all_ranks(2, run, store=lambda: store):
@@ -356,42 +359,42 @@ def test_memory_is_had_by_address_only_where_that_is_still_the_same() -> None:
 
 def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
     memory = SharedMemory.make()
-    strip = Strip(3, 0, 4096, STRIPS_AT)
+    stripe = Stripe(3, 0, 4096, STRIPS_AT)
     memory.reach(STRIPS_AT + 4096)
     others = [SharedMemory.open(memory.address) for _ in range(3)]
     claims: list[memoryview] = []
     start = threading.Barrier(8)
 
-    def claim(number: int) -> None:
+    def begin_rename(number: int) -> None:
         mine = others[number % 3]
         assert mine is not None
         mine.reach(STRIPS_AT + 4096)
         start.wait()
         for _ in range(200):
-            if (found := mine.claim(strip)) is not None:
+            if (found := mine.begin_rename(stripe)) is not None:
                 claims.append(found)
 
-    threads = [threading.Thread(target=claim, args=(number,)) for number in range(8)]
-    memory._counters[strip.number] = 4096
+    threads = [threading.Thread(target=begin_rename, args=(number,)) for number in range(8)]
+    memory._counters[stripe.number] = 4096
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(claims) == 1
-    assert not memory.is_full(strip)
+    assert not memory.is_full(stripe)
 
 
 def test_a_strip_that_nobody_writes_is_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    claim, lost = SharedMemory.claim, list[Strip]()
+    begin_rename, lost = SharedMemory.begin_rename, list[Stripe]()
 
-    def lose_one(self: SharedMemory, strip: Strip) -> memoryview | None:
-        data = claim(self, strip)
+    def lose_one(self: SharedMemory, stripe: Stripe) -> memoryview | None:
+        data = begin_rename(self, stripe)
         if data is not None and not lost:
-            lost.append(strip)
+            lost.append(stripe)
             return None
         return data
 
-    monkeypatch.setattr(SharedMemory, "claim", lose_one)
+    monkeypatch.setattr(SharedMemory, "begin_rename", lose_one)
     for reports in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
         assert "have not written every byte once" in str(reports[0].error)
         assert reports[1].error is None
@@ -404,7 +407,9 @@ def save_as_rank(arguments: list[str]) -> None:
     cluster = launch.start("cpu", deterministic=False)
     files = CountingFiles()
     policy = SavePolicy(Path(arguments[0]), async_save=True)
-    checkpointer = Checkpointer(policy, cluster.board, nonce=cluster.nonce, files=files, neighbours=cluster.neighbours)
+    checkpointer = Checkpointer(
+        policy, cluster.channel, nonce=cluster.nonce, files=files, local_ranks=cluster.local_ranks
+    )
     checkpointer.start()
     for iteration in (1, 2):
         checkpointer.save(iteration, contents(COLUMNS, cluster.rank, iteration))

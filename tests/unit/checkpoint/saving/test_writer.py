@@ -14,7 +14,7 @@ import torch
 
 from tests.fakes import FailingFiles, lone_contents
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import lone_board
+from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
 from trainer.checkpoint.loading.verify import verify_share
@@ -52,7 +52,9 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_saved(tmp_path: Path, ar
         def open_direct(self, path: Path) -> int | None:
             return super().open_direct(path) if around_cache else None
 
-    checkpointer = Checkpointer(SavePolicy(tmp_path, file_bytes=4096), lone_board(), nonce="n", files=Refusing())
+    checkpointer = Checkpointer(
+        SavePolicy(tmp_path, file_bytes=4096), single_rank_channel(), nonce="n", files=Refusing()
+    )
     checkpointer.start()
     before = descriptors()
     with few_descriptors():
@@ -70,7 +72,7 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_saved(tmp_path: Path, ar
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
 def test_where_no_descriptor_is_to_be_had_the_limit_is_named(tmp_path: Path, code: int) -> None:
     files = FailingFiles("open_for_writing", code)
-    checkpointer = Checkpointer(SavePolicy(tmp_path), lone_board(), nonce="n", files=files)
+    checkpointer = Checkpointer(SavePolicy(tmp_path), single_rank_channel(), nonce="n", files=files)
     checkpointer.start()
     report = checkpointer.save(1, many_files())
     assert report is not None
@@ -83,7 +85,7 @@ def test_where_no_descriptor_is_to_be_had_the_limit_is_named(tmp_path: Path, cod
 @pytest.mark.parametrize("after", [0, 7])
 def test_a_save_that_fails_leaves_nothing_open(tmp_path: Path, kind: str, after: int) -> None:
     files = FailingFiles(kind, after=after)
-    checkpointer = Checkpointer(SavePolicy(tmp_path, file_bytes=4096), lone_board(), nonce="n", files=files)
+    checkpointer = Checkpointer(SavePolicy(tmp_path, file_bytes=4096), single_rank_channel(), nonce="n", files=files)
     checkpointer.start()
     before = descriptors()
     report = checkpointer.save(1, many_files())

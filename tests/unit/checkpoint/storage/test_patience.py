@@ -14,12 +14,12 @@ import pytest
 from tests.fakes import FailingFiles, run_ranks
 from tests.unit.checkpoint.loading.test_reader import contents, save
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import Board, lone_board
+from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.names import MANIFEST, STATE
-from trainer.checkpoint.loading.choose import Source
+from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.policy import Retention, SavePolicy
-from trainer.checkpoint.saving.save_job import decide_doomed
+from trainer.checkpoint.saving.save_job import decide_expired
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.patience import RETRY_S, Patience, await_sight, unreadable
@@ -73,15 +73,15 @@ def names(run: Path) -> Sequence[str]:
     return sorted(path.name for path in run.iterdir() if path.is_dir())
 
 
-def resume(run: Path, files: Files, clock: Clock, board: Board | None = None) -> int:
+def resume(run: Path, files: Files, clock: Clock, channel: StoreChannel | None = None) -> int:
     """Load the newest and rewind to it, as the trainer does; return the iteration."""
     checkpointer = Checkpointer(
-        SavePolicy(run), board or lone_board(), nonce="m", files=files, patience=clock.patience()
+        SavePolicy(run), channel or single_rank_channel(), nonce="m", files=files, patience=clock.patience()
     )
     checkpointer.start()
     try:
         target = contents(0)
-        found, _ = checkpointer.restore(Source(run), check=lambda _: None, live=lambda _: target.live)
+        found, _ = checkpointer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target.live)
         checkpointer.rewind(found.iteration)
         return found.iteration
     finally:
@@ -155,9 +155,9 @@ def test_a_stale_handle_is_opened_again(run: Path) -> None:
 def test_what_one_rank_cannot_read_ends_every_rank_alike(run: Path, culprit: int, kind: str) -> None:
     before = names(run)
 
-    def call(board: Board) -> int:
-        files = Failing(kind if board.rank == culprit else "none", errno.EIO)
-        return resume(run, files, Clock(), board)
+    def call(channel: StoreChannel) -> int:
+        files = Failing(kind if channel.rank == culprit else "none", errno.EIO)
+        return resume(run, files, Clock(), channel)
 
     outcomes = run_ranks(2, call)
     assert [type(outcome) for outcome in outcomes] == [UnreadableError, UnreadableError]
@@ -184,14 +184,14 @@ def test_a_rank_that_runs_out_of_descriptors_loses_no_iteration(run: Path) -> No
     """As EMFILE really comes: another thread holds all that the limit allows, and closes them later."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     clock, held = Clock(), []
-    checkpointer = Checkpointer(SavePolicy(None), lone_board(), nonce="m", patience=clock.patience())
+    checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="m", patience=clock.patience())
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
         with pytest.raises(OSError, match="Too many open files"):
             use_up(held)
         clock.wakes = {3: lambda: [os.close(held.pop()) for _ in range(len(held))]}
         target = contents(0)
-        found, _ = checkpointer.restore(Source(run), check=lambda _: None, live=lambda _: target.live)
+        found, _ = checkpointer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target.live)
     finally:
         for descriptor in held:
             os.close(descriptor)
@@ -229,10 +229,10 @@ def test_a_best_checkpoint_whose_loss_cannot_be_read_is_not_deleted(
 
     monkeypatch.setattr(json_file, "read", failing)
     folder = CheckpointFolder(run, Files())
-    assert decide_doomed(folder, Retention(1, keep_best=1), pinned=()) == ([10], [9, 10, 11])
+    assert decide_expired(folder, Retention(1, keep_best=1), pinned=()) == ([10], [9, 10, 11])
     assert "iteration 9 stays, its loss is not known" in caplog.text
     monkeypatch.undo()
-    assert decide_doomed(folder, Retention(1, keep_best=1), pinned=()) == ([9, 10], [9, 10, 11])
+    assert decide_expired(folder, Retention(1, keep_best=1), pinned=()) == ([9, 10], [9, 10, 11])
 
 
 @pytest.mark.parametrize("command", ["ls", "verify"])

@@ -15,10 +15,10 @@ import torch
 
 from tests.fakes import JOIN_S, Axis, FailingFiles, Sharding, run_ranks, tcp_store
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import Board
-from trainer.checkpoint.format.layout import Kind, TensorSpec
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.format.names import FORMAT, STATE
-from trainer.checkpoint.loading.choose import Source
+from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.loading.same_checkpoint import open_same
 from trainer.checkpoint.policy import SavePolicy, SaveReport
@@ -29,7 +29,7 @@ from trainer.errors import CheckpointError, MismatchError, TrainerError
 
 UNSEEN = "This host does not see the checkpoint folder of rank 0"
 ROWS = Sharding("rows over 2", (Axis("row", 2),))
-SPEC = TensorSpec(Kind.MODEL, "w", (50, 40), torch.float32, (50, 40))
+SPEC = TensorSpec(TensorKind.MODEL, "w", (50, 40), torch.float32, (50, 40))
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_folder, "SEEN_WITHIN_S", 0.1)
 
 
-def start(board: Board, folder: Path, files: Files | None = None) -> Checkpointer:
-    checkpointer = Checkpointer(SavePolicy(folder), board, nonce="n", files=files)
+def start(channel: StoreChannel, folder: Path, files: Files | None = None) -> Checkpointer:
+    checkpointer = Checkpointer(SavePolicy(folder), channel, nonce="n", files=files)
     try:
         checkpointer.start()
     except TrainerError:
@@ -48,7 +48,7 @@ def start(board: Board, folder: Path, files: Files | None = None) -> Checkpointe
 
 
 def save(
-    board: Board,
+    channel: StoreChannel,
     folder: Path,
     files: Files | None = None,
     *,
@@ -57,9 +57,9 @@ def save(
     iteration: int = 1,
 ) -> SaveReport:
     """Start, call `before`, and save a tensor of rows of that `value`."""
-    checkpointer = start(board, folder, files)
+    checkpointer = start(channel, folder, files)
     before()
-    live = tuple(ROWS.live(board.rank, [SPEC], {"w": torch.full(SPEC.shape, value)}))
+    live = tuple(ROWS.live(channel.rank, [SPEC], {"w": torch.full(SPEC.shape, value)}))
     try:
         report = checkpointer.save(
             iteration, Contents((SPEC,), live, {}, {STATE: {"format": FORMAT, "iteration": iteration}})
@@ -95,7 +95,7 @@ def test_no_rank_starts_where_one_has_another_folder(tmp_path: Path, has_folder:
     folders[1].mkdir(exist_ok=has_folder)
     if not has_folder:
         folders[1].rmdir()
-    for error in run_ranks(2, lambda board: start(board, folders[board.rank])):
+    for error in run_ranks(2, lambda channel: start(channel, folders[channel.rank])):
         assert isinstance(error, CheckpointError)
         assert f"{UNSEEN} (host {os.uname().nodename}, {folders[1]})" in str(error)
     assert files_below(tmp_path) == ["of0/lock"]
@@ -103,7 +103,7 @@ def test_no_rank_starts_where_one_has_another_folder(tmp_path: Path, has_folder:
 
 
 def test_a_rank_that_sees_the_folder_late_starts_and_saves(tmp_path: Path) -> None:
-    reports = run_ranks(2, lambda board: save(board, tmp_path, LateFiles(4 * board.rank)))
+    reports = run_ranks(2, lambda channel: save(channel, tmp_path, LateFiles(4 * channel.rank)))
     for report in reports:
         assert isinstance(report, SaveReport)
         assert report.error is None
@@ -119,7 +119,7 @@ def test_a_start_sweeps_the_mark_of_a_killed_one_and_nothing_else(tmp_path: Path
     for name in (".shared.dead.mark", "shared.mark", ".shared.mark.txt"):
         (tmp_path / name).touch()
     (tmp_path / ".shared.folder.mark").mkdir()
-    (checkpointer,) = run_ranks(1, lambda board: start(board, tmp_path))
+    (checkpointer,) = run_ranks(1, lambda channel: start(channel, tmp_path))
     assert isinstance(checkpointer, Checkpointer)
     checkpointer.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -145,8 +145,8 @@ def test_a_rank_that_writes_elsewhere_fails_the_save_and_removes_what_it_wrote(t
         links[loser].symlink_to(other)
         shutil.copy(shared / "lock", other)  # as a copy of the folder would have it
 
-    def call(board: Board) -> SaveReport:
-        return save(board, links[board.rank], before=lose if board.rank == loser else lambda: None)
+    def call(channel: StoreChannel) -> SaveReport:
+        return save(channel, links[channel.rank], before=lose if channel.rank == loser else lambda: None)
 
     for report in run_ranks(2, call, store=tcp_store):
         assert isinstance(report, SaveReport)
@@ -175,10 +175,10 @@ def test_a_rank_that_wrote_elsewhere_before_it_sees_the_folder_fails_the_save(tm
         link.unlink()
         link.symlink_to(folder)
 
-    def call(board: Board) -> SaveReport:
-        if board.rank == 0:
-            return save(board, shared)
-        return save(board, link, CallAtSync(lambda: lead_to(shared)), before=lambda: lead_to(other))
+    def call(channel: StoreChannel) -> SaveReport:
+        if channel.rank == 0:
+            return save(channel, shared)
+        return save(channel, link, CallAtSync(lambda: lead_to(shared)), before=lambda: lead_to(other))
 
     for report in run_ranks(2, call, store=tcp_store):
         assert isinstance(report, SaveReport)
@@ -212,7 +212,7 @@ def test_the_time_to_see_a_save_runs_from_its_beginning_on_rank_0(
 ) -> None:
     monkeypatch.setattr(shared_folder, "SEEN_WITHIN_S", 0.0)
     files = LateMark()
-    for report in run_ranks(2, lambda board: save(board, tmp_path, files)):
+    for report in run_ranks(2, lambda channel: save(channel, tmp_path, files)):
         assert isinstance(report, SaveReport)
         assert report.error is None
     assert files.was_looked_for.is_set()
@@ -220,7 +220,9 @@ def test_the_time_to_see_a_save_runs_from_its_beginning_on_rank_0(
 
 @pytest.mark.parametrize("kind", ["free_bytes", "make_folder", "write"])
 def test_a_save_that_rank_0_cannot_begin_fails_for_its_reason_on_all_ranks(tmp_path: Path, kind: str) -> None:
-    for report in run_ranks(2, lambda board: save(board, tmp_path, FailingFiles(kind if board.rank == 0 else ""))):
+    for report in run_ranks(
+        2, lambda channel: save(channel, tmp_path, FailingFiles(kind if channel.rank == 0 else ""))
+    ):
         assert isinstance(report, SaveReport)
         assert "Input/output error" in str(report.error)
         assert UNSEEN not in str(report.error)
@@ -308,10 +310,10 @@ def test_a_rank_that_misses_a_file_which_rank_0_has_takes_no_older_checkpoint(tm
         run_ranks(2, partial(save, folder=folder, iteration=iteration))
     files = PartlyHiddenFiles(name, 1_000_000)
 
-    def load(board: Board) -> object:
-        checkpointer = Checkpointer(SavePolicy(None), board, nonce="n", files=files if board.rank else None)
-        live = ROWS.live(board.rank, [SPEC], {"w": torch.empty(SPEC.shape)})
-        return checkpointer.restore(Source(folder), check=lambda _: None, live=lambda _: live)
+    def load(channel: StoreChannel) -> object:
+        checkpointer = Checkpointer(SavePolicy(None), channel, nonce="n", files=files if channel.rank else None)
+        live = ROWS.live(channel.rank, [SPEC], {"w": torch.empty(SPEC.shape)})
+        return checkpointer.restore(LoadSource(folder), check=lambda _: None, live=lambda _: live)
 
     for error in run_ranks(2, load):
         assert isinstance(error, MismatchError)

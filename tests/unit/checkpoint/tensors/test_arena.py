@@ -14,13 +14,13 @@ STRETCHES = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 20_000)),
 
 
 @given(STRETCHES)
-def test_an_arena_gives_each_stretch_memory_of_its_own_congruent_to_its_offset(
-    stretches: list[tuple[int, int]],
+def test_an_arena_gives_each_extent_memory_of_its_own_congruent_to_its_offset(
+    extents: list[tuple[int, int]],
 ) -> None:
-    arena = Arena(sum(size + PAGE_BYTES for _, size in stretches), is_pinned=False)
+    arena = Arena(sum(size + PAGE_BYTES for _, size in extents), is_pinned=False)
     arena.touch()
     taken = []
-    for number, (offset, size) in enumerate(stretches):
+    for number, (offset, size) in enumerate(extents):
         memory = arena.take(size, offset=offset)
         assert memory is not None
         assert memory.nbytes == size
@@ -49,14 +49,14 @@ def test_touching_keeps_what_is_there() -> None:
 
 
 @given(STRETCHES)
-def test_memory_like_a_file_is_congruent_to_it_and_neighbours_stay_neighbours(stretches: list[tuple[int, int]]) -> None:
-    memories = map_like_file(stretches)
-    for number, ((offset, size), memory) in enumerate(zip(stretches, memories, strict=True)):
+def test_memory_like_a_file_is_congruent_to_it_and_neighbours_stay_neighbours(extents: list[tuple[int, int]]) -> None:
+    memories = map_like_file(extents)
+    for number, ((offset, size), memory) in enumerate(zip(extents, memories, strict=True)):
         assert memory.nbytes == size
         assert (memory.ctypes.data - offset) % PAGE_BYTES == 0
         memory[:] = number
     assert all((memory == number % 256).all() for number, memory in enumerate(memories))
-    ends = zip(stretches, memories, stretches[1:], memories[1:], strict=False)
+    ends = zip(extents, memories, extents[1:], memories[1:], strict=False)
     for (offset, size), memory, (next_offset, _), next_memory in ends:
         if next_offset == offset + size:
             assert next_memory.ctypes.data == memory.ctypes.data + size

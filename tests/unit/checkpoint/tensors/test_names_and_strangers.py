@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.unit.checkpoint.loading.test_reader import contents, load, save
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import lone_board
+from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.checkpoint.loading.reader import misleading_files, open_checkpoint
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.storage.files import Files
@@ -82,7 +82,7 @@ def test_a_file_that_transformers_prefers_is_named_by_verify_ls_and_a_load(
 
 
 def test_a_checkpoint_whose_weights_are_one_file_does_not_mislead(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(SavePolicy(tmp_path), lone_board(), nonce="n")
+    checkpointer = Checkpointer(SavePolicy(tmp_path), single_rank_channel(), nonce="n")
     checkpointer.start()
     checkpointer.save(5, contents(5))
     checkpointer.close()
