@@ -55,7 +55,7 @@ test-soak: setup
 
 # Some minutes, 8 GB of memory and 10 GB of disk: best with nothing beside it.
 bench: setup
-	$(BIN)/python -m scripts.bench_checkpoint
+	$(BIN)/python -m scripts.bench.checkpoint
 
 check: setup
 	$(BIN)/ruff format --check .

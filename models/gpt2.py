@@ -47,7 +47,7 @@ class GPT2(nn.Module):
             parts["wte"] = Embedding(rows, width)
             parts["wpe"] = Positions(config.max_position_embeddings, width)
             self.dropout = Dropout(config.dropout, Site.embedding, layer=0)
-        parts["h"] = nn.ModuleDict({str(layer): Block(config, layer) for layer in stage.layers})
+        parts["h"] = nn.ModuleDict({str(layer): GPT2Block(config, layer) for layer in stage.layers})
         if stage.last:
             parts["ln_f"] = LayerNorm(width, config.norm_eps)
         self.transformer = nn.ModuleDict(parts)
@@ -101,15 +101,15 @@ class Positions(nn.Module):
         return self.weight[:length]
 
 
-class Block(nn.Module):
-    """One layer: attention and MLP, each behind its norm and added to the residual stream."""
+class GPT2Block(nn.Module):
+    """One layer: attention and GPT2MLP, each behind its norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.ln_1 = LayerNorm(config.n_embd, config.norm_eps)
-        self.attn = Attention(config, layer)
+        self.attn = GPT2Attention(config, layer)
         self.ln_2 = LayerNorm(config.n_embd, config.norm_eps)
-        self.mlp = MLP(config, layer)
+        self.mlp = GPT2MLP(config, layer)
 
     def forward(self, x: Tensor, key: int | None) -> Tensor:
         """Map hidden states [B, T, n_embd] to the same shape."""
@@ -117,7 +117,7 @@ class Block(nn.Module):
         return x + cast(Tensor, self.mlp(self.ln_2(x), key))
 
 
-class Attention(nn.Module):
+class GPT2Attention(nn.Module):
     """Causal multi-head attention; the heads are counted in the weights, which tensor parallelism may have cut."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -136,7 +136,7 @@ class Attention(nn.Module):
         return cast(Tensor, self.resid_dropout(attended, key))
 
 
-class MLP(nn.Module):
+class GPT2MLP(nn.Module):
     """Two projections with a GELU between, in the form that the configuration names."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:

@@ -96,11 +96,14 @@ class Dropout(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors, `weight` [rows, width], as transformers stores it. `is_lent` if the output layer uses it."""
+    """A table of vectors, `weight` [rows, width], as transformers stores it.
+
+    `fuses_tied_gradient` is set if the output layer shares it.
+    """
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__(rows, width)
-        self.is_lent = False
+        self.fuses_tied_gradient = False
 
     def reset_parameters(self) -> None:
         """Leave the values as allocated."""
@@ -112,12 +115,12 @@ class Embedding(nn.Embedding):
         another by now, or where hooks wait for this module to be called.
         """
         hooks = self._forward_pre_hooks, self._forward_hooks, self._backward_pre_hooks, self._backward_hooks
-        if not self.is_lent or output is None or output.weight is not self.weight or any(hooks):
+        if not self.fuses_tied_gradient or output is None or output.weight is not self.weight or any(hooks):
             return cast(Tensor, self(tokens)), None
-        return cast(tuple[Tensor, Tensor], _LendTable.apply(self.weight, tokens))  # type: ignore[no-untyped-call]
+        return cast(tuple[Tensor, Tensor], _TiedEmbedding.apply(self.weight, tokens))  # type: ignore[no-untyped-call]
 
 
-class _LendTable(torch.autograd.Function):
+class _TiedEmbedding(torch.autograd.Function):
     """Looks tokens up in a table and hands the table on, so that the gradients of both uses come back together.
 
     They come as the output's whole table and the rows of a few tokens, which are added to it, in place unless there is
@@ -145,7 +148,7 @@ def tie(embedding: Embedding, output: nn.Linear) -> None:
     """Make the output's weight the embedding's Parameter itself."""
     output.weight = embedding.weight
     # A DTensor's rows lie on several ranks, and on CUDA torch sorts tokens before it adds their rows.
-    embedding.is_lent = type(embedding.weight.data) is Tensor and embedding.weight.device.type == "cpu"
+    embedding.fuses_tied_gradient = type(embedding.weight.data) is Tensor and embedding.weight.device.type == "cpu"
 
 
 class Linear(nn.Linear):

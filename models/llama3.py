@@ -35,7 +35,7 @@ class Llama3(nn.Module):
         parts: dict[str, nn.Module] = {}
         if stage.first:
             parts["embed_tokens"] = Embedding(rows, config.n_embd)
-        parts["layers"] = nn.ModuleDict({str(layer): Block(config) for layer in stage.layers})
+        parts["layers"] = nn.ModuleDict({str(layer): Llama3Block(config) for layer in stage.layers})
         if stage.last:
             parts["norm"] = RMSNorm(config.n_embd, config.norm_eps)
         self.model = nn.ModuleDict(parts)
@@ -83,13 +83,13 @@ class Llama3(nn.Module):
         return kept
 
 
-class Block(nn.Module):
-    """One layer: attention and MLP, each behind its norm and added to the residual stream."""
+class Llama3Block(nn.Module):
+    """One layer: attention and Llama3MLP, each behind its norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.self_attn = Llama3Attention(config)
+        self.mlp = Llama3MLP(config)
         self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
 
@@ -99,7 +99,7 @@ class Block(nn.Module):
         return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
 
 
-class Attention(nn.Module):
+class Llama3Attention(nn.Module):
     """Causal grouped-query attention; the heads are counted in the weights, which tensor parallelism may have cut."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -120,7 +120,7 @@ class Attention(nn.Module):
         return cast(Tensor, self.o_proj(causal_attention(q, k, v)))
 
 
-class MLP(nn.Module):
+class Llama3MLP(nn.Module):
     """A projection gated by the SiLU of another, and one back.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer" (SwiGLU).

@@ -1,86 +1,8 @@
-"""Compare how fast runs were and what saving cost them: `python scripts/compare_speed.py RUN [RUN ...]`.
+"""The command `reprise compare-speed`, from a checkout."""
 
-Each argument is a run folder or a metrics.jsonl; ratios are to the first. The exit status is 0 when no run is slower
-than the first by more than --threshold, 1 when one is, 2 when an input cannot be used.
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
 import sys
-from collections.abc import Sequence
 
-from trainer.arguments import natural, share
-from trainer.curves_table import name_runs
-from trainer.errors import TrainerError
-from trainer.speed import (
-    SKIPPED,
-    THRESHOLD,
-    measure,
-    read_timing,
-    report_speeds,
-    report_verdicts,
-    slower_runs,
-    summarize_speeds,
-)
-from trainer.speed_plot import plot_speeds
-
-FINE, SLOWER, UNUSABLE = 0, 1, 2
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare runs as the command line says, print the figures and return the exit status."""
-    options = _parser().parse_args(arguments)
-    try:
-        timings = [read_timing(path).without_first(options.skip) for path in options.runs]
-        names = name_runs([timing.source for timing in timings])
-        speeds = {name: measure(timing) for name, timing in zip(names, timings, strict=True)}
-        if options.plot:
-            plot_speeds(speeds, timings, options.plot)
-            print(f"compare_speed: wrote {options.plot}", file=sys.stderr)
-    except TrainerError as error:
-        print(f"compare_speed: {error}", file=sys.stderr)
-        return UNUSABLE
-    status = SLOWER if slower_runs(speeds, options.threshold) else FINE
-    if options.json:
-        summary = summarize_speeds(speeds, timings, skipped=options.skip, threshold=options.threshold)
-        print(json.dumps(summary, allow_nan=False))
-        return status
-    for note in dict.fromkeys(note for timing in timings for note in timing.notes):
-        print(f"note: {note}")
-    print(report_speeds(speeds, skipped=options.skip))
-    if len(speeds) > 1:
-        print(f"\n{report_verdicts(speeds, threshold=options.threshold)}")
-    return status
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="compare_speed",
-        description="Compare how fast runs were, and what saving cost them.",
-        epilog="Exit status: 0 none is slower than the first, 1 one is, 2 unusable input.",
-    )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder or metrics.jsonl; the first is the base")
-    parser.add_argument(
-        "--skip",
-        type=natural,
-        default=SKIPPED,
-        metavar="N",
-        help="leave out the first N iterations after each start of a run, which are slower (%(default)d)",
-    )
-    parser.add_argument(
-        "--threshold",
-        type=share,
-        default=THRESHOLD,
-        metavar="X",
-        help="a run is slower when its median tok/s lies below the first run's by more than this share of it "
-        "(%(default)g); 0.2 suits a machine that others use too",
-    )
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--plot", metavar="FILE", default=None, help="draw tok/s by iteration, and their spread")
-    return parser
-
+from trainer.commands.compare_speed import main
 
 if __name__ == "__main__":
     sys.exit(main())

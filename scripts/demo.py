@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.compare_loss import main as compare_loss
-from trainer.arguments import local_path
+from trainer.commands.arguments import local_path
+from trainer.commands.compare_loss import main as compare_loss
 
 KILL_AFTER = 49
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from trainer.checkpoint.board import Board, lone_board
-from trainer.checkpoint.box import Split, box_of_splits
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.layout import Kind, TensorSpec
-from trainer.checkpoint.live import Contents, LiveTensor
+from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
+from trainer.checkpoint.format.box import Split, box_of_splits
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.tensors.live import Contents, LiveTensor
 from trainer.data.token_file import HEADER_BYTES, TokenArray, TokenFile
 
 T = TypeVar("T")
@@ -40,18 +40,24 @@ def tcp_store() -> Store:
 
 
 def run_ranks(
-    world_size: int, call: Callable[[Board], T], *, store: Callable[[], Store] = HashStore, timeout_s: float = 10.0
+    world_size: int,
+    call: Callable[[StoreChannel], T],
+    *,
+    store: Callable[[], Store] = HashStore,
+    timeout_s: float = 10.0,
 ) -> list[T | BaseException]:
-    """Run `call` once per rank, each on a thread with its own board; return what each returned or raised."""
+    """Run `call` once per rank, each on a thread with its own channel; return what each returned or raised."""
     outcomes: list[T | BaseException] = [RuntimeError("the rank did not end")] * world_size
-    boards = [lone_board()]
+    channels = [single_rank_channel()]
     if world_size > 1:
         shared = store()
-        boards = [Board(shared, rank, world_size=world_size, timeout_s=timeout_s) for rank in range(world_size)]
+        channels = [
+            StoreChannel(shared, rank, world_size=world_size, timeout_s=timeout_s) for rank in range(world_size)
+        ]
 
     def run(rank: int) -> None:
         try:
-            outcomes[rank] = call(boards[rank])
+            outcomes[rank] = call(channels[rank])
         except BaseException as error:  # noqa: BLE001 - handed to the test
             outcomes[rank] = error
 
@@ -63,7 +69,7 @@ def run_ranks(
     return outcomes
 
 
-def all_ranks(world_size: int, call: Callable[[Board], T], *, store: Callable[[], Store] = HashStore) -> list[T]:
+def all_ranks(world_size: int, call: Callable[[StoreChannel], T], *, store: Callable[[], Store] = HashStore) -> list[T]:
     """Run `call` once per rank; raise the first error of any."""
     results: list[T] = []
     for outcome in run_ranks(world_size, call, store=store):
@@ -219,21 +225,21 @@ def sample_specs() -> list[TensorSpec]:
     """Return specs of every awkward kind: narrow, uneven, large, 0-d, empty, viewed otherwise, several item sizes."""
 
     def spec(
-        kind: Kind, name: str, shape: tuple[int, ...], dtype: torch.dtype, view: tuple[int, ...] = ()
+        kind: TensorKind, name: str, shape: tuple[int, ...], dtype: torch.dtype, view: tuple[int, ...] = ()
     ) -> TensorSpec:
         return TensorSpec(kind, name, shape, dtype, view or shape)
 
     return [
-        spec(Kind.MODEL, "embedding", (1201, 1000), torch.float32),  # more than a digest block
-        spec(Kind.MODEL, "attention", (6, 24), torch.float32, (6, 3, 8)),
-        spec(Kind.MODEL, "half", (7, 6), torch.bfloat16),
-        spec(Kind.MODEL, "bias", (5,), torch.float32),
-        spec(Kind.MODEL, "flags", (3,), torch.bool),
-        spec(Kind.MODEL, "count", (), torch.int64),
-        spec(Kind.MODEL, "nothing", (0, 4), torch.float32),
-        spec(Kind.OPTIMIZER, "exp_avg.embedding", (1201, 100), torch.float32),  # more than a small tensor
-        spec(Kind.OPTIMIZER, "exp_avg.bias", (5,), torch.float32),
-        spec(Kind.OPTIMIZER, "step.bias", (), torch.float32),
+        spec(TensorKind.MODEL, "embedding", (1201, 1000), torch.float32),  # more than a digest block
+        spec(TensorKind.MODEL, "attention", (6, 24), torch.float32, (6, 3, 8)),
+        spec(TensorKind.MODEL, "half", (7, 6), torch.bfloat16),
+        spec(TensorKind.MODEL, "bias", (5,), torch.float32),
+        spec(TensorKind.MODEL, "flags", (3,), torch.bool),
+        spec(TensorKind.MODEL, "count", (), torch.int64),
+        spec(TensorKind.MODEL, "nothing", (0, 4), torch.float32),
+        spec(TensorKind.OPTIMIZER, "exp_avg.embedding", (1201, 100), torch.float32),  # more than a small tensor
+        spec(TensorKind.OPTIMIZER, "exp_avg.bias", (5,), torch.float32),
+        spec(TensorKind.OPTIMIZER, "step.bias", (), torch.float32),
     ]
 
 
@@ -252,7 +258,7 @@ def lone_contents(
     values: dict[str, torch.Tensor], documents: dict[str, Json], *, optimizer: dict[str, torch.Tensor] | None = None
 ) -> Contents:
     """Return the contents of a run of one rank."""
-    kinds = [(Kind.MODEL, values), (Kind.OPTIMIZER, optimizer or {})]
+    kinds = [(TensorKind.MODEL, values), (TensorKind.OPTIMIZER, optimizer or {})]
     live = []
     for kind, tensors in kinds:
         for name, value in tensors.items():

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 import trainer.__main__
 import trainer.loop
 from trainer.build import Run
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.step import StepResult
 
 _context = multiprocessing.get_context("forkserver")

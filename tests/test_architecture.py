@@ -24,97 +24,73 @@ MAX_FUNCTION_LINES = 60
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "models",
-        "trainer.arguments",
-        "trainer.errors",
-        "trainer.topology",
-        "trainer.progress",
-        "trainer.schedule",
-        "trainer.stop",
-        "trainer.streams",
-        "trainer.bar",
-        "trainer.signals",
-        "trainer.regular_file",
         "trainer",
+        "trainer.errors",
+        "trainer.progress",
+        "trainer.regular_file",
+        "trainer.schedule",
+        "trainer.topology",
     ),
+    ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
+    ("trainer.atomic", "trainer.compatibility", "trainer.config", "trainer.launch"),
     (
-        "trainer.checkpoint",
-        "trainer.data",
-        "trainer.config_values",
-        "trainer.curves_read",
-        "trainer.environment",
-        "trainer.figure",
-        "trainer.meeting",
-    ),
-    (
-        "trainer.config",
-        "trainer.curves",
-        "trainer.event_files",
-        "trainer.hf",
-        "trainer.llmc",
-        "trainer.relaunch",
-        "trainer.run_folder",
-    ),
-    (
-        "trainer.config_checks",
-        "trainer.parallel",
-        "trainer.optim",
-        "trainer.random",
-        "trainer.metrics",
-        "trainer.launch",
-        "trainer.feed",
-        "trainer.generate",
-        "trainer.peers",
-        "trainer.record",
-        "trainer.requests",
-        "trainer.curves_table",
         "trainer.memory_needs",
-    ),
-    ("trainer.state", "trainer.axes", "trainer.curves_plot", "trainer.speed"),
-    (
-        "trainer.step",
-        "trainer.evaluate",
-        "trainer.speed_plot",
+        "trainer.metrics",
+        "trainer.optim",
+        "trainer.parallel",
+        "trainer.random",
         "trainer.run_data",
-        "trainer.sample",
-        "trainer.parts",
-        "trainer.tied",
-        "trainer.pretrained",
+        "trainer.run_record",
     ),
+    ("trainer.state",),
+    ("trainer.evaluate", "trainer.generate", "trainer.parallelize", "trainer.step"),
     ("trainer.build", "trainer.dry_run"),
-    ("trainer.convert",),
-    ("trainer.restore", "trainer.loop", "trainer.opened"),
-    ("trainer.__main__", "trainer.doctor", "scripts.compare_loss"),
+    ("trainer.interop",),
+    ("trainer.loop", "trainer.restore"),
+    ("trainer.__main__",),
+    ("trainer.commands",),
     ("scripts",),
+)
+
+# The same within trainer/checkpoint. Saving and loading are in one layer, so neither imports the other.
+CHECKPOINT = "trainer.checkpoint"
+CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
+    (f"{CHECKPOINT}.storage",),
+    (f"{CHECKPOINT}.format",),
+    (f"{CHECKPOINT}.tensors",),
+    (f"{CHECKPOINT}.commit", f"{CHECKPOINT}.policy"),
+    (f"{CHECKPOINT}.saving", f"{CHECKPOINT}.loading"),
+    (f"{CHECKPOINT}.checkpointer",),
+    (f"{CHECKPOINT}.api",),
+    (CHECKPOINT,),
 )
 
 # What a package may import besides the standard library and itself.
 ALLOWED: dict[str, frozenset[str]] = {
     "models": frozenset({"torch"}),
-    "trainer.data": frozenset({"numpy", "xxhash", "tokenizers", "trainer.errors", "trainer.regular_file"}),
-    "trainer.checkpoint": frozenset(
-        {"torch", "numpy", "xxhash", "trainer.arguments", "trainer.errors", "trainer.regular_file"}
-    ),
+    "trainer.data": frozenset({"numpy", "torch", "xxhash", "tokenizers", "trainer.errors", "trainer.regular_file"}),
+    "trainer.checkpoint": frozenset({"torch", "numpy", "xxhash", "trainer.errors", "trainer.regular_file"}),
 }
 
 # Libraries, and the modules or packages that may import each.
 ONLY_IN = {
     "hydra": ("trainer.__main__",),
     "omegaconf": ("trainer.__main__",),
-    "matplotlib": ("trainer.figure",),
-    "torch.utils.tensorboard": ("trainer.metrics",),
-    "torch.distributed.tensor": ("trainer.checkpoint.live", "trainer.parallel"),
+    "matplotlib": ("trainer.compare.figure",),
+    "torch.utils.tensorboard": ("trainer.metrics.run_log",),
+    "torch.distributed.tensor": ("trainer.checkpoint.tensors.live", "trainer.parallel"),
 }
 
 # The broad handlers that hand on what they catch: (module, exception).
 HANDED_ON = {
-    ("trainer.checkpoint.worker", "BaseException"),
-    ("trainer.checkpoint.commit", "BaseException"),
-    ("trainer.checkpoint.flight", "BaseException"),
-    ("trainer.checkpoint.snapshot", "BaseException"),
-    ("trainer.checkpoint.writer", "BaseException"),
+    ("trainer.checkpoint.storage.worker", "BaseException"),
+    ("trainer.checkpoint.commit.protocol", "BaseException"),
+    ("trainer.checkpoint.saving.save_job", "BaseException"),
+    ("trainer.checkpoint.saving.snapshot", "BaseException"),
+    ("trainer.checkpoint.saving.writer", "BaseException"),
     ("trainer.__main__", "BaseException"),
     ("trainer.__main__", "Exception"),
-    ("trainer.convert.torch_file", "Exception"),
+    ("trainer.interop.torch_file", "Exception"),
 }
 
 PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -130,9 +106,9 @@ PICKLING_CALLS = {
 # two names, in this module, and nothing else of what pickles.
 MEASURED_AS_A_PEER = {("scripts.bench.peers", "torch.save"), ("scripts.bench.peers", "torch.load")}
 # Where other programs' files are read, and only with weights_only=True, spelled out.
-WEIGHTS_ONLY = {"trainer.convert.dcp_folder", "trainer.convert.torch_file"}
+WEIGHTS_ONLY = {"trainer.interop.dcp.folder", "trainer.interop.torch_file"}
 # DCP's metadata is a pickle: read by an unpickler of our own, which admits the classes of that metadata and no others.
-ADMITS_BY_NAME = {("trainer.convert.dcp_folder", "pickle")}
+ADMITS_BY_NAME = {("trainer.interop.dcp.folder", "pickle")}
 CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}
 
 # Dependencies that no module imports, and why they are there. One that is imported does not belong here.
@@ -151,11 +127,14 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
-    @property
-    def package(self) -> str:
-        """Return the layer's name this module goes by: the longest entry of LAYERS that it is or lies in."""
-        names = [name for layer in LAYERS for name in layer]
-        fitting = [n for n in names if self.module == n or (n != "trainer" and self.module.startswith(n + "."))]
+    def entry_of(self, table: Sequence[Sequence[str]], root: str) -> str:
+        """Return the longest entry of a table of layers that this module is or lies in, or an empty string.
+
+        Args:
+            root: the package that the table divides; its own entry means its `__init__` alone.
+        """
+        names = [name for layer in table for name in layer]
+        fitting = [n for n in names if self.module == n or (n != root and self.module.startswith(n + "."))]
         return max(fitting, key=len, default="")
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -206,16 +185,26 @@ def is_or_in(name: str, package: str) -> bool:
 
 def layers(sources: Sequence[Source]) -> list[str]:
     """Imports point down, and every module has a layer."""
-    height = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    return _upward_imports(sources, LAYERS, "trainer")
+
+
+def checkpoint_layers(sources: Sequence[Source]) -> list[str]:
+    """Imports within trainer/checkpoint point down; saving and loading do not import each other."""
+    inside = [source for source in sources if is_or_in(source.module, CHECKPOINT)]
+    return _upward_imports(inside, CHECKPOINT_LAYERS, CHECKPOINT)
+
+
+def _upward_imports(sources: Sequence[Source], table: Sequence[Sequence[str]], root: str) -> list[str]:
+    height = {name: number for number, layer in enumerate(table) for name in layer}
     by_name = {source.module: source for source in sources}
     found = []
     for source in sources:
-        if not source.package:
+        if not (entry := source.entry_of(table, root)):
             found.append(f"{source.module} is in no layer")
             continue
         for target in imported_modules(source, set(by_name)):
-            package = by_name[target].package
-            if package != source.package and height.get(package, -1) >= height[source.package]:
+            other = by_name[target].entry_of(table, root)
+            if other != entry and height.get(other, -1) >= height[entry]:
                 found.append(f"{source.module} imports {target}, which is not below it")
     return found
 
@@ -369,6 +358,7 @@ PRODUCT = read_sources("models", "trainer", "scripts")
 TESTS = read_sources("tests")
 RULES: tuple[Rule, ...] = (
     layers,
+    checkpoint_layers,
     no_cycles,
     foreign_imports,
     sizes,
@@ -389,7 +379,7 @@ def test_the_product_keeps_the_rule(rule: Rule) -> None:
 
 def test_tests_are_annotated_and_hold_no_path_of_a_machine() -> None:
     assert annotations(TESTS) == []
-    examples = {"tests.test_architecture", "tests.unit.test_text"}  # hold made-up paths
+    examples = {"tests.test_architecture", "tests.unit.data.test_text"}  # hold made-up paths
     assert clean_text([source for source in TESTS if source.module not in examples]) == []
 
 
@@ -406,12 +396,30 @@ _DOC = '"""A module."""\n'
 
 BROKEN = [
     (layers, "trainer.errors", _DOC + "import trainer.loop\n", "not below it"),
-    (layers, "trainer.data.order", _DOC + "from trainer import config\n", "not below it"),
+    (layers, "trainer.data.order", _DOC + "from trainer.config import schema\n", "not below it"),
     (layers, "trainer.brand_new", _DOC, "in no layer"),
+    (
+        checkpoint_layers,
+        f"{CHECKPOINT}.saving.plan",
+        _DOC + f"from {CHECKPOINT}.loading.reader import open_checkpoint\n",
+        "not below it",
+    ),
+    (
+        checkpoint_layers,
+        f"{CHECKPOINT}.format.box",
+        _DOC + f"from {CHECKPOINT}.tensors import live\n",
+        "not below it",
+    ),
+    (checkpoint_layers, f"{CHECKPOINT}.brand_new", _DOC, "in no layer"),
     (foreign_imports, "models.layers", _DOC + "import numpy as np\n", "models may not"),
     (foreign_imports, "models.layers", _DOC + "from trainer.errors import TrainerError\n", "models may not"),
-    (foreign_imports, "trainer.data.text", _DOC + "def f() -> None:\n    import torch\n", "trainer.data may not"),
-    (foreign_imports, "trainer.checkpoint.box", _DOC + "from trainer import config\n", "trainer.checkpoint may not"),
+    (foreign_imports, "trainer.data.text", _DOC + "def f() -> None:\n    import hydra\n", "trainer.data may not"),
+    (
+        foreign_imports,
+        "trainer.checkpoint.format.box",
+        _DOC + "from trainer.config import schema\n",
+        "trainer.checkpoint may not",
+    ),
     (foreign_imports, "trainer.build", _DOC + "from omegaconf import OmegaConf\n", "only trainer.__main__"),
     (foreign_imports, "trainer.loop", _DOC + "from torch.distributed.tensor import DTensor\n", "only trainer.checkp"),
     (foreign_imports, "trainer.loop", _DOC + "from . import build\n", "relative import"),
@@ -438,12 +446,17 @@ BROKEN = [
     (nothing_runs_code, "scripts.bench.ways", "import torch\ntorch.save({}, 'x')\n", "torch.save"),
     (nothing_runs_code, "scripts.bench.peers", "from torch import load\n", "imports torch.load"),
     (nothing_runs_code, "scripts.bench.peers", "import pickle\n", "imports pickle"),
-    (nothing_runs_code, "trainer.convert.dcp", "import pickle\n", "imports pickle"),
-    (nothing_runs_code, "trainer.convert.dcp_folder", "import torch\ntorch.save({}, 'x')\n", "torch.save"),
-    (nothing_runs_code, "trainer.convert.dcp_folder", "import torch\ntorch.load('x')\n", "torch.load"),
-    (nothing_runs_code, "trainer.convert.dcp_folder", "import pickle\npickle.load('x')\n", "pickle.load"),
-    (nothing_runs_code, "trainer.convert.torch_file", "import torch\ntorch.load('x')\n", "torch.load"),
-    (nothing_runs_code, "trainer.convert.hf", "import torch\ntorch.load('x', weights_only=True)\n", "torch.load"),
+    (nothing_runs_code, "trainer.interop.dcp.source", "import pickle\n", "imports pickle"),
+    (nothing_runs_code, "trainer.interop.dcp.folder", "import torch\ntorch.save({}, 'x')\n", "torch.save"),
+    (nothing_runs_code, "trainer.interop.dcp.folder", "import torch\ntorch.load('x')\n", "torch.load"),
+    (nothing_runs_code, "trainer.interop.dcp.folder", "import pickle\npickle.load('x')\n", "pickle.load"),
+    (nothing_runs_code, "trainer.interop.torch_file", "import torch\ntorch.load('x')\n", "torch.load"),
+    (
+        nothing_runs_code,
+        "trainer.interop.hf.convert",
+        "import torch\ntorch.load('x', weights_only=True)\n",
+        "torch.load",
+    ),
     (nothing_runs_code, "trainer.loop", "eval('1')\n", "calls eval"),
     (nothing_runs_code, "trainer.loop", "exec('1')\n", "calls exec"),
     (nothing_runs_code, "trainer.loop", "dist.broadcast_object_list([])\n", "which pickles"),

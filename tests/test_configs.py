@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 
 import trainer.__main__ as command
 from models import parameter_count
-from trainer.config import Config, topology_of
-from trainer.config_checks import validate
+from trainer.config.checks import validate
+from trainer.config.schema import Config, topology_of
 from trainer.errors import ConfigError
 from trainer.schedule import resolve
 from trainer.topology import Topology

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import CheckpointSection
-from trainer.record import RULES
+from trainer.config.schema import CheckpointSection
+from trainer.run_record import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

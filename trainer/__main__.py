@@ -22,26 +22,26 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer import streams
-from trainer.bar import line_handler
-from trainer.config import Config
-from trainer.config_checks import unused_keys, validate
-from trainer.config_values import path_problems
-from trainer.environment import Environment
+from trainer.config.checks import unused_keys, validate
+from trainer.config.schema import Config
+from trainer.config.values import path_problems
 from trainer.errors import ConfigError, LaunchError, TrainerError
+from trainer.launch import streams
+from trainer.launch.environment import Environment
 from trainer.memory_needs import require_host_memory, require_memory
+from trainer.metrics.progress_bar import line_handler
 
 if TYPE_CHECKING:
     from trainer.build import Run
-    from trainer.launch import Cluster
-    from trainer.signals import SignalWatch
+    from trainer.launch.process_group import Cluster
+    from trainer.launch.signals import SignalHandler
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
-_FAREWELL_S = 1.0
+_EXIT_GRACE_S = 1.0
 # A rank that fails may wait for a store whose host hangs, or for a disk: not longer than this.
 _LAST_WORDS_S = 40.0
 
@@ -102,15 +102,15 @@ def run(raw: DictConfig, environment: Environment) -> None:
     require_host_memory(config, environment.world_size, environment.local_world_size)
     for line in unused_keys(config):
         _log.info(line)
-    from trainer import launch
-    from trainer.peers import PeerWatch
-    from trainer.signals import SignalWatch
+    from trainer.launch import process_group as launch
+    from trainer.launch.signals import SignalHandler
+    from trainer.launch.watchdog import Watchdog
 
     timeout_s = 60 * config.train.distributed_timeout_minutes
     cluster = launch.start(config.train.device, deterministic=config.train.deterministic, timeout_s=timeout_s)
-    farewell = cluster.board.clone(_FAREWELL_S)
-    watch = SignalWatch(config.train.exit_signal_save_seconds, farewell=farewell.fail)
-    peers = PeerWatch(cluster.board.clone(timeout_s), timeout_s, store_host=cluster.store_host)
+    exit_grace = cluster.channel.clone(_EXIT_GRACE_S)
+    watch = SignalHandler(config.train.exit_signal_save_seconds, exit_grace=exit_grace.fail)
+    peers = Watchdog(cluster.channel.clone(timeout_s), timeout_s, store_host=cluster.store_host)
     watch.start()
     peers.start()
     try:
@@ -118,7 +118,7 @@ def run(raw: DictConfig, environment: Environment) -> None:
         launch.part(cluster)
     except BaseException as error:
         watch.leave_within(_LAST_WORDS_S, 1)
-        cause = peers.explain(error, cluster.board)
+        cause = peers.explain(error, cluster.channel)
         if cause is not None:
             raise LaunchError(cause.rstrip(".")) from error
         raise
@@ -234,22 +234,22 @@ def _one_line(text: str) -> str:
     return " ".join(line for line in lines if line and not line.startswith(_LEFT_OUT))
 
 
-def _train(config: Config, resolved: str, cluster: Cluster, watch: SignalWatch) -> None:
+def _train(config: Config, resolved: str, cluster: Cluster, watch: SignalHandler) -> None:
     import torch
 
     from trainer.build import build
-    from trainer.run_folder import hold_run_folder
+    from trainer.launch.run_folder import hold_run_folder
 
-    expected = cluster.board.from_rank0("config", resolved.encode()).decode()
+    expected = cluster.channel.broadcast("config", resolved.encode()).decode()
     is_same = expected == resolved
     problem = None if is_same else ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
-    cluster.board.agree("config", problem)
+    cluster.channel.agree("config", problem)
     if cluster.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(cluster.device).total_memory
         require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=str(cluster.device))
     built = build(config, cluster, watch)
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
-    with hold_run_folder(Path(config.run.dir), checkpoints, cluster.board, cluster.nonce):
+    with hold_run_folder(Path(config.run.dir), checkpoints, cluster.channel, cluster.nonce):
         _train_built(built, resolved)
 
 

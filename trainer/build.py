@@ -10,29 +10,28 @@ from pathlib import Path
 import torch
 
 import models
-from trainer import record
-from trainer.axes import Axes
+from trainer import run_record as record
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.retention import Retention
-from trainer.config import Config, topology_of
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.config.schema import Config, topology_of
 from trainer.data.batches import Samples
+from trainer.data.loader import BatchLoader
 from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.token_file import TokenFile
 from trainer.data.tokenizer_files import tokenizer_files
 from trainer.errors import TrainerError
-from trainer.feed import Feed
-from trainer.launch import Cluster, thread_count
-from trainer.metrics import RunLog, peak_flops
+from trainer.generate.during_training import Sampler
+from trainer.launch.control import ControlRules, RunControl
+from trainer.launch.process_group import Cluster, thread_count
+from trainer.launch.signals import SignalHandler
+from trainer.metrics.run_log import RunLog, peak_flops
 from trainer.optim import AdamSettings
+from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
-from trainer.parts import build_axes, build_grid, build_models
-from trainer.requests import RequestRules, Requests
+from trainer.parallelize import build_context, build_grid, build_models
 from trainer.run_data import RunData, look_alone, open_data
-from trainer.sample import Sampler
 from trainer.schedule import Schedule, resolve
-from trainer.signals import SignalWatch
 from trainer.state import TrainerState, build_part
 from trainer.topology import Topology
 
@@ -49,18 +48,18 @@ class Run:
     cluster: Cluster
     state: TrainerState
     schedule: Schedule
-    axes: Axes
-    train: Feed
-    valid: Feed | None
+    context: ParallelContext
+    train_data: BatchLoader
+    valid_data: BatchLoader | None
     sampler: Sampler | None
     checkpointer: Checkpointer
     log: RunLog | None
-    requests: Requests
+    requests: RunControl
     description: Json
     tokenizer: Mapping[str, bytes]
 
 
-def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) -> Run:
+def build(config: Config, cluster: Cluster, watch: SignalHandler | None = None) -> Run:
     """Build a run. A call of all ranks.
 
     Args:
@@ -72,7 +71,7 @@ def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) ->
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
     data = open_data(config, cluster)
-    train, valid = _build_feeds(config, cluster, topology, data)
+    train, valid = _build_loaders(config, cluster, topology, data)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     adam = _adam(config, schedule)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
@@ -94,9 +93,9 @@ def build(config: Config, cluster: Cluster, watch: SignalWatch | None = None) ->
         cluster=cluster,
         state=state,
         schedule=schedule,
-        axes=build_axes(config, state, topology=topology, mesh=mesh, cluster=cluster),
-        train=train,
-        valid=valid,
+        context=build_context(config, state, topology=topology, mesh=mesh, cluster=cluster),
+        train_data=train,
+        valid_data=valid,
         sampler=_build_sampler(config, cluster) if config.train.sample_interval else None,
         checkpointer=_build_checkpointer(config, cluster),
         log=_build_log(config, cluster) if cluster.rank == 0 else None,
@@ -126,13 +125,15 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     )
 
 
-def _build_feeds(config: Config, cluster: Cluster, topology: Topology, data: RunData) -> tuple[Feed, Feed | None]:
+def _build_loaders(
+    config: Config, cluster: Cluster, topology: Topology, data: RunData
+) -> tuple[BatchLoader, BatchLoader | None]:
     train = config.train
 
-    def feed(files: Sequence[TokenFile]) -> Feed:
+    def feed(files: Sequence[TokenFile]) -> BatchLoader:
         samples = Samples(files, seq_length=train.seq_length)
         rank = topology.coordinate(cluster.rank).dp
-        return Feed(samples, train.global_batch_size, train.micro_batch_size, rank, topology.dp, cluster.device)
+        return BatchLoader(samples, train.global_batch_size, train.micro_batch_size, rank, topology.dp, cluster.device)
 
     return feed(data.train), feed(data.valid) if train.eval_interval else None
 
@@ -150,9 +151,9 @@ def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
             prompt = json.dumps(prompt_tokens(encoder, train.sample_prompt, config.model.vocab_size)).encode()
         except TrainerError as error:
             problem = error
-    cluster.board.agree("sampler", problem)
+    cluster.channel.agree("sampler", problem)
     return Sampler(
-        prompt=json.loads(cluster.board.from_rank0("sampler/prompt", prompt)),
+        prompt=json.loads(cluster.channel.broadcast("sampler/prompt", prompt)),
         max_new_tokens=train.sample_tokens,
         seq_length=train.seq_length,
         rows=train.micro_batch_size if train.compile else 1,
@@ -170,7 +171,7 @@ def _read_tokenizer(config: Config, cluster: Cluster) -> dict[str, bytes]:
             found = tokenizer_of(config)
         except TrainerError as error:
             problem = error
-    cluster.board.agree("tokenizer", problem)
+    cluster.channel.agree("tokenizer", problem)
     return found
 
 
@@ -211,18 +212,18 @@ def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:
         stall_timeout_s=section.stall_timeout_s,
         check_replicas=section.check_replicas,
     )
-    return Checkpointer(policy, cluster.board, nonce=cluster.nonce, neighbours=cluster.neighbours)
+    return Checkpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
 
 
-def _build_requests(config: Config, cluster: Cluster, watch: SignalWatch | None) -> Requests:
+def _build_requests(config: Config, cluster: Cluster, watch: SignalHandler | None) -> RunControl:
     section = config.checkpoint
-    rules = RequestRules(
+    rules = ControlRules(
         exit_duration_in_mins=config.train.exit_duration_in_mins,
         save_interval_mins=section.save_interval_mins,
         give_up_after=section.exit_on_save_failure,
     )
     folder = None if section.save is None else Path(section.save)
-    return Requests(rules, watch, rank=cluster.rank, folder=folder)
+    return RunControl(rules, watch, rank=cluster.rank, folder=folder)
 
 
 def _build_log(config: Config, cluster: Cluster) -> RunLog:

@@ -16,14 +16,14 @@ import torch.testing._internal.distributed.fake_pg as fake
 
 import models
 from models import Model, ModelConfig, Stage
-from trainer.checkpoint.box import Box, Image, image, intersect, whole
-from trainer.checkpoint.layout import Layout, TensorSpec, build_layout
-from trainer.checkpoint.live import Grid, placed_box
-from trainer.checkpoint.ownership import Holding, pieces_of
-from trainer.config import Config, topology_of
+from trainer.checkpoint.format.box import Box, Image, image, intersect, whole
+from trainer.checkpoint.format.layout import Layout, TensorSpec, build_layout
+from trainer.checkpoint.saving.ownership import Holding, pieces_of
+from trainer.checkpoint.tensors.live import Grid, placed_box
+from trainer.config.schema import Config, topology_of
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.pipeline import stages_of
-from trainer.parts import build_stage, compute_dtype
+from trainer.parallelize import build_stage, compute_dtype
 from trainer.state import checkpoint_specs
 from trainer.topology import Topology
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from trainer.axes import Axes
-from trainer.checkpoint.live import reshard
-from trainer.launch import Cluster
+from trainer.checkpoint.tensors.live import free_gathered_parameters
+from trainer.launch.process_group import Cluster
+from trainer.parallel.context import ParallelContext
 from trainer.state import TrainerState
 
 
@@ -17,7 +17,7 @@ def evaluate(
     state: TrainerState,
     batches: Iterable[Sequence[torch.Tensor]],
     *,
-    axes: Axes,
+    context: ParallelContext,
     cluster: Cluster,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
@@ -30,22 +30,22 @@ def evaluate(
     """
     losses: list[float] = []
     is_stopped = False
-    with axes.loss_context():
+    with context.loss_context():
         for micro_batches in batches:
-            losses += [float(loss) for loss in _losses(state, micro_batches, axes)]
+            losses += [float(loss) for loss in _losses(state, micro_batches, context)]
             is_stopped = any(row[0] for row in cluster.gather([float(should_stop())]))
             if is_stopped:
                 break
     for part in state.parts:
-        reshard(part.model)
+        free_gathered_parameters(part.model)
     if is_stopped:
         return None
-    rows = cluster.gather([sum(losses), float(len(losses)), float(axes.reports_loss)])
+    rows = cluster.gather([sum(losses), float(len(losses)), float(context.reports_loss)])
     return sum(row[0] * row[2] for row in rows) / sum(row[1] * row[2] for row in rows)
 
 
-def _losses(state: TrainerState, micro_batches: Sequence[torch.Tensor], axes: Axes) -> list[torch.Tensor]:
-    if axes.pipeline is not None:
-        return axes.pipeline.evaluate(torch.cat(list(micro_batches)))
+def _losses(state: TrainerState, micro_batches: Sequence[torch.Tensor], context: ParallelContext) -> list[torch.Tensor]:
+    if context.pipeline is not None:
+        return context.pipeline.evaluate(torch.cat(list(micro_batches)))
     model = state.parts[0].model
-    return [axes.loss(model(windows[:, :-1]), windows[:, 1:]) for windows in micro_batches]
+    return [context.loss(model(windows[:, :-1]), windows[:, 1:]) for windows in micro_batches]

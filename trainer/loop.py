@@ -8,20 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import models
-from trainer import record
+from trainer import run_record as record
 from trainer.build import Run
-from trainer.checkpoint.json_file import Document
+from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.policy import SaveReport
-from trainer.config import OnNonfinite
+from trainer.config.schema import OnNonfinite
 from trainer.errors import CheckpointError, LockError, ReplicaError, TrainerError
 from trainer.evaluate import evaluate
-from trainer.metrics import IterationRecord, Slowdown
+from trainer.generate.during_training import Sampler, sample
+from trainer.launch.control import ControlFlags, should_exit
+from trainer.metrics.run_log import IterationRecord, Slowdown
+from trainer.parallelize import check_tied_copies
 from trainer.random import dropout_key
-from trainer.requests import Asked
-from trainer.sample import Sampler, sample
 from trainer.step import StepResult, train_step
-from trainer.stop import should_exit
-from trainer.tied import check_tied_copies
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ def train(run: Run) -> None:
         raise run.checkpointer.last_error
 
 
-def _train_and_record(run: Run, slowdown: Slowdown) -> Asked:
+def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
     """Train one iteration and record it and the saves that have ended; return what all ranks are asked for."""
     saving_s, is_saving = run.checkpointer.take_blocked_s(), run.checkpointer.is_saving
     start = time.perf_counter()
@@ -78,16 +77,16 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> Asked:
     slowdown.add(seconds, is_saving=is_saving)
     _record(run, result, seconds=seconds, blocked_s=saving_s + held_back_s)
     _record_saves(run, run.checkpointer.reports(), slowdown)
-    return Asked.of(result.votes)
+    return ControlFlags.of(result.flags)
 
 
 def _iterate(run: Run) -> StepResult:
     state, settings = run.state, run.config.train
     progress = state.progress
     iteration = progress.iteration + 1
-    micro_batches = run.train.shuffled(progress.consumed_samples, settings.seed)
+    micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed)
     keys = [
-        dropout_key(settings.seed, iteration, dp=run.train.dp_rank, micro_batch=number)
+        dropout_key(settings.seed, iteration, dp=run.train_data.dp_rank, micro_batch=number)
         for number in range(len(micro_batches))
     ]
     lr = run.schedule.at(iteration)
@@ -97,9 +96,9 @@ def _iterate(run: Run) -> StepResult:
         keys=keys,
         lr=lr,
         clip_grad=settings.clip_grad,
-        axes=run.axes,
+        context=run.context,
         cluster=run.cluster,
-        votes=lambda: run.requests.now(failed_saves=run.checkpointer.failed_saves).votes(),
+        flags=lambda: run.requests.now(failed_saves=run.checkpointer.failed_saves).flags(),
         skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip,
     )
     samples = settings.global_batch_size
@@ -130,12 +129,12 @@ def _record(run: Run, result: StepResult, *, seconds: float, blocked_s: float) -
 
 def _evaluate(run: Run) -> None:
     """Evaluate and record it; where a signal comes meanwhile, break off and owe it to the run that resumes."""
-    if run.valid is None:  # owed by a run that evaluated to one that does not
+    if run.valid_data is None:  # owed by a run that evaluated to one that does not
         run.state.progress = replace(run.state.progress, owes_evaluation=False)
         return
-    batches = run.valid.in_order(run.config.train.eval_iters)
+    batches = run.valid_data.eval_batches(run.config.train.eval_iters)
     stop = run.requests.is_signalled
-    loss = evaluate(run.state, batches, axes=run.axes, cluster=run.cluster, should_stop=stop)
+    loss = evaluate(run.state, batches, context=run.context, cluster=run.cluster, should_stop=stop)
     if loss is None:
         run.state.progress = run.state.progress.without_evaluation()
         _say(run, f"the evaluation of iteration {run.state.progress.iteration} is broken off, the resumed run does it")
@@ -148,21 +147,21 @@ def _evaluate(run: Run) -> None:
 def _sample(run: Run, sampler: Sampler) -> None:
     """Show a text of the model; where a signal comes meanwhile, break off and leave it out."""
     stop = run.requests.is_signalled
-    tokens = sample(sampler, run.state, axes=run.axes, cluster=run.cluster, should_stop=stop)
+    tokens = sample(sampler, run.state, context=run.context, cluster=run.cluster, should_stop=stop)
     if run.log is not None and tokens is not None:
         run.log.sample(run.state.progress.iteration, sampler.decode([*sampler.prompt, *tokens]))
 
 
 def _check_replicas(run: Run) -> None:
     """Refuse to train on where ranks that hold the same tensor hold different bits of it."""
-    check_tied_copies(run.state, run.axes.ends)
+    check_tied_copies(run.state, run.context.embedding_group)
     run.checkpointer.check_replicas([tensor for tensor in run.state.shards() if not tensor.is_copy])
 
 
 def _save(run: Run, slowdown: Slowdown) -> None:
     """Save the state as it stands, in the background unless `checkpoint.async_save=false`."""
     run.requests.saving()
-    check_tied_copies(run.state, run.axes.ends)
+    check_tied_copies(run.state, run.context.embedding_group)
     progress = run.state.progress
     if run.log is not None:
         run.log.sync()

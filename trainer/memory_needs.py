@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from models.config import parameter_count
-from trainer.config import Config, topology_of
+from trainer.config.schema import Config, topology_of
 from trainer.errors import ConfigError
 
 _GIB = 1 << 30

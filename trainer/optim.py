@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.checkpoint.live import is_dtensor, local_of, parameter_names, with_memory
+from trainer.checkpoint.tensors.live import is_dtensor, local_of, parameter_names, with_memory
 
 # Squares are summed in float32 within a chunk and in float64 between chunks: as exact as float64, eight times faster.
 _CHUNK = 1 << 16

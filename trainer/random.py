@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from models import Initial, InitialKind
-from trainer.checkpoint.live import LiveTensor
+from trainer.checkpoint.tensors.live import LiveTensor
 
 # Rows of a tensor that are drawn together: a rank draws only the blocks that its box cuts.
 ROWS_PER_BLOCK = 64

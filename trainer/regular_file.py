@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
 # For files that are small by nature: a configuration, a tokenizer. The largest tokenizer.json in use has 35 MB.
 SMALL_BYTES = 256 << 20
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def open_regular(path: Path) -> int:
@@ -43,3 +47,8 @@ def read_regular(path: Path, *, limit_bytes: int | None = None) -> bytes:
         if limit_bytes is not None and os.fstat(file.fileno()).st_size > limit_bytes:
             raise OSError(errno.EFBIG, f"larger than {limit_bytes} B", str(path))
         return file.read()
+
+
+def is_url(text: str) -> bool:
+    """Return whether a path begins with a scheme, as `s3://` or `file://`."""
+    return _URL.match(text.strip()) is not None

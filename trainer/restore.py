@@ -7,27 +7,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import models
-from trainer import record
+from trainer import run_record as record
 from trainer.build import Run
-from trainer.checkpoint.choose import Source
-from trainer.checkpoint.compat import differences, settle
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.flight import cannot_write
-from trainer.checkpoint.live import LiveTensor, local_of, parameter_names
-from trainer.checkpoint.loader import LoadReport, check_tensors
-from trainer.checkpoint.patience import Patience, failed_read
-from trainer.checkpoint.reader import Checkpoint, read_places
-from trainer.checkpoint.store import TRACKER, CheckpointFolder
-from trainer.config import CheckpointSection, Verify
-from trainer.convert.megatron import refuse_megatron
+from trainer.checkpoint.loading.choose import LoadSource
+from trainer.checkpoint.loading.loader import LoadReport, check_tensors
+from trainer.checkpoint.loading.reader import Checkpoint, read_places
+from trainer.checkpoint.saving.save_job import cannot_write
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import TRACKER, CheckpointFolder
+from trainer.checkpoint.storage.patience import Patience, failed_read
+from trainer.checkpoint.tensors.live import LiveTensor, local_of, parameter_names
+from trainer.compatibility import differences, settle
+from trainer.config.schema import CheckpointSection, Verify
 from trainer.errors import CheckpointError, MismatchError, TrainerError
-from trainer.hf.folder import is_folder
-from trainer.llmc.file import WEIGHTS, foreign
-from trainer.metrics import last_recorded_iteration
-from trainer.pretrained import Kind as WeightsKind
-from trainer.pretrained import load_pretrained
+from trainer.interop.hf.folder import is_folder
+from trainer.interop.llmc.file import WEIGHTS, foreign
+from trainer.interop.megatron import refuse_megatron
+from trainer.interop.start import WeightsKind as WeightsKind
+from trainer.interop.start import load_pretrained
+from trainer.launch.relaunch import has_committed, note
+from trainer.metrics.run_log import last_recorded_iteration
 from trainer.random import fill_initial_values
-from trainer.relaunch import has_committed, note
 from trainer.state import checkpoint_specs
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Origin:
         weights: what holds weights of another program; None for a checkpoint of ours.
     """
 
-    source: Source
+    source: LoadSource
     goes_on: bool
     weights: WeightsKind | None
 
@@ -111,7 +111,7 @@ def _note_beginning(run: Run, began_at: int) -> None:
             problem = cannot_write(Path(save), error)
         except TrainerError as error:
             problem = error
-    run.cluster.board.agree("beginning", problem)
+    run.cluster.channel.agree("beginning", problem)
 
 
 def _agree_on_origin(run: Run) -> Origin | None:
@@ -126,13 +126,13 @@ def _agree_on_origin(run: Run) -> Origin | None:
         except OSError as error:
             where = run.config.checkpoint.load
             problem = failed_read("A path cannot be looked at", error, where=where, fix="Correct checkpoint.load.")
-    run.cluster.board.agree("restore", problem)
-    choice = run.cluster.board.from_rank0("restore/source", choice)
+    run.cluster.channel.agree("restore", problem)
+    choice = run.cluster.channel.broadcast("restore/source", choice)
     if not choice:
         return None
     kind, path = choice[:1], Path(choice[1:].decode())
     goes_on = kind == _OWN
-    source = Source(path, None if goes_on else run.config.checkpoint.ckpt_step)
+    source = LoadSource(path, None if goes_on else run.config.checkpoint.ckpt_step)
     return Origin(source, goes_on, _WEIGHTS.get(kind))
 
 
@@ -154,7 +154,7 @@ def _find(run: Run) -> bytes:
     folder = None if own is None else CheckpointFolder(own, Files())
     committed = [] if folder is None else [*folder.committed(), *folder.strange()]  # `Chooser` refuses the latter
     if section.load != "auto":
-        named = Source.named(Path(section.load)).path
+        named = LoadSource.named(Path(section.load)).path
         is_inside = own is not None and own.resolve() in (named.resolve(), *named.resolve().parents)
         if section.finetune and any(committed) if is_inside else committed:
             _log.info(f"this run began at {named} and goes on from its own checkpoints")
@@ -215,10 +215,10 @@ def _named(path: Path) -> bytes:
                 expected=f"weights of llm.c, with {WEIGHTS}",
                 found=found,
                 fix="Name a run, a checkpoint, a model folder of transformers or such a file with checkpoint.load; "
-                "scripts.convert imports other formats.",
+                "trainer.commands.convert imports other formats.",
             )
         return b"f" + str(path).encode()
-    return b"p" + str(path).encode() if is_folder(path) else _NAMED + str(Source.named(path).path).encode()
+    return b"p" + str(path).encode() if is_folder(path) else _NAMED + str(LoadSource.named(path).path).encode()
 
 
 def _load(run: Run, origin: Origin) -> None:

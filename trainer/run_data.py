@@ -16,15 +16,15 @@ from pathlib import Path
 
 import xxhash
 
-from trainer.checkpoint.board import Board
-from trainer.config import Config
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.digest_file import digest_of
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint
 from trainer.data.section import DigestSource
 from trainer.data.token_file import TokenFile, open_token_files
 from trainer.errors import DataError, TrainerError
-from trainer.launch import Cluster
+from trainer.launch.process_group import Cluster
 
 _DATA_TIMEOUT_S = 24 * 3600.0
 _SIDES = {"train": "training", "valid": "validation"}
@@ -73,7 +73,7 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
     Raises:
         TrainerError: on every rank, if the data does not suit or a host has different data; names host and file.
     """
-    board = cluster.board.clone(_DATA_TIMEOUT_S)
+    channel = cluster.channel.clone(_DATA_TIMEOUT_S)
     files: _Files | None = None
     mine: _HostData | None = None
     problem: TrainerError | None = None
@@ -83,19 +83,19 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
             mine = _look(files, config)
         except TrainerError as error:
             problem = error
-    board.agree("data", problem)
+    channel.agree("data", problem)
     if files is None:
         try:
             files = _open(config)
         except TrainerError as error:
             problem = error
-    speakers = _agree_on_speakers(board, cluster, files)
+    speakers = _agree_on_speakers(channel, cluster, files)
     if files is not None and mine is None and cluster.rank in speakers:
         try:
             mine = _look(files, config)
         except TrainerError as error:
             problem = error
-    found = _agree_on_data(board, mine, problem, are_alone=speakers == [0])
+    found = _agree_on_data(channel, mine, problem, are_alone=speakers == [0])
     assert files is not None  # or the ranks would not have agreed
     return RunData(files["train"], files["valid"], *found)
 
@@ -144,13 +144,13 @@ def _look(files: _Files, config: Config) -> _HostData:
     return _HostData(socket.gethostname(), paths, digests)
 
 
-def _agree_on_speakers(board: Board, cluster: Cluster, files: _Files | None) -> list[int]:
+def _agree_on_speakers(channel: StoreChannel, cluster: Cluster, files: _Files | None) -> list[int]:
     """Return the first rank of each group of ranks that are on one host and see the same files; rank 0 is one."""
-    host = (cluster.neighbours or (cluster.rank,))[0]
+    host = (cluster.local_ranks or (cluster.rank,))[0]
     group = b"" if files is None else f"{host} {_identity(files)}".encode()
-    groups = board.collect("data/groups", group)
+    groups = channel.gather("data/groups", group)
     speakers = sorted({groups.index(group) for group in groups})
-    found: list[int] = json.loads(board.from_rank0("data/speakers", json.dumps(speakers).encode()))
+    found: list[int] = json.loads(channel.broadcast("data/speakers", json.dumps(speakers).encode()))
     return found
 
 
@@ -166,16 +166,16 @@ def _identity(files: _Files) -> str:
 
 
 def _agree_on_data(
-    board: Board, mine: _HostData | None, problem: TrainerError | None, *, are_alone: bool
+    channel: StoreChannel, mine: _HostData | None, problem: TrainerError | None, *, are_alone: bool
 ) -> tuple[str, str | None]:
     """Return the fingerprints of both sides, which are those of every rank that speaks for its host."""
     if not are_alone:
-        reports = board.collect("data/hosts", b"" if mine is None else mine.encode())
+        reports = channel.gather("data/hosts", b"" if mine is None else mine.encode())
         told = {rank: _HostData.decode(report) for rank, report in enumerate(reports) if report}
         problem = problem or _difference(told)
-        board.agree("data/hosts", problem)
+        channel.agree("data/hosts", problem)
     found = b"" if mine is None else json.dumps(_fingerprints(mine)).encode()
-    train, valid = json.loads(board.from_rank0("data/fingerprints", found))
+    train, valid = json.loads(channel.broadcast("data/fingerprints", found))
     return train, valid
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from models import Model, ModelConfig, aliases, stored_tensors
-from trainer.checkpoint.json_file import Document
-from trainer.checkpoint.layout import Kind, TensorSpec, build_layout
-from trainer.checkpoint.live import (
+from trainer.checkpoint.format.json_file import Document
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec, build_layout
+from trainer.checkpoint.tensors.file_aligned import zeros_like_files
+from trainer.checkpoint.tensors.live import (
     Contents,
     Grid,
     LiveTensor,
@@ -23,14 +24,13 @@ from trainer.checkpoint.live import (
     memory_marks,
     parameter_names,
 )
-from trainer.checkpoint.placing import zeros_like_files
 from trainer.errors import CheckpointError
 from trainer.optim import MOMENTS, AdamSettings, build_adamw
 from trainer.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelPart:
     """One stage of the model with the optimizer of its parameters; a rank has one, or one per virtual stage."""
 
     model: Model
@@ -55,7 +55,7 @@ class TrainerState:
     """
 
     config: ModelConfig
-    parts: Sequence[Part]
+    parts: Sequence[ModelPart]
     grid: Grid
     progress: Progress = field(default_factory=Progress)
     _enumerated: dict[bool, _Enumerated] = field(default_factory=dict, repr=False)
@@ -94,7 +94,7 @@ class TrainerState:
         return Contents(known.specs, known.live, aliases(self.config), documents, optimizers)
 
 
-def build_part(config: ModelConfig, model: Model, settings: AdamSettings, *, grid: Grid, file_bytes: int) -> Part:
+def build_part(config: ModelConfig, model: Model, settings: AdamSettings, *, grid: Grid, file_bytes: int) -> ModelPart:
     """Return a stage and its optimizer, in memory from which they can be written without a copy. Values are kept.
 
     Args:
@@ -110,7 +110,7 @@ def build_part(config: ModelConfig, model: Model, settings: AdamSettings, *, gri
     for name, memory in zeros_like_files(plain, ("",), layout).items():
         parameters[name].data = memory.copy_(parameters[name].data)
     moments = zeros_like_files(pairs, [f"{moment}." for moment in MOMENTS], layout)
-    return Part(model, build_adamw(model, settings, moments))
+    return ModelPart(model, build_adamw(model, settings, moments))
 
 
 def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:
@@ -122,7 +122,7 @@ def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTens
     return tensor
 
 
-def _refuse_unknown(part: Part) -> None:
+def _refuse_unknown(part: ModelPart) -> None:
     known = set(part.optimizer.state)
     unknown = [name for name, p in part.model.named_parameters() if p.requires_grad and p not in known]
     if unknown:
@@ -133,11 +133,11 @@ def checkpoint_specs(config: ModelConfig, *, with_optimizer: bool) -> Iterator[T
     """Yield every tensor of a checkpoint in order, computed from the sizes of the model alone."""
     tensors = stored_tensors(config)
     for name, tensor in tensors.items():
-        yield TensorSpec(Kind.MODEL, name, tensor.shape, torch.float32, tensor.view)
+        yield TensorSpec(TensorKind.MODEL, name, tensor.shape, torch.float32, tensor.view)
     if not with_optimizer:
         return
     for moment in MOMENTS:
         for name, tensor in tensors.items():
-            yield TensorSpec(Kind.OPTIMIZER, f"{moment}.{name}", tensor.shape, torch.float32, tensor.view)
+            yield TensorSpec(TensorKind.OPTIMIZER, f"{moment}.{name}", tensor.shape, torch.float32, tensor.view)
     for name in tensors:
-        yield TensorSpec(Kind.OPTIMIZER, f"step.{name}", (), torch.float32, ())
+        yield TensorSpec(TensorKind.OPTIMIZER, f"step.{name}", (), torch.float32, ())

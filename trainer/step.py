@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from models import aliases, stored_tensors
-from trainer.axes import Axes
-from trainer.checkpoint.live import local_of, parameter_names
+from trainer.checkpoint.tensors.live import local_of, parameter_names
 from trainer.errors import NonFiniteError
-from trainer.launch import Cluster
+from trainer.launch.process_group import Cluster
 from trainer.optim import clip_gradients, set_learning_rate, squared_norm
+from trainer.parallel.context import ParallelContext
 from trainer.parallel.data import average_gradients, set_gradient_sync
 from trainer.parallel.pipeline import sum_tied_gradients
 from trainer.parallel.tensor import reduce_partial_gradients
@@ -28,13 +28,13 @@ class StepResult:
     Args:
         loss: the mean over the global batch.
         grad_norm: before clipping.
-        votes: the greatest of each of the numbers that the ranks gave.
+        flags: the greatest of each of the numbers that the ranks gave.
         skipped: why the parameters stayed as they were, since loss or norm is not finite; None where they did not.
     """
 
     loss: float
     grad_norm: float
-    votes: tuple[float, ...] = ()
+    flags: tuple[float, ...] = ()
     skipped: NonFiniteError | None = None
 
 
@@ -45,9 +45,9 @@ def train_step(
     keys: Sequence[int],
     lr: float,
     clip_grad: float,
-    axes: Axes,
+    context: ParallelContext,
     cluster: Cluster,
-    votes: Callable[[], Sequence[float]] = tuple,
+    flags: Callable[[], Sequence[float]] = tuple,
     skips_nonfinite: bool = False,
 ) -> StepResult:
     """Run one iteration on this rank's micro batches and step the optimizers. A collective call.
@@ -55,7 +55,7 @@ def train_step(
     Args:
         micro_batches: int64 windows [micro_batch_size, seq_length + 1] on the device.
         keys: the dropout key of each micro batch.
-        votes: gives numbers on which all ranks are to agree, as many on each; asked when the gradients are there.
+        flags: gives numbers on which all ranks are to agree, as many on each; asked when the gradients are there.
         skips_nonfinite: leave the parameters as they are where loss or gradient norm is not finite.
 
     Raises:
@@ -64,10 +64,12 @@ def train_step(
     parameters = list(state.parameters())
     for part in state.parts:
         part.optimizer.zero_grad(set_to_none=True)
-    with axes.loss_context():
-        loss = _forward_backward(state, micro_batches, keys, axes)
-    _finish_gradients(state, parameters, axes)
-    rows = cluster.gather([float(loss), float(axes.reports_loss), float(squared_norm(axes.counted)), *votes()])
+    with context.loss_context():
+        loss = _forward_backward(state, micro_batches, keys, context)
+    _finish_gradients(state, parameters, context)
+    rows = cluster.gather(
+        [float(loss), float(context.reports_loss), float(squared_norm(context.grad_norm_parameters)), *flags()]
+    )
     mean_loss = sum(row[0] * row[1] for row in rows) / sum(row[1] for row in rows)
     grad_norm = math.sqrt(sum(row[2] for row in rows))
     agreed = tuple(max(row[3 + index] for row in rows) for index in range(len(rows[0]) - 3))
@@ -105,28 +107,28 @@ def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Clust
 
 
 def _forward_backward(
-    state: TrainerState, micro_batches: Sequence[torch.Tensor], keys: Sequence[int], axes: Axes
+    state: TrainerState, micro_batches: Sequence[torch.Tensor], keys: Sequence[int], context: ParallelContext
 ) -> torch.Tensor:
     """Accumulate the gradients of the mean loss over the micro batches; return that mean, 0-d float64."""
     total = torch.zeros((), dtype=torch.float64, device=micro_batches[0].device)
-    if axes.pipeline is not None:
-        losses = axes.pipeline.forward_backward(torch.cat(list(micro_batches)), torch.tensor(keys))
+    if context.pipeline is not None:
+        losses = context.pipeline.forward_backward(torch.cat(list(micro_batches)), torch.tensor(keys))
         return sum((loss.double() / len(losses) for loss in losses), total)
     model = state.parts[0].model
     for number, (windows, key) in enumerate(zip(micro_batches, keys, strict=True), start=1):
-        set_gradient_sync(model, zero_stage=axes.zero_stage, is_last_micro_batch=number == len(micro_batches))
-        loss = axes.loss(model(windows[:, :-1], dropout_key=key), windows[:, 1:]) / len(micro_batches)
+        set_gradient_sync(model, zero_stage=context.zero_stage, is_last_micro_batch=number == len(micro_batches))
+        loss = context.loss(model(windows[:, :-1], dropout_key=key), windows[:, 1:]) / len(micro_batches)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total
 
 
-def _finish_gradients(state: TrainerState, parameters: Sequence[nn.Parameter], axes: Axes) -> None:
+def _finish_gradients(state: TrainerState, parameters: Sequence[nn.Parameter], context: ParallelContext) -> None:
     """Bring every gradient to the sum or mean over all axes that it is to be."""
-    if axes.is_tensor_parallel:
+    if context.is_tensor_parallel:
         for part in state.parts:
             reduce_partial_gradients(part.model)
-    if axes.data is not None and axes.zero_stage == 0:
-        average_gradients(parameters, axes.data)
-    if axes.ends is not None:
-        sum_tied_gradients([part.model for part in state.parts], axes.ends)
+    if context.data is not None and context.zero_stage == 0:
+        average_gradients(parameters, context.data)
+    if context.embedding_group is not None:
+        sum_tied_gradients([part.model for part in state.parts], context.embedding_group)

@@ -22,14 +22,14 @@ from scripts.bench.probe import fill_from, read_through, seconds_of, sync_folder
 from scripts.bench.rounds import rotated
 from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
 from scripts.bench.ways import proven
-from trainer import launch
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.choose import Source
-from trainer.checkpoint.layout import DEFAULT_FILE_BYTES
-from trainer.checkpoint.live import Contents
-from trainer.checkpoint.planning import make_plan
+from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
+from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.replica_digests import ReplicaDigests
+from trainer.checkpoint.saving.plan import make_plan
+from trainer.checkpoint.saving.replica_digests import ReplicaDigests
+from trainer.checkpoint.tensors.live import Contents
+from trainer.launch import process_group as launch
 
 RANKS = 2
 TOPOLOGIES = ("zero3", "tp2", "zero0")
@@ -134,11 +134,11 @@ class _Rank:
             row[name] = self._slowest(self._timed(partial(_save, checkpointer, iteration, contents)))
         checkpointer.close()
         read_through(self._folder)
-        loader = Checkpointer(SavePolicy(None), self._subject.cluster.board, nonce=f"load-{self._name}-{number}")
+        loader = Checkpointer(SavePolicy(None), self._subject.cluster.channel, nonce=f"load-{self._name}-{number}")
 
         def load() -> None:
             live = list(self._subject.state.shards())
-            loader.restore(Source(self._folder), check=lambda _: None, live=lambda _: live)
+            loader.restore(LoadSource(self._folder), check=lambda _: None, live=lambda _: live)
 
         digest = self._subject.digest()
         self._subject.spoil()
@@ -173,7 +173,7 @@ class _Rank:
     def _checkpointer(self, number: int, *, async_save: bool) -> Checkpointer:
         nonce = f"{self._name}-{number}-{int(async_save)}"
         policy, cluster = SavePolicy(self._folder, async_save=async_save), self._subject.cluster
-        checkpointer = Checkpointer(policy, cluster.board, nonce=nonce, neighbours=cluster.neighbours)
+        checkpointer = Checkpointer(policy, cluster.channel, nonce=nonce, local_ranks=cluster.local_ranks)
         checkpointer.start()
         return checkpointer
 

@@ -12,16 +12,16 @@ import xxhash
 
 import models
 from models import Family, ModelConfig
-from trainer import record
-from trainer.axes import Axes
-from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.live import Contents, LiveTensor
-from trainer.checkpoint.reader import STATE
-from trainer.config import CheckpointSection, Config, ParallelSection, TrainSection, topology_of
-from trainer.launch import Cluster
+from trainer import run_record as record
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.format.names import STATE
+from trainer.checkpoint.tensors.live import Contents, LiveTensor
+from trainer.config.schema import CheckpointSection, Config, ParallelSection, TrainSection, topology_of
+from trainer.launch.process_group import Cluster
 from trainer.optim import AdamSettings
+from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
-from trainer.parts import build_axes, build_grid, build_models
+from trainer.parallelize import build_context, build_grid, build_models
 from trainer.progress import Progress
 from trainer.state import TrainerState, build_part
 
@@ -69,7 +69,7 @@ class Subject:
     config: Config
     cluster: Cluster
     state: TrainerState
-    axes: Axes
+    context: ParallelContext
 
     def tensors(self) -> Iterator[LiveTensor]:
         """Yield this rank's part of every tensor that is saved."""
@@ -145,6 +145,8 @@ def build_subject(model: ModelConfig, parallel: ParallelSection, cluster: Cluste
     file_bytes = config.checkpoint.file_bytes
     parts = [build_part(model, stage, adam, grid=grid, file_bytes=file_bytes) for stage in stages]
     state = TrainerState(model, parts, grid)
-    subject = Subject(config, cluster, state, build_axes(config, state, topology=topology, mesh=mesh, cluster=cluster))
+    subject = Subject(
+        config, cluster, state, build_context(config, state, topology=topology, mesh=mesh, cluster=cluster)
+    )
     subject.fill(0)
     return subject

@@ -11,11 +11,11 @@ from scripts.bench.rounds import ROUND, Figure, Rounds
 from scripts.bench.training import BackToBack, Trained
 from scripts.bench.ways import AT_ONCE, BACKGROUND, DIRECT, INLINE, RAW
 
-HEAD = ("", "figure", "measured", "target", "verdict")
+HEAD = ("", "figure", "measured", "target", "decision")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """A figure with the most it may be; without a bound it is only shown."""
 
     letter: str
@@ -28,62 +28,64 @@ class Target:
         """Return the cells of a table."""
         shown = "-" if self.measured is None else f"{self.measured:.5g}{self.unit}"
         bound = "" if self.most is None else f"<= {self.most:g}{self.unit}"
-        return [self.letter, self.name, shown, bound, self.verdict]
+        return [self.letter, self.name, shown, bound, self.decision]
 
     @property
-    def verdict(self) -> str:
+    def decision(self) -> str:
         """Return whether the bound is kept, in a word."""
         if self.most is None or self.measured is None:
             return ""
         return "kept" if self.measured <= self.most else "MISSED"
 
 
-def of_rounds(found: Rounds, *, total_bytes: int) -> list[Target]:
+def of_rounds(found: Rounds, *, total_bytes: int) -> list[BenchTarget]:
     """Return what follows from the rounds of all ways."""
     peak, disk = found.median(BACKGROUND, Figure.PEAK_BYTES), found.median(INLINE, Figure.DISK_BYTES)
     warm = found.ratio(INLINE, Figure.LOAD, ROUND, Figure.WARM_READ)
     told = Figure.TOLD_BLOCKED
     return [
-        Target("a", "inline save / raw write", found.ratio(INLINE, Figure.DURABLE, RAW, Figure.DURABLE), 0.85),
-        Target("a", "inline save / direct write", found.ratio(INLINE, Figure.DURABLE, DIRECT, Figure.DURABLE)),
-        Target(
+        BenchTarget("a", "inline save / raw write", found.ratio(INLINE, Figure.DURABLE, RAW, Figure.DURABLE), 0.85),
+        BenchTarget("a", "inline save / direct write", found.ratio(INLINE, Figure.DURABLE, DIRECT, Figure.DURABLE)),
+        BenchTarget(
             "b", "load with digests / raw read, fresh memory", found.ratio(INLINE, Figure.LOAD, RAW, Figure.LOAD), 0.55
         ),
-        Target("b", "load with digests / raw read, used memory", warm),
-        Target(
+        BenchTarget("b", "load with digests / raw read, used memory", warm),
+        BenchTarget(
             "c", "blocked, step after the write / one copy", found.ratio(BACKGROUND, told, ROUND, Figure.COPY), 0.10
         ),
-        Target("d", "blocked, step at once / one copy", found.ratio(AT_ONCE, told, ROUND, Figure.COPY), 1.3),
-        Target("e", "cost to training / raw write", found.ratio(BACKGROUND, Figure.COST, RAW, Figure.DURABLE), 0.3),
-        Target("g", "peak memory / staging memory", None if peak is None else peak / total_bytes, 1.1),
-        Target("h", "bytes on disk / bytes of tensors", None if disk is None else disk / total_bytes, 1.0005),
+        BenchTarget("d", "blocked, step at once / one copy", found.ratio(AT_ONCE, told, ROUND, Figure.COPY), 1.3),
+        BenchTarget(
+            "e", "cost to training / raw write", found.ratio(BACKGROUND, Figure.COST, RAW, Figure.DURABLE), 0.3
+        ),
+        BenchTarget("g", "peak memory / staging memory", None if peak is None else peak / total_bytes, 1.1),
+        BenchTarget("h", "bytes on disk / bytes of tensors", None if disk is None else disk / total_bytes, 1.0005),
     ]
 
 
-def of_training(found: Trained) -> list[Target]:
+def of_training(found: Trained) -> list[BenchTarget]:
     """Return what training with a save of every iteration takes."""
     return [
-        Target("f", "iteration with a save each / without", found.ratio, 1.15),
-        Target("f", "iteration without saves", found.quiet_s, unit=" s"),
-        Target("f", "iteration with a save each", found.saving_s, unit=" s"),
+        BenchTarget("f", "iteration with a save each / without", found.ratio, 1.15),
+        BenchTarget("f", "iteration without saves", found.quiet_s, unit=" s"),
+        BenchTarget("f", "iteration with a save each", found.saving_s, unit=" s"),
     ]
 
 
-def of_back_to_back(found: BackToBack) -> list[Target]:
+def of_back_to_back(found: BackToBack) -> list[BenchTarget]:
     """Return what saves that follow each other at once wait for."""
     return [
-        Target("d", "saves back to back: blocked", found.blocked_s, unit=" s"),
-        Target("d", "saves back to back: waited for the one before", found.waited_s, unit=" s"),
-        Target("d", "saves back to back: durable", found.seconds, unit=" s"),
+        BenchTarget("d", "saves back to back: blocked", found.blocked_s, unit=" s"),
+        BenchTarget("d", "saves back to back: waited for the one before", found.waited_s, unit=" s"),
+        BenchTarget("d", "saves back to back: durable", found.seconds, unit=" s"),
     ]
 
 
-def of_growth(grown_bytes: int, *, saves: int) -> list[Target]:
+def of_growth(grown_bytes: int, *, saves: int) -> list[BenchTarget]:
     """Return what many saves leave behind; a process's pages come and go by some."""
-    return [Target("g", f"memory grown from save 2 to {saves}", grown_bytes / 1e6, 1.0, " MB")]
+    return [BenchTarget("g", f"memory grown from save 2 to {saves}", grown_bytes / 1e6, 1.0, " MB")]
 
 
-def of_ranks(found: Mapping[str, ranks.Rounds]) -> list[Target]:
+def of_ranks(found: Mapping[str, ranks.Rounds]) -> list[BenchTarget]:
     """Return what two ranks take, by topology."""
     most = {"zero3": 1.15, "tp2": 1.3}
     most_digesting = {"zero0": 0.06}
@@ -91,15 +93,17 @@ def of_ranks(found: Mapping[str, ranks.Rounds]) -> list[Target]:
     for name, rounds in found.items():
         where = f"{ranks.RANKS} ranks, {name}"
         targets += [
-            Target("i", f"{where}: inline save / raw write", _ratio(rounds, ranks.INLINE, ranks.RAW), most.get(name)),
-            Target("i", f"{where}: first inline save / raw write", _ratio(rounds, ranks.FIRST, ranks.RAW)),
-            Target("i", f"{where}: background save / raw write", _ratio(rounds, ranks.BACKGROUND, ranks.RAW)),
-            Target("i", f"{where}: blocked / raw write", _ratio(rounds, ranks.BLOCKED, ranks.RAW)),
-            Target("i", f"{where}: load with digests / raw read", _ratio(rounds, ranks.LOAD, ranks.READ)),
-            Target(
+            BenchTarget(
+                "i", f"{where}: inline save / raw write", _ratio(rounds, ranks.INLINE, ranks.RAW), most.get(name)
+            ),
+            BenchTarget("i", f"{where}: first inline save / raw write", _ratio(rounds, ranks.FIRST, ranks.RAW)),
+            BenchTarget("i", f"{where}: background save / raw write", _ratio(rounds, ranks.BACKGROUND, ranks.RAW)),
+            BenchTarget("i", f"{where}: blocked / raw write", _ratio(rounds, ranks.BLOCKED, ranks.RAW)),
+            BenchTarget("i", f"{where}: load with digests / raw read", _ratio(rounds, ranks.LOAD, ranks.READ)),
+            BenchTarget(
                 "i", f"{where}: digests of replicas", _median(rounds, ranks.REPLICAS), most_digesting.get(name), " s"
             ),
-            Target("i", f"{where}: raw write", _median(rounds, ranks.RAW), unit=" s"),
+            BenchTarget("i", f"{where}: raw write", _median(rounds, ranks.RAW), unit=" s"),
         ]
     return targets
 

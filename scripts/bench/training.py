@@ -13,11 +13,10 @@ import torch
 from scripts.bench.probe import resident_bytes
 from scripts.bench.subject import SAMPLES, SEQ_LENGTH, Subject
 from scripts.bench.ways import proven
-from trainer.checkpoint.board import lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.layout import Kind
-from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.commit.channel import single_rank_channel
+from trainer.checkpoint.format.layout import TensorKind
+from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.step import train_step
 
 _BLOCK = 3  # iterations that follow each other with, or without, saves
@@ -106,7 +105,7 @@ def growth_over_saves(subject: Subject, folder: Path, *, saves: int) -> int:
 
 def _checkpointer(folder: Path) -> Checkpointer:
     policy = SavePolicy(folder, retention=Retention(1), async_save=True)
-    checkpointer = Checkpointer(policy, lone_board(), nonce="bench")
+    checkpointer = Checkpointer(policy, single_rank_channel(), nonce="bench")
     checkpointer.start()
     return checkpointer
 
@@ -114,7 +113,7 @@ def _checkpointer(folder: Path) -> Checkpointer:
 def _begin(subject: Subject) -> None:
     """Put in what training can begin with: noise in the moments would end in NaN."""
     for tensor in subject.tensors():
-        if tensor.spec.kind is Kind.MODEL:
+        if tensor.spec.kind is TensorKind.MODEL:
             tensor.local.detach().normal_(0.0, 0.02)
         else:
             tensor.local.detach().zero_()
@@ -124,5 +123,7 @@ def _iterate(subject: Subject) -> float:
     """Run one iteration on random samples; return the seconds it took."""
     samples = torch.randint(0, subject.config.model.vocab_size, (SAMPLES, SEQ_LENGTH + 1))
     start = time.perf_counter()
-    train_step(subject.state, [samples], keys=[1], lr=1e-4, clip_grad=1.0, axes=subject.axes, cluster=subject.cluster)
+    train_step(
+        subject.state, [samples], keys=[1], lr=1e-4, clip_grad=1.0, context=subject.context, cluster=subject.cluster
+    )
     return time.perf_counter() - start

@@ -16,13 +16,13 @@ import numpy as np
 
 from scripts.bench.probe import Loop, PeakMemory, files_of, fill_from, seconds_of, sync_folder
 from scripts.bench.subject import Subject
-from trainer.checkpoint.arena import map_memory
-from trainer.checkpoint.board import lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.choose import Source
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.layout import PAGE_BYTES
+from trainer.checkpoint.commit.channel import single_rank_channel
+from trainer.checkpoint.format.layout import PAGE_BYTES
+from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.policy import SavePolicy, SaveReport
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.tensors.arena import map_memory
 
 RAW, DIRECT = "raw write + fsync", "raw write, O_DIRECT"
 INLINE, BACKGROUND, AT_ONCE = "ours, inline", "ours, background", "ours, step at once"
@@ -128,15 +128,15 @@ def read_raw(subject: Subject, folder: Path) -> None:
 
 def opened_checkpointer(folder: Path, *, async_save: bool) -> Checkpointer:
     """Return a checkpointer of one rank that is ready to save."""
-    checkpointer = Checkpointer(SavePolicy(folder, async_save=async_save), lone_board(), nonce="bench")
+    checkpointer = Checkpointer(SavePolicy(folder, async_save=async_save), single_rank_channel(), nonce="bench")
     checkpointer.start()
     return checkpointer
 
 
 def load_ours(subject: Subject, folder: Path) -> None:
     """Load the newest checkpoint of a folder, checking every digest."""
-    checkpointer = Checkpointer(SavePolicy(None), lone_board(), nonce="bench")
-    checkpointer.restore(Source(folder), check=lambda _: None, live=lambda _: list(subject.state.shards()))
+    checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="bench")
+    checkpointer.restore(LoadSource(folder), check=lambda _: None, live=lambda _: list(subject.state.shards()))
     checkpointer.close()
 
 

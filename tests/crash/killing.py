@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import files
-from trainer.checkpoint.store import iteration_of
+from trainer.checkpoint.storage import files
+from trainer.checkpoint.storage.folder import iteration_of
 
 BEFORE, AFTER, TORN = "before", "after", "torn"
 # What takes a path first, and what takes a descriptor first.

@@ -22,9 +22,9 @@ from pathlib import Path
 from tests.crash.killing import AFTER, BEFORE, TORN
 from tests.crash.small_run import Plan, main
 from tests.harness import all_files, call_on_ranks, started
-from trainer.checkpoint.commit import MANIFEST
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.store import CheckpointFolder, iteration_name
+from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import CheckpointFolder, iteration_name
 
 # Names of what is on its way: nothing of the kind may be left when a run has ended.
 _TEMPORARY = (".partial", ".deleting", ".replaced", ".new", ".mark")

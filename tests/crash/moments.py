@@ -21,17 +21,17 @@ import torch.distributed
 
 import trainer.__main__
 import trainer.build
-import trainer.checkpoint.commit
+import trainer.checkpoint.commit.protocol
 import trainer.evaluate
-import trainer.launch
+import trainer.launch.process_group
 import trainer.loop
 import trainer.restore
 import trainer.step
 from tests.harness import Running, started
-from trainer.checkpoint.files import Files
-from trainer.feed import Feed
+from trainer.checkpoint.storage.files import Files
+from trainer.data.loader import BatchLoader
+from trainer.launch.signals import SignalHandler
 from trainer.parallel.pipeline import Pipeline
-from trainer.signals import SignalWatch
 from trainer.state import TrainerState
 
 DEADLINE_S = 40.0
@@ -47,7 +47,7 @@ MOMENTS = (
     "save",
     "publish",
     "exit",
-    "farewell",
+    "exit_grace",
     "feed",
 )
 
@@ -63,7 +63,7 @@ class Gate:
         moment: one of MOMENTS; `meet` is when the store is there and nobody has been met, `group` before the process
             group, `data` before the data are prepared, `load` when a checkpoint is chosen and not yet read, `forward`
             between two micro batches (in a pipeline, before the first), `save` before a file is synced, `publish`
-            before rank 0 writes the manifest, `exit` where all is done but the farewell, `farewell` after the last
+            before rank 0 writes the manifest, `exit` where all is done but the exit_grace, `exit_grace` after the last
             barrier. At `feed` nobody stands still: which samples a rank is fed is noted in `fed.PID`.
         iteration: the iteration of it, where there are several.
         ranks: who stands still.
@@ -147,13 +147,13 @@ def train_with_gate(arguments: list[str]) -> None:
 
 
 def _build(gate: Gate) -> None:
-    heard = SignalWatch.heard
+    heard = SignalHandler.heard
 
-    def say(self: SignalWatch, number: int) -> None:
+    def say(self: SignalHandler, number: int) -> None:
         heard(self, number)
         Path(gate.folder, f"heard.{os.environ.get('RANK', '0')}").touch()
 
-    SignalWatch.heard = say  # type: ignore[method-assign]
+    SignalHandler.heard = say  # type: ignore[method-assign]
     _GATES[gate.moment](gate)
 
 
@@ -169,7 +169,7 @@ def _before(owner: Any, name: str, stand: Callable[..., None]) -> None:
 
 
 def _gate_meet(gate: Gate) -> None:
-    _before(trainer.launch, "meet", lambda *_, **__: gate.stand())
+    _before(trainer.launch.process_group, "meet", lambda *_, **__: gate.stand())
 
 
 def _gate_group(gate: Gate) -> None:
@@ -229,31 +229,31 @@ def _gate_save(gate: Gate) -> None:
 
 def _gate_publish(gate: Gate) -> None:
     _before(
-        trainer.checkpoint.commit,
+        trainer.checkpoint.commit.protocol,
         "publish",
         lambda attempt, *_, **__: _stand_if(gate, attempt.iteration == gate.iteration),
     )
 
 
 def _gate_exit(gate: Gate) -> None:
-    _before(trainer.launch, "part", lambda *_: gate.stand())
+    _before(trainer.launch.process_group, "part", lambda *_: gate.stand())
 
 
-def _gate_farewell(gate: Gate) -> None:
-    _before(trainer.launch, "leave", lambda *_: gate.stand())
+def _gate_exit_grace(gate: Gate) -> None:
+    _before(trainer.launch.process_group, "leave", lambda *_: gate.stand())
 
 
 def _note_feed(gate: Gate) -> None:
     """Note in a file of this process which samples it is fed."""
-    positions, shuffled = list[int](), Feed.shuffled
-    of_micro_batch = Feed._positions
+    positions, shuffled = list[int](), BatchLoader.shuffled
+    of_micro_batch = BatchLoader._positions
 
-    def noted(self: Feed, consumed_samples: int, number: int) -> range:
+    def noted(self: BatchLoader, consumed_samples: int, number: int) -> range:
         found = of_micro_batch(self, consumed_samples, number)
         positions.extend(found)
         return found
 
-    def feed(self: Feed, consumed_samples: int, seed: int) -> list[torch.Tensor]:
+    def feed(self: BatchLoader, consumed_samples: int, seed: int) -> list[torch.Tensor]:
         positions.clear()
         windows = shuffled(self, consumed_samples, seed)
         row = {
@@ -265,8 +265,8 @@ def _note_feed(gate: Gate) -> None:
             file.write(json.dumps(row) + "\n")
         return windows
 
-    Feed._positions = noted  # type: ignore[method-assign]
-    Feed.shuffled = feed  # type: ignore[method-assign]
+    BatchLoader._positions = noted  # type: ignore[method-assign]
+    BatchLoader.shuffled = feed  # type: ignore[method-assign]
 
 
 def _stand_if(gate: Gate, is_here: bool) -> None:
@@ -286,7 +286,7 @@ _GATES = {
     "save": _gate_save,
     "publish": _gate_publish,
     "exit": _gate_exit,
-    "farewell": _gate_farewell,
+    "exit_grace": _gate_exit_grace,
     "feed": _note_feed,
 }
 

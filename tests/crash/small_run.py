@@ -20,17 +20,16 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from tests.crash.killing import BEFORE, Killer
-from trainer.checkpoint.board import Board, lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.choose import Source
-from trainer.checkpoint.layout import build_layout
-from trainer.checkpoint.live import Contents, Grid, aliases_of, live_tensors
-from trainer.checkpoint.placing import zeros_like_files
-from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.reader import FORMAT, STATE
-from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.store import CheckpointFolder
-from trainer.metrics import IterationRecord, RunLog
+from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
+from trainer.checkpoint.format.layout import build_layout
+from trainer.checkpoint.format.names import FORMAT, STATE
+from trainer.checkpoint.loading.choose import LoadSource
+from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.checkpoint.tensors.file_aligned import zeros_like_files
+from trainer.checkpoint.tensors.live import Contents, Grid, aliases_of, live_tensors
+from trainer.metrics.run_log import IterationRecord, RunLog
 
 TIMEOUT_S = 20.0
 
@@ -79,30 +78,30 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     is_victim = rank == plan.victim
     killer = Killer(plan.root, notes=plan.beside(f"notes{rank}"), at=plan.at if is_victim else None, when=plan.when)
-    board, store = _board(rank, plan.ranks)
+    channel, store = _channel(rank, plan.ranks)
     killer.install()
-    nonce = board.from_rank0("nonce", os.urandom(4).hex().encode()).decode()
+    nonce = channel.broadcast("nonce", os.urandom(4).hex().encode()).decode()
     policy = SavePolicy(plan.checkpoints, 1, Retention(plan.keep), async_save=True, commit_timeout_s=TIMEOUT_S)
-    checkpointer = Checkpointer(policy, board, nonce=nonce)
+    checkpointer = Checkpointer(policy, channel, nonce=nonce)
     try:
-        _train(plan, board, checkpointer)
+        _train(plan, channel, checkpointer)
     except BaseException:
         checkpointer.abandon()
         raise
     plan.beside(f"calls{rank}").write_text(" ".join(killer.calls))
-    board.agree("all are through", None)
-    board.await_others() if rank == 0 else board.fail("")
+    channel.agree("all are through", None)
+    channel.await_others() if rank == 0 else channel.fail("")
     del store
 
 
-def _board(rank: int, ranks: int) -> tuple[Board, TCPStore | None]:
+def _channel(rank: int, ranks: int) -> tuple[StoreChannel, TCPStore | None]:
     if ranks == 1:
-        return lone_board(), None
+        return single_rank_channel(), None
     port = int(os.environ["MASTER_PORT"])
     if rank:
         _await_host(port)
     store = TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=TIMEOUT_S))
-    return Board(store, rank, world_size=ranks, timeout_s=TIMEOUT_S), store
+    return StoreChannel(store, rank, world_size=ranks, timeout_s=TIMEOUT_S), store
 
 
 def _await_host(port: int) -> None:
@@ -114,21 +113,21 @@ def _await_host(port: int) -> None:
         os.sched_yield()
 
 
-def _train(plan: Plan, board: Board, checkpointer: Checkpointer) -> None:
+def _train(plan: Plan, channel: StoreChannel, checkpointer: Checkpointer) -> None:
     run = _Training(plan)
     log = RunLog(plan.root, train_iters=plan.iterations, log_interval=1, tensorboard=False, mfu_scale=None)
     checkpointer.start()
-    committed = CheckpointFolder(plan.checkpoints, checkpointer._files).committed() if board.rank == 0 else []
-    if board.from_rank0("committed", str(len(committed)).encode()) != b"0":
-        source = Source(plan.checkpoints, plan.rewind_to)
+    committed = CheckpointFolder(plan.checkpoints, checkpointer._files).committed() if channel.rank == 0 else []
+    if channel.broadcast("committed", str(len(committed)).encode()) != b"0":
+        source = LoadSource(plan.checkpoints, plan.rewind_to)
         checkpoint, _ = checkpointer.restore(source, check=lambda _: None, live=lambda _: run.contents().live)
         run.iteration = checkpoint.iteration
         checkpointer.rewind(run.iteration)
-    if board.rank == 0:
+    if channel.rank == 0:
         log.open(run.iteration, "a: 1\n")
     while run.iteration < plan.iterations:
         loss = run.step()
-        if board.rank == 0:
+        if channel.rank == 0:
             log.iteration(run.record(loss))
             log.sync()
         checkpointer.save(run.iteration, run.contents())
@@ -139,7 +138,7 @@ def _train(plan: Plan, board: Board, checkpointer: Checkpointer) -> None:
     if checkpointer.last_error is not None:
         raise checkpointer.last_error
     checkpointer.close()
-    if board.rank == 0:
+    if channel.rank == 0:
         log.close()
 
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tests.harness import TINY, compose, launch, run_ok
-from trainer.checkpoint.board import lone_board
-from trainer.checkpoint.box import whole
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.choose import Source
-from trainer.checkpoint.layout import Kind
-from trainer.checkpoint.live import LiveTensor
-from trainer.checkpoint.loader import check_tensors
+from trainer.checkpoint.commit.channel import single_rank_channel
+from trainer.checkpoint.format.box import whole
+from trainer.checkpoint.format.layout import TensorKind
+from trainer.checkpoint.loading.choose import LoadSource
+from trainer.checkpoint.loading.loader import check_tensors
+from trainer.checkpoint.loading.reader import Checkpoint, read_places
 from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.reader import Checkpoint, read_places
+from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.errors import CheckpointError
 from trainer.state import checkpoint_specs
 
@@ -52,8 +52,8 @@ class Loads:
         def check(checkpoint: Checkpoint) -> None:
             check_tensors(self.specs, read_places(checkpoint), where=checkpoint.path)
 
-        checkpointer = Checkpointer(SavePolicy(None), lone_board(), nonce="n")
-        source = Source(path, iteration)
+        checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="n")
+        source = LoadSource(path, iteration)
         return checkpointer.restore(source, check=check, live=lambda _: self.live, verify_all=verify_all)[0].iteration
 
 
@@ -127,8 +127,8 @@ def test_full_verification_finds_what_a_load_of_the_weights_alone_does_not_read(
 def test_a_load_without_verification_reads_the_same(run: Path) -> None:
     loads, trusting = Loads(), Loads()
     loads.load(run / "checkpoints/iter_0000006", verify_all=True)
-    checkpointer = Checkpointer(SavePolicy(None), lone_board(), nonce="n")
-    source = Source(run / "checkpoints/iter_0000006")
+    checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="n")
+    source = LoadSource(run / "checkpoints/iter_0000006")
     checkpointer.restore(source, check=lambda _: None, live=lambda _: trusting.live, verify=False)
-    assert {t.spec.kind for t in loads.live} == set(Kind)
+    assert {t.spec.kind for t in loads.live} == set(TensorKind)
     assert all(torch.equal(a.local, b.local) for a, b in zip(loads.live, trusting.live, strict=True))

@@ -1,6 +1,6 @@
 """Checkpoints and token files of strangers: a `TrainerError`, in bounded time and memory, and no file of others opened.
 
-All digests fit, as those of a stranger would. `scripts/fuzz_inputs.py` tries the same with coverage as its guide.
+All digests match, as an attacker's would. `scripts/faults/fuzz_inputs.py` does the same, guided by coverage.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scripts.fuzz.mutate import mutate
-from scripts.fuzz.targets import MODEL, OPTIMIZER, Inputs, Opened, seal
+from scripts.faults.fuzz.mutate import mutate
+from scripts.faults.fuzz.targets import MODEL, OPTIMIZER, Inputs, Opened, seal
 from tests.harness import TINY, launch, run_ok
-from trainer.checkpoint import json_file, load, manifest
-from trainer.checkpoint.commit import INDEX, MANIFEST
-from trainer.checkpoint.manifest import FileEntry, digest_of
-from trainer.checkpoint.reader import STATE
+from trainer.checkpoint import load
+from trainer.checkpoint.format import json_file, manifest
+from trainer.checkpoint.format.manifest import FileEntry, digest_of
+from trainer.checkpoint.format.names import INDEX, MANIFEST, STATE
 from trainer.data.token_file import open_token_file
 from trainer.errors import TrainerError
 

@@ -14,9 +14,9 @@ import trainer.build
 import trainer.loop
 from tests.harness import TINY, Ended, curve, started
 from trainer.build import Run
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.store import HOLD, TRACKER, CheckpointFolder, iteration_name
-from trainer.requests import SAVE_NOW, Requests
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import HOLD, TRACKER, CheckpointFolder, iteration_name
+from trainer.launch.control import SAVE_NOW, RunControl
 
 TWO = pytest.param(2, marks=pytest.mark.slow)
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=8", "schedule.lr_decay_iters=12", "checkpoint.save_interval=1")
@@ -64,15 +64,15 @@ def _touch_before(names: dict[str, str]) -> None:
 
 def _pass_time(seconds: dict[str, float]) -> None:
     now = [1000.0]
-    real = Requests.__init__
+    real = RunControl.__init__
 
-    def with_clock(self: Requests, *arguments: object, **named: object) -> None:
+    def with_clock(self: RunControl, *arguments: object, **named: object) -> None:
         real(self, *arguments, **{**named, "clock": lambda: now[0]})  # type: ignore[arg-type]
 
     def act(_: Run, iteration: int) -> None:
         now[0] += seconds.get(str(iteration), 0.0)
 
-    Requests.__init__ = with_clock  # type: ignore[method-assign]
+    RunControl.__init__ = with_clock  # type: ignore[method-assign]
     _before_iteration(act)
 
 

@@ -12,8 +12,8 @@ import pytest
 import trainer.__main__
 from tests.crash.killing import AFTER, BEFORE, Killer
 from tests.harness import TINY, call_on_ranks, curve, run_ok, started, tensor_files
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.store import CheckpointFolder
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import CheckpointFolder
 
 ITERATIONS = 6
 BASE = (

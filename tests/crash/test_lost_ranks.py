@@ -13,7 +13,7 @@ from tests.crash.moments import KILLED, STOPPED, standing
 from tests.harness import TINY, Ended, run_ok
 
 TIMEOUT_S = 8.0
-# Some wait twice; beside that there are the roll call, the farewell and a rank's grace.
+# Some wait twice; beside that there are the roll call, the exit_grace and a rank's grace.
 BOUND_S = 2 * TIMEOUT_S + 15.0
 BASE = (
     "model=gpt2_tiny",
@@ -64,8 +64,8 @@ LOSSES = [
     Loss("exit", KILLED),
     Loss("exit", STOPPED),
     # After the last barrier all is saved, and all ranks know: the other has done what it was to do.
-    Loss("farewell", KILLED, 1, status=0),
-    Loss("farewell", STOPPED, 0, status=0),
+    Loss("exit_grace", KILLED, 1, status=0),
+    Loss("exit_grace", STOPPED, 0, status=0),
 ]
 
 
@@ -130,5 +130,5 @@ def test_the_other_rank_ends_soon_and_names_the_lost_one(outcomes: dict[Loss, En
 @pytest.mark.slow
 def test_no_loss_leaves_half_a_checkpoint(root: Path, outcomes: dict[Loss, Ended]) -> None:
     committed = list(root.glob("run*/checkpoints/iter_*"))
-    assert len(committed) >= 2 * sum(loss.moment in ("exit", "farewell") for loss in outcomes)
+    assert len(committed) >= 2 * sum(loss.moment in ("exit", "exit_grace") for loss in outcomes)
     assert all((path / "manifest.json").exists() for path in committed)

@@ -15,7 +15,7 @@ import torch
 import trainer.__main__
 import trainer.step
 from tests.harness import TINY, Ended, call_on_ranks, curve, last_iteration, launch, run_ok, tensor_files
-from trainer.checkpoint.live import local_of, parameter_names
+from trainer.checkpoint.tensors.live import local_of, parameter_names
 from trainer.state import TrainerState
 
 ITERATIONS = 6

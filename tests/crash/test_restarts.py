@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.soak_kill import descendants
+from scripts.faults.soak_kill import descendants
 from tests.crash.moments import KILLED, Gate, describe
 from tests.harness import TINY, curve, free_port, run_ok, tensor_files
 

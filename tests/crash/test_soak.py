@@ -1,4 +1,4 @@
-"""Jobs that are killed at random times and started again end as the unbroken one. `scripts/soak_kill.py` does it."""
+"""A job killed at random times and restarted ends like an uninterrupted one (`scripts/faults/soak_kill.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
-from scripts.soak_kill import Job, Soak, Torchrun, main, soak
+from scripts.faults.soak_kill import Soak, SoakJob, Torchrun, main, soak
 from tests.harness import Running, started
 
 
@@ -73,7 +73,7 @@ class Broken:
     [(4, 0, "checkpoint is missing"), (3, 0, "curves differ"), (4, 1, "a start after a kill ended with status 1")],
 )
 def test_a_run_that_is_not_the_unbroken_one_is_told(tmp_path: Path, iterations: int, status: int, problem: str) -> None:
-    def launch(run: Path, _overrides: Sequence[str]) -> Job:
+    def launch(run: Path, _overrides: Sequence[str]) -> SoakJob:
         return Broken(run, 4, 0) if run.name == "unbroken" else Broken(run, iterations, status)
 
     tally = soak(Soak(tmp_path, 1, iterations=4), launch)

@@ -1,4 +1,4 @@
-"""Power cuts of real file systems lose nothing that was saved. `scripts/soak_power.py` makes them."""
+"""Power cuts of real file systems lose nothing that was saved. `scripts/faults/soak_power.py` makes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.soak_power import CANNOT_MOUNT
+from scripts.faults.soak_power import CANNOT_MOUNT
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak]
 def soak_power(folder: Path, *arguments: str) -> tuple[int, str]:
     """Return status and output of a short soak, or skip the test with the reason why nothing can be mounted."""
     short = ["12", "--recordings", "1", "--resume-every", "6", "--iterations", "12", "--folder", str(folder)]
-    command = [sys.executable, "-m", "scripts.soak_power", *short, *arguments]
+    command = [sys.executable, "-m", "scripts.faults.soak_power", *short, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode == CANNOT_MOUNT:
         pytest.skip(done.stderr.strip().splitlines()[-1])

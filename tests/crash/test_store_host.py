@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.soak_kill import descendants
+from scripts.faults.soak_kill import descendants
 from tests.crash.moments import Gate, await_true, describe, standing
 from tests.harness import TINY, all_files, curve, run_ok, tensor_files
 from tests.resume.test_torchrun import TORCHRUN, kill, workers

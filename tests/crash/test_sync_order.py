@@ -2,7 +2,7 @@
 
 POSIX makes a file's content durable by fsync of the file, and a name by fsync of its folder; of what was changed since,
 anything may survive. `StrictDisk` follows the calls of a run by these rules alone. So what holds here holds for every
-cut on every file system; `scripts/soak_power.py` cuts real ones.
+cut on every file system; `scripts/faults/soak_power.py` cuts real ones.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pytest
 import trainer.__main__
 from tests.crash.tracing import Tracer
 from tests.harness import TINY, call_on_ranks
-from trainer.checkpoint.store import iteration_of
-from trainer.metrics import RunLog
+from trainer.checkpoint.storage.folder import iteration_of
+from trainer.metrics.run_log import RunLog
 
 KEEP = 2
 RUN = ("runs", "first", "run")  # of which the last folder's parents are not there either

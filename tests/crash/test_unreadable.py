@@ -17,8 +17,8 @@ import pytest
 
 import trainer.__main__
 from tests.harness import TINY, all_files, call_on_ranks, curve, run_ok
-from trainer.checkpoint import patience
-from trainer.checkpoint.files import Files
+from trainer.checkpoint.storage import patience
+from trainer.checkpoint.storage.files import Files
 
 pytestmark = pytest.mark.slow
 

@@ -15,11 +15,11 @@ import trainer.checkpoint
 from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.crash.moments import Gate, await_true, describe, train_with_gate
 from tests.harness import TINY, all_files, call_on_ranks, curve, run_ok, started, tensor_files
-from trainer.checkpoint.commit import MANIFEST
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.manifest import digest_of
-from trainer.checkpoint.reader import STATE, open_checkpoint, read_places
-from trainer.checkpoint.verify import verify_share
+from trainer.checkpoint.format.manifest import digest_of
+from trainer.checkpoint.format.names import MANIFEST, STATE
+from trainer.checkpoint.loading.reader import open_checkpoint, read_places
+from trainer.checkpoint.loading.verify import verify_share
+from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
 
 pytestmark = pytest.mark.slow

@@ -23,8 +23,8 @@ import torch
 import trainer.__main__
 import trainer.loop
 from trainer.build import Run
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.store import iteration_of
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import iteration_of
 
 DEADLINE_S = 30.0
 BALLAST = "ballast"

@@ -12,10 +12,10 @@ import torch
 
 import trainer.__main__
 from tests.harness import TINY, call_on_ranks, compose, run_ok, tensor_files
-from trainer import launch
 from trainer.build import Run, build
-from trainer.checkpoint.choose import Source
-from trainer.checkpoint.manifest import BLOCK_BYTES
+from trainer.checkpoint.format.manifest import BLOCK_BYTES
+from trainer.checkpoint.loading.choose import LoadSource
+from trainer.launch import process_group as launch
 from trainer.restore import restore
 
 _TP2 = "parallel.tensor_model_parallel_size=2"
@@ -132,7 +132,7 @@ def _measure(arguments: list[str]) -> None:
 
 def _reread(run: Run, source: str) -> int:
     _, report = run.checkpointer.restore(
-        Source(Path(source)), check=lambda _: None, live=lambda _: list(run.state.shards())
+        LoadSource(Path(source)), check=lambda _: None, live=lambda _: list(run.state.shards())
     )
     return report.read_bytes
 

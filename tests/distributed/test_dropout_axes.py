@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness import TINY, call_on_ranks, compose, curve, run_ok, tensor_files
-from trainer import launch
 from trainer.build import build
-from trainer.checkpoint.live import is_dtensor
-from trainer.checkpoint.manifest import digest_of
-from trainer.checkpoint.snapshot import memory_of
+from trainer.checkpoint.format.manifest import digest_of
+from trainer.checkpoint.tensors.live import is_dtensor
+from trainer.checkpoint.tensors.memory import memory_of
+from trainer.launch import process_group as launch
 from trainer.loop import train
 from trainer.restore import restore
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.harness import TINY, call_on_ranks, compose, launch
-from trainer import launch as launching
 from trainer.build import build
-from trainer.checkpoint.layout import Kind, build_layout
-from trainer.checkpoint.planning import plan
+from trainer.checkpoint.format.layout import TensorKind, build_layout
+from trainer.checkpoint.saving.plan import plan
+from trainer.launch import process_group as launching
 from trainer.state import checkpoint_specs
 
 _ROW = re.compile(r" *(\d+) +(\d+)  (.{16}) +([\d,]+) .* ([\d,]+) to ([\d,]+)")
@@ -31,13 +31,13 @@ def _count(arguments: list[str]) -> None:
     shards = list(run.state.shards())
     held = sum(p.numel() for part in run.state.parts for p in _locals(part.model))
     written = sum(piece.hi - piece.lo for piece in plan(shards, layout, cluster.rank))
-    assert any(shard.spec.kind is Kind.MODEL for shard in shards)
+    assert any(shard.spec.kind is TensorKind.MODEL for shard in shards)
     Path(f"{output}.{os.environ['RANK']}").write_text(json.dumps([held, written]))
     launching.stop(cluster)
 
 
 def _locals(model: object) -> list:  # type: ignore[type-arg]
-    from trainer.checkpoint.live import local_of
+    from trainer.checkpoint.tensors.live import local_of
 
     return [local_of(p) for p in model.parameters()]  # type: ignore[attr-defined]
 

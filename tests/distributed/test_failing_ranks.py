@@ -13,7 +13,7 @@ import trainer.__main__
 import trainer.build
 import trainer.loop
 from tests.harness import TINY, call_on_ranks, run_ok
-from trainer.checkpoint.files import Files
+from trainer.checkpoint.storage.files import Files
 from trainer.state import TrainerState
 
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=4", "checkpoint.save_interval=2")

@@ -14,11 +14,11 @@ import torch
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 import trainer.__main__
-import trainer.sample
+import trainer.generate.during_training
 from tests.harness import TINY, call_on_ranks, curve, launch, run_ok, tensor_files
 from trainer.data.bpe import train_bpe
 from trainer.data.token_file import write_token_file
-from trainer.generate import Sampling, choose
+from trainer.generate.sampling import Sampling, choose
 
 GPT2 = ["model=gpt2_tiny", "model.dropout=0.1", "model.pad_vocab_multiple=4"]
 LLAMA3 = ["model=llama3_tiny", "model.n_kv_head=2"]
@@ -142,7 +142,7 @@ def _signal_while_sampling(arguments: list[str]) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return choose(logits, sampling, number=number)
 
-    trainer.sample.choose = signalling
+    trainer.generate.during_training.choose = signalling
     sys.argv = ["trainer", *arguments]
     trainer.__main__.main()
 

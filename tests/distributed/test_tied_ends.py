@@ -13,12 +13,12 @@ import xxhash
 from safetensors import safe_open
 
 from tests.harness import TINY, call_on_ranks, compose, tensor_files
-from trainer import launch
 from trainer.build import build
 from trainer.errors import CheckpointError
+from trainer.launch import process_group as launch
 from trainer.loop import train
+from trainer.parallelize import check_tied_copies
 from trainer.restore import restore
-from trainer.tied import check_tied_copies
 
 LAST = 10
 TIED = "transformer.wte.weight"
@@ -134,13 +134,13 @@ def _spoil_one_copy(arguments: list[str]) -> None:
     """Check the copies as a save does, then again after one bit of a moment of the last stage's copy has changed."""
     run = build(compose(arguments), cluster := launch.start("cpu", deterministic=False))
     restore(run)
-    check_tied_copies(run.state, run.axes.ends)
+    check_tied_copies(run.state, run.context.embedding_group)
     print("equal at first")
     if cluster.rank == 1:
         part = run.state.parts[0]
         part.optimizer.state[part.model.lm_head.weight]["exp_avg"][3, 3] = 1e-30
     with pytest.raises(CheckpointError, match="The two copies of a tied parameter differ"):
-        check_tied_copies(run.state, run.axes.ends)
+        check_tied_copies(run.state, run.context.embedding_group)
     launch.stop(cluster)
 
 

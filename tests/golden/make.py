@@ -14,14 +14,14 @@ from unittest.mock import patch
 import torch
 
 from tests.fakes import Axis, Sharding, all_ranks
-from trainer.checkpoint import ownership
-from trainer.checkpoint.board import Board
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.layout import Kind, TensorSpec
-from trainer.checkpoint.live import Contents
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec
+from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.reader import STATE
+from trainer.checkpoint.saving import ownership
+from trainer.checkpoint.tensors.live import Contents
 
 ITERATION = 7
 FILE_BYTES = 1000  # two files of weights
@@ -43,16 +43,16 @@ DOCUMENT: Json = {
 def specs() -> list[TensorSpec]:
     """Return every tensor of the checkpoint in model order."""
 
-    def like(kind: Kind, prefix: str) -> list[TensorSpec]:
+    def like(kind: TensorKind, prefix: str) -> list[TensorSpec]:
         return [
             TensorSpec(kind, prefix + name, shape, torch.float32, VIEWS.get(name, shape))
             for name, shape in PARAMETERS.items()
         ]
 
-    found = like(Kind.MODEL, "")
-    found += [TensorSpec(Kind.MODEL, name, shape, dtype, shape) for name, (shape, dtype) in BUFFERS.items()]
-    found += like(Kind.OPTIMIZER, "exp_avg.") + like(Kind.OPTIMIZER, "exp_avg_sq.")
-    found += [TensorSpec(Kind.OPTIMIZER, f"step.{name}", (), torch.float32, ()) for name in PARAMETERS]
+    found = like(TensorKind.MODEL, "")
+    found += [TensorSpec(TensorKind.MODEL, name, shape, dtype, shape) for name, (shape, dtype) in BUFFERS.items()]
+    found += like(TensorKind.OPTIMIZER, "exp_avg.") + like(TensorKind.OPTIMIZER, "exp_avg_sq.")
+    found += [TensorSpec(TensorKind.OPTIMIZER, f"step.{name}", (), torch.float32, ()) for name in PARAMETERS]
     return found
 
 
@@ -71,10 +71,10 @@ def values() -> dict[str, torch.Tensor]:
 def write(folder: Path, sharding: Sharding = SHARDING) -> Path:
     """Write the checkpoint below `folder` through the library, its ranks being threads; return its path."""
 
-    def call(board: Board) -> Path:
-        checkpointer = Checkpointer(SavePolicy(folder, file_bytes=FILE_BYTES), board, nonce="golden")
+    def call(channel: StoreChannel) -> Path:
+        checkpointer = Checkpointer(SavePolicy(folder, file_bytes=FILE_BYTES), channel, nonce="golden")
         checkpointer.start()
-        live = tuple(sharding.live(board.rank, specs(), values()))
+        live = tuple(sharding.live(channel.rank, specs(), values()))
         report = checkpointer.save(ITERATION, Contents(tuple(specs()), live, ALIASES, {STATE: DOCUMENT}))
         checkpointer.close()
         assert report is not None

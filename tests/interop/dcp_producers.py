@@ -26,11 +26,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models import hf_config
 from models.config import ModelConfig
 from tests.harness import TINY, compose
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.data.batches import Samples
 from trainer.data.corpus import default_cache, prepare
+from trainer.data.loader import BatchLoader
 from trainer.data.token_file import open_token_file
-from trainer.feed import Feed
 
 SAVED, TOTAL = 3, 6  # iterations when the producer saves, and to which both sides go on
 
@@ -61,8 +61,8 @@ def batches(config: Config) -> list[torch.Tensor]:
     corpus = prepare(config.data, cache=default_cache(os.environ, Path.home()))
     samples = Samples([open_token_file(path) for path in corpus.train], seq_length=train.seq_length)
     size = train.global_batch_size
-    feed = Feed(samples, size, size, 0, 1, torch.device("cpu"))
-    return [feed.shuffled(number * size, train.seed)[0] for number in range(TOTAL)]
+    feed = BatchLoader(samples, size, size, 0, 1, torch.device("cpu"))
+    return [feed.train_batch(number * size, train.seed)[0] for number in range(TOTAL)]
 
 
 def make(config: ModelConfig, *, seed: int = 1) -> Any:

@@ -23,8 +23,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from models import stored_tensors
-from scripts import checkpoint as look
-from scripts import convert
 from tests.harness import all_files, call_on_ranks, compose, curve, run_ok, tensor_files
 from tests.interop.dcp_producers import (
     GPT2,
@@ -39,13 +37,15 @@ from tests.interop.dcp_producers import (
     state_of,
     step,
 )
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.reader import open_checkpoint
-from trainer.convert.dcp import FORMAT, read_source
-from trainer.convert.dcp_names import halves_from_pairs
-from trainer.convert.formats import Asked, Wanted
-from trainer.convert.source import Source
+from trainer.checkpoint.loading.reader import open_checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.commands import checkpoint as look
+from trainer.commands import convert
 from trainer.errors import CheckpointError, MismatchError, TrainerError
+from trainer.interop.dcp.names import halves_from_pairs
+from trainer.interop.dcp.source import FORMAT, read_source
+from trainer.interop.formats import ExportOptions, ImportOptions
+from trainer.interop.source import StateSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -163,8 +163,8 @@ def bring_in(source: Path, run: Path, overrides: list[str], *more: str) -> Path:
     return run / f"checkpoints/iter_{SAVED:07d}"
 
 
-def opened(folder: Path, overrides: list[str]) -> Source:
-    return read_source(folder, Asked(compose(overrides), trusts_pickle=True))
+def opened(folder: Path, overrides: list[str]) -> StateSource:
+    return read_source(folder, ImportOptions(compose(overrides), trusts_pickle=True))
 
 
 def losses_of(run: Path) -> list[float]:
@@ -284,7 +284,7 @@ def test_an_export_replaces_nothing_and_leaves_nothing_of_a_damaged_checkpoint(
     file.write_bytes(data)
     assert FORMAT.write is not None
     with pytest.raises(CheckpointError, match="A tensor is damaged"):
-        FORMAT.write(open_checkpoint(damaged, Files()), tmp_path / "out", Wanted())
+        FORMAT.write(open_checkpoint(damaged, Files()), tmp_path / "out", ExportOptions())
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000003"]
 
 
@@ -497,7 +497,7 @@ def test_chunks_that_overlap_and_values_that_are_compressed_are_refused(
 def test_metadata_that_is_damaged_at_random_is_refused_or_read(producers: dict[str, Producer], tmp_path: Path) -> None:
     producer, random, refused = producers["gpt2"], Random(1), 0
     folder = save({"model": producer.weights}, tmp_path / "in")
-    whole, asked = (folder / ".metadata").read_bytes(), Asked(producer.config, trusts_pickle=True)
+    whole, asked = (folder / ".metadata").read_bytes(), ImportOptions(producer.config, trusts_pickle=True)
     for _ in range(100):
         data = bytearray(whole)
         for _ in range(random.choice((1, 1, 3))):
@@ -519,7 +519,7 @@ def test_torchtitan_s_rotation_of_pairs_is_ours_of_halves_after_the_rows_are_reo
     angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)).double()
 
     def in_pairs(weight: torch.Tensor) -> torch.Tensor:
-        """Rotate neighbours as complex numbers, as the reference code of LLaMA and torchtitan do."""
+        """Rotate local_ranks as complex numbers, as the reference code of LLaMA and torchtitan do."""
         pairs = torch.view_as_complex((x @ weight.T).view(length, heads, head_dim // 2, 2))
         turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
         return torch.view_as_real(turned).flatten(2)

@@ -22,23 +22,23 @@ import pytest
 import torch
 
 from models import aliases, hf_config, stored_tensors
-from scripts import convert
 from tests.harness import TINY, compose, curve, free_port, run_ok, tensor_files
 from tests.interop.deepspeed_build import built_extensions
 from tests.interop.deepspeed_layout import MOMENTS, State, Way, groups_of, write
 from trainer.build import describe_alone
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.reader import open_checkpoint
-from trainer.config import Config
-from trainer.convert.deepspeed import read_source
-from trainer.convert.formats import Asked
-from trainer.convert.source import Source, of_checkpoint
-from trainer.convert.torch_file import open_torch_file
+from trainer.checkpoint.loading.reader import open_checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.commands import convert
+from trainer.config.schema import Config
 from trainer.data.batches import Samples
 from trainer.data.corpus import default_cache, prepare
 from trainer.data.order import sample_ids
 from trainer.data.token_file import open_token_file
 from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerError
+from trainer.interop.deepspeed.source import read_source
+from trainer.interop.formats import ImportOptions
+from trainer.interop.source import StateSource, of_checkpoint
+from trainer.interop.torch_file import open_torch_file
 
 SAVED, END = 3, 6
 RUN = [*TINY, f"train.train_iters={END}", "optimizer.lr=1e-2", "schedule.min_lr=1e-3"]
@@ -59,9 +59,9 @@ def bring_in(source: Path, run: Path, overrides: list[str], names: Sequence[str]
     return run / f"checkpoints/iter_{SAVED:07d}"
 
 
-def opened(path: Path, config: Config, names: Sequence[str] | None = None) -> Source:
+def opened(path: Path, config: Config, names: Sequence[str] | None = None) -> StateSource:
     """Open a checkpoint whose pickles are trusted."""
-    return read_source(path, Asked(config, trusts_pickle=True, optimizer_names=names))
+    return read_source(path, ImportOptions(config, trusts_pickle=True, optimizer_names=names))
 
 
 def needed_names(state: State, way: Way) -> list[str] | None:
@@ -82,7 +82,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return overrides, folder
 
 
-def state_of(source: Source, frozen: tuple[str, ...] = ()) -> State:
+def state_of(source: StateSource, frozen: tuple[str, ...] = ()) -> State:
     """Return everything of a source in memory, but no moments of frozen parameters."""
     weights = {name: source.read(name) for name in stored_tensors(source.model)}
     kept = [name for name in weights if name not in frozen]
@@ -198,7 +198,7 @@ def orders(state: State) -> dict[str, tuple[tuple[str, ...], ...]]:
 ORDERS = ["one group", "decay and none", "swapped in a group", "one in each group", "the other in each group"]
 
 
-def assert_carried(source: Source, state: State) -> None:
+def assert_carried(source: StateSource, state: State) -> None:
     for name, weights in state.weights.items():
         assert torch.equal(source.read(name), weights), name
         for key in MOMENTS:
@@ -302,7 +302,7 @@ def test_weights_beside_an_optimizer_of_another_kind_come_in_alone(
             entries[number] = {"momentum_buffer": entries[number]["exp_avg"]}
         replace_file(path, table)
     assert "--weights-only" in str(refusal(tmp_path, config))
-    source = read_source(tmp_path, Asked(config, trusts_pickle=True, weights_only=True))
+    source = read_source(tmp_path, ImportOptions(config, trusts_pickle=True, weights_only=True))
     assert (source.iteration, source.has_optimizer) == (0, False)
     for name, weights in state.weights.items():
         assert torch.equal(source.read(name), weights), name
@@ -513,7 +513,7 @@ def test_pickles_are_read_only_when_they_are_trusted(
 ) -> None:
     write(tmp_path / "ds", small[1], Way(2, 2))
     with pytest.raises(ConfigError, match="--trust-pickle"):
-        read_source(tmp_path / "ds", Asked(small[0]))
+        read_source(tmp_path / "ds", ImportOptions(small[0]))
     assert convert.main(["import", "deepspeed", str(tmp_path / "ds"), str(tmp_path / "run"), *RUN]) == 2
     assert "--trust-pickle" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -14,12 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models import ModelConfig, hf_config
-from scripts.generate import main
 from tests.harness import TINY, run_ok
 from tests.unit.model_samples import FAMILIES, VARIANTS, open_with_transformers, random_values, save_as_transformers
+from trainer.commands.generate import main
 from trainer.data.bpe import train_bpe
-from trainer.generate import Sampling, continue_with
-from trainer.opened import open_model
+from trainer.generate.sampling import Sampling, continue_with
+from trainer.interop.open_model import open_model
 
 PROMPT = [100, 3, 256, 17, 17, 80]
 CPU = torch.device("cpu")

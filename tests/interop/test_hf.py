@@ -27,20 +27,20 @@ from transformers import (
 )
 
 from models import Activation, build_model
-from scripts import checkpoint as look
-from scripts import convert
 from tests.harness import TINY, compose, launch, run_ok
 from tests.unit.model_samples import fill
 from trainer.build import Run, build
-from trainer.checkpoint.board import lone_board
-from trainer.checkpoint.box import Box
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.live import LiveTensor
-from trainer.convert import hf
+from trainer.checkpoint.commit.channel import single_rank_channel
+from trainer.checkpoint.format.box import Box
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.tensors.live import LiveTensor
+from trainer.commands import checkpoint as look
+from trainer.commands import convert
 from trainer.errors import TrainerError
-from trainer.hf import load
-from trainer.hf.folder import open_folder
-from trainer.launch import Cluster
+from trainer.interop.hf import convert as hf
+from trainer.interop.hf import load
+from trainer.interop.hf.folder import open_folder
+from trainer.launch.process_group import Cluster
 from trainer.restore import restore
 
 SIZES = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "initializer_range": 0.2}
@@ -116,7 +116,7 @@ def save(kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard: 
 def built(folder: Path, overrides: list[str]) -> Run:
     """Return a run of one process that is to begin with a folder."""
     config = compose([*overrides, f"run.dir={folder}.run", f"checkpoint.load={folder}"])
-    return build(config, Cluster(0, 1, torch.device("cpu"), 1, lone_board(), "test"))
+    return build(config, Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
 
 
 def loss_of(folder: Path, overrides: list[str]) -> float:
@@ -125,7 +125,7 @@ def loss_of(folder: Path, overrides: list[str]) -> float:
     config = run.config
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     total = 0.0
-    batches = run.train.shuffled(0, config.train.seed)
+    batches = run.train_data.train_batch(0, config.train.seed)
     for windows in batches:
         with torch.no_grad():
             logits = model(windows[:, :-1]).logits[..., : config.model.vocab_size]

@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import aliases, stored_tensors
-from scripts import convert
 from tests.harness import TINY, compose, launch, run_ok
 from tests.interop.deepspeed_layout import MOMENTS, State, Way, write
 from tests.interop.test_llmc import GPT2_HEADER, gpt2_order, make_gpt2, write_file
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.finite import require_finite
-from trainer.checkpoint.reader import open_checkpoint
+from trainer.checkpoint.loading.reader import open_checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.commands import convert
 from trainer.errors import CheckpointError
+from trainer.interop.finite import require_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

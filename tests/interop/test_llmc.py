@@ -22,15 +22,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from scripts import checkpoint as look
-from scripts import convert
 from tests.harness import TINY, compose, run_ok
-from trainer.convert import llmc
-from trainer.convert.formats import Asked
+from trainer.commands import checkpoint as look
+from trainer.commands import convert
 from trainer.errors import CheckpointError
+from trainer.interop.formats import ImportOptions
+from trainer.interop.llmc import convert as llmc
 
 WIDTH, LAYERS, HEADS, GROUPS, INNER, ROWS = 24, 3, 4, 2, 40, 257
-ASKED = Asked(compose([]))
+ASKED = ImportOptions(compose([]))
 SCALED = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -196,7 +196,7 @@ def test_an_exported_file_is_byte_for_byte_what_the_description_says(tmp_path: P
 
 
 def llama_forward(path: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits of a file of LLaMA-3, float32, whose rotation turns neighbours as complex numbers.
+    """Return the logits of a file of LLaMA-3, float32, whose rotation turns local_ranks as complex numbers.
 
     Source: the reference code of LLaMA 3 (`apply_rotary_emb`), whose order of rows such files have.
     """

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from models import stored_tensors
-from scripts import convert
 from tests.harness import TINY, compose, curve, launch, run_ok, tensor_files
 from tests.interop.test_llmc import (
     GPT2_HEADER,
@@ -22,15 +21,16 @@ from tests.interop.test_llmc import (
     write_file,
 )
 from trainer.build import build
-from trainer.checkpoint.board import lone_board
-from trainer.checkpoint.box import Box
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.layout import Kind, TensorSpec
-from trainer.checkpoint.live import LiveTensor
+from trainer.checkpoint.commit.channel import single_rank_channel
+from trainer.checkpoint.format.box import Box
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.tensors.live import LiveTensor
+from trainer.commands import convert
 from trainer.errors import TrainerError
-from trainer.launch import Cluster
-from trainer.llmc.file import open_file, read_whole
-from trainer.llmc.load import fill
+from trainer.interop.llmc.file import open_file, read_whole
+from trainer.interop.llmc.load import fill
+from trainer.launch.process_group import Cluster
 from trainer.restore import restore
 
 SHAPE = [*TINY, "model.n_layer=3", "model.n_head=4", "model.n_embd=24", "train.train_iters=2"]
@@ -58,7 +58,7 @@ def test_any_box_of_any_tensor_has_its_bits_and_costs_what_it_needs(tmp_path: Pa
     config, generator = compose(OURS[family]).model, torch.Generator().manual_seed(5)
     for name, stored in stored_tensors(config).items():
         expected = read_whole(file, name).float().reshape(stored.view)
-        spec = TensorSpec(Kind.MODEL, name, stored.shape, torch.float32, stored.view)
+        spec = TensorSpec(TensorKind.MODEL, name, stored.shape, torch.float32, stored.view)
         for number in range(6):
             lo = [int(torch.randint(size, (), generator=generator)) for size in stored.view]
             end = [
@@ -104,7 +104,7 @@ def test_the_same_command_goes_on_from_the_run_s_own_checkpoint(tmp_path: Path) 
 
 def refusal(path: Path, *overrides: str, base: list[str] = GPT2) -> str:
     config = compose([*base, f"run.dir={path}.run", f"checkpoint.load={path}", *overrides])
-    run = build(config, Cluster(0, 1, torch.device("cpu"), 1, lone_board(), "test"))
+    run = build(config, Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
     try:
         with pytest.raises(TrainerError) as caught:
             restore(run)

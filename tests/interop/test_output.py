@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import checkpoint as look
 from tests.harness import TINY, all_files, compose, curve, launch, run_ok, tensor_files
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.lock import FolderLock
-from trainer.checkpoint.reader import open_checkpoint
-from trainer.convert.output import write_checkpoint
-from trainer.convert.source import Source, of_checkpoint
+from trainer.checkpoint.loading.reader import open_checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.lock import FolderLock
+from trainer.commands import checkpoint as look
 from trainer.errors import CheckpointError, ConfigError, LockError, MismatchError
+from trainer.interop.output import write_checkpoint
+from trainer.interop.source import StateSource, of_checkpoint
 
 OVERRIDES = [*TINY, "train.train_iters=4", "checkpoint.save_interval=2", "checkpoint.file_bytes=16384"]
 
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def source_of(run: Path, iteration: int = 2) -> Source:
+def source_of(run: Path, iteration: int = 2) -> StateSource:
     return of_checkpoint(open_checkpoint(run / f"checkpoints/iter_{iteration:07d}", Files()))
 
 

@@ -15,8 +15,8 @@ import pytest
 import xxhash
 from safetensors.numpy import load_file
 
-from scripts import checkpoint as look
 from tests.harness import TINY, all_files, curve, launch, run_ok, tensor_files
+from trainer.commands import checkpoint as look
 from trainer.data.token_file import write_token_file
 
 pytestmark = pytest.mark.slow

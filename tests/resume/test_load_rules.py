@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.harness import TINY, all_files, call_on_ranks, compose, curve, launch, run_ok, tensor_files
-from trainer import launch as trainer_launch
 from trainer.build import build
+from trainer.launch import process_group as trainer_launch
 from trainer.restore import restore
 
 MODEL = ["model=gpt2_tiny", *TINY]
@@ -300,7 +300,7 @@ def _logits_after_a_forward(arguments: list[str]) -> None:
     config = compose(arguments[1:])
     cluster = trainer_launch.start("cpu", deterministic=False)
     built = build(config, cluster)
-    windows = built.train.shuffled(0, 1)[0][:, :-1]
+    windows = built.train.train_batch(0, 1)[0][:, :-1]
     with torch.no_grad():
         built.state.parts[0].model(windows)
         restore(built)

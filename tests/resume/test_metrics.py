@@ -11,8 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from scripts.compare_loss import main as compare_loss
 from tests.harness import TINY, curve, launch, run_ok
+from trainer.commands.compare_loss import main as compare_loss
 
 BASE = [
     "model=gpt2_tiny",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import compare_loss
 from tests.harness import Ended, curve, launch, tensor_files
+from trainer.commands import compare_loss
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.soak_kill import descendants
+from scripts.faults.soak_kill import descendants
 from tests.harness import TINY, curve, last_iteration, run_ok
 
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=30", "checkpoint.save_interval=5"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.choose import Chooser, Source
-from trainer.checkpoint.files import Files
+from trainer.checkpoint.loading.choose import Chooser, LoadSource
+from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError, TrainerError
 
 
@@ -26,6 +26,6 @@ def test_what_was_skipped_is_listed_without_a_doubled_stop(tmp_path: Path, caplo
     caplog.set_level(logging.CRITICAL)
     (tmp_path / "iter_0000001").mkdir()
     with pytest.raises(CheckpointError) as caught:
-        Chooser(Source.named(tmp_path), Files(), lambda _: None).pick()
+        Chooser(LoadSource.named(tmp_path), Files(), lambda _: None).pick()
     assert ".." not in str(caught.value)
     assert "No valid checkpoint is left" in str(caught.value)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 OLD = "exit 1"  # as a Python before 3.11 answers, or pyenv's name for a version that is switched off
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import Initial, InitialKind
-from trainer.checkpoint.box import Box
-from trainer.checkpoint.layout import Kind, TensorSpec
-from trainer.checkpoint.live import LiveTensor
+from trainer.checkpoint.format.box import Box
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec
+from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.random import dropout_key, fill_initial_values
 
 NORMAL = Initial(InitialKind.normal, 0.02)
@@ -21,7 +21,7 @@ NORMAL = Initial(InitialKind.normal, 0.02)
 def filled(shape: tuple[int, ...], box: Box, *, name: str = "w", seed: int = 1, rule: Initial = NORMAL) -> torch.Tensor:
     """Return what a rank that holds `box` draws."""
     local = torch.full(box.shape, torch.nan)
-    spec = TensorSpec(Kind.MODEL, name, shape, torch.float32, shape)
+    spec = TensorSpec(TensorKind.MODEL, name, shape, torch.float32, shape)
     fill_initial_values([LiveTensor(spec, box, local, (0,))], {name: rule}, seed)
     return local
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts import compare_loss, compare_speed
+from trainer.commands import compare_loss, compare_speed
 from trainer.data.text import load_encoder
 from trainer.errors import DataError, TrainerError
-from trainer.metrics import RunLog, last_recorded_iteration
+from trainer.metrics.run_log import RunLog, last_recorded_iteration
 from trainer.regular_file import read_regular
 
 RECORD = '{"iteration": 1, "loss": 2.0, "seconds": 1.0, "tokens_per_second": 5.0}\n'

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests import ROOT
 
 HEAVY = {"torch", "numpy", "tokenizers", "xxhash", "tensorboard", "matplotlib", "transformers", "safetensors"}
 
@@ -14,7 +15,7 @@ _COMPOSE = """
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from trainer.__main__ import CONFIGS
-from trainer.config_checks import validate
+from trainer.config.checks import validate
 
 with initialize_config_dir(str(CONFIGS), version_base="1.3"):
     validate(OmegaConf.to_object(compose("train", ["model=gpt2_124m"])), 1)
@@ -23,20 +24,20 @@ with initialize_config_dir(str(CONFIGS), version_base="1.3"):
 
 @pytest.mark.parametrize(
     "command",
-    [("-m", "trainer", "--help"), ("-c", "import trainer.config"), ("-c", _COMPOSE)],
+    [("-m", "trainer", "--help"), ("-c", "import trainer.config.schema"), ("-c", _COMPOSE)],
     ids=["help", "schema", "compose and check"],
 )
 def test_a_configuration_needs_no_heavy_library(command: tuple[str, ...]) -> None:
     ended = subprocess.run(
         [sys.executable, "-X", "importtime", *command],
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
     imported = {line.split("|")[-1].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}
-    assert "trainer.config" in imported
+    assert "trainer.config.schema" in imported
     assert {name.split(".")[0] for name in imported} & HEAVY == set()
 
 

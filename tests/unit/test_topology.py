@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.environment import Environment
 from trainer.errors import LaunchError
-from trainer.stop import should_exit
+from trainer.launch.control import should_exit
+from trainer.launch.environment import Environment
 from trainer.topology import Coordinate, Topology
 
 sizes = st.integers(1, 5)

@@ -18,20 +18,28 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from trainer.arguments import is_url
-from trainer.checkpoint import json_file
-from trainer.checkpoint.board import Board, lone_board
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.choose import Source
-from trainer.checkpoint.json_file import Json
-from trainer.checkpoint.layout import DEFAULT_FILE_BYTES, Kind, refuse_unstorable
-from trainer.checkpoint.live import Contents, Grid, LiveTensor, aliases_of, live_tensors, local_of, parameter_names
-from trainer.checkpoint.loader import check_tensors
-from trainer.checkpoint.manifest import DIGEST_BYTES, MOST_ELEMENTS
-from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.reader import FORMAT, STATE, Checkpoint, read_places
-from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
+from trainer.checkpoint.format import json_file
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES, TensorKind, refuse_unstorable
+from trainer.checkpoint.format.manifest import DIGEST_BYTES, MOST_ELEMENTS
+from trainer.checkpoint.format.names import FORMAT, STATE
+from trainer.checkpoint.loading.choose import LoadSource
+from trainer.checkpoint.loading.loader import check_tensors
+from trainer.checkpoint.loading.reader import Checkpoint, read_places
+from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.checkpoint.tensors.live import (
+    Contents,
+    Grid,
+    LiveTensor,
+    aliases_of,
+    live_tensors,
+    local_of,
+    parameter_names,
+)
 from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerError
+from trainer.regular_file import is_url
 
 _log = logging.getLogger(__name__)
 
@@ -68,19 +76,19 @@ def save(
         TrainerError: if the ranks give different models, optimizers, iterations or `state`, or the checkpoint could not
             be written; nothing that was committed is touched.
     """
-    board, nonce = _board()
+    channel, nonce = _channel()
     contents, problem = None, None
     try:
         document = _document(folder, model, optimizer, iteration, state)
-        contents = _contents(board, model, optimizer, document, from_rank0)
+        contents = _contents(channel, model, optimizer, document, from_rank0)
     except TrainerError as error:
         problem = error
     summary = b"" if contents is None else _summary(document, from_rank0)
-    summaries = board.collect("summaries", summary)
-    board.agree("given", problem or _difference(summaries))  # the other ranks would wait for one that has given up
+    summaries = channel.gather("summaries", summary)
+    channel.agree("given", problem or _difference(summaries))  # the other ranks would wait for one that has given up
     assert contents is not None
     policy = SavePolicy(Path(folder), retention=Retention(max_checkpoint_keep), file_bytes=DEFAULT_FILE_BYTES)
-    checkpointer = Checkpointer(policy, board, nonce=nonce)
+    checkpointer = Checkpointer(policy, channel, nonce=nonce)
     try:
         checkpointer.start()
         report = checkpointer.save(iteration, contents)
@@ -108,19 +116,19 @@ def load(
         TrainerError: if the checkpoint is damaged, lacks a tensor that is asked for, or was saved with an optimizer of
             another class; with `strict`, also if it has others of the model, or of the optimizer where one is given.
     """
-    board, nonce = _board()
-    checkpointer = Checkpointer(SavePolicy(None), board, nonce=nonce)
+    channel, nonce = _channel()
+    checkpointer = Checkpointer(SavePolicy(None), channel, nonce=nonce)
     left_out: list[str] = []
 
     def live(checkpoint: Checkpoint) -> list[LiveTensor]:
         places = read_places(checkpoint)
         if optimizer is not None:
-            shapes = {name: p.spec.shape for name, p in places.items() if p.spec.kind is Kind.OPTIMIZER}
+            shapes = {name: p.spec.shape for name, p in places.items() if p.spec.kind is TensorKind.OPTIMIZER}
             _make_state(model, optimizer, shapes, where=checkpoint.path)
-        found = list(live_tensors(model, optimizer, grid=Grid.flat(board.world_size)))
+        found = list(live_tensors(model, optimizer, grid=Grid.flat(channel.world_size)))
         names = {t.spec.name for t in found}
         known = places if strict else {name: place for name, place in places.items() if name in names}
-        kinds = {Kind.MODEL} if optimizer is None else {Kind.MODEL, Kind.OPTIMIZER}
+        kinds = {TensorKind.MODEL} if optimizer is None else {TensorKind.MODEL, TensorKind.OPTIMIZER}
         left_out[:] = [name for name, p in places.items() if name not in known and p.spec.kind in kinds]
         check_tensors([t.spec for t in found], known, where=checkpoint.path)
         return found
@@ -132,10 +140,10 @@ def load(
             _check_optimizer(checkpoint, optimizer)
 
     try:
-        checkpoint, _ = checkpointer.restore(Source(Path(path)), check=check, live=live)
+        checkpoint, _ = checkpointer.restore(LoadSource(Path(path)), check=check, live=live)
     finally:
         checkpointer.close()
-    if left_out and board.rank == 0:
+    if left_out and channel.rank == 0:
         shown = ", ".join(left_out[:_MOST_NAMED]) + (", ..." if len(left_out) > _MOST_NAMED else "")
         _log.warning(f"not loaded from {checkpoint.path}: {len(left_out)} tensors that nothing given has: {shown}")
     if optimizer is not None:
@@ -170,7 +178,7 @@ def _document(
 
 
 def _contents(
-    board: Board,
+    channel: StoreChannel,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     document: Json,
@@ -181,8 +189,8 @@ def _contents(
     Raises:
         CheckpointError: naming a tensor that cannot be stored, or a pattern that fits none.
     """
-    found = live_tensors(model, optimizer, grid=Grid.flat(board.world_size))
-    live = _rank0_alone(list(found), from_rank0, board.rank)
+    found = live_tensors(model, optimizer, grid=Grid.flat(channel.world_size))
+    live = _rank0_alone(list(found), from_rank0, channel.rank)
     specs = tuple(tensor.spec for tensor in live)
     refuse_unstorable(specs)
     return Contents(specs, live, aliases_of(model), {STATE: document})
@@ -230,16 +238,16 @@ def _rank0_alone(live: Sequence[LiveTensor], patterns: Sequence[str], rank: int)
     )
 
 
-def _board() -> tuple[Board, str]:
-    """Return a board on the default process group's store, and a nonce that all ranks share."""
+def _channel() -> tuple[StoreChannel, str]:
+    """Return a channel on the default process group's store, and a nonce that all ranks share."""
     if not dist.is_available() or not dist.is_initialized():
-        return lone_board(), secrets.token_hex(4)
+        return single_rank_channel(), secrets.token_hex(4)
     store: Store = distributed_c10d._get_default_store()  # torch has no public name for it
     count = int(store.add(f"reprise/calls/{dist.get_rank()}", 1))
     store = PrefixStore(f"reprise/{count}", store)
-    board = Board(store, dist.get_rank(), world_size=dist.get_world_size(), timeout_s=_COMMIT_TIMEOUT_S)
-    nonce = secrets.token_hex(4).encode() if board.rank == 0 else None
-    return board, board.from_rank0("nonce", nonce).decode()
+    channel = StoreChannel(store, dist.get_rank(), world_size=dist.get_world_size(), timeout_s=_COMMIT_TIMEOUT_S)
+    nonce = secrets.token_hex(4).encode() if channel.rank == 0 else None
+    return channel, channel.broadcast("nonce", nonce).decode()
 
 
 def _check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:

@@ -7,24 +7,25 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainer.checkpoint import choose
-from trainer.checkpoint.agreement import check_replicas
-from trainer.checkpoint.board import Board
-from trainer.checkpoint.commit import MANIFEST
-from trainer.checkpoint.files import Files
-from trainer.checkpoint.flight import cannot_write, decide_doomed, delete
-from trainer.checkpoint.layout import Kind
-from trainer.checkpoint.live import Contents, LiveTensor
-from trainer.checkpoint.loader import LoadReport, fill
-from trainer.checkpoint.lock import FolderLock
-from trainer.checkpoint.patience import Patience, PatientFiles, await_sight
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.format.layout import TensorKind
+from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.loading import choose
+from trainer.checkpoint.loading.loader import LoadReport, fill
+from trainer.checkpoint.loading.reader import Checkpoint, read_places
+from trainer.checkpoint.loading.replicas import check_replicas
+from trainer.checkpoint.loading.same_checkpoint import open_same
+from trainer.checkpoint.loading.verify import verify_share
 from trainer.checkpoint.policy import SavePolicy, SaveReport
-from trainer.checkpoint.progress_line import ProgressLine
-from trainer.checkpoint.reader import Checkpoint, read_places
-from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.shared_folder import open_same, require_mark
-from trainer.checkpoint.store import CheckpointFolder
-from trainer.checkpoint.verify import verify_share
+from trainer.checkpoint.saving.save_job import cannot_write, decide_expired, delete
+from trainer.checkpoint.saving.saver import Saver
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.checkpoint.storage.lock import FolderLock
+from trainer.checkpoint.storage.patience import Patience, PatientFiles, await_sight
+from trainer.checkpoint.storage.progress_line import ProgressLine
+from trainer.checkpoint.storage.shared_folder import require_mark
+from trainer.checkpoint.tensors.live import Contents, LiveTensor
 from trainer.errors import LaunchError, TrainerError
 
 _log = logging.getLogger(__name__)
@@ -38,21 +39,21 @@ class Checkpointer:
 
     Args:
         nonce: a name of this run of the program, equal on all ranks; attempts are named after it.
-        neighbours: the ranks on this host, this one among them; where they are not known, columns are written by row.
+        local_ranks: the ranks on this host, this one among them; where they are not known, columns are written by row.
         patience: how long a load tries reads again that fail.
     """
 
     def __init__(
         self,
         policy: SavePolicy,
-        board: Board,
+        channel: StoreChannel,
         *,
         nonce: str,
         files: Files | None = None,
-        neighbours: Sequence[int] = (),
+        local_ranks: Sequence[int] = (),
         patience: Patience | None = None,
     ) -> None:
-        self._policy, self._board, self._nonce = policy, board, nonce
+        self._policy, self._channel, self._nonce = policy, channel, nonce
         self._files, self._patience = files or Files(), patience or Patience()
         self._agreements = 0
         self._is_loaded_whole = False
@@ -60,7 +61,7 @@ class Checkpointer:
         self._folder = None if policy.folder is None else CheckpointFolder(policy.folder, self._files)
         self._saver = None
         if self._folder is not None:
-            self._saver = Saver(policy, self._folder, board, nonce=nonce, neighbours=neighbours)
+            self._saver = Saver(policy, self._folder, channel, nonce=nonce, local_ranks=local_ranks)
 
     def start(self) -> None:
         """Take the lock, sweep what dead attempts left, and make sure that all ranks see one folder.
@@ -72,14 +73,14 @@ class Checkpointer:
         if self._folder is None:
             return
         problem: TrainerError | None = None
-        if self._board.rank == 0:
+        if self._channel.rank == 0:
             try:
                 lock = FolderLock(self._folder.root, self._nonce)
                 lock.acquire()
                 self._lock = lock
                 for path in self._folder.sweep():
                     _log.info("swept %s, left by an interrupted save or deletion", path.name)
-                if self._board.world_size > 1:
+                if self._channel.world_size > 1:
                     self._files.mark(self._folder.mark(self._nonce))
             except TrainerError as error:
                 problem = error
@@ -89,7 +90,7 @@ class Checkpointer:
         self._saver.meet()
         self._agree(problem)
         self._saver.part()
-        if self._board.world_size > 1:
+        if self._channel.world_size > 1:
             self._require_shared(self._folder)
 
     def is_due(self, iteration: int) -> bool:
@@ -145,7 +146,7 @@ class Checkpointer:
 
     def restore(
         self,
-        source: choose.Source,
+        source: choose.LoadSource,
         *,
         check: Callable[[Checkpoint], None],
         live: Callable[[Checkpoint], Sequence[LiveTensor]],
@@ -174,8 +175,8 @@ class Checkpointer:
             path, digest = self._pick(chooser, damage)
             problem: TrainerError | None = None
             try:
-                if self._board.rank:
-                    await_sight(path / MANIFEST, self._patience, rank=self._board.rank)
+                if self._channel.rank:
+                    await_sight(path / MANIFEST, self._patience, rank=self._channel.rank)
                 checkpoint = open_same(path, digest, files)
                 if verify_all:
                     self._verify(checkpoint)
@@ -193,7 +194,9 @@ class Checkpointer:
         self.check_replicas(tensors)
         if self._saver is not None:
             self._saver.loaded(path, checkpoint.iteration, has_optimizer=checkpoint.has_optimizer)
-        is_all_read = not checkpoint.has_optimizer or any(tensor.spec.kind is Kind.OPTIMIZER for tensor in tensors)
+        is_all_read = not checkpoint.has_optimizer or any(
+            tensor.spec.kind is TensorKind.OPTIMIZER for tensor in tensors
+        )
         self._is_loaded_whole = verify_all or (verify and is_all_read)
         return checkpoint, report
 
@@ -204,7 +207,7 @@ class Checkpointer:
             CheckpointError: on every rank, a ReplicaError on rank 0, naming the first tensor that differs.
         """
         self._agreements += 1
-        check_replicas(live, self._board, f"replicas/{self._nonce}/{self._agreements}")
+        check_replicas(live, self._channel, f"replicas/{self._nonce}/{self._agreements}")
 
     def rewind(self, iteration: int) -> None:
         """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way; then delete what
@@ -213,7 +216,7 @@ class Checkpointer:
         if self._saver is not None:
             self._saver.rewound(iteration)
         problem: TrainerError | None = None
-        if self._board.rank == 0 and self._folder is not None:
+        if self._channel.rank == 0 and self._folder is not None:
             try:
                 names = [*self._folder.committed(), *self._folder.strange()]
                 newer = [found for found in names if found > iteration]
@@ -241,11 +244,11 @@ class Checkpointer:
         """Delete what retention gives up, if the newest was loaded and all of it checked: it is known to be good."""
         assert self._saver is not None
         pinned = self._saver.pinned
-        doomed, committed = decide_doomed(folder, self._policy.retention, pinned=pinned)
-        if not doomed or committed[-1] not in pinned or not self._is_loaded_whole:
+        expired, committed = decide_expired(folder, self._policy.retention, pinned=pinned)
+        if not expired or committed[-1] not in pinned or not self._is_loaded_whole:
             return
         keep = self._policy.retention.max_checkpoint_keep
-        for gone in delete(folder, doomed, attempt=self._nonce, lock=self._lock):
+        for gone in delete(folder, expired, attempt=self._nonce, lock=self._lock):
             _log.info("deleted iteration %d, which checkpoint.max_checkpoint_keep=%d does not keep", gone, keep)
 
     def _require_shared(self, folder: CheckpointFolder) -> None:
@@ -253,19 +256,19 @@ class Checkpointer:
         problem: TrainerError | None = None
         mark = folder.mark(self._nonce)
         try:
-            if self._board.rank:
+            if self._channel.rank:
                 require_mark(mark, self._files)
         except TrainerError as error:
             problem = error
         try:
             self._agree(problem)
         finally:
-            if self._board.rank == 0:
+            if self._channel.rank == 0:
                 with contextlib.suppress(OSError):  # the next start sweeps it
                     self._files.remove_file(mark)
 
     def _verify(self, checkpoint: Checkpoint) -> None:
-        rank, world_size = self._board.rank, self._board.world_size
+        rank, world_size = self._channel.rank, self._channel.world_size
         places = read_places(checkpoint)
         share = sum(place.spec.total_bytes for place in places.values()) // world_size
         line = ProgressLine(f"verifying iteration {checkpoint.iteration}", share)
@@ -285,7 +288,7 @@ class Checkpointer:
         """
         problem: TrainerError | None = None
         picked = ""
-        if self._board.rank == 0:
+        if self._channel.rank == 0:
             try:
                 if damage is not None:
                     chooser.skip(damage)
@@ -295,10 +298,10 @@ class Checkpointer:
                 problem = error
         self._agree(problem)
         self._agreements += 1
-        data = self._board.from_rank0(f"pick/{self._nonce}/{self._agreements}", picked.encode())
+        data = self._channel.broadcast(f"pick/{self._nonce}/{self._agreements}", picked.encode())
         digest, _, found = data.decode().partition(" ")
         return Path(found), digest
 
     def _agree(self, problem: TrainerError | None) -> None:
         self._agreements += 1
-        self._board.agree(f"agree/{self._nonce}/{self._agreements}", problem)
+        self._channel.agree(f"agree/{self._nonce}/{self._agreements}", problem)

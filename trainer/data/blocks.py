@@ -24,7 +24,7 @@ HASHES = 2**64
 _SEAM = re.compile(rb"[A-Za-z0-9](?=[ \t\r\n])")
 
 
-class Form(Enum):
+class TextForm(Enum):
     """What a file holds: one text, or a JSON object with a text on every line."""
 
     text = "text"
@@ -41,7 +41,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TextBlock:
     """Bytes of a file: whole lines of JSON from line number `line` on, or a part of one text from byte `offset` on."""
 
     path: Path
@@ -52,7 +52,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SplitRule:
     """How documents are found in blocks.
 
     Args:
@@ -60,12 +60,12 @@ class Rule:
         share: only documents whose hash lies in `[lo, hi)`, of `HASHES`, are taken from JSON lines.
     """
 
-    form: Form
+    form: TextForm
     key: str = "text"
     share: tuple[int, int] = (0, HASHES)
 
 
-def read_blocks(span: Span, form: Form, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+def read_blocks(span: Span, form: TextForm, *, block_bytes: int = BLOCK_BYTES) -> Iterator[TextBlock]:
     """Yield the blocks of a file, about `block_bytes` each; a line of JSON is never cut, whatever its length.
 
     Raises:
@@ -86,7 +86,7 @@ def read_blocks(span: Span, form: Form, *, block_bytes: int = BLOCK_BYTES) -> It
                 if cut:
                     data = bytes(waiting[:cut])
                     del waiting[:cut]
-                    yield Block(span.path, offset, line, data, ends_text=not left)
+                    yield TextBlock(span.path, offset, line, data, ends_text=not left)
                     offset += cut
                     line += data.count(b"\n")
     except OSError as error:
@@ -95,13 +95,13 @@ def read_blocks(span: Span, form: Form, *, block_bytes: int = BLOCK_BYTES) -> It
         ) from error
 
 
-def texts(block: Block, rule: Rule) -> list[bytes]:
+def texts(block: TextBlock, rule: SplitRule) -> list[bytes]:
     """Return the texts of a block in UTF-8: the documents of its lines, or the one part of a document that it is.
 
     Raises:
         DataError: a line is not a JSON object with a text under the rule's key; names file and line.
     """
-    if rule.form is Form.text:
+    if rule.form is TextForm.text:
         return [block.data]
     lines = enumerate(block.data.split(b"\n"), start=block.line)
     found = (_text_of(line, rule.key, where=f"{block.path}, line {number}") for number, line in lines if line.strip())
@@ -109,9 +109,9 @@ def texts(block: Block, rule: Rule) -> list[bytes]:
     return [text for text in found if lo <= xxhash.xxh3_64_intdigest(text) < hi]
 
 
-def _cut(waiting: bytearray, form: Form, *, searched: int) -> int:
+def _cut(waiting: bytearray, form: TextForm, *, searched: int) -> int:
     """Return how many of the bytes a block takes that are not the last of their file; 0 waits for more."""
-    if form is Form.jsonl:
+    if form is TextForm.jsonl:
         return waiting.rfind(b"\n", searched) + 1
     last = None
     for found in _SEAM.finditer(waiting, max(0, len(waiting) - (64 << 10))):

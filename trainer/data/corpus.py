@@ -19,7 +19,7 @@ import xxhash
 from trainer.data.section import DataKind, DataSection
 from trainer.data.text import (
     Encoder,
-    Source,
+    TextSource,
     bytes_encoder,
     find_files,
     open_encoder,
@@ -100,7 +100,7 @@ def _check_vocab_size(section: DataSection, encoder: Encoder) -> None:
         )
 
 
-def _key(sources: Sequence[Source], encoder: Encoder, *, valid_fraction: float) -> str:
+def _key(sources: Sequence[TextSource], encoder: Encoder, *, valid_fraction: float) -> str:
     files = [[source.name, source.size_bytes, source.mtime_ns] for source in sources]
     # The folder counts too: two data sets may hold files of the same names, sizes and times.
     root = os.path.abspath(sources[0].path)
@@ -118,7 +118,7 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _write(sources: Sequence[Source], encoder: Encoder, *, train: Path, valid: Path, valid_fraction: float) -> None:
+def _write(sources: Sequence[TextSource], encoder: Encoder, *, train: Path, valid: Path, valid_fraction: float) -> None:
     dtype = np.uint16 if encoder.vocab_size <= 2**16 else np.uint32
     try:
         train.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.blocks import Block, Form, Rule, texts
+from trainer.data.blocks import SplitRule, TextBlock, TextForm, texts
 from trainer.data.text import Document, Encoder, open_encoder
 from trainer.data.token_file import TokenArray
 from trainer.errors import DataError
@@ -39,7 +39,7 @@ class Encoded:
     read_bytes: int
 
 
-Encode = Callable[[Iterable[Block], Rule], Iterator[Encoded]]
+Encode = Callable[[Iterable[TextBlock], SplitRule], Iterator[Encoded]]
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def encoding(tokenizer: Path | None, *, workers: int) -> Iterator[Encode]:
     # A process that is forked beside a tokenizer's threads may hang: these begin anew.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin)
 
-    def submit(block: Block, rule: Rule) -> Future[Encoded | str]:
+    def submit(block: TextBlock, rule: SplitRule) -> Future[Encoded | str]:
         return pool.submit(_encode, block, rule, tokenizer)
 
     try:
@@ -65,7 +65,7 @@ def encoding(tokenizer: Path | None, *, workers: int) -> Iterator[Encode]:
         pool.shutdown(cancel_futures=True)
 
 
-def encode_block(block: Block, rule: Rule, encoder: Encoder) -> Encoded:
+def encode_block(block: TextBlock, rule: SplitRule, encoder: Encoder) -> Encoded:
     """Encode what a block holds, each text that ends in it followed by the end-of-text token.
 
     Raises:
@@ -75,7 +75,7 @@ def encode_block(block: Block, rule: Rule, encoder: Encoder) -> Encoded:
     documents = 0
     for text in texts(block, rule):
         found.append(encoder.encode(Document(block.path, text, block.offset)))
-        if rule.form is Form.jsonl or block.ends_text:
+        if rule.form is TextForm.jsonl or block.ends_text:
             found.append(np.array([encoder.end_of_text], np.uint32))
             documents += 1
     return Encoded(np.concatenate(found).astype(dtype_of(encoder)), documents, len(block.data))
@@ -126,7 +126,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _encode(block: Block, rule: Rule, tokenizer: Path | None) -> Encoded | str:
+def _encode(block: TextBlock, rule: SplitRule, tokenizer: Path | None) -> Encoded | str:
     try:
         return encode_block(block, rule, _opened_once(tokenizer))
     except DataError as error:

@@ -18,7 +18,17 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from trainer.data.blocks import BLOCK_BYTES, HASHES, Block, Form, Rule, Span, read_blocks, start_of_character, texts
+from trainer.data.blocks import (
+    BLOCK_BYTES,
+    HASHES,
+    Span,
+    SplitRule,
+    TextBlock,
+    TextForm,
+    read_blocks,
+    start_of_character,
+    texts,
+)
 from trainer.data.bpe import train_bpe
 from trainer.data.encoding import Encode, Encoded, dtype_of, encoding
 from trainer.data.text import Document, as_characters, open_encoder
@@ -35,7 +45,7 @@ Progress = Callable[[str, int], Callable[[int], object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PrepareOptions:
     """What to make.
 
     Args:
@@ -47,7 +57,7 @@ class Wanted:
         file_tokens: a longer stream of tokens goes to several files.
     """
 
-    form: Form
+    form: TextForm
     key: str = "text"
     tokenizer: Path | None = None
     train_vocab_size: int = 0
@@ -93,13 +103,13 @@ class _Part:
 
     name: str
     spans: tuple[Span, ...]
-    rule: Rule
+    rule: SplitRule
 
 
 def write_prepared(
     folder: Path,
     inputs: Sequence[Path],
-    wanted: Wanted,
+    wanted: PrepareOptions,
     *,
     workers: int,
     replace: bool = False,
@@ -164,7 +174,7 @@ def appearing_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> It
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check(wanted: Wanted) -> None:
+def _check(wanted: PrepareOptions) -> None:
     if not 0 <= wanted.valid_fraction < 1:
         raise DataError(
             "No such share can be held out", expected="0, or above 0 and below 1", found=wanted.valid_fraction
@@ -210,7 +220,7 @@ def _refuse_to_replace_what_is_read(folder: Path, paths: Iterable[Path]) -> None
             )
 
 
-def _split(inputs: Sequence[Path], wanted: Wanted) -> list[_Part]:
+def _split(inputs: Sequence[Path], wanted: PrepareOptions) -> list[_Part]:
     """Return what each side is made of: training documents first.
 
     JSON lines go by the hash of their text, so equal texts are on one side; of several texts each goes whole by the
@@ -218,12 +228,12 @@ def _split(inputs: Sequence[Path], wanted: Wanted) -> list[_Part]:
     """
     spans = tuple(Span(path, 0, path.stat().st_size) for path in inputs)
     limit = int(wanted.valid_fraction * HASHES)
-    everything = Rule(wanted.form, wanted.key)
+    everything = SplitRule(wanted.form, wanted.key)
     if not limit:
         return [_Part("train", spans, everything)]
-    if wanted.form is Form.jsonl:
+    if wanted.form is TextForm.jsonl:
         shares = {"train": (limit, HASHES), "valid": (0, limit)}
-        return [_Part(name, spans, Rule(wanted.form, wanted.key, share)) for name, share in shares.items()]
+        return [_Part(name, spans, SplitRule(wanted.form, wanted.key, share)) for name, share in shares.items()]
     if len(spans) == 1:
         cut = _cut(spans[0], wanted.valid_fraction)
         train, valid = [Span(inputs[0], 0, cut)], [Span(inputs[0], cut, spans[0].hi)]
@@ -243,7 +253,7 @@ def _cut(span: Span, valid_fraction: float) -> int:
     return at - len(before) + start_of_character(before, len(before))
 
 
-def _train(part: _Part, wanted: Wanted, path: Path, progress: Progress) -> None:
+def _train(part: _Part, wanted: PrepareOptions, path: Path, progress: Progress) -> None:
     """Train a tokenizer on the documents of one side and write it."""
     count = progress("tokenizer", _total(part))
 
@@ -259,7 +269,7 @@ def _train(part: _Part, wanted: Wanted, path: Path, progress: Progress) -> None:
 
 
 def _write_side(
-    folder: Path, part: _Part, wanted: Wanted, *, encode: Encode, dtype: np.dtype[Any], progress: Progress
+    folder: Path, part: _Part, wanted: PrepareOptions, *, encode: Encode, dtype: np.dtype[Any], progress: Progress
 ) -> Side:
     blocks = encode(_blocks(part, wanted), part.rule)
     count = progress(part.name, _total(part))
@@ -326,7 +336,7 @@ class _Stream:
             yield found
 
 
-def _blocks(part: _Part, wanted: Wanted) -> Iterator[Block]:
+def _blocks(part: _Part, wanted: PrepareOptions) -> Iterator[TextBlock]:
     for span in part.spans:
         yield from read_blocks(span, wanted.form, block_bytes=wanted.block_bytes)
 

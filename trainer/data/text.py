@@ -32,7 +32,7 @@ MOST_TOKENIZER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TextSource:
     """A text file as it was found; ``name`` is its posix path relative to the root of its data set."""
 
     path: Path
@@ -199,7 +199,7 @@ def find_files(pattern: str) -> list[Path]:
     return files
 
 
-def text_sources(pattern: str) -> list[Source]:
+def text_sources(pattern: str) -> list[TextSource]:
     """Return the files that ``pattern`` names, sorted by name relative to the folders before its first wildcard.
 
     Raises:
@@ -215,7 +215,7 @@ def text_sources(pattern: str) -> list[Source]:
     return _sources(fixed, paths)
 
 
-def stdlib_sources(root: Path) -> list[Source]:
+def stdlib_sources(root: Path) -> list[TextSource]:
     """Return the Python files of a standard library, without tests and installed packages, sorted by relative name.
 
     Args:
@@ -242,7 +242,9 @@ def stdlib_sources(root: Path) -> list[Source]:
     return _sources(root, paths)
 
 
-def split_documents(sources: Sequence[Source], valid_fraction: float) -> tuple[Iterable[Document], Iterable[Document]]:
+def split_documents(
+    sources: Sequence[TextSource], valid_fraction: float
+) -> tuple[Iterable[Document], Iterable[Document]]:
     """Split into train and valid documents, read from disk as they are asked for.
 
     Several files are split by file: valid are those whose hashed name falls into the fraction, so that a file never
@@ -280,7 +282,7 @@ def token_chunks(documents: Iterable[Document], encoder: Encoder) -> Iterator[To
         yield end
 
 
-def _sources(root: Path, paths: Iterable[Path]) -> list[Source]:
+def _sources(root: Path, paths: Iterable[Path]) -> list[TextSource]:
     found = []
     for path in paths:
         try:
@@ -288,15 +290,15 @@ def _sources(root: Path, paths: Iterable[Path]) -> list[Source]:
         except OSError as error:
             raise _unreadable(path, error) from error
         name = path.relative_to(root).as_posix()
-        found.append(Source(path=path, name=name, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns))
+        found.append(TextSource(path=path, name=name, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns))
     return sorted(found, key=lambda source: source.name)
 
 
-def _documents(sources: Iterable[Source]) -> Iterator[Document]:
+def _documents(sources: Iterable[TextSource]) -> Iterator[Document]:
     return (Document(source.path, _read(source)) for source in sources)
 
 
-def _read(source: Source) -> bytes:
+def _read(source: TextSource) -> bytes:
     try:
         with source.path.open("rb") as file:
             text = file.read()

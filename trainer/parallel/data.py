@@ -15,7 +15,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainer.checkpoint.live import local_of
+from trainer.checkpoint.tensors.live import local_of
 
 # Gradients are reduced in buckets of this size, as DistributedDataParallel does by default.
 _BUCKET_BYTES = 25 << 20

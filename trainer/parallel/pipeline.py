@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from models import Model, Stage, aliases
-from trainer.checkpoint.live import local_of
+from trainer.checkpoint.tensors.live import local_of
 
 
 def divide_layers(n_layer: int, stages: int) -> list[range]:
@@ -160,7 +160,7 @@ def _hidden(shape: BatchShape, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=shape.dtype, device=device, requires_grad=True)
 
 
-def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+def embedding_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Return the group of this rank's first and last stage, None on stages between. A collective call of all ranks.
 
     Args:

@@ -30,12 +30,12 @@ from models import GPT2, Llama3, Model, token_loss
 from models.layers import Dropout, FusedConv1D
 
 __all__ = [
-    "cut_token_loss",
+    "gather_logits",
     "loss_parallel",
     "reduce_partial_gradients",
     "shard",
     "shards_of_dropout",
-    "whole_logits",
+    "vocab_parallel_cross_entropy",
 ]
 
 _SEQUENCE = 1  # the dimension of [batch, sequence, width] that sequence parallelism cuts
@@ -46,7 +46,7 @@ def shard(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
 
     Every attention head lies on one rank, the vocabulary is cut by rows. With `sequence_parallel`, what lies between
     the cut products (norms, residuals, their dropout) is cut along the sequence. Logits stay cut: the loss is to be
-    computed by `cut_token_loss`. Afterwards tied weights must be bound again.
+    computed by `vocab_parallel_cross_entropy`. Afterwards tied weights must be bound again.
     """
     between: Placement = Shard(_SEQUENCE) if sequence_parallel else Replicate()
     plan = _gpt2_plan(model, between) if isinstance(model, GPT2) else _llama3_plan(model, between)
@@ -67,7 +67,9 @@ def shards_of_dropout(model: nn.Module, *, sequence_parallel: bool) -> set[str]:
     return {name for name in sites if name.endswith("attn_dropout") or (sequence_parallel and ".h." in name)}
 
 
-def cut_token_loss(logits: torch.Tensor, targets: torch.Tensor, mesh: DeviceMesh, *, rows: int) -> torch.Tensor:
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, mesh: DeviceMesh, *, rows: int
+) -> torch.Tensor:
     """Return the mean cross entropy of logits whose vocabulary is cut over the mesh, 0-d float32, equal on all ranks.
 
     The whole logits are never gathered. To be called, and differentiated, under torch's `loss_parallel`.
@@ -82,7 +84,7 @@ def cut_token_loss(logits: torch.Tensor, targets: torch.Tensor, mesh: DeviceMesh
     return cast(DTensor, token_loss(whole, targets)).to_local()
 
 
-def whole_logits(logits: torch.Tensor, mesh: DeviceMesh, *, rows: int) -> torch.Tensor:
+def gather_logits(logits: torch.Tensor, mesh: DeviceMesh, *, rows: int) -> torch.Tensor:
     """Return logits [batch, local rows], whose vocabulary is cut over the mesh, with all rows. A collective call.
 
     Args:

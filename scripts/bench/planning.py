@@ -1,0 +1,243 @@
+"""Measure how a save is planned at scales nobody has at hand: `python scripts/bench/planning.py [CASE ...] [--json]`.
+
+The ranks are simulated as `train.dry_run` does it. A rank's own planning is what a save really runs: from its live
+tensors, on `meta`, to its list of pieces. Then the pieces of all ranks are put together as rank 0 puts them together.
+No rank has a peer here, so nothing can pass between them; that their pieces cover every byte of every tensor exactly
+once is checked, and that plans need no message is what it shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer import run_record as record
+from trainer.__main__ import compose
+from trainer.checkpoint.format import manifest
+from trainer.checkpoint.format.layout import Layout, build_layout
+from trainer.checkpoint.format.manifest import DIGEST_BYTES, FileEntry, Manifest, TensorEntry, WrittenPiece, block_count
+from trainer.checkpoint.format.report import decode, encode
+from trainer.checkpoint.saving.ownership import Piece, pieces_of
+from trainer.checkpoint.saving.plan import plan
+from trainer.checkpoint.tensors.live import is_dtensor
+from trainer.config.schema import Config, topology_of
+from trainer.dry_run import Simulated, boxes_at, holdings_of, simulate
+from trainer.optim import AdamSettings, build_adamw
+from trainer.state import ModelPart, TrainerState, checkpoint_specs
+
+_TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+CASES: Mapping[str, tuple[int, Sequence[str]]] = {
+    "gpt2_124m": (1, ["model=gpt2_124m"]),
+    "llama3_8b": (64, ["model=llama3_8b", f"{_TP}=8", "parallel=zero3"]),
+    "llama3_405b": (16384, ["model=llama3_405b", f"{_TP}=8", f"{_PP}=16", "parallel.zero_stage=3"]),
+    "tiny": (8, ["model=gpt2_tiny", f"{_TP}=2", f"{_PP}=2", "parallel.zero_stage=3"]),
+}
+_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """What a rank's planning took: naming and placing its live tensors, laying out the files, choosing its pieces."""
+
+    placing: float
+    layout: float
+    pieces: float
+
+    @property
+    def total(self) -> float:
+        """Return the sum."""
+        return self.placing + self.layout + self.pieces
+
+
+@dataclass(slots=True)
+class PlanningResult:
+    """Everything that is reported of a case.
+
+    Args:
+        first: the first planning of the case, with torch's first-time costs where it is the first of the process.
+        slowest: of the first ranks of all pipeline stages, the one whose median is the largest.
+        collectives: how many torch ran while the first rank of every stage planned.
+        report_bytes: what all ranks send rank 0 after they have written, digests included; the largest is of one rank.
+        check_s: how long rank 0 takes to check that all pieces tile, and to write the manifest's text.
+    """
+
+    case: str
+    ranks: int
+    checkpoint_bytes: int
+    tensors: int
+    files: int
+    first: Seconds
+    slowest: Seconds
+    collectives: int
+    most_written: int
+    mean_written: float
+    pieces: int = 0
+    most_pieces: int = 0
+    report_bytes: int = 0
+    largest_report_bytes: int = 0
+    manifest_bytes: int = 0
+    check_s: float = 0.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the named cases, print what was found and return 0."""
+    parser = argparse.ArgumentParser(prog="bench_planning", description="Measure how a save is planned.")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (all but tiny)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per case")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.cases) - CASES.keys():
+        parser.error(f"no case is named {' or '.join(sorted(unknown))}")
+    for case in options.cases or [name for name in CASES if name != "tiny"]:
+        found = measure(case)
+        print(json.dumps(dataclasses.asdict(found)) if options.json else table(found), flush=True)
+    return 0
+
+
+def measure(case: str) -> PlanningResult:
+    """Plan a save on every rank of a case, and put the plans together."""
+    ranks, overrides = CASES[case]
+    config = compose(overrides)
+    layout = build_layout(list(checkpoint_specs(config.model, with_optimizer=True)))
+    timed: list[list[Seconds]] = []
+    written: list[int] = []
+    entries: dict[str, TensorEntry] = {}
+    found = PlanningResult(
+        case,
+        ranks,
+        layout.total_bytes,
+        len(layout.places),
+        len(layout.files),
+        Seconds(0, 0, 0),
+        Seconds(0, 0, 0),
+        0,
+        0,
+        0,
+    )
+    for simulated in simulate(config, topology_of(config, ranks)):
+        state = _state_of_first_rank(config, simulated)
+        rank = int(simulated.grid.ranks[0, 0])
+        timed.append([time_planning(state, rank) for _ in range(_REPEATS)])
+        found.collectives += count_collectives(state, rank)
+        plans = _plans(config, simulated, layout)
+        written += [sum(piece.hi - piece.lo for piece in pieces) for pieces in plans]
+        entries |= _put_together(plans, layout, found)
+    found.first = timed[0][0]
+    found.slowest = max((sorted(times, key=lambda t: t.total)[_REPEATS // 2] for times in timed), key=lambda t: t.total)
+    found.most_written, found.mean_written = max(written), statistics.fmean(written)
+    files = {f.name: FileEntry(f.total_bytes, manifest.digest_of(f.header), is_tensor_file=True) for f in layout.files}
+    start = time.perf_counter()
+    found.manifest_bytes = len(manifest.to_bytes(Manifest("attempt", files, entries, {})))
+    found.check_s += time.perf_counter() - start
+    return found
+
+
+def time_planning(state: TrainerState, rank: int) -> Seconds:
+    """Return how long a rank takes from its live tensors to its pieces, with nothing kept from another time."""
+    marks = [time.perf_counter()]
+    contents = state.contents({}, with_optimizer=True)
+    marks.append(time.perf_counter())
+    layout = build_layout(contents.specs)
+    marks.append(time.perf_counter())
+    plan(contents.live, layout, rank)
+    marks.append(time.perf_counter())
+    return Seconds(*(end - start for start, end in itertools.pairwise(marks)))
+
+
+def count_collectives(state: TrainerState, rank: int) -> int:
+    """Return how many collectives and messages between ranks torch runs while a rank plans."""
+    seen = Collectives()
+    with seen:
+        time_planning(state, rank)
+    return seen.count
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators of torch's process groups, those that a DTensor runs of itself among them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count one operator and run it."""
+        if any(isinstance(arg, torch.Tensor) and is_dtensor(arg) for arg in args):
+            return NotImplemented  # the DTensor comes back with the operators that it is made of
+        self.count += func.namespace in ("c10d", "_c10d_functional")
+        return func(*args, **(kwargs or {}))
+
+
+def _state_of_first_rank(config: Config, simulated: Simulated) -> TrainerState:
+    adam = AdamSettings(1e-3, 0.1, 0.9, 0.95, 1e-8, record.no_decay_names(config.model))
+    parts = [ModelPart(model, build_adamw(model, adam)) for model in simulated.parts]
+    return TrainerState(config.model, parts, simulated.grid)
+
+
+def _plans(config: Config, simulated: Simulated, layout: Layout) -> list[list[Piece]]:
+    """Return the pieces of every rank that holds these stages."""
+    plans = []
+    for dp, row in enumerate(simulated.grid.ranks):
+        for tp, rank in enumerate(row):
+            held = [boxes_at(part, simulated.grid, dp=dp, tp=tp) for part in simulated.parts]
+            plans.append(pieces_of(holdings_of(config.model, held, layout, simulated.grid), int(rank)))
+    return plans
+
+
+def _put_together(plans: Iterable[Sequence[Piece]], layout: Layout, found: PlanningResult) -> dict[str, TensorEntry]:
+    """Check that the plans of one pipeline stage tile its tensors, and return the manifest's entries of these."""
+    reports = []
+    for pieces in plans:
+        report = encode([_as_if_written(piece) for piece in pieces], layout)
+        found.pieces += len(pieces)
+        found.most_pieces = max(found.most_pieces, len(pieces))
+        found.report_bytes += len(report)
+        found.largest_report_bytes = max(found.largest_report_bytes, len(report))
+        reports.append(report)
+    start = time.perf_counter()
+    written = [piece for report in reports for piece in decode(report, layout)]
+    names = {piece.name for piece in written}
+    stage = Layout((), {name: place for name, place in layout.places.items() if name in names})
+    entries = manifest.tile(stage, written)
+    found.check_s += time.perf_counter() - start
+    return entries
+
+
+def _as_if_written(piece: Piece) -> WrittenPiece:
+    return WrittenPiece(
+        piece.name, piece.box, piece.lo, piece.hi, bytes(block_count(piece.hi - piece.lo) * DIGEST_BYTES)
+    )
+
+
+def table(found: PlanningResult) -> str:
+    """Return what was found as text."""
+    first, slowest = found.first, found.slowest
+    rows = [
+        ("checkpoint", f"{found.checkpoint_bytes / 1e9:,.1f} GB, {found.tensors:,} tensors, {found.files:,} files"),
+        ("planning, one rank, s", f"{slowest.total:.4f}, nothing cached; the first time {first.total:.4f}"),
+        ("  placing live tensors", f"{slowest.placing:.4f}"),
+        ("  layout of all files", f"{slowest.layout:.4f}"),
+        ("  choosing pieces", f"{slowest.pieces:.4f}"),
+        ("messages while planning", f"{found.collectives} collectives seen, no other rank there to talk to: 0 B"),
+        ("written, most / mean", f"{found.most_written / found.mean_written:.4f} ({found.most_written:,} B)"),
+        ("pieces", f"{found.pieces:,} in all, at most {found.most_pieces:,} of one rank; every byte once"),
+        ("reports at commit", f"{found.report_bytes:,} B in all, at most {found.largest_report_bytes:,} B of one rank"),
+        ("rank 0's check, s", f"{found.check_s:.2f}"),
+        ("manifest", f"{found.manifest_bytes:,} B"),
+    ]
+    return "\n".join([f"{found.case} on {found.ranks:,} ranks", *(f"  {name:<24} {text}" for name, text in rows)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

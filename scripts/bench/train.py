@@ -1,0 +1,300 @@
+"""Measure training GPT-2 against transformers: `python -m scripts.bench.train [SIZE ...] [--threads N] [--json]`.
+
+Both train the same model from the same values on the same tokens, each in a process of its own, as its users have it,
+and in turn: a round times some whole steps of each, while the others wait. A step is zero_grad, forward, loss,
+backward, clipping of the norm and fused AdamW. Ours is the trainer's own `train_step`; transformers' is the loop that
+its documentation shows, with the attention that it chooses by itself and, for comparison, with its eager one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import models
+from models import Family, ModelConfig
+from trainer import run_record as record
+from trainer.config.schema import Config, Dtype, OptimizerSection, TrainSection, topology_of
+from trainer.launch import process_group as launch
+from trainer.optim import AdamSettings, build_adamw
+from trainer.parallelize import build_context, build_grid, build_models
+from trainer.random import dropout_key
+from trainer.state import ModelPart, TrainerState
+from trainer.step import train_step
+
+OURS, THEIRS, EAGER = "reprise", "transformers", "transformers, eager attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A GPT-2 and its batch; a round times `steps` steps of each side. Ours pads the vocabulary as its configs do."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    vocab_size: int
+    batch: int
+    steps: int
+    seq_length: int = 64
+    pad_vocab_multiple: int = 1
+
+
+SIZES: Mapping[str, Size] = {
+    "small": Size(4, 4, 128, 256, batch=12, steps=30),
+    "gpt2_124m": Size(12, 12, 768, 50257, batch=4, steps=3, pad_vocab_multiple=128),
+    "tiny": Size(2, 2, 16, 64, batch=2, steps=2),
+}
+
+Step = Callable[[torch.Tensor], float]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the named sizes, print what was found and return 0."""
+    options = _parser().parse_args(arguments)
+    for name in options.sizes or ["small", "gpt2_124m"]:
+        rates, losses, setting = measure(name, options)
+        found = {
+            "size": name,
+            **setting,
+            "dtype": options.dtype,
+            "compile": options.compile,
+            "dropout": options.dropout,
+            "padded_vocab": _config(SIZES[name], options).model.padded_vocab_size,
+            "rounds": options.rounds,
+            "tokens_per_s": {side: statistics.median(values) for side, values in rates.items()},
+            "ratio": {side: _ratio(rates[OURS], rates[side]) for side in rates if side != OURS},
+            "loss": losses,
+        }
+        print(json.dumps(found) if options.json else table(found, rates), flush=True)
+    return 0
+
+
+def measure(
+    name: str, options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, float], Mapping[str, object]]:
+    """Return the tokens per second of each side, round by round, the last loss of each, and device and threads.
+
+    Raises:
+        SystemExit: if the process of a side has ended.
+    """
+    size = SIZES[name]
+    rates: dict[str, list[float]] = {side: [] for side in (OURS, THEIRS, EAGER)}
+    with ExitStack() as ending:
+        sides = {side: ending.enter_context(_started(side, name, options)) for side in (OURS, THEIRS, EAGER)}
+        settings = [side.hear() for side in sides.values()]
+        losses = {name: side.run()[1] for name, side in sides.items()}
+        for number in range(options.rounds):
+            for side in list(sides) if number % 2 else list(reversed(sides)):
+                seconds, losses[side] = sides[side].run()
+                rates[side].append(size.batch * size.seq_length * size.steps / seconds)
+    return rates, losses, settings[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The process of a side, and the pipe that asks it for rounds."""
+
+    process: SpawnProcess
+    pipe: Connection
+
+    def run(self) -> tuple[float, float]:
+        """Have it run its steps; return how long they took, and the last loss."""
+        with suppress(ConnectionError):  # a process that has ended says nothing more
+            self.pipe.send(True)
+        seconds, loss = self.hear()
+        return seconds, loss
+
+    def hear(self) -> Any:
+        """Return what it says next.
+
+        Raises:
+            SystemExit: if it has ended.
+        """
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionError):
+            self.process.join()
+        raise SystemExit(f"bench_train: the process of {self.process.name} ended, status {self.process.exitcode}")
+
+
+@contextmanager
+def _started(side: str, name: str, options: argparse.Namespace) -> Iterator[_Side]:
+    """Start the process of a side, and end it in the end: it keeps nothing."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, side, name, options), name=side, daemon=True)
+    process.start()
+    theirs.close()  # so that a process that has died is noticed
+    try:
+        yield _Side(process, ours)
+    finally:
+        ours.close()
+        process.terminate()
+        process.join()
+
+
+def _serve(pipe: Connection, side: str, name: str, options: argparse.Namespace) -> None:
+    """Run the steps of a size whenever the pipe says so, until it is closed at the other end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this one ends it
+    size, config = SIZES[name], _config(SIZES[name], options)
+    torch.manual_seed(1234)
+    device, step = _start_ours(config, options) if side == OURS else _start_theirs(side, config, options)
+    # Each side chooses by itself, and not alike where OMP_NUM_THREADS is set.
+    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    generator = torch.Generator().manual_seed(1234)
+    shape = (size.batch, size.seq_length + 1)
+    batches = [torch.randint(size.vocab_size, shape, generator=generator).to(device) for _ in range(size.steps)]
+    pipe.send({"device": device.type, "threads": torch.get_num_threads()})
+    with suppress(EOFError, ConnectionError):
+        while pipe.recv():
+            start = time.perf_counter()
+            losses = [step(batch) for batch in batches]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            pipe.send((time.perf_counter() - start, losses[-1]))
+
+
+def _start_ours(config: Config, options: argparse.Namespace) -> tuple[torch.device, Step]:
+    cluster = launch.start(options.device, deterministic=False, variables={})
+    values = _their_model(config, cluster.device).state_dict()
+    return cluster.device, _our_step(config, values, cluster)
+
+
+def _start_theirs(side: str, config: Config, options: argparse.Namespace) -> tuple[torch.device, Step]:
+    is_cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda" if is_cuda else "cpu")
+    model = _their_model(config, device, "eager" if side == EAGER else None)
+    return device, _their_step(config, model, device)
+
+
+def _our_step(config: Config, values: Mapping[str, torch.Tensor], cluster: launch.Cluster) -> Step:
+    topology = topology_of(config, 1)
+    (model,) = build_models(config, cluster.device, topology=topology, mesh=None)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = values[name].flatten()
+            parameter.zero_().view(-1)[: value.numel()].copy_(value)  # rows that pad the vocabulary are the last
+    section = config.optimizer
+    betas = (section.adam_beta1, section.adam_beta2)
+    no_decay = record.no_decay_names(config.model)
+    adam = AdamSettings(section.lr, section.weight_decay, *betas, section.adam_eps, no_decay)
+    state = TrainerState(config.model, [ModelPart(model, build_adamw(model, adam))], build_grid(topology, None))
+    context = build_context(config, state, topology=topology, mesh=None, cluster=cluster)
+    iteration = 0
+
+    def step(windows: torch.Tensor) -> float:
+        nonlocal iteration
+        iteration += 1
+        key = dropout_key(config.train.seed, iteration, dp=0, micro_batch=0)
+        clip_grad, lr = config.train.clip_grad, section.lr
+        result = train_step(state, [windows], keys=[key], lr=lr, clip_grad=clip_grad, context=context, cluster=cluster)
+        return result.loss
+
+    return step
+
+
+def _their_model(config: Config, device: torch.device, attention: str | None = None) -> nn.Module:
+    table = {**models.hf_config(config.model), "attn_implementation": attention}
+    model: nn.Module = GPT2LMHeadModel(GPT2Config.from_dict(table))
+    return model.to(device).train()
+
+
+def _their_step(config: Config, model: nn.Module, device: torch.device) -> Step:
+    section = config.optimizer
+    betas = (section.adam_beta1, section.adam_beta2)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), section.lr, betas, section.adam_eps, section.weight_decay, fused=True
+    )
+    called = torch.compile(model) if config.train.compile else model
+    is_bfloat16 = config.train.dtype is Dtype.bfloat16
+
+    def step(windows: torch.Tensor) -> float:
+        tokens = windows[:, :-1]
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_bfloat16):
+            loss = called(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_grad)
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def _config(size: Size, options: argparse.Namespace) -> Config:
+    last = size.vocab_size - 1
+    model = ModelConfig(
+        family=Family.gpt2,
+        n_layer=size.n_layer,
+        n_head=size.n_head,
+        n_kv_head=size.n_head,
+        n_embd=size.n_embd,
+        intermediate_size=4 * size.n_embd,
+        vocab_size=size.vocab_size,
+        max_position_embeddings=1024,
+        bos_token_id=last,
+        eos_token_id=last,
+        dropout=options.dropout,
+        pad_vocab_multiple=options.pad_vocab_multiple or size.pad_vocab_multiple,
+    )
+    train = TrainSection(dtype=Dtype(options.dtype), compile=options.compile, seq_length=size.seq_length)
+    return Config(model, train=train, optimizer=OptimizerSection(lr=1e-3))
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def table(found: Mapping[str, Any], rates: Mapping[str, Sequence[float]]) -> str:
+    """Return what was found in lines for a reader, with the tokens per second of each side, round by round."""
+    settings = ", ".join(
+        f"{key} {found[key]}" for key in ("device", "dtype", "compile", "dropout", "threads", "padded_vocab", "rounds")
+    )
+    lines = [f"{found['size']}: {settings}"]
+    for side, values in rates.items():
+        speed = f"{statistics.median(values):>12,.0f} tok/s ({min(values):,.0f} to {max(values):,.0f})"
+        ratio = "" if side == OURS else f", {OURS} is {_ratio(rates[OURS], values):.3f} times as fast"
+        lines.append(f"  {side:<30}{speed}, last loss {found['loss'][side]:.4f}{ratio}")
+    return "\n".join(lines)
+
+
+def _size(name: str) -> str:
+    if name not in SIZES:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SIZES)}")
+    return name
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench_train", description="Measure training GPT-2 against transformers.")
+    parser.add_argument("sizes", nargs="*", type=_size, metavar="SIZE", help=f"of {', '.join(SIZES)} (all but tiny)")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="threads of both sides (all cores)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="timed rounds of each side (%(default)d)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32", choices=[dtype.value for dtype in Dtype])
+    parser.add_argument("--compile", action="store_true", help="compile both models")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="of both sides (%(default)g)")
+    parser.add_argument(
+        "--pad-vocab-multiple", type=int, default=0, metavar="N", help="of our side, in memory (as in the configs)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per size")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

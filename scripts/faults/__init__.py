@@ -1,0 +1,1 @@
+"""Fault injection: random kills, power cuts, hostile files."""

@@ -1,0 +1,333 @@
+"""Kill a training job at random times, start the same command again each time, and prove that nothing was lost:
+
+    python -m scripts.faults.soak_kill 20
+    python -m scripts.faults.soak_kill 200 --ranks 2 --topology parallel.tensor_model_parallel_size=2
+
+After every kill each checkpoint is compared byte by byte with that of an unbroken run, and in the end the loss curve by
+its bits. Exit status 0 if all is equal and nothing committed was lost, 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.commands.arguments import local_path
+
+_POLL_S = 0.005
+_TIMEOUT_S = 300.0
+TEMPORARY = (".partial", ".deleting", ".replaced", ".new")
+# A model that trains a hundred iterations in a second or two on two cores.
+MODEL = (
+    "model=gpt2_tiny",
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.n_embd=20",
+    "model.intermediate_size=44",
+    "model.max_position_embeddings=32",
+    "model.dropout=0.1",
+    "train.seq_length=16",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=1",
+    "train.eval_interval=0",
+    "logging.tensorboard=false",
+    "checkpoint.save_interval=3",
+)
+
+
+class SoakJob(Protocol):
+    """A job that was started."""
+
+    def status(self) -> int | None:
+        """Return its exit status, or None while it runs."""
+
+    def kill(self) -> None:
+        """End all its processes with SIGKILL; they are gone when this returns."""
+
+
+Launch = Callable[[Path, Sequence[str]], SoakJob]
+
+
+@dataclass(frozen=True, slots=True)
+class Soak:
+    """What is to be tried: `kills` of a run of `iterations` in `folder`, at times that follow from `seed`.
+
+    Args:
+        overrides: of the configuration, for the topology.
+        keep: how many checkpoints stay, see `checkpoint.max_checkpoint_keep`.
+    """
+
+    folder: Path
+    kills: int
+    iterations: int = 200
+    keep: int = 2
+    seed: int = 0
+    overrides: tuple[str, ...] = ()
+
+    def settings(self, keep: int) -> list[str]:
+        """Return the overrides of a run that keeps so many checkpoints."""
+        return [
+            *MODEL,
+            *self.overrides,
+            f"train.train_iters={self.iterations}",
+            f"checkpoint.max_checkpoint_keep={keep}",
+        ]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of a soak."""
+
+    moments: Counter[str] = field(default_factory=Counter)
+    checkpoints: int = 0
+    runs: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def kills(self) -> int:
+        return self.moments.total()
+
+    def line(self) -> str:
+        """Return the summary in one line."""
+        moments = ", ".join(f"{count} {moment}" for moment, count in sorted(self.moments.items()))
+        verdict = "; ".join(self.problems) or "equal to the unbroken run, nothing lost"
+        return (
+            f"{self.kills} kills ({moments}), {self.checkpoints} checkpoints compared after them, "
+            f"{self.runs} runs finished: {verdict}"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Soak as the command line says, print the summary and return the exit status."""
+    parser = argparse.ArgumentParser(prog="soak_kill", description="Kill a training job at random times.")
+    parser.add_argument("kills", type=int, help="how often")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--topology", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for both runs")
+    parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--keep", type=int, default=2, help="checkpoint.max_checkpoint_keep of the killed run")
+    parser.add_argument("--seed", type=int, default=0, help="of the times")
+    parser.add_argument("--folder", type=local_path, default=Path("runs/soak"), help="removed and made anew")
+    options = parser.parse_args(arguments)
+    shutil.rmtree(options.folder, ignore_errors=True)
+    plan = Soak(options.folder, options.kills, options.iterations, options.keep, options.seed, tuple(options.topology))
+    tally = soak(plan, lambda run, overrides: Torchrun(run, overrides, ranks=options.ranks))
+    print(f"soak_kill: {tally.line()}", flush=True)
+    return 1 if tally.problems else 0
+
+
+def soak(plan: Soak, launch: Launch) -> Tally:
+    """Run a job unbroken, then kill others like it until there were enough kills; stop at the first problem."""
+    unbroken, tally, chance = plan.folder / "unbroken", Tally(), random.Random(plan.seed)
+    start = time.monotonic()
+    job = launch(unbroken, plan.settings(0))
+    with _ended(job):
+        _await(lambda: bool(curve_of(unbroken)) or job.status() is not None)
+        startup_s = time.monotonic() - start
+        _await_end(job)
+    if job.status() != 0 or len(curve_of(unbroken)) != plan.iterations:
+        tally.problems.append(f"the unbroken run ended with status {job.status()}")
+    while tally.kills < plan.kills and not tally.problems:
+        run = plan.folder / f"killed-{tally.runs + 1}"
+        _Broken(plan, run, unbroken, tally=tally, chance=chance).go(launch, startup_s)
+    return tally
+
+
+@dataclass(slots=True)
+class _Broken:
+    """One run that is killed again and again until it has ended."""
+
+    plan: Soak
+    run: Path
+    unbroken: Path
+    tally: Tally
+    chance: random.Random
+
+    def go(self, launch: Launch, startup_s: float) -> None:
+        """Start, kill, look and start again; at the last let it end."""
+        settings = self.plan.settings(self.plan.keep)
+        while not self.tally.problems:
+            before, stamp = self._committed(), self._stamp()
+            job = launch(self.run, settings)
+            with _ended(job):
+                if self.tally.kills < self.plan.kills:
+                    self._await_moment(job, startup_s, stamp)
+                else:
+                    _await_end(job)
+                status = job.status()
+            if status is None:
+                moment = self._moment(stamp)
+                self.tally.moments[moment] += 1
+                self._look(before)
+            elif status == 0:
+                self._look_at_the_end()
+                return
+            else:
+                self.tally.problems.append(f"a start after a kill ended with status {status}, see {self.run}.log")
+
+    def _await_moment(self, job: SoakJob, startup_s: float, stamp: int) -> None:
+        """Return when the job is to be killed, or has ended: while it starts, or after some more iterations."""
+        if self._committed() and self.chance.random() < 0.25:
+            self._pass(job, self.chance.uniform(0, startup_s))
+            return
+        done = max(self._committed(), default=0)
+        share = 2 * (self.plan.iterations - done) // (self.plan.kills - self.tally.kills + 1)
+        target = done + self.chance.randint(1, max(2, share))
+        _await(
+            lambda: (
+                job.status() is not None
+                or bool(self._stamp() != stamp and self._committed() and len(curve_of(self.run)) >= target)
+            )
+        )
+        self._pass(job, self.chance.uniform(0, 0.05))
+
+    def _pass(self, job: SoakJob, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        _await(lambda: time.monotonic() >= end or job.status() is not None)
+
+    def _stamp(self) -> int:
+        """Return what changes with every record."""
+        path = self.run / "metrics.jsonl"
+        return path.stat().st_mtime_ns if path.exists() else 0
+
+    def _moment(self, stamp: int) -> str:
+        """Return what the killed job was about, as far as its folder tells."""
+        names = [path.name for path in (self.run / "checkpoints").iterdir()]
+        for ending, moment in ((".partial", "while saving"), (".deleting", "while deleting")):
+            if any(name.endswith(ending) for name in names):
+                return moment
+        return "while starting" if self._stamp() == stamp else "between saves"
+
+    def _committed(self) -> list[int]:
+        return CheckpointFolder(self.run / "checkpoints", Files()).committed()
+
+    def _look(self, before: list[int]) -> None:
+        after = self._committed()
+        if not after or (before and after[-1] < before[-1]):
+            self.tally.problems.append(f"of {before} only {after} are left")
+        for iteration in after:
+            self.tally.checkpoints += 1
+            self._compare(iteration)
+
+    def _compare(self, iteration: int) -> None:
+        folders = [CheckpointFolder(run / "checkpoints", Files()) for run in (self.run, self.unbroken)]
+        found, expected = (contents_of(folder.iteration(iteration)) for folder in folders)
+        if found != expected:
+            odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+            self.tally.problems.append(f"iteration {iteration} differs from the unbroken run's in {', '.join(odd)}")
+
+    def _look_at_the_end(self) -> None:
+        self.tally.runs += 1
+        if self._committed()[-1:] != [self.plan.iterations]:
+            self.tally.problems.append(f"the last checkpoint is missing, {self._committed()} are there")
+        self._look([])
+        if curve_of(self.run) != curve_of(self.unbroken):
+            self.tally.problems.append("the curves differ")
+        left = [path.name for path in self.run.rglob("*") if path.name.endswith(TEMPORARY)]
+        if left:
+            self.tally.problems.append(f"left behind: {', '.join(left)}")
+
+
+class Torchrun:
+    """A job of `torchrun`, in a session of its own; its output goes beside its folder."""
+
+    def __init__(self, run: Path, overrides: Sequence[str], *, ranks: int) -> None:
+        run.parent.mkdir(parents=True, exist_ok=True)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        with run.with_name(f"{run.name}.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*launcher, "-m", "trainer", f"run.dir={run.resolve()}", *overrides],
+                start_new_session=True,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def status(self) -> int | None:
+        """Return torchrun's exit status, or None while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """End torchrun and its ranks; it is stopped first, so that it starts no others meanwhile."""
+        if self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGSTOP)
+        below = descendants(self._process.pid)
+        for pid in (self._process.pid, *below):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        _await(lambda: not any(_is_alive(pid) for pid in below))
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes below one."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _ended(job: SoakJob) -> Iterator[None]:
+    """End the job in any case."""
+    try:
+        yield
+    finally:
+        job.kill()
+
+
+def _await_end(job: SoakJob) -> None:
+    _await(lambda: job.status() is not None)
+
+
+def _await(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError("a job did not come to where it was expected in time")
+        time.sleep(_POLL_S)
+
+
+def curve_of(run: Path) -> list[tuple[object, ...]]:
+    """Return the recorded iterations with the bits of their figures; a line that is just being written is left out."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    keys = ("iteration", "loss_hex", "grad_norm_hex", "lr_hex", "consumed_samples")
+    return [tuple(row[key] for key in keys) for row in rows if "loss" in row]
+
+
+def contents_of(checkpoint: Path) -> dict[str, bytes]:
+    """Return all files of a checkpoint by name; of the manifest all but the attempt, and the digest over it."""
+    found = {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    document = json.loads(found.get(MANIFEST, b"{}"))
+    rest = {key: value for key, value in document.items() if key not in ("attempt", "xxh3_64")}
+    return {**found, MANIFEST: json.dumps(rest).encode()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""Cut the power of a disk that a training job saves to, anywhere, and prove that nothing saved was lost:
+
+    python -m scripts.faults.soak_power 500
+    python -m scripts.faults.soak_power 1000 --on ext4-writeback --resume-every 20
+
+A job trains on a file system whose disk logs every write and flush; it is killed once and goes on. A cut is a place in
+that log: what was flushed before it is on the disk, and of what was not none, some or all; of some writes only some
+sectors. Every second job goes on from the disk of such a cut. The file system is mounted as it is then. Every
+checkpoint in it must be byte for byte that of an unbroken run; every one whose save the job's output told before the
+cut, or metrics.jsonl on the disk records, must be there unless newer ones have taken its place; and after every so many
+cuts the same command must end as the unbroken run.
+
+Exit status 0 if that is so, 1 if not: then the log and the disk that it began with stay in the folder, and a `Replay`
+makes the disk of the cut again. 77 where nothing can be mounted. Needs root; nothing stays mounted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.faults.power import mounting
+from scripts.faults.power.job import PowerJob
+from scripts.faults.power.mounting import FILE_SYSTEMS, CannotMount, FileSystem
+from scripts.faults.power.recording import TIMEOUT_S, RecordedSoak, Recording, Start, record
+from scripts.faults.power.replay import Cut, Replay, Survival, copy_sparse
+from scripts.faults.soak_kill import TEMPORARY, contents_of, curve_of
+from trainer.checkpoint.loading.reader import open_checkpoint, read_places
+from trainer.checkpoint.loading.verify import verify_share
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.errors import TrainerError
+
+_MOST_PROBLEMS = 5  # until a soak ends
+CANNOT_MOUNT = 77  # the exit status of a test that cannot be made, for automake and others
+
+
+@dataclass(slots=True)
+class PowerTally:
+    """What became of the cuts of one file system."""
+
+    name: str
+    survivals: Counter[str] = field(default_factory=Counter)
+    checkpoints: int = 0
+    told: int = 0
+    resumed: int = 0
+    repaired: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        """Return the summary in one line."""
+        survivals = ", ".join(f"{count} {survival}" for survival, count in sorted(self.survivals.items()))
+        verdict = "; ".join(self.problems) or "none damaged, none lost, all resumed runs equal to the unbroken one"
+        return (
+            f"{self.name}: {self.survivals.total()} cuts (unflushed writes that survived: {survivals}), "
+            f"{self.told} saves told before them, {self.checkpoints} checkpoints compared after them, "
+            f"{self.resumed} resumed, {self.repaired} repaired before they could be mounted: {verdict}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Unbroken:
+    """What a run without a cut left: the files of each checkpoint, and the curve."""
+
+    checkpoints: dict[int, dict[str, bytes]]
+    curve: list[tuple[object, ...]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Soak as the command line says, print a summary of each file system and return the exit status."""
+    parser = argparse.ArgumentParser(prog="soak_power", description="Cut the power of a disk that a job saves to.")
+    parser.add_argument("cuts", type=int, help="how many on each file system")
+    parser.add_argument("--on", nargs="*", default=[*FILE_SYSTEMS], choices=[*FILE_SYSTEMS], metavar="FILE_SYSTEM")
+    parser.add_argument("--recordings", type=int, default=2, help="jobs on each file system")
+    parser.add_argument("--resume-every", type=int, default=20, help="resume after every so many cuts")
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--topology", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for all jobs")
+    parser.add_argument("--seed", type=int, default=0, help="of the cuts")
+    parser.add_argument("--lies", action="store_true", help="let the disk forget what it flushed: must end with 1")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/soak_power"), help="removed and made anew")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and unmount on the way out
+    shutil.rmtree(options.folder, ignore_errors=True)
+    options.folder.mkdir(parents=True)
+    plan = RecordedSoak(
+        folder=options.folder.resolve(),
+        cuts=options.cuts,
+        recordings=options.recordings,
+        resume_every=options.resume_every,
+        iterations=options.iterations,
+        ranks=options.ranks,
+        seed=options.seed,
+        overrides=tuple(options.topology),
+        lies=options.lies,
+    )
+    is_fine = True
+    try:
+        mounting.mount_for_this_process_alone()
+        unbroken = train_unbroken(plan)
+        for name in options.on:
+            tally = soak(plan, FILE_SYSTEMS[name], unbroken)
+            print(f"soak_power: {tally.line()}", flush=True)
+            is_fine = is_fine and not tally.problems
+    except CannotMount as error:
+        print(f"soak_power: nothing can be mounted here: {error}", file=sys.stderr)
+        return CANNOT_MOUNT
+    if not is_fine:
+        return 1
+    shutil.rmtree(options.folder)
+    return 0
+
+
+def train_unbroken(plan: RecordedSoak) -> Unbroken:
+    """Train without a cut on a file system that is there, and keep every checkpoint."""
+    run = plan.folder / "unbroken"
+    job = PowerJob(plan.command(run, keep=0), plan.folder / "unbroken.log", ranks=plan.ranks)
+    statuses = job.end(TIMEOUT_S)
+    if any(status != 0 for status in statuses):
+        raise RuntimeError(f"the unbroken run ended with {statuses}, see {plan.folder}/unbroken.log")
+    folder = CheckpointFolder(run / "checkpoints", Files())
+    return Unbroken({found: contents_of(folder.iteration(found)) for found in folder.committed()}, curve_of(run))
+
+
+def soak(plan: RecordedSoak, system: FileSystem, unbroken: Unbroken) -> PowerTally:
+    """Record jobs on one file system and try cuts of each."""
+    tally, cut_short = PowerTally(system.name), plan.folder / f"{system.name}.cut"
+    start: Start | None = None
+    for number in range(plan.recordings):
+        folder = plan.folder / f"{system.name}-{number}"
+        folder.mkdir()
+        chance = random.Random(f"{plan.seed} {system.name} {number}")
+        recording = record(plan, system, folder, chance, start)
+        start = None if start else cut_in_the_middle(recording, cut_short, chance)
+        share = plan.cuts // plan.recordings + (number < plan.cuts % plan.recordings)
+        Trial(plan, system, folder, unbroken, tally).go(recording, cuts(recording, share, chance))
+        if tally.problems:
+            break
+        shutil.rmtree(folder)
+    return tally
+
+
+def cut_in_the_middle(recording: Recording, disk: Path, chance: random.Random) -> Start | None:
+    """Make the disk of a cut after a save, with more to come, and return it; None where there is none."""
+    middle = recording.saved[len(recording.saved) // 4 : -1]
+    if not middle:
+        return None
+    cut = Cut(chance.randint(middle[0][0], middle[-1][0]) + 1, chance.choice([*Survival]), chance.getrandbits(32))
+    flushed = disk.with_suffix(".flushed")
+    copy_sparse(recording.start.disk, flushed)
+    replay = Replay(recording.entries, flushed)
+    replay.advance(cut.entries)
+    replay.make(cut, disk)
+    replay.close()
+    flushed.unlink()
+    return Start(disk, tuple(recording.told(cut)))
+
+
+def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[Cut]:
+    """Yield so many cuts in the order of the log: a third right after a save was told, the others anywhere."""
+    places = []
+    for number in range(count):
+        if number % 3 == 0 and recording.saved:
+            place = chance.choice(recording.saved)[0] + 1
+        else:
+            place = chance.randint(0, len(recording.entries))
+        places.append((place, chance.choice([*Survival]), chance.getrandbits(32)))
+    yield from (Cut(*found) for found in sorted(places, key=lambda found: found[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Cuts of one recording: each disk is mounted and looked at, and some are gone on with."""
+
+    plan: RecordedSoak
+    system: FileSystem
+    folder: Path
+    unbroken: Unbroken
+    tally: PowerTally
+
+    def go(self, recording: Recording, tried: Iterable[Cut]) -> None:
+        """Try cuts in the order of the log; stop where there are too many problems."""
+        flushed, image = self.folder / "flushed", self.folder / "image"
+        copy_sparse(recording.start.disk, flushed)
+        replay = Replay(recording.entries, flushed)
+        for number, cut in enumerate(tried, start=1):
+            replay.advance(cut.entries)
+            replay.make(cut, image)
+            problems = self._after(image, recording.told(cut), resumes=number % self.plan.resume_every == 0)
+            self.tally.survivals[cut.survival.value] += 1
+            self.tally.problems += [f"{cut} of {self.folder}: {problem}" for problem in problems]
+            if len(self.tally.problems) >= _MOST_PROBLEMS:
+                break
+        replay.close()
+
+    def _after(self, image: Path, told: list[int], *, resumes: bool) -> list[str]:
+        try:
+            return self._mounted(image, told, resumes=resumes)
+        except CannotMount as refused:  # as ext4 does where half of its superblock was written
+            if not mounting.repair(self.system, image):
+                return [str(refused)]
+        self.tally.repaired += 1
+        try:
+            return self._mounted(image, told, resumes=resumes)
+        except CannotMount as refused:
+            return [f"also after a repair: {refused}"]
+
+    def _mounted(self, image: Path, told: list[int], *, resumes: bool) -> list[str]:
+        with mounting.mounted(self.system, image, self.folder / "mount"):
+            return self._look(told) + (self._resume(told) if resumes else [])
+
+    def _look(self, told: list[int]) -> list[str]:
+        """Return what is wrong with the checkpoints on the disk, and which of those that were told are missing."""
+        checkpoints = self._checkpoints
+        committed = checkpoints.committed()
+        self.tally.told += len(told)
+        self.tally.checkpoints += len(committed)
+        problems = [problem for found in committed for problem in self._compare(checkpoints.iteration(found), found)]
+        recorded = recorded_saves(self._run / "metrics.jsonl")
+        for saves, who in ((told, "the job's output"), (recorded, "metrics.jsonl")):
+            if missing := lost(saves, committed, keep=self.plan.keep):
+                problems.append(f"of {saves}, saved as {who} says, {missing} are missing: {committed} are there")
+        return problems
+
+    def _resume(self, told: list[int]) -> list[str]:
+        """Go on with the job, and return what it leaves that the unbroken run does not."""
+        self.tally.resumed += 1
+        command, output = self.plan.command(self._run, keep=self.plan.keep), self.folder / "resumed.log"
+        if not self._checkpoints.committed():
+            command.append("checkpoint.load=none")  # a run with records and no checkpoint asks for it
+        output.unlink(missing_ok=True)
+        statuses = PowerJob(command, output, ranks=self.plan.ranks).end(TIMEOUT_S)
+        if any(status != 0 for status in statuses):
+            return [f"the resumed job ended with {statuses}: {output.read_text()[-2000:]}"]
+        problems = self._look(told)
+        if self.plan.iterations not in self._checkpoints.committed():
+            problems.append(f"the resumed run has no last checkpoint: {self._checkpoints.committed()}")
+        if curve_of(self._run) != self.unbroken.curve:
+            problems.append("the curve of the resumed run is not the unbroken one")
+        left = [path.name for path in self._run.rglob("*") if path.name.endswith(TEMPORARY)]
+        return problems + ([f"left behind: {', '.join(left)}"] if left else [])
+
+    @property
+    def _run(self) -> Path:
+        return self.folder / "mount" / "run"
+
+    @property
+    def _checkpoints(self) -> CheckpointFolder:
+        return CheckpointFolder(self._run / "checkpoints", Files())
+
+    def _compare(self, path: Path, iteration: int) -> list[str]:
+        try:
+            checkpoint = open_checkpoint(path, Files())
+            verify_share(checkpoint, read_places(checkpoint), rank=0, world_size=1)
+        except TrainerError as error:
+            return [f"{path.name} is damaged: {error}"]
+        found, expected = contents_of(path), self.unbroken.checkpoints[iteration]
+        odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        return [f"{path.name} differs from the unbroken run's in {', '.join(odd)}"] if odd else []
+
+
+def recorded_saves(metrics: Path) -> list[int]:
+    """Return the iterations whose saves a metrics file records; damaged lines count for nothing."""
+    found = set()
+    for line in metrics.read_bytes().split(b"\n") if metrics.exists() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            record = json.loads(line)
+            if record["event"] == "save":
+                found.add(int(record["iteration"]))
+    return sorted(found)
+
+
+def lost(told: Sequence[int], committed: Sequence[int], *, keep: int) -> list[int]:
+    """Return which of the iterations that were told as saved are neither there nor replaced by `keep` newer ones."""
+    return [one for one in told if one not in committed and sum(other > one for other in committed) < keep]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

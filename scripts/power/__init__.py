@@ -1,1 +1,0 @@
-"""What `scripts/soak_power.py` is made of: a disk whose writes and flushes are logged, its replay, its jobs."""

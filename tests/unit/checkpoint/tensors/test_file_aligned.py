@@ -1,0 +1,38 @@
+"""Moments lie in memory as they will lie in their file."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from models import build_model
+from tests.unit.model_samples import GPT2, fill, random_values
+from trainer.checkpoint.format.layout import PAGE_BYTES, build_layout
+from trainer.checkpoint.tensors.live import Grid
+from trainer.optim import AdamSettings
+from trainer.state import TrainerState, build_part, checkpoint_specs
+
+SETTINGS = AdamSettings(0.1, 0.1, 0.9, 0.95, 1e-8, frozenset())
+FILE_BYTES = 30_000
+
+
+@pytest.mark.parametrize("pad_vocab_multiple", [1, 64])
+def test_a_state_lies_congruent_to_its_places_in_the_files_and_keeps_its_values(pad_vocab_multiple: int) -> None:
+    config = dataclasses.replace(GPT2, pad_vocab_multiple=pad_vocab_multiple)
+    model = fill(build_model(config), random_values(config))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    part = build_part(config, model, SETTINGS, grid=Grid.flat(1), file_bytes=FILE_BYTES)
+    state = TrainerState(config, [part], Grid.flat(1))
+    layout = build_layout(tuple(checkpoint_specs(config, with_optimizer=True)), file_bytes=FILE_BYTES)
+    live = [tensor for tensor in state.shards() if tensor.local.ndim > 0]
+    assert len(live) == 3 * len(list(model.parameters()))
+    for tensor in live:
+        assert (tensor.local.data_ptr() - layout.places[tensor.spec.name].offset) % PAGE_BYTES == 0
+        assert not (tensor.spec.name.startswith("exp_avg") and tensor.local.any())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for parameter, values in part.optimizer.state.items():
+        assert {key: value.shape for key, value in values.items()} == {
+            "step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape
+        }  # fmt: skip

@@ -1,0 +1,206 @@
+"""The command `scripts/compare_speed.py`: its figures, what it refuses and which status it returns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.checkpoint.policy import SaveReport
+from trainer.commands.compare_speed import main
+from trainer.compare.speed import Spread, measure, read_timing
+from trainer.compare.speed_plot import running_median
+from trainer.errors import DataError
+from trainer.metrics.run_log import IterationRecord, RunLog
+
+
+def make_run(
+    folder: Path, seconds: list[float], saves: dict[int, tuple[float, float]] | None = None, *, after: int = 0
+) -> Path:
+    """Write a run as the trainer does: iterations of 100 tokens, and saves with blocked and slowed-down seconds.
+
+    With `after`, the run in the folder is resumed after that iteration.
+    """
+    log = RunLog(folder, train_iters=after + len(seconds), log_interval=1000, tensorboard=False, mfu_scale=None)
+    log.open(after, "train:\n  dtype: float32\n")
+    for iteration, taken in enumerate(seconds, start=after + 1):
+        log.iteration(
+            IterationRecord(
+                iteration=iteration,
+                loss=2.0,
+                grad_norm=1.0,
+                lr=1e-3,
+                consumed_samples=iteration,
+                tokens=100,
+                seconds=taken,
+                checkpoint_seconds=0.0,
+            )
+        )
+        log.evaluation(iteration, 2.0, 2.0)
+        if saves and iteration in saves:
+            blocked, slowdown = saves[iteration]
+            report = SaveReport(iteration, folder, 1000, 0.5, blocked_s=blocked, waited_s=blocked)
+            log.save(report, slowdown_s=slowdown)
+    log.close()
+    return folder
+
+
+def test_the_figures_are_those_of_the_iterations_after_the_first(tmp_path: Path) -> None:
+    seconds = [9.0, 9.0, *[0.5] * 8, 1.0]
+    run = make_run(tmp_path / "a", seconds, {2: (7.0, 7.0), 5: (0.25, 1.5), 11: (0.0, 0.5)})
+    speed = measure(read_timing(run).without_first(2))
+    assert (speed.iterations, speed.saves, speed.save_seconds) == (9, 2, 0.5)
+    assert speed.seconds == Spread(0.5, 0.5, 0.6, 0.5, 0.5)  # a fifth of the way from the last 0.5 to 1.0
+    assert speed.tokens_per_second == Spread(200.0, 180.0, 200.0, 200.0, 200.0)
+    assert (speed.blocked_s, speed.slowdown_s) == (0.5, 2.0)
+    assert speed.checkpoint_share == 2.5 / 5.5
+    assert speed.tokens_per_second_overall == 900 / 5.5
+
+
+def test_iterations_that_were_faster_beside_a_save_earn_it_no_time(tmp_path: Path) -> None:
+    speed = measure(read_timing(make_run(tmp_path / "a", [1.0], {1: (0.0, -0.5)})))
+    assert (speed.slowdown_s, speed.checkpoint_share) == (0.0, 0.0)
+
+
+def test_one_iteration_is_its_own_spread() -> None:
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, 3.0, 3.0)
+
+
+def test_ratios_are_to_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow, fast = make_run(tmp_path / "slow", [0.5] * 8, {7: (0.1, 0.0)}), make_run(tmp_path / "fast", [0.25] * 8)
+    assert main([str(slow), str(fast)]) == 0
+    rule, pace, cost, verdicts, summary = capsys.readouterr().out.split("\n\n")
+    assert rule.startswith("the first 5 iterations after each start")
+    assert [line.split() for line in verdicts.splitlines()[1:]] == [
+        ["slow", "base", "-", "200.0", "200.0", "to", "200.0"],
+        ["fast", "ok", "+100.0%", "400.0", "400.0", "to", "400.0"],
+    ]
+    assert summary == "ok: 0 of 1 runs are slower than slow by more than 10% of its median\n"
+    rows = [line.split() for line in pace.splitlines()[1:]]
+    assert rows == [
+        ["slow", "3", "200.0", "200.0", "200.0", "1.000", "0.5", "0.5", "0.5"],
+        ["fast", "3", "400.0", "400.0", "400.0", "2.000", "0.25", "0.25", "0.25"],
+    ]
+    rows = [line.split() for line in cost.splitlines()[1:]]
+    assert rows[0] == ["slow", "1", "0.500", "0.200", "0.000", "11.76%", "176.5", "1.000"]
+    assert rows[1] == ["fast", "0", "-", "0.000", "0.000", "0.00%", "400.0", "2.267"]
+
+
+SLOWER_BY = {0.1: 0.5 / 0.9, 0.109: 0.5 / 0.891, 0.2: 0.625, 0.21: 0.5 / 0.79, 0.5: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("share", "options", "status"),
+    [
+        (0.109, [], 1), (0.109, ["--threshold", "0.2"], 0), (0.2, ["--threshold", "0.2"], 0), (0.1, [], 0),
+        (0.21, ["--threshold", "0.2"], 1), (0.5, ["--threshold", "0"], 1), (0.5, ["--threshold", "0.6"], 0),
+    ],
+)  # fmt: skip
+def test_a_run_that_is_slower_by_more_than_the_threshold_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float, options: list[str], status: int
+) -> None:
+    base, test = make_run(tmp_path / "a", [0.5] * 9), make_run(tmp_path / "b", [SLOWER_BY[share]] * 9)
+    assert main([str(base), str(base), str(test), *options]) == status
+    summary = capsys.readouterr().out.splitlines()[-1]
+    assert summary.startswith(
+        "SLOWER: 1 of 2 runs than a by more than" if status else "ok: 0 of 2 runs are slower than a"
+    )
+    assert summary.endswith(": b") == bool(status)
+    assert main([str(base), str(test), "--json", *options]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["slower"] == (["b"] if status else [])
+    assert [run["is_slower"] for run in found["runs"]] == [False, bool(status)]
+    assert found["runs"][1]["slower_by"] == pytest.approx(share, abs=1e-3)
+    assert main([str(test), str(base), *options]) == 0  # faster is never a failure
+
+
+def test_the_verdict_is_of_medians_with_the_quartiles_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mean would call this run slower: three of its iterations waited for something."""
+    even, uneven = make_run(tmp_path / "even", [0.5] * 15), make_run(tmp_path / "uneven", [0.5] * 12 + [5.0] * 3)
+    assert main([str(even), str(uneven)]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("uneven  ") and " ok " in line)
+    assert row.split() == ["uneven", "ok", "+0.0%", "200.0", "65.0", "to", "200.0"]
+
+
+def test_the_first_iterations_after_every_start_are_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", [9.0] * 5 + [0.5] * 5, {3: (7.0, 7.0), 10: (0.1, 0.0)})
+    make_run(run, [9.0] * 5 + [0.5] * 2, {14: (7.0, 7.0), 17: (0.2, 0.0)}, after=9)
+    timing = read_timing(run).without_first(5)
+    assert [timed.iteration for timed in timing.iterations] == [6, 7, 8, 9, 15, 16]
+    assert {timed.seconds for timed in timing.iterations} == {0.5}
+    assert timing.saves == ()
+    assert len(read_timing(run).without_first(0).iterations) == 16
+
+
+@pytest.mark.parametrize("threshold", ["20", "1", "-0.1", "nan", "x"])
+def test_a_threshold_that_is_no_share_is_refused(tmp_path: Path, threshold: str) -> None:
+    run = make_run(tmp_path / "a", [0.5] * 8)
+    with pytest.raises(SystemExit) as left:
+        main([str(run), str(run), "--threshold", threshold])
+    assert left.value.code == 2
+
+
+def test_json_and_plot_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [str(make_run(tmp_path / name, [0.5] * 8, {4: (0.1, 0.1)})) for name in "ab"]
+    assert main([*runs, runs[0], "--json", "--skip", "0", "--plot", str(tmp_path / "out.png")]) == 0
+    output = capsys.readouterr()
+    found = json.loads(output.out)
+    assert [(run["run"], run["iterations"], run["ratio"]) for run in found["runs"]] == [
+        ("a", 8, 1.0),
+        ("b", 8, 1.0),
+        ("a (2)", 8, 1.0),
+    ]
+    assert "wrote" in output.err
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert main([runs[0], "--plot", str(tmp_path / "out.unknown")]) == 2
+    assert main([runs[0], "--skip", "7", "--plot", str(tmp_path / "short.png")]) == 0
+
+
+def test_a_torn_last_line_is_said_in_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "a", [0.5] * 8)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 9, "lo')
+    assert main([str(run)]) == 0
+    assert "line 17 is torn" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("step 1/2 | train loss 2.0 | norm 1.0 | lr 1e-3 | 500.0 ms | 200 tokens/s\n", "A text log does not tell"),
+        ('{"iteration": 1, "loss": 2.0}\n', "There is no time of an iteration"),
+        ('{"iteration": 1, "loss": 2.0, "seconds": 0, "tokens_per_second": 1}\n', "An iteration took no time"),
+        ('{"iteration": 1, "loss": 2.0, "seconds": "1", "tokens_per_second": 1}\n', "Cannot read seconds"),
+        ('{"iteration": 1, "event": "save", "seconds": 1}\n', "Cannot read blocked_seconds"),
+        ('{"iteration": 1}\n[]\n', "line 2"),
+        ("", "A text log does not tell"),
+    ],
+)
+def test_a_file_without_times_is_refused_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    (tmp_path / "a.log").write_text(text)
+    assert main([str(tmp_path / "a.log")]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert said in output.err
+    assert "a.log" in output.err
+
+
+def test_a_run_that_is_too_short_or_absent_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "a", [0.5] * 5)
+    assert main([str(run)]) == 2
+    assert "--skip" in capsys.readouterr().err
+    assert main([str(run), "--skip", "4"]) == 0
+    assert main([str(run), str(tmp_path / "absent")]) == 2
+    with pytest.raises(DataError):
+        read_timing(tmp_path)
+
+
+def test_a_running_median_is_as_long_as_what_it_is_of() -> None:
+    assert running_median([1.0]) == [1.0]
+    assert running_median([1.0, 9.0, 1.0, 1.0, 1.0, 5.0]) == [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]

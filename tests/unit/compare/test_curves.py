@@ -1,0 +1,440 @@
+"""Reading loss curves and comparing them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.compare.curves import (
+    Curve,
+    Point,
+    Reading,
+    Tolerance,
+    absolute_difference,
+    common_dtype,
+    compare,
+    fits_float32,
+    read_curve,
+    report,
+    ulp_distance,
+)
+from trainer.compare.read import parse_log, parse_metrics
+from trainer.errors import DataError
+
+FLOATS = st.floats(allow_nan=True, allow_infinity=True)
+FLOATS_32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
+
+
+def record(iteration: int, loss: float, **more: object) -> str:
+    finite = loss if math.isfinite(loss) else None
+    return json.dumps({"iteration": iteration, "loss": finite, "loss_hex": loss.hex(), **more}, allow_nan=False)
+
+
+def metrics(losses: dict[int, float]) -> Curve:
+    return parse_metrics("".join(record(i, loss) + "\n" for i, loss in losses.items()), source="made.jsonl")
+
+
+def losses_of(curve: Curve) -> dict[int, float]:
+    return {point.iteration: point.loss.value for point in curve.points}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("step     7/100 | train loss 4.250000 | grad norm 1.50 | lr 3.0e-04 | 12 ms", (7, 4.25, 1.5, 3e-4)),
+        ("step    7/100 | loss 4.25 (+nanz)| norm 1.5 (-0.31z)| lr 3.00e-04 | 12 ms | 5 tok/s", (7, 4.25, 1.5, 3e-4)),
+        ("step 7/18865 | train loss 4.25 | norm 1.5 | lr 3.00e-04 | (9.0 ms | 7 tok/s)", (7, 4.25, 1.5, 3e-4)),
+        ("E20250101 10:00:00.1 1 main.cc:9] step    7/10 | train loss 4.25 | lr 3e-04 | (1 ms)", (7, 4.25, None, 3e-4)),
+        ("\x1b[32m[rank0]: step 7/10 | train loss 4.25\x1b[0m", (7, 4.25, None, None)),
+        ("iter 7: loss 4.2500, time 12.3ms, mfu -100.00%", (7, 4.25, None, None)),
+        (
+            " [2024-01-01 00:00:00] iteration        7/     100 | consumed samples:           56 | elapsed time per "
+            "iteration (ms): 9.1 | learning rate: 3.0E-04 | global batch size:     8 | lm loss: 4.25E+00 | "
+            "loss scale: 1.0 | grad norm: 1.5 | params norm: 9.0 |",
+            (7, 4.25, 1.5, 3e-4),
+        ),
+        (
+            "step    7/20 | loss 4.250000 (+nanz)| norm 1.5000 (+nanz)| lr 3.00e-04 | 100.00 ms | -100.0% bf16 MFU | "
+            "9 tok/s",
+            (7, 4.25, 1.5, 3e-4),
+        ),
+        ("s:6 trl:4.2500 lr:0.000300 norm:1.50", (7, 4.25, 1.5, 3e-4)),
+        ("s:6 trl:4.250000", (7, 4.25, None, None)),
+        ("step 6: train loss 4.250000 (took 12.345000 ms)", (7, 4.25, None, None)),
+    ],
+)
+def test_log_lines_of_every_known_format_are_read(
+    line: str, expected: tuple[int, float, float | None, float | None]
+) -> None:
+    (point,) = parse_log(line + "\n", source="log").points
+    grad_norm, lr = (None if value is None else value.value for value in (point.grad_norm, point.lr))
+    assert (point.iteration, point.loss.value, grad_norm, lr) == expected
+    assert not point.loss.exact
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 250: train loss 1.2000, val loss 1.3000",
+        "validation loss at iteration 10 | lm loss value: 1.0E+01 | lm loss PPL: 2.2E+04 |",
+        " iteration  2/ 10 | consumed samples: 16 | loss scale: 65536.0 | number of skipped iterations:   1 |",
+        "val loss 4.2",
+        "s:0 tel:11.0340",
+        "s:250 eval:0.2931",
+        "step 20/100 | val loss 4.2",
+        "step 20/100 | saved iter_0000020",
+    ],
+)
+def test_lines_that_are_not_training_losses_are_passed_over(line: str) -> None:
+    curve = parse_log(f"{line}\nstep 1/10 | train loss 3.0\n{line}\n", source="log")
+    assert losses_of(curve) == {1: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("nan", math.nan), ("NaN", math.nan), ("-nan", math.nan), ("inf", math.inf), ("INF", math.inf),
+        ("-inf", -math.inf), ("Infinity", math.inf), ("-1.5", -1.5), ("+1.5e-3", 1.5e-3), ("2E+01", 20.0), ("0", 0.0),
+    ],
+)  # fmt: skip
+def test_every_way_to_write_a_number_is_read(written: str, value: float) -> None:
+    for line in (
+        f"step 1/2 | train loss {written} | x",
+        f"iter 1: loss {written}, time",
+        f"iteration 1/ 2 | lm loss: {written} |",
+    ):
+        assert absolute_difference(losses_of(parse_log(line + "\n", source="log"))[1], value) == 0
+
+
+def test_a_training_line_with_an_unreadable_loss_is_refused_with_its_line() -> None:
+    with pytest.raises(DataError, match="line 2"):
+        parse_log("step 1/9 | train loss 4.0 |\nstep 2/9 | train loss 4.x |\n", source="log")
+
+
+def test_a_torn_last_log_line_is_not_taken_for_a_number() -> None:
+    curve = parse_log("step 1/9 | train loss 4.25 |\nstep 2/9 | train loss 4.2", source="log")
+    assert losses_of(curve) == {1: 4.25}
+    assert "line 2 is torn" in curve.notes[0]
+
+
+def test_a_last_log_line_without_newline_keeps_its_closed_fields() -> None:
+    (point,) = parse_log("step 2/9 | train loss 4.25 | norm 1.2", source="log").points
+    assert point == Point(2, Reading(4.25, exact=False))
+
+
+MAIN_LOG = """\
+s:0 tel:11.0340
+s:0 trl:10.9958 lr:0.000001 norm:15.22
+s:1 trl:10.8772 lr:0.000002 norm:14.01
+s:2 tel:10.5111
+"""
+C_LOG = """\
+[GPT-2]
+max_seq_len: 1024
+val loss 5.325522
+step 0: train loss 5.356189 (took 3215.270000 ms)
+step 1: train loss 4.301069 (took 2968.820000 ms)
+generating:
+---
+step by step: the train loss
+---
+val loss 4.290000
+"""
+
+
+def test_a_log_that_counts_from_0_is_told_so_and_compared_by_what_was_trained() -> None:
+    ours = "step 1/2 | train loss 10.9958 |\nstep 2/2 | train loss 10.8772 |\n"
+    main = parse_log(MAIN_LOG, source="main.log")
+    assert main.notes == ("main.log counts from 0, as llm.c does: its step 0 is iteration 1",)
+    found = compare(main, parse_log(ours, source="ours"), tolerance=Tolerance(0.0))
+    assert (found.equal, found.compared) == (True, 2)
+    assert "note       main.log counts from 0" in report(found)
+    assert losses_of(parse_log(C_LOG, source="c.log")) == {1: 5.356189, 2: 4.301069}
+
+
+@pytest.mark.parametrize("text", [MAIN_LOG.partition("s:2")[0], C_LOG.partition("generating")[0]])
+def test_logs_of_llm_c_may_be_torn_anywhere_in_their_last_line(text: str) -> None:
+    """A number that the tear has cut is never read, and a cut training line leaves no other loss."""
+    losses = losses_of(parse_log(text, source="log"))
+    last = text.rstrip("\n").rindex("\n") + 1
+    for length in range(last + 1, len(text)):
+        left = losses_of(parse_log(text[:length], source="log"))
+        assert left in (losses, {1: losses[1]})
+    assert left == losses  # only the newline is missing
+
+
+def test_a_folder_of_llm_c_is_read_by_its_log(tmp_path: Path) -> None:
+    (tmp_path / "main.log").write_text(MAIN_LOG)
+    assert losses_of(read_curve(tmp_path)) == {1: 10.9958, 2: 10.8772}
+    (tmp_path / "metrics.jsonl").write_text(record(1, 2.0) + "\n")
+    assert losses_of(read_curve(tmp_path)) == {1: 2.0}
+
+
+def test_progress_bars_that_return_without_newline_are_lines() -> None:
+    assert losses_of(parse_log("10%\rstep 1/9 | train loss 2.0 |\r\n20%\r", source="log")) == {1: 2.0}
+
+
+def test_a_repeated_log_line_must_be_the_same_unless_the_last_one_wins() -> None:
+    first, second = "step 5/9 | train loss 2.0 |\n", "step 5/9 | train loss 2.5 |\n"
+    assert losses_of(parse_log(first + first, source="log")) == {5: 2.0}
+    with pytest.raises(DataError, match=r"Iteration 5 comes twice.*line 2.*--last-wins"):
+        parse_log(first + second, source="log")
+    assert losses_of(parse_log(first + second, source="log", last_wins=True)) == {5: 2.5}
+
+
+def test_repeated_nan_lines_are_the_same() -> None:
+    assert len(parse_log("iter 5: loss nan, x\n" * 2, source="log").points) == 1
+
+
+@given(st.dictionaries(st.integers(0, 10**6), FLOATS, min_size=1))
+def test_metrics_give_back_the_bits_that_were_written(losses: dict[int, float]) -> None:
+    curve = metrics(losses)
+    assert [p.iteration for p in curve.points] == sorted(losses)
+    assert {p.iteration: p.loss.value.hex() for p in curve.points} == {i: loss.hex() for i, loss in losses.items()}
+    assert all(p.loss.exact for p in curve.points)
+
+
+def test_loss_hex_goes_before_the_decimal() -> None:
+    text = json.dumps({"iteration": 1, "loss": 0.3, "loss_hex": (0.1 + 0.2).hex()})
+    assert losses_of(parse_metrics(text, source="m")) == {1: 0.1 + 0.2}
+
+
+def test_metrics_records_without_a_loss_are_passed_over() -> None:
+    text = "\n".join(
+        [record(20, 2.0), '{"iteration": 20, "event": "save"}', "", '{"iteration": 20, "val_loss": 3}', ""]
+    )
+    assert losses_of(parse_metrics(text, source="m")) == {20: 2.0}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{oops", "[1]", "3", '{"loss": 1.0}', '{"iteration": "3", "loss": 1.0}', '{"iteration": true, "loss": 1.0}',
+        '{"iteration": -1, "loss": 1.0}', '{"iteration": 3, "loss": null}', '{"iteration": 3, "loss": "low"}',
+        '{"iteration": 3, "loss": 1.0, "loss_hex": "0xzz"}', '{"iteration": 3, "loss": 1.0, "loss_hex": 1.0}',
+        '{"iteration": 3, "loss": 1.0, "grad_norm_hex": "0x1p99999"}', "\0\0\0", "[" * 100_000,
+    ],
+)  # fmt: skip
+def test_a_broken_metrics_record_is_refused_with_its_line(broken: str) -> None:
+    with pytest.raises(DataError, match=r"m\.jsonl, line 2"):
+        parse_metrics(f"{record(1, 2.0)}\n{broken}\n{record(4, 2.0)}\n", source="m.jsonl")
+
+
+@given(st.integers(1, len(record(2, 2.5)) - 1))
+def test_a_last_record_torn_anywhere_is_left_out_with_a_note(length: int) -> None:
+    curve = parse_metrics(f"{record(1, 2.0)}\n{record(2, 2.5)[:length]}", source="m")
+    assert losses_of(curve) == {1: 2.0}
+    assert "line 2 is torn" in curve.notes[0]
+
+
+def test_a_whole_last_record_needs_no_newline() -> None:
+    curve = parse_metrics(f"{record(1, 2.0)}\n{record(2, 2.5)}", source="m")
+    assert losses_of(curve) == {1: 2.0, 2: 2.5}
+    assert curve.notes == ()
+
+
+def test_an_iteration_twice_in_metrics_is_refused() -> None:
+    with pytest.raises(DataError, match=r"Iteration 1 comes twice \(m, line 2\)"):
+        parse_metrics(f"{record(1, 2.0)}\n{record(1, 2.0)}\n", source="m")
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "hello\n", '{"iteration": 1, "event": "save"}\n'])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "train.log"])
+def test_a_file_without_a_loss_is_refused_naming_file_and_formats(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError) as caught:
+        read_curve(tmp_path / name)
+    assert name in str(caught.value)
+    if text != "hello\n" or name != "metrics.jsonl":
+        assert "iter 10: loss" in str(caught.value)
+
+
+def test_a_run_folder_is_read_with_the_dtype_of_its_config(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(record(3, 2.0) + "\n")
+    (tmp_path / "config.yaml").write_text(
+        "model:\n  dtype: float32\ntrain:\n  train_iters: 9\n  dtype: bfloat16\nx: 1\n"
+    )
+    assert read_curve(tmp_path) == read_curve(tmp_path / "metrics.jsonl")
+    assert read_curve(tmp_path).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ("train:\n  dtype: float32\n", "float32"),
+        ("train:\n    seed: 1\n\n    dtype: 'bf16'  # short\n", "bfloat16"),
+        ("train:\n  # why\n  dtype: BFLOAT16", "bfloat16"),
+        ("train:\n  inner:\n    dtype: bfloat16\n", None),
+        ("train:\n  seed: 1\nmodel:\n  dtype: bfloat16\n", None),
+        ("train:\n  dtype: int8\n", None),
+        ("train: {}\n", None),
+        ("", None),
+    ],
+)
+def test_only_the_dtype_directly_under_train_counts(tmp_path: Path, config: str, dtype: str | None) -> None:
+    (tmp_path / "metrics.jsonl").write_text(record(3, 2.0))
+    (tmp_path / "config.yaml").write_text(config)
+    assert read_curve(tmp_path).dtype == dtype
+
+
+def test_json_lines_are_known_by_their_content_too(tmp_path: Path) -> None:
+    (tmp_path / "copy.txt").write_text(record(3, 2.0) + "\n")
+    assert read_curve(tmp_path / "copy.txt").points[0].loss.exact
+
+
+@pytest.mark.parametrize("name", ["", "absent", "absent.log"])
+def test_a_path_that_cannot_be_read_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=name or r"metrics\.jsonl"):
+        read_curve(tmp_path / name)
+
+
+@given(st.dictionaries(st.integers(0, 99), FLOATS, min_size=1))
+def test_a_curve_is_bit_identical_to_itself(losses: dict[int, float]) -> None:
+    for tolerance in (None, Tolerance(0.0), Tolerance(1e-5)):
+        comparison = compare(metrics(losses), metrics(losses), tolerance=tolerance)
+        assert comparison.bit_identical
+        assert comparison.largest is None
+        assert comparison.verdict == f"bit-identical: {len(losses)}/{len(losses)} iterations"
+
+
+@given(st.dictionaries(st.integers(0, 9), FLOATS, min_size=1), st.dictionaries(st.integers(0, 9), FLOATS, min_size=1))
+def test_equal_bits_imply_equal_within_any_tolerance(one: dict[int, float], other: dict[int, float]) -> None:
+    base, test = metrics(one), metrics(other)
+    loose = compare(base, test, tolerance=Tolerance(1e-3, 1e-3))
+    assert set(loose.different_iterations) <= set(compare(base, test, tolerance=None).different_iterations)
+    assert loose.compared + len(loose.missing_in_base) + len(loose.missing_in_test) == len(one.keys() | other.keys())
+    assert report(loose).splitlines()[-1] == loose.verdict
+
+
+@pytest.mark.parametrize(
+    ("base", "test", "admitted"),
+    [
+        (1.0, 1.0 + 2**-20, True), (1.0, 1.001, False), (math.nan, math.nan, True), (math.inf, math.inf, True),
+        (-math.inf, -math.inf, True), (math.inf, -math.inf, False), (math.nan, 1.0, False), (1.0, math.nan, False),
+        (math.inf, 1.0, False), (1.0, math.inf, False), (math.nan, math.inf, False), (0.0, -0.0, True),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_not_finite_equals_only_itself(base: float, test: float, admitted: bool) -> None:
+    assert Tolerance(1e-5).admits(base, test) is admitted
+    assert Tolerance(1e-5, 1e-5).admits(base, test) is admitted
+
+
+def test_the_relative_tolerance_is_of_the_base_and_comes_on_top() -> None:
+    assert Tolerance(0.0, 0.1).admits(10.0, 11.0)
+    assert not Tolerance(0.0, 0.1).admits(-1.0, -1.2)
+    assert Tolerance(0.5, 0.1).admits(10.0, 11.5)
+
+
+def test_one_bit_of_the_loss_is_seen_bitwise_and_admitted_within_a_tolerance() -> None:
+    base, test = metrics({1: 2.0, 2: 3.0}), metrics({1: 2.0, 2: math.nextafter(3.0, 4.0)})
+    assert compare(base, test, tolerance=None).verdict == "DIFFERENT: 1 of 2 iterations, first at 2"
+    within = compare(base, test, tolerance=Tolerance(1e-5))
+    assert (within.verdict, within.bit_equal) == ("equal within 1e-05: 2/2 iterations", 1)
+    assert within.largest is not None
+    assert within.largest.iteration == 2
+
+
+@pytest.mark.parametrize("quantity", ["grad_norm", "lr"])
+def test_bitwise_looks_at_grad_norm_and_lr_where_both_have_them(quantity: str) -> None:
+    def curve(**more: object) -> Curve:
+        return parse_metrics(record(1, 2.0, **more), source="m")
+
+    hexed, other = curve(**{f"{quantity}_hex": (1.5).hex()}), curve(**{f"{quantity}_hex": (1.25).hex()})
+    assert compare(hexed, other, tolerance=None).differences[0].quantity == quantity
+    assert compare(curve(**{quantity: 1.5}), curve(**{quantity: 1.25}), tolerance=None).verdict.startswith("DIFF")
+    assert compare(hexed, curve(), tolerance=None).bit_identical
+    assert compare(hexed, other, tolerance=Tolerance(1e-5)).verdict == "equal within 1e-05: 1/1 iterations"
+
+
+def test_decimals_prove_no_equal_bits() -> None:
+    log = parse_log("step 1/1 | train loss 2.0 |\n", source="train.log")
+    comparison = compare(log, log, tolerance=Tolerance(1e-5))
+    assert comparison.equal
+    assert comparison.verdict == "equal within 1e-05: 1/1 iterations"
+    for base, test in ((log, metrics({1: 2.0})), (metrics({1: 2.0}), log)):
+        with pytest.raises(DataError, match=r"train\.log, iteration 1"):
+            compare(base, test, tolerance=None)
+
+
+def test_missing_iterations_are_differences() -> None:
+    comparison = compare(metrics({1: 2.0, 2: 2.0, 3: 2.0}), metrics({2: 2.0, 4: 2.0}), tolerance=Tolerance(1.0))
+    assert (comparison.missing_in_test, comparison.missing_in_base) == ((1, 3), (4,))
+    assert comparison.verdict == "DIFFERENT: 3 of 4 iterations, first at 1"
+
+
+def test_an_allowed_prefix_covers_only_the_start_of_test() -> None:
+    base = metrics(dict.fromkeys(range(1, 101), 2.0))
+    resumed = metrics(dict.fromkeys(range(41, 101), 2.0))
+    allowed = compare(base, resumed, tolerance=None, allow_missing_prefix=True)
+    assert allowed.verdict == "bit-identical: 60/100 iterations"
+    assert allowed.allowed_prefix == tuple(range(1, 41))
+    assert not compare(base, resumed, tolerance=None).equal
+    assert not compare(resumed, base, tolerance=None, allow_missing_prefix=True).equal
+    holed = metrics({i: 2.0 for i in range(41, 100) if i != 50})
+    assert compare(base, holed, tolerance=None, allow_missing_prefix=True).missing_in_test == (50, 100)
+
+
+def test_curves_without_a_common_iteration_are_never_equal() -> None:
+    early, late = metrics({1: 2.0}), metrics({2: 2.0})
+    assert not compare(early, late, tolerance=Tolerance(1.0), allow_missing_prefix=True).equal
+    assert not compare(late, early, tolerance=Tolerance(1.0), allow_missing_prefix=True).equal
+
+
+@pytest.mark.parametrize(
+    ("base", "test", "dtype"),
+    [
+        (None, None, None), ("float32", None, "float32"), (None, "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "bfloat16"), ("float32", "float32", "float32"),
+    ],
+)  # fmt: skip
+def test_the_coarser_dtype_is_the_common_one(base: str | None, test: str | None, dtype: str | None) -> None:
+    assert common_dtype(Curve("a", (), base), Curve("b", (), test)) == dtype
+
+
+@given(FLOATS_32, FLOATS_32)
+def test_ulp_distance_is_symmetric_and_zero_only_for_equal_values(one: float, other: float) -> None:
+    for bits in (32, 64):
+        distance = ulp_distance(one, other, bits=bits)
+        assert distance == ulp_distance(other, one, bits=bits)
+        assert (distance == 0) == (one == other)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False, max_value=1e300))
+def test_neighbouring_floats_are_one_ulp_apart(value: float) -> None:
+    assert ulp_distance(value, math.nextafter(value, math.inf), bits=64) == 1
+
+
+def test_ulp_distance_crosses_zero_and_knows_no_nan() -> None:
+    assert ulp_distance(-5e-324, 5e-324, bits=64) == 2
+    assert ulp_distance(1.0, 1.0 + 2**-23, bits=32) == 1
+    assert ulp_distance(math.nan, 1.0, bits=64) is None
+
+
+@given(st.floats(width=32))
+def test_float32_values_are_known_as_such(value: float) -> None:
+    assert fits_float32(value)
+
+
+@pytest.mark.parametrize("value", [0.1, 1e300, -1e300, 5e-324, math.nextafter(1.0, 2.0)])
+def test_values_between_and_beyond_float32_are_known_as_such(value: float) -> None:
+    assert not fits_float32(value)
+
+
+def test_the_report_lists_at_most_the_rows_asked_for() -> None:
+    base, test = metrics(dict.fromkeys(range(50), 1.0)), metrics(dict.fromkeys(range(50), 2.0))
+    lines = report(compare(base, test, tolerance=Tolerance(1e-5)), max_rows=3).splitlines()
+    assert sum("(float32)" in line for line in lines) == 3
+    assert "... and 47 more" in lines
+
+
+def test_the_report_lists_missing_iterations_as_ranges() -> None:
+    base = metrics(dict.fromkeys([*range(1, 41), 43, 50], 1.0))
+    text = report(compare(base, metrics({50: 1.0}), tolerance=Tolerance(1e-5)))
+    assert "in test: 1-40, 43 (41 in all) (--allow-missing-prefix" in text
+    text = report(compare(metrics({50: 1.0}), base, tolerance=Tolerance(1e-5)), max_rows=1)
+    assert "in base: 1-40, and 1 more ranges (41 in all)" in text

@@ -1,0 +1,60 @@
+"""The names of compared runs, and how they are drawn."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from trainer.compare.curves import Comparison, Curve, Point, Reading, Tolerance, compare
+from trainer.compare.plot import draw_comparisons
+from trainer.compare.table import name_runs, report_all
+
+
+def curve(losses: dict[int, float], source: str = "runs/a/metrics.jsonl", *notes: str) -> Curve:
+    return Curve(source, tuple(Point(i, Reading(loss, True)) for i, loss in losses.items()), notes=notes)
+
+
+def compared(*tests: dict[int, float]) -> list[Comparison]:
+    base = curve({1: 3.0, 2: 2.0})
+    return [compare(base, curve(test), tolerance=Tolerance(1e-5)) for test in tests]
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        (["runs/a/metrics.jsonl", "runs/b/metrics.jsonl"], ["a", "b"]),
+        (["x/run/metrics.jsonl", "y/run/metrics.jsonl", "z/c/metrics.jsonl"], ["x/run", "y/run", "c"]),
+        (["a/metrics.jsonl", "a/metrics.jsonl", "a/metrics.jsonl"], ["a", "a (2)", "a (3)"]),
+        (["x/run/metrics.jsonl", "y/run/metrics.jsonl", "x/run/metrics.jsonl"], ["x/run", "y/run", "x/run (2)"]),
+        (["logs/a.log", "logs/a/metrics.jsonl", "old/a.log"], ["logs/a.log", "a", "old/a.log"]),
+        (["/run/metrics.jsonl", "/x/run/metrics.jsonl"], ["/run", "x/run"]),
+        (["/metrics.jsonl"], ["/"]),
+    ],
+)
+def test_runs_are_named_by_as_much_of_their_path_as_tells_them_apart(sources: list[str], names: list[str]) -> None:
+    assert name_runs(sources) == names
+
+
+def test_a_note_on_a_file_given_twice_is_said_once() -> None:
+    torn = curve({1: 1.0}, "a/metrics.jsonl", "line 2 is torn")
+    comparison = compare(torn, torn, tolerance=None)
+    assert report_all([comparison, comparison], ["a", "a (2)", "a (3)"]).count("torn") == 1
+
+
+def test_equal_curves_stay_visible_in_a_plot() -> None:
+    pytest.importorskip("matplotlib")
+    same = {1: 3.0, 2: 2.0}
+    figure = draw_comparisons(compared(same, same, same, {1: 3.5, 2: math.nan}), ["base", "a", "b", "c", "d"])
+    upper, lower = figure.axes
+    for axes in (upper, lower):
+        assert axes.get_ylabel()
+        lines = [line for line in axes.lines if line.get_linestyle() != "None"]
+        assert len(lines) == (5 if axes is upper else 4)
+        for under, over in pairwise(lines):
+            assert over.get_zorder() > under.get_zorder()
+            assert over.get_linewidth() <= 0.8 * under.get_linewidth()
+            assert over.get_color() != under.get_color()
+    assert lower.get_yscale() == "symlog"
+    assert lower.get_ylim()[0] < 0  # differences of 0 have a place on the axis

@@ -1,0 +1,132 @@
+"""Configurations that cannot run are refused in one message, before anything is built."""
+
+from __future__ import annotations
+
+import pytest
+
+from models.config import Family, ModelConfig
+from trainer.config.checks import validate
+from trainer.config.schema import CheckpointSection, Config, Dtype
+from trainer.data.section import DataKind
+from trainer.errors import ConfigError
+from trainer.run_record import RULES, describe, flags_set, no_decay_names, rules_for
+from trainer.schedule import resolve
+from trainer.topology import Topology
+
+
+def config() -> Config:
+    """Return a configuration that can run."""
+    model = ModelConfig(
+        family=Family.gpt2, n_layer=2, n_head=2, n_kv_head=2, n_embd=20, intermediate_size=44, vocab_size=257,
+        max_position_embeddings=128, bos_token_id=256, eos_token_id=256,
+    )  # fmt: skip
+    return Config(model=model)
+
+
+def test_the_defaults_can_run() -> None:
+    validate(config(), 1)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("train", "train_iters", 0),
+        ("train", "global_batch_size", 0),
+        ("train", "micro_batch_size", -1),
+        ("train", "seq_length", 0),
+        ("train", "eval_interval", -1),
+        ("train", "exit_interval", -2),
+        ("train", "clip_grad", -0.5),
+        ("train", "clip_grad", float("nan")),
+        ("train", "seq_length", 129),
+        ("train", "device", "tpu"),
+        ("logging", "log_interval", 0),
+        ("parallel", "zero_stage", 4),
+        ("optimizer", "lr", float("inf")),
+        ("optimizer", "weight_decay", -0.1),
+        ("optimizer", "adam_beta1", 1.0),
+        ("optimizer", "adam_beta2", -0.1),
+        ("optimizer", "adam_eps", float("nan")),
+        ("schedule", "lr_warmup_iters", 101),
+        ("checkpoint", "save_interval", -1),
+        ("checkpoint", "max_checkpoint_keep", -1),
+        ("checkpoint", "save_retain_interval", -1),
+        ("checkpoint", "file_bytes", 0),
+        ("checkpoint", "commit_timeout_s", 0.0),
+        ("model", "n_head", 3),
+    ],
+)
+def test_an_impossible_value_is_named_with_its_key(section: str, key: str, value: object) -> None:
+    broken = config()
+    setattr(getattr(broken, section), key, value)
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}={value}"):
+        validate(broken, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            [("checkpoint", "override_scheduler", True), ("checkpoint", "use_checkpoint_scheduler", True)],
+            "exclude each other",
+        ),
+        ([("checkpoint", "finetune", True)], "needs checkpoint.load=PATH"),
+        ([("checkpoint", "ckpt_step", 5), ("checkpoint", "load", "none")], "nothing is loaded"),
+        (
+            [("train", "eval_interval", 5), ("data", "kind", DataKind.token_file), ("data", "train", "x")],
+            "needs data.valid",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changes: list[tuple[str, str, object]], words: str) -> None:
+    broken = config()
+    for section, key, value in changes:
+        setattr(getattr(broken, section), key, value)
+    with pytest.raises(ConfigError, match=words):
+        validate(broken, 1)
+
+
+def test_the_global_batch_must_divide_over_the_ranks() -> None:
+    validate(config(), 1)
+    with pytest.raises(ConfigError, match=r"train\.global_batch_size=8: .*=8 times the 2 data-parallel ranks.* of 16"):
+        validate(config(), 2)
+
+
+def test_all_problems_are_one_message() -> None:
+    broken = config()
+    broken.train.train_iters, broken.optimizer.lr, broken.model.n_layer = 0, -1.0, 0
+    with pytest.raises(ConfigError) as caught:
+        validate(broken, 1)
+    for key in ("train.train_iters=0", "optimizer.lr=-1.0", "model.n_layer=0", "Nothing was started"):
+        assert key in str(caught.value)
+
+
+def test_the_record_names_the_groups_and_leaves_no_field_without_a_rule() -> None:
+    found = config()
+    found.train.dtype = Dtype.bfloat16
+    schedule = resolve(found.schedule, found.train.train_iters, found.optimizer.lr)
+    description = describe(
+        found, schedule=schedule, topology=Topology(1, 2, 1), fingerprint="ab", environment={"threads": 1}
+    )
+    decayed, spared = (group["names"] for group in description["optimizer"]["groups"])
+    assert "transformer.wte.weight" in decayed
+    assert (
+        {"transformer.h.0.ln_1.weight", "transformer.h.1.attn.c_attn.bias"}
+        <= set(spared)
+        == no_decay_names(found.model)
+    )
+    spoken_of = {rule.field.split(".")[0] for rule in RULES}
+    assert description.keys() <= spoken_of
+
+
+def test_the_flags_that_are_set_and_the_rules_that_apply() -> None:
+    assert flags_set(CheckpointSection()) == set()
+    assert flags_set(CheckpointSection(reshard=True, override_data=True)) == {
+        "checkpoint.reshard",
+        "checkpoint.override_data",
+    }
+    assert rules_for(CheckpointSection()) == RULES
+    assert {rule.field.split(".")[0] for rule in rules_for(CheckpointSection(finetune=True))} == {"model"}
+    kept = {rule.field.split(".")[0] for rule in rules_for(CheckpointSection(use_checkpoint_scheduler=True))}
+    assert not kept & {"schedule", "adam"}
+    assert "topology" in kept

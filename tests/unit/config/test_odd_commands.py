@@ -1,0 +1,257 @@
+"""Every odd command line is refused in one message before anything starts, and none ends in a traceback."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from trainer.__main__ import CONFIGS, compose
+from trainer.config.checks import unused_keys, validate
+from trainer.errors import ConfigError, LaunchError
+from trainer.launch.environment import Environment
+from trainer.memory_needs import host_bytes, least_bytes, require_host_memory, require_memory
+
+HUGE = str(1 << 63)
+
+# Overrides, and words of the message.
+ODD: list[tuple[str, str]] = [
+    # numbers that are not finite, or fit into no machine word
+    (f"train.seed={HUGE}", f"train.seed={HUGE}"),
+    ("train.seed=-1", "train.seed=-1: must be 0 or more"),
+    ("train.seed=1e30", "train.seed"),
+    (f"train.train_iters={HUGE}", "64 bits"),
+    (f"train.global_batch_size={HUGE}", "64 bits"),
+    (f"checkpoint.file_bytes={HUGE}", "64 bits"),
+    (f"checkpoint.staging_bytes={HUGE}", "64 bits"),
+    (f"checkpoint.ckpt_step={HUGE}", "64 bits"),
+    ("checkpoint.ckpt_step=-1", "checkpoint.ckpt_step=-1"),
+    ("model.n_layer=1e400", "n_layer"),
+    *(
+        (f"{key}={value}", f"{key}={value}: must be a finite number")
+        for value in ("nan", "inf", "-inf")
+        for key in (
+            "train.clip_grad",
+            "train.exit_duration_in_mins",
+            "train.exit_signal_save_seconds",
+            "train.distributed_timeout_minutes",
+            "checkpoint.commit_timeout_s",
+            "checkpoint.stall_timeout_s",
+            "checkpoint.save_interval_mins",
+            "optimizer.lr",
+            "optimizer.adam_beta1",
+            "optimizer.adam_eps",
+            "schedule.min_lr",
+            "data.valid_fraction",
+            "model.dropout",
+            "model.norm_eps",
+        )
+    ),
+    ("train.exit_signal_save_seconds=1e300", "at most 1e+09"),
+    ("train.distributed_timeout_minutes=1e300", "at most 1e+07"),
+    ("checkpoint.commit_timeout_s=1e300", "at most 1e+09"),
+    ("checkpoint.stall_timeout_s=0", "above 0"),
+    ("model=llama3_1b model.rope_scaling.factor=nan", "model.rope_scaling.factor=nan"),
+    # interpolations
+    ("run.dir=${oc.env:NO_SUCH_VARIABLE_HERE}", "NO_SUCH_VARIABLE_HERE"),
+    ("run.name=${nothing.here}", "nothing.here"),
+    ("run.name=${foo:bar}", "foo"),
+    ("run.name=${run.name}", "Recursive"),
+    ("run.name=${", "run.name=${"),
+    ("run.name=???", "name"),
+    ("train.seed=???", "seed"),
+    ("run.dir=runs/${now:%H}", "depends on the time"),
+    # keys and values that Hydra does not take
+    ("=3", "(=3)"),
+    ("model=null", "(model=null)"),
+    ("data=null", "(data=null)"),
+    ("checkpoint=null", "(checkpoint=null)"),
+    ("experiment=null", "(experiment=null)"),
+    ("model=", "gpt2_tiny"),
+    ("model=gpt5", "gpt2_tiny"),
+    ("model=gpt2_tiny,llama3_tiny", "no multirun"),
+    ("train.seed=1,2", "no multirun"),
+    ("train.seed=range(1,3)", "no multirun"),
+    ("train", "train"),
+    ("train.seed==3", "train.seed==3"),
+    ("???", "???"),
+    ("@", "@"),
+    ("a=b=c", "="),
+    ("train.seed=true", "seed"),
+    ("train=null", "train"),
+    ("run.name=null", "name"),
+    ("run.name=[1,2]", "name"),
+    ("model.rope_scaling.factor=2", "(model.rope_scaling.factor=2)"),
+    ("model.head_dim=3", "head_dim"),
+    ("hydra.run.dir=elsewhere", "hydra.run.dir"),
+    ("hydra.mode=MULTIRUN", "hydra.mode"),
+    ("+hydra.job.x=1", "hydra.job"),
+    ("hydra/launcher=basic", "hydra/launcher"),
+    # keys that nothing reads, sections that are not there
+    ("+typo=1", "typo is unknown"),
+    ("+train.typo=1", "train.typo is unknown"),
+    ("++checkpoint.typo=1", "checkpoint.typo is unknown"),
+    ("+train.deep.typo=1", "train.deep is unknown"),
+    ("~train", "train is taken out"),
+    ("~model", "model is taken out"),
+    ("~train.seed", "train.seed"),
+    ("train.train_iter=5", "Could not override 'train.train_iter': Key 'train_iter' not in 'TrainSection'"),
+    # paths
+    *((f"{key}=", f"{key}=: is empty") for key in ("run.dir", "run.name", "checkpoint.save", "checkpoint.load")),
+    ("run.name='  '", "run.name=  : is empty"),
+    ("data.cache=", "data.cache=: is empty"),
+    ("data=text data.path=", "data.path=: is empty"),
+    ("data=text data.path=a data.tokenizer=", "data.tokenizer=: is empty"),
+    ("data=token_file data.train=", "data.train=: is empty"),
+    ("data=token_file data.train=a data.valid=", "data.valid=: is empty"),
+    ("run.dir=s3://bucket/run", "run.dir=s3://bucket/run: is a URL"),
+    ("run.name=file://x", "run.name=file://x: is a URL"),
+    ("checkpoint.save=S3://bucket/run", "checkpoint.save=S3://bucket/run: is a URL"),
+    ("checkpoint.load=hdfs://host/run", "checkpoint.load=hdfs://host/run: is a URL"),
+    ("data=text data.path=gs://bucket/*.txt", "data.path=gs://bucket/*.txt: is a URL"),
+    ("data=text data.path=a data.tokenizer=https://host/t.json", "data.tokenizer=https://host/t.json: is a URL"),
+    ("data=token_file data.train=s3://a data.valid=s3://b", "data.valid=s3://b: is a URL"),
+    ("data.cache=s3://bucket", "data.cache=s3://bucket: is a URL"),
+    # models and batches that no host holds
+    ("model.n_layer=1000000", "must be at most 10000"),
+    ("model.n_layer=1000000 train.dry_run=true", "must be at most 10000"),
+    ("model.n_embd=1000000000", "parameters"),
+    ("model=llama3_405b train.device=cpu", "405,853,388,800 parameters"),
+    ("model.vocab_size=100000000000 train.device=cpu", "memory of this host"),
+    ("model.pad_vocab_multiple=100000000000 train.device=cpu", "memory of this host"),
+    ("train.global_batch_size=100000000000 train.device=cpu", "100,000,000,000 samples"),
+    (f"train.dry_run_ranks={1 << 40}", "train.dry_run_ranks"),
+]
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Compose and check a configuration as the command does before it imports torch."""
+    config = compose(arguments)
+    validate(config, 1)
+    require_host_memory(config, 1, 1)
+
+
+@pytest.mark.parametrize(("overrides", "words"), ODD, ids=[row[0] for row in ODD])
+def test_an_odd_override_is_refused_in_one_message(overrides: str, words: str) -> None:
+    arguments = [overrides] if "'" in overrides else overrides.split()
+    with pytest.raises(ConfigError) as refusal:
+        check(arguments)
+    assert words in str(refusal.value)
+    for useless in ("reference_type", "To append", "Config search path", "provider="):
+        assert useless not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is out of range"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is out of range"),
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE is not a number"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is not a number"),
+        ({"WORLD_SIZE": HUGE}, "WORLD_SIZE is out of range"),
+        ({"RANK": "x"}, "RANK is not a number"),
+        ({"RANK": "1"}, "RANK is out of range"),
+        ({"RANK": "-1"}, "RANK is out of range"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK is out of range"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is out of range"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is out of range"),
+    ],
+)
+def test_odd_variables_of_a_launcher_are_refused(variables: dict[str, str], words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        Environment.read(variables)
+
+
+def test_surrogates_in_an_override_are_refused() -> None:
+    with pytest.raises(ConfigError):
+        compose([f"run.name={os.fsdecode(bytes([0xFF]))}"])
+    config = compose([])
+    config.run.name = os.fsdecode(b"a\xff")
+    with pytest.raises(ConfigError, match=r"run\.name=a\\udcff: is not text in UTF-8"):
+        validate(config, 1)
+
+
+def test_the_memory_of_a_host_is_that_of_its_control_group_and_its_swap() -> None:
+    meminfo = "MemTotal:       2048 kB\nMemFree:  1 kB\nSwapTotal:      1024 kB\n"
+    assert host_bytes(meminfo) == 3 << 20
+    assert host_bytes(meminfo, "1048576\n") == 2 << 20
+    assert host_bytes(meminfo, "max\n") == 3 << 20
+    assert host_bytes("") is None
+
+
+def test_the_least_memory_counts_replicas_and_shards() -> None:
+    config = compose(["train.micro_batch_size=1", "parallel=zero1"])
+    whole = least_bytes(config, 1)
+    tokens = 8 * 8 * 129
+    assert whole == 16 * 859_008 + tokens
+    assert least_bytes(config, 2) == 16 * 859_008 // 2 + tokens // 2
+    config.parallel.zero_stage = 0
+    assert least_bytes(config, 2) == 16 * 859_008 + tokens // 2
+    require_memory(config, 2, ranks=2, available_bytes=2 * least_bytes(config, 2), where="here")
+    with pytest.raises(ConfigError, match=r"memory of here \(2 of 2 ranks\)"):
+        require_memory(config, 2, ranks=2, available_bytes=2 * least_bytes(config, 2) - 1, where="here")
+
+
+def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(CONFIGS.parent), **variables}
+    command = [sys.executable, "-m", "trainer", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        (["=3"], {}, "ConfigError: The configuration cannot be composed (=3)"),
+        (["train.dry_run=true", "train.dry_run_ranks=0"], {}, "ConfigError: The configuration cannot run"),
+        (["run.dir=${oc.env:NO_SUCH_VARIABLE_HERE}"], {"HYDRA_FULL_ERROR": "1"}, "ConfigError: "),
+        (["--multirun", "train.seed=1,2"], {}, "ConfigError: The trainer runs one configuration per command"),
+        (["-m"], {}, "found --multirun"),
+        (["checkpoint.save=s3://bucket/run"], {}, "ConfigError: "),
+        (["checkpoint.save="], {}, "ConfigError: "),
+        ([], {"WORLD_SIZE": "0"}, "LaunchError: The environment variable WORLD_SIZE"),
+        ([], {"RANK": "x"}, "LaunchError: The environment variable RANK"),
+        (["--cfg", "job", "--resolve", "run.name=${x}"], {}, "ConfigError: "),
+    ],
+)
+def test_the_command_prints_one_message_and_makes_no_file(
+    tmp_path: Path, arguments: list[str], variables: dict[str, str], words: str
+) -> None:
+    ended = run(tmp_path, *arguments, **variables)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.startswith(words) or words in ended.stderr.splitlines()[0]
+    assert "Traceback" not in ended.stderr
+    assert "HYDRA_FULL_ERROR" not in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_is_switched_off_by_one_key_and_a_line_names_the_keys_that_are_not_used() -> None:
+    config = compose(["experiment=demo", "checkpoint.save=null", "checkpoint.max_checkpoint_keep=2"])
+    validate(config, 1)
+    (line,) = unused_keys(config)
+    assert line.endswith("not used: checkpoint.save_interval=20, checkpoint.max_checkpoint_keep=2")
+    assert unused_keys(compose(["checkpoint.save=null", "checkpoint.save_interval=0"])) == []
+    assert unused_keys(compose(["experiment=demo"])) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("trainer.commands.doctor", ["s3://bucket/runs"]),
+        ("trainer.commands.prepare_data", ["in.txt", "--output", "gs://bucket/data"]),
+        ("trainer.commands.convert", ["import", "hf", "model", "s3://bucket/run/checkpoints"]),
+        ("trainer.commands.convert", ["export", "hf", "run", "s3://bucket/model"]),
+        ("trainer.commands.convert", ["import", "hf", "s3://bucket/model", "checkpoints"]),
+        ("trainer.commands.convert", ["export", "hf", "s3://bucket/run", "model"]),
+    ],
+)
+def test_a_script_takes_no_url(module: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(module).main(arguments)
+    assert ended.value.code == 2
+    assert "is a URL; only paths of mounted file systems can be used" in capsys.readouterr().err

@@ -1,0 +1,204 @@
+"""Kept digests of token files: taken where they are of this very file, and never believed otherwise."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import stat
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch import device
+
+from tests.harness import TINY, compose
+from trainer.checkpoint.commit.channel import single_rank_channel
+from trainer.data.digest_file import beside, digest_of, in_cache
+from trainer.data.fingerprint import TokenDigest, scan
+from trainer.data.token_file import TokenFile, open_token_file, write_token_file
+from trainer.errors import DataError
+from trainer.launch.process_group import Cluster
+from trainer.run_data import open_data
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    return written(tmp_path / "data" / "a.bin", range(1000))
+
+
+def written(path: Path, tokens: range) -> Path:
+    """Write a file whose last change lies in the past by the clock of its file system."""
+    write_token_file(path, [np.array(tokens)], dtype=np.uint16)
+    probe = path.with_name("probe")
+    deadline = time.monotonic() + 10
+    while True:
+        probe.write_bytes(b"")
+        if probe.stat().st_mtime_ns > path.stat().st_ctime_ns:
+            break
+        assert time.monotonic() < deadline
+    probe.unlink()
+    return path
+
+
+def bytes_read() -> int:
+    """Return how many bytes this process has read by calls."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
+
+
+def look(path: Path, tmp_path: Path, *, read_again: bool = False) -> tuple[TokenDigest, bool]:
+    """Return the digest of a file, and whether its tokens were read for it."""
+    file = open_token_file(path)
+    read = list[int]()
+
+    class Watched(TokenFile):
+        def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+            read.append(start)
+            return super().read(start, stop)
+
+    file.__class__ = Watched
+    return digest_of(file, cache=tmp_path / "cache", read_again=read_again), bool(read)
+
+
+def test_the_second_look_takes_what_the_first_has_found(path: Path, tmp_path: Path) -> None:
+    expected = scan(open_token_file(path))
+    assert look(path, tmp_path) == (expected, True)
+    assert look(path, tmp_path) == (expected, False)
+    assert sorted(found.name for found in path.parent.iterdir()) == [".a.bin.digest", "a.bin"]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_full_reads_again_and_replaces_what_was_kept(path: Path, tmp_path: Path) -> None:
+    expected, _ = look(path, tmp_path)
+    good = beside(path).read_bytes()
+    beside(path).write_bytes(b"")
+    assert look(path, tmp_path, read_again=True) == (expected, True)
+    assert beside(path).read_bytes() == good
+    assert look(path, tmp_path, read_again=True) == (expected, True)
+
+
+def test_a_file_that_cannot_have_one_beside_has_it_in_the_cache(path: Path, tmp_path: Path) -> None:
+    beside(path).mkdir()  # also where the tests run as a user who may write anywhere
+    expected = scan(open_token_file(path))
+    assert look(path, tmp_path) == (expected, True)
+    assert look(path, tmp_path) == (expected, False)
+    kept = in_cache(path, path.stat(), tmp_path / "cache")
+    assert [found for found in (tmp_path / "cache").rglob("*") if found.is_file()] == [kept]
+
+
+def test_where_nothing_can_be_kept_the_tokens_are_read_each_time(path: Path, tmp_path: Path) -> None:
+    beside(path).mkdir()
+    (tmp_path / "cache").write_text("no folder")
+    expected = scan(open_token_file(path))
+    assert look(path, tmp_path) == look(path, tmp_path) == (expected, True)
+
+
+def test_other_tokens_of_the_same_size_and_modification_time_are_read(path: Path, tmp_path: Path) -> None:
+    before, _ = look(path, tmp_path)
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(1500)
+        file.write(b"\x07")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_mtime_ns == status.st_mtime_ns
+    found, was_read = look(path, tmp_path)
+    assert was_read
+    assert found == scan(open_token_file(path)) != before
+
+
+def test_a_file_in_the_place_of_another_is_read(path: Path, tmp_path: Path) -> None:
+    look(path, tmp_path)
+    status = path.stat()
+    other = written(tmp_path / "b.bin", range(1, 1001))
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    os.replace(other, path)
+    assert look(path, tmp_path) == (scan(open_token_file(path)), True)
+
+
+def test_a_copy_with_its_kept_digest_is_read(path: Path, tmp_path: Path) -> None:
+    expected, _ = look(path, tmp_path)
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    for source in (path, beside(path)):
+        copy, status = copies / source.name, source.stat()
+        copy.write_bytes(source.read_bytes())
+        os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert look(copies / path.name, tmp_path) == (expected, True)
+
+
+def test_what_is_malformed_counts_for_nothing_and_is_replaced(path: Path, tmp_path: Path) -> None:
+    expected, _ = look(path, tmp_path)
+    good = beside(path).read_bytes()
+    chance = random.Random(4)
+    broken = [b"", good[:-1], good + b"\n", good * 2, b"[" * 5000, bytes(200), good.replace(b" 1 ", b" 2 ", 1)]
+    for _ in range(200):
+        at = chance.randrange(len(good))
+        changed = bytes([(good[at] + chance.randrange(1, 256)) % 256])
+        broken.append(good[:at] + changed + good[at + 1 :])
+    for data in broken:
+        beside(path).write_bytes(data)
+        assert look(path, tmp_path) == (expected, True)
+        assert beside(path).read_bytes() == good
+
+
+def test_a_link_or_a_pipe_in_its_place_is_neither_followed_nor_waited_for(path: Path, tmp_path: Path) -> None:
+    expected, _ = look(path, tmp_path)
+    good = tmp_path / "good"
+    beside(path).rename(good)
+    beside(path).symlink_to(good)
+    assert look(path, tmp_path) == (expected, True)
+    beside(path).unlink()
+    os.mkfifo(beside(path))
+    assert look(path, tmp_path) == (expected, True)
+    assert stat.S_ISREG(beside(path).lstat().st_mode)
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_refused(path: Path, tmp_path: Path) -> None:
+    class Written(TokenFile):
+        def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+            os.utime(self.path, ns=(0, 5))
+            return super().read(start, stop)
+
+    file = open_token_file(path)
+    file.__class__ = Written
+    with pytest.raises(DataError, match=r"written to while it was read.*a\.bin"):
+        digest_of(file, cache=tmp_path / "cache")
+    assert not beside(path).exists()
+
+
+def test_nothing_is_kept_of_a_file_that_may_have_changed_in_the_same_tick(path: Path, tmp_path: Path) -> None:
+    """A change of status that lies ahead stands for a clock that has not moved on since the last write."""
+
+    class Young(TokenFile):
+        def status(self) -> os.stat_result:
+            found = list(super().status().__reduce__()[1][0]), dict(super().status().__reduce__()[1][1])
+            found[1]["st_ctime_ns"] = time.time_ns() + 10**9
+            return os.stat_result(*found)
+
+    file = open_token_file(path)
+    file.__class__ = Young
+    digest_of(file, cache=tmp_path / "cache")
+    assert not beside(path).exists()
+    assert not list(tmp_path.rglob("*.digest*"))
+
+
+@pytest.mark.parametrize(("verify", "is_read"), [("sidecar", False), ("full", True)])
+def test_a_second_start_reads_less_than_a_megabyte_of_the_tokens(tmp_path: Path, verify: str, is_read: bool) -> None:
+    tokens = np.random.default_rng(1).integers(0, 256, 8 << 20)
+    for name in ("train.bin", "valid.bin"):
+        write_token_file(tmp_path / name, [tokens], dtype=np.uint16)
+    files = [f"data.train={tmp_path}/train.bin", f"data.valid={tmp_path}/valid.bin", "train.eval_interval=2"]
+    config = compose(["model=gpt2_tiny", "data=token_file", *TINY, *files, f"data.verify={verify}"])
+    cluster = Cluster(0, 1, device("cpu"), 1, single_rank_channel(), "nonce")
+
+    def start() -> tuple[str, int]:
+        before = bytes_read()
+        return open_data(config, cluster).fingerprint, bytes_read() - before
+
+    first, first_bytes = start()
+    second, second_bytes = start()
+    assert first == second
+    assert first_bytes > 32 << 20
+    assert (second_bytes > 32 << 20) if is_read else (second_bytes < 1 << 20)

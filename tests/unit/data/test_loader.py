@@ -1,0 +1,60 @@
+"""Micro batches as a function of the samples consumed."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes import tokens_in_memory
+from trainer.data.batches import Samples
+from trainer.data.loader import BatchLoader
+from trainer.data.order import sample_ids
+
+SEQ_LENGTH = 4
+
+
+@pytest.fixture
+def samples() -> Samples:
+    """Return 30 samples whose first tokens are their numbers times 4."""
+    tokens = np.arange(30 * SEQ_LENGTH + 1, dtype=np.uint16)
+    return Samples([tokens_in_memory(tokens)], seq_length=SEQ_LENGTH)
+
+
+def feeds(samples: Samples, *, ranks: int, micro_batch_size: int = 2) -> list[BatchLoader]:
+    return [BatchLoader(samples, 12, micro_batch_size, rank, ranks, torch.device("cpu")) for rank in range(ranks)]
+
+
+def read(found: list[list[torch.Tensor]]) -> list[int]:
+    """Return the sample numbers of one iteration in order of micro batch, then rank."""
+    return [int(window[0]) // SEQ_LENGTH for batches in zip(*found, strict=True) for b in batches for window in b]
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch_size"), [(1, 2), (2, 2), (3, 2), (2, 3), (1, 12), (6, 1)])
+def test_all_ranks_together_read_the_samples_of_the_order(samples: Samples, ranks: int, micro_batch_size: int) -> None:
+    for consumed in (0, 12, 24, 36):  # the third crosses an epoch of 30
+        group = feeds(samples, ranks=ranks, micro_batch_size=micro_batch_size)
+        found = [feed.train_batch(consumed, 7) for feed in group]
+        assert {len(batches) for batches in found} == {12 // (ranks * micro_batch_size)}
+        assert read(found) == sample_ids(consumed, 12, epoch_size=30, seed=7).tolist()
+
+
+def test_windows_hold_inputs_and_targets(samples: Samples) -> None:
+    (feed,) = feeds(samples, ranks=1)
+    for batch in feed.train_batch(0, 7):
+        assert (batch.shape, batch.dtype) == ((2, SEQ_LENGTH + 1), torch.int64)
+        assert torch.equal(batch[:, 1:], batch[:, :-1] + 1)
+
+
+def test_another_seed_has_another_order(samples: Samples) -> None:
+    (feed,) = feeds(samples, ranks=1)
+    assert read([feed.train_batch(0, 7)]) != read([feed.train_batch(0, 8)])
+    assert read([feed.train_batch(0, 7)]) == read([feed.train_batch(0, 7)])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_evaluation_reads_from_the_start_in_order_and_wraps(samples: Samples, ranks: int) -> None:
+    found = [list(itertools.chain(*feed.eval_batches(3))) for feed in feeds(samples, ranks=ranks)]
+    assert read(found) == [number % 30 for number in range(36)]

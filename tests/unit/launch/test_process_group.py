@@ -1,0 +1,94 @@
+"""What a rank finds when it has started: settings of the process itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import ROOT
+from trainer.errors import LaunchError
+from trainer.launch import process_group as launch
+
+_FAULTS = """
+import ctypes
+import resource
+from trainer.launch import process_group as launch
+
+C = ctypes.CDLL(None)
+C.malloc.restype, C.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+C.prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE, see prctl(2): else one fault may bring 2 MiB
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [C.malloc(16 << 20) for _ in range(16)]
+    for block in blocks:
+        ctypes.memset(ctypes.c_void_p(block), 1, 16 << 20)
+    for block in reversed(blocks):
+        C.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+if STARTS:
+    launch.start("cpu", deterministic=False, variables={})
+print([faults() for _ in range(4)][-1])
+"""
+
+
+def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
+    """256 MiB, 65,536 pages of 4 KiB, which glibc by itself gives back every time."""
+    assert _faults(starts=True) < 100
+    assert _faults(starts=False) > 10_000
+
+
+def _faults(*, starts: bool) -> int:
+    command = [sys.executable, "-c", _FAULTS.replace("STARTS", str(starts))]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    return int(ended.stdout)
+
+
+_THREADS = """
+import json, os, torch
+from trainer.launch import process_group as launch
+cluster = launch.start("cpu", deterministic=False)
+print(json.dumps([cluster.threads, torch.get_num_threads(), len(os.sched_getaffinity(0))]))
+"""
+
+
+@pytest.mark.parametrize(("text", "threads"), [("3", 3), (None, None)])
+def test_a_process_on_its_own_computes_with_as_many_threads_as_omp_num_threads_says(
+    text: str | None, threads: int | None
+) -> None:
+    """Run in a process of its own, because torch reads the variable when it is imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if text is not None:
+        environment["OMP_NUM_THREADS"] = text
+    ended = subprocess.run(
+        [sys.executable, "-c", _THREADS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    recorded, used, cores = json.loads(ended.stdout)
+    assert recorded == used == (threads or cores)
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks", "threads"),
+    [
+        ({}, 1, 8), ({}, 4, 2), ({}, 16, 1), ({"OMP_NUM_THREADS": "3"}, 1, 3), ({"OMP_NUM_THREADS": "3"}, 4, 3),
+        ({"OMP_NUM_THREADS": "1"}, 1, 1), ({"OMP_NUM_THREADS": "1"}, 4, 2),  # as torchrun sets it
+        ({"OMP_NUM_THREADS": "4,2"}, 1, 4), ({"OMP_NUM_THREADS": " "}, 1, 8),
+    ],
+)  # fmt: skip
+def test_the_threads_of_a_rank(
+    variables: dict[str, str], ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert launch.thread_count(variables, ranks) == threads
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "1.5", ",", "\u0663", "99999999999"])
+def test_a_number_of_threads_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="OMP_NUM_THREADS cannot be used"):
+        launch.thread_count({"OMP_NUM_THREADS": text})

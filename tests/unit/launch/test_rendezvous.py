@@ -1,0 +1,83 @@
+"""Ranks that meet on a store on which others have met, or have failed to, before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from trainer.errors import LaunchError
+from trainer.launch.rendezvous import meet
+
+
+def together(store: Store, ranks: list[int], world_size: int, timeout_s: float = 10.0) -> list[str | LaunchError]:
+    def call(rank: int) -> str | LaunchError:
+        try:
+            return meet(store, rank, world_size=world_size, timeout_s=timeout_s)
+        except LaunchError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(call, ranks))
+
+
+def test_all_ranks_get_the_same_name_and_another_one_each_time() -> None:
+    store = HashStore()
+    names = []
+    for _ in range(5):
+        found = together(store, [2, 0, 1, 3], 4)
+        assert len(set(found)) == 1
+        names.append(found[0])
+    assert len(set(names)) == 5
+
+
+def test_other_world_sizes_do_not_matter() -> None:
+    store = HashStore()
+    found = [together(store, list(range(size)), size)[0] for size in (2, 3, 2, 4, 2)]
+    assert len(set(found)) == 5
+
+
+def test_a_rank_that_comes_first_does_not_meet_the_dead() -> None:
+    store = HashStore()
+    (old, _) = together(store, [0, 1], 2)
+    found = list[str]()
+    early = threading.Thread(target=lambda: found.append(meet(store, 1, world_size=2, timeout_s=10.0)))
+    early.start()
+    # It has greeted under the old name: there lies another word than the one that was answered.
+    await_true(lambda: store.get(f"{old}/hello/1") != store.get(f"{old}/welcome/1"))
+    assert not found
+    name = meet(store, 0, world_size=2, timeout_s=10.0)
+    early.join(10.0)
+    assert found == [name]
+    assert name != old
+
+
+def await_true(is_true: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(2000):
+        if is_true():
+            return
+        pause.wait(0.005)
+    raise AssertionError("it did not happen in time")
+
+
+def test_rank_0_names_those_who_did_not_come_and_tells_the_others() -> None:
+    first, second = together(HashStore(), [0, 2], 5, timeout_s=0.5)
+    assert "Rank 1, 3, 4 did not come within 0 s" in str(first) or "Rank 1, 3, 4 did not come within 1 s" in str(first)
+    assert isinstance(second, LaunchError)
+
+
+def test_a_rank_without_rank_0_gives_up_in_time() -> None:
+    with pytest.raises(LaunchError, match="Rank 0 did not let rank 1 in"):
+        meet(HashStore(), 1, world_size=2, timeout_s=0.2)
+
+
+def test_a_failed_meeting_does_not_spoil_the_next() -> None:
+    store = HashStore()
+    assert all(isinstance(found, LaunchError) for found in together(store, [0, 1], 3, timeout_s=0.2))
+    found = together(store, [1, 2, 0], 3)
+    assert len(set(found)) == 1
+    assert isinstance(found[0], str)

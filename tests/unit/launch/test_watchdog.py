@@ -1,0 +1,205 @@
+"""Who ends when another rank has given up, or the store's host does not answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from tests.fakes import run_ranks
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.errors import CheckpointError, LaunchError
+from trainer.launch import watchdog as peers
+from trainer.launch.watchdog import Watchdog
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(peers, "_GRACE_S", 0.2)
+    monkeypatch.setattr(peers, "_GUARD_EVERY_S", 0.01)
+
+
+class Rank:
+    """A watch whose process does not end, and its rank's channels."""
+
+    def __init__(self, store: Store, rank: int, *, world_size: int = 2, timeout_s: float = 30.0) -> None:
+        self.channel = StoreChannel(store, rank, world_size=world_size, timeout_s=timeout_s)
+        self.has_left = threading.Event()
+        self.watch = Watchdog(self.channel.clone(), timeout_s, leave=self._leave)
+        self.statuses: list[int] = []
+
+    def _leave(self, status: int) -> None:
+        self.statuses.append(status)
+        self.has_left.set()
+
+
+def test_a_rank_that_hangs_is_left_when_another_gave_up(capsys: pytest.CaptureFixture[str]) -> None:
+    store = HashStore()
+    first, second = Rank(store, 0), Rank(store, 1)
+    second.watch.start()
+    first.channel.fail("the disk is gone")
+    assert second.has_left.wait(10.0)
+    assert second.statuses == [1]
+    assert "rank 1 leaves: Rank 0 failed: the disk is gone" in capsys.readouterr().err
+
+
+def test_a_rank_that_ends_by_itself_is_not_left() -> None:
+    store = HashStore()
+    first, second = Rank(store, 0), Rank(store, 1)
+    second.watch.start()
+    first.channel.fail("the disk is gone")
+    second.watch.stop()
+    assert not second.has_left.wait(0.5)
+
+
+def test_nobody_is_watched_in_a_world_of_one() -> None:
+    only = Rank(HashStore(), 0, world_size=1)
+    only.watch.start()
+    before = threading.active_count()
+    only.watch.stop()
+    assert threading.active_count() == before
+
+
+def test_an_error_of_ones_own_follows_from_nobody() -> None:
+    first, second = Rank(HashStore(), 0), Rank(HashStore(), 1)
+    assert first.watch.explain(CheckpointError("No"), second.channel) is None
+
+
+def test_what_all_ranks_know_follows_from_nobody_whoever_says_it_first() -> None:
+    ranks = [Rank(store := HashStore(), 0), Rank(store, 1)]
+    problem = CheckpointError("The disk is full")
+    known = run_ranks(2, lambda channel: channel.agree("k", None if channel.rank else problem))
+    assert isinstance(known[0], CheckpointError)
+    assert isinstance(known[1], CheckpointError)
+    assert ranks[1].watch.explain(known[1], ranks[1].channel) is None
+    assert ranks[0].watch.explain(known[0], ranks[0].channel) is None
+
+
+def test_a_lost_connection_follows_from_the_rank_that_does_not_answer() -> None:
+    store = HashStore()
+    ranks = [Rank(store, rank, world_size=3) for rank in range(3)]
+    ranks[0].watch.start()  # alive, and watching; rank 1 is not
+    cause = ranks[2].watch.explain(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed"), ranks[2].channel)
+    assert cause == "Rank 1 does not answer: it was killed, or hangs"
+    ranks[0].watch.stop()
+
+
+def test_a_lost_message_follows_from_the_rank_that_gave_up_first() -> None:
+    store = HashStore()
+    ranks = [Rank(store, rank) for rank in range(2)]
+    ranks[0].channel.fail("no room")
+    cause = ranks[1].watch.explain(LaunchError("No message from rank 0"), ranks[1].channel)
+    assert cause == "Rank 0 failed: no room"
+
+
+def test_a_rank_that_shows_no_sign_of_life_is_named_to_all(capsys: pytest.CaptureFixture[str]) -> None:
+    store = HashStore()
+    ranks = [Rank(store, rank, world_size=3, timeout_s=0.5) for rank in range(3)]
+    for rank in ranks[:2]:
+        rank.watch.start()  # rank 2 is stopped before it does
+    for rank in ranks[:2]:
+        assert rank.has_left.wait(10.0)
+        assert rank.statuses == [1]
+    said = capsys.readouterr().err
+    assert "rank 0 leaves: Rank 1 failed: Rank 2 has shown no sign of life for 0 s" in said
+    assert "rank 1 leaves: Rank 2 has shown no sign of life" in said
+
+
+def test_a_rank_that_stops_to_show_signs_of_life_is_lost_and_one_that_shows_them_is_not() -> None:
+    store = HashStore()
+    channels = [StoreChannel(store, rank, world_size=2, timeout_s=0.0) for rank in range(2)]
+    first, second = (peers._Heartbeat(channel, 8.0, look_s=1.0) for channel in channels)
+    for _ in range(50):
+        assert (first.look(), second.look()) == (None, None)
+    looks = next(count for count in range(1, 50) if first.look() == 1)
+    assert 8 <= looks <= 10
+
+
+class Brittle(Store):  # type: ignore[misc]
+    """A store whose host may die or hang."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = HashStore()
+        self.is_dead = False
+        self.flows = threading.Event()
+        self.flows.set()
+
+    def clone(self) -> Brittle:
+        return self
+
+    def _do(self, call: Callable[[], object]) -> object:
+        self.flows.wait(30.0)
+        if self.is_dead:
+            raise dist.DistNetworkError("Broken pipe")
+        return call()
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._do(lambda: self.inner.check(keys)))
+
+    def get(self, key: str) -> bytes:
+        return self._do(lambda: self.inner.get(key))  # type: ignore[return-value]
+
+    def set(self, key: str, value: str) -> None:
+        self._do(lambda: self.inner.set(key, value))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._do(lambda: self.inner.compare_set(key, expected, desired))  # type: ignore[return-value]
+
+
+def test_a_store_that_is_gone_ends_those_who_hang(capsys: pytest.CaptureFixture[str]) -> None:
+    store = Brittle()
+    rank = Rank(store, 1)
+    rank.watch.start()
+    store.is_dead = True
+    assert rank.has_left.wait(10.0)
+    assert "rank 1 leaves: The store is gone: its host, rank 0, was killed" in capsys.readouterr().err
+
+
+def test_an_error_after_the_end_of_the_stores_host_names_that() -> None:
+    store = Brittle()
+    rank = Rank(store, 1)
+    store.is_dead = True
+    cause = rank.watch.explain(RuntimeError("gloo: Connection reset by peer"), rank.channel)
+    assert cause == "The store is gone: its host, rank 0, was killed or has ended"
+
+
+def test_a_store_that_hangs_ends_all_even_the_one_that_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    store = Brittle()
+    rank = Rank(store, 1, timeout_s=0.3)
+    rank.watch.start()
+    store.flows.clear()
+    explaining = threading.Thread(target=rank.watch.explain, args=(LaunchError("x"), rank.channel), daemon=True)
+    explaining.start()
+    assert rank.has_left.wait(10.0)
+    assert explaining.is_alive()
+    assert "the store's host, rank 0, has not answered" in capsys.readouterr().err
+    store.flows.set()
+    explaining.join(10.0)
+
+
+class Suspended:
+    """A clock of a process that is stopped for an hour before each look at it."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def monotonic(self) -> float:
+        self.looks += 1
+        return 3600.0 * self.looks
+
+
+def test_time_in_which_a_process_was_stopped_itself_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Suspended()
+    store = Brittle()
+    store.flows.clear()
+    rank = Rank(store, 1, timeout_s=60.0)
+    monkeypatch.setattr(peers, "time", clock)
+    rank.watch.start()
+    assert rank.has_left.wait(10.0)
+    assert clock.looks > 60.0 / peers._STOPPED_S
+    store.flows.set()

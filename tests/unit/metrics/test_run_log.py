@@ -1,0 +1,303 @@
+"""What `metrics.jsonl` keeps when a run goes on from an earlier iteration."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from trainer.checkpoint.policy import SaveReport
+from trainer.checkpoint.storage.files import Files
+from trainer.errors import TrainerError
+from trainer.metrics.run_log import IterationRecord, RunLog, cut_after, last_recorded_iteration, peak_flops
+
+
+def record(iteration: int, loss: float = 2.5) -> IterationRecord:
+    return IterationRecord(
+        iteration=iteration,
+        loss=loss,
+        grad_norm=0.1,
+        lr=1e-3,
+        consumed_samples=8 * iteration,
+        tokens=1000,
+        seconds=0.5,
+        checkpoint_seconds=0.0,
+    )
+
+
+def run_log(folder: Path, **changes: object) -> RunLog:
+    settings = {"train_iters": 10, "log_interval": 1, "tensorboard": False, "mfu_scale": None, **changes}
+    return RunLog(folder, **settings)  # type: ignore[arg-type]
+
+
+def iterations(path: Path) -> list[int]:
+    return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+
+
+def lines(*numbers: int) -> str:
+    return "".join(json.dumps({"iteration": number}) + "\n" for number in numbers)
+
+
+def test_later_and_torn_lines_go_to_a_file_beside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1, 2, 3, 4) + '{"iteration": 5, "lo')
+    assert last_recorded_iteration(path) == 4
+    cut_after(path, 2)
+    assert path.read_text() == lines(1, 2)
+    assert (tmp_path / "metrics.abandoned-1.jsonl").read_text() == lines(3, 4) + '{"iteration": 5, "lo'
+
+    path.write_text(lines(1, 2, 3))
+    cut_after(path, 0)
+    assert path.read_text() == ""
+    assert (tmp_path / "metrics.abandoned-2.jsonl").read_text() == lines(1, 2, 3)
+    assert last_recorded_iteration(path) is None
+
+
+def test_a_line_that_is_torn_is_cut_even_if_its_iteration_would_stay(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1) + '{"iteration": 2}')
+    cut_after(path, 9)
+    assert iterations(path) == [1]
+
+
+def test_nothing_to_cut_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    cut_after(path, 3)
+    assert last_recorded_iteration(path) is None
+    path.write_text(lines(1, 2))
+    cut_after(path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def count(folder: Path) -> dict[str, int]:
+    """Return how often each line is in the files of a run."""
+    found = Counter[str]()
+    for path in folder.glob("metrics*.jsonl"):
+        found.update(path.read_text().splitlines())
+    return dict(found)
+
+
+class Killed(BaseException):
+    """What stands for the end of the process here; the tests of crashes end real ones."""
+
+
+@pytest.mark.parametrize("calls", range(12))
+@pytest.mark.parametrize("again", [0, 2, 3, 4, 9])
+def test_a_cut_that_is_killed_anywhere_loses_and_doubles_nothing(
+    tmp_path: Path, calls: int, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1, 2, 3, 4, 5) + '{"iteration": 6, "lo')
+    left = calls
+
+    def dying(call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*arguments: object, **keywords: object) -> object:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return call(*arguments, **keywords)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        for name in ("write_whole", "rename", "sync_folder", "remove_file"):
+            patch.setattr(Files, name, dying(getattr(Files, name)))
+        with contextlib.suppress(Killed):
+            cut_after(path, 3)
+    cut_after(path, again)
+    assert set(iterations(path)) == {number for number in (1, 2, 3, 4, 5) if number <= again} & set(iterations(path))
+    assert count(tmp_path) == dict.fromkeys([*lines(1, 2, 3, 4, 5).splitlines(), '{"iteration": 6, "lo'], 1)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_bytes_that_are_no_text_are_cut_and_kept(tmp_path: Path) -> None:
+    path, garbage = tmp_path / "metrics.jsonl", b"\0\xff\xfe" * 7
+    path.write_bytes(lines(1, 2).encode() + garbage)
+    assert last_recorded_iteration(path) == 2
+    cut_after(path, 2)
+    assert path.read_text() == lines(1, 2)
+    assert (tmp_path / "metrics.abandoned-1.jsonl").read_bytes() == garbage
+
+
+def test_lines_wait_for_a_disk_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = run_log(tmp_path)
+    log.open(0, "a: 1\n")
+    log.iteration(record(1))
+    write, is_full = os.write, True
+
+    def fill(descriptor: int, data: bytes) -> int:
+        if is_full and len(data) < 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, bytes(data[: len(data) - 10] if is_full else data))
+
+    monkeypatch.setattr(os, "write", fill)
+    for iteration in (2, 3):
+        log.iteration(record(iteration))
+        log.sync()
+    assert caplog.text.count("its lines wait in memory") == 1
+    is_full = False
+    log.iteration(record(4))
+    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
+    log.close()
+
+
+def test_a_disk_that_fails_tensorboard_costs_points_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = run_log(tmp_path, tensorboard=True)
+    log.open(0, "a: 1\n")
+    (tmp_path / "tensorboard").write_text("a file where the folder is to be")
+    for iteration in (1, 2):
+        log.iteration(record(iteration))
+        log.sync()
+    assert caplog.text.count("lacks points") == 1
+    (tmp_path / "tensorboard").unlink()
+    log.iteration(record(3))
+    log.sync()
+    log.close()
+    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3]
+    points = EventAccumulator(str(tmp_path / "tensorboard"))
+    points.Reload()
+    assert [event.step for event in points.Scalars("train/loss")] == [3]
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(TrainerError, match=r"errno 17.*run\.dir"):
+        run_log(tmp_path / "run").open(0, "")
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_null_beside_its_exact_form(loss: float) -> None:
+    line = json.loads(json.dumps(record(1, loss).line(), allow_nan=False))
+    assert line["loss"] is None
+    assert line["loss_hex"] == loss.hex()
+
+
+def test_a_log_goes_on_after_the_loaded_iteration(tmp_path: Path) -> None:
+    for start, end in [(0, 6), (3, 5)]:
+        log = run_log(tmp_path)
+        log.open(start, "a: 1\n")
+        for iteration in range(start + 1, end + 1):
+            log.iteration(record(iteration))
+        log.sync()
+        log.close()
+    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5]
+    assert iterations(tmp_path / "metrics.abandoned-1.jsonl") == [4, 5, 6]
+    assert (tmp_path / "config.yaml").read_text() == "a: 1\n"
+
+
+def test_lines_are_shown_at_the_log_interval_and_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = run_log(tmp_path, log_interval=4, mfu_scale=1e-5)
+    log.open(0, "")
+    for iteration in range(1, 11):
+        log.iteration(record(iteration))
+    log.close()
+    assert [message[:35] for message in caplog.messages] == [
+        f"step {iteration:5d}/10 | train loss 2.500000" for iteration in (4, 8, 10)
+    ]
+    assert all(message.endswith("| 500.0 ms | 2000 tok/s | mfu 2.0%") for message in caplog.messages)
+    assert iterations(tmp_path / "metrics.jsonl") == list(range(1, 11))
+
+
+# As InfiniTrain's compare_tps.py looks for an iteration and its tokens per second.
+INFINITRAIN_LINE = re.compile(r"step\s+(\d+)/\d+.*\|\s+(\d+)\s+tok/s")
+
+
+@pytest.mark.parametrize("mfu_scale", [None, 1e-5])
+def test_programs_that_look_for_tok_s_read_the_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mfu_scale: float | None
+) -> None:
+    caplog.set_level(logging.INFO)
+    log = run_log(tmp_path, mfu_scale=mfu_scale)
+    log.open(0, "")
+    for iteration in (1, 2):
+        log.iteration(record(iteration))
+        log.evaluation(iteration, 2.0, None)
+    log.close()
+    found = [match.groups() for message in caplog.messages if (match := INFINITRAIN_LINE.search(message))]
+    assert found == [("1", "2000"), ("2", "2000")]
+
+
+def test_the_first_iteration_after_a_resume_is_marked(tmp_path: Path) -> None:
+    for after in (0, 2, 2):
+        log = run_log(tmp_path)
+        log.open(after, "")
+        for iteration in (after + 1, after + 2, after + 3):
+            log.iteration(record(iteration))
+        log.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["iteration"], record.get("resumed")) for record in records] == [
+        (1, None), (2, None), (3, True), (4, None), (5, None),
+    ]  # fmt: skip
+
+
+def test_iterations_beside_a_save_are_never_shown_as_slowed_by_less_than_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    log = run_log(tmp_path)
+    log.open(0, "")
+    for slowdown_s in (-0.5, 0.25):
+        log.save(SaveReport(1, tmp_path, 10, 0.5), slowdown_s=slowdown_s)
+    log.close()
+    shown = [re.findall(r"slowed iterations by (\S+) s", message) for message in caplog.messages]
+    assert shown == [["0.000"], ["0.250"]]
+    recorded = [json.loads(line)["slowdown_seconds"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert recorded == [-0.5, 0.25]  # as measured: sums over many saves have no bias
+
+
+def test_the_peak_of_a_device_is_found_by_its_name() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("Radeon") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "began_elsewhere", "words"),
+    [
+        (None, False, "has no line of 6 iterations of this run, the first 1, the last 6"),
+        ("", False, "has no line of 6 iterations of this run, the first 1, the last 6"),
+        (lines(1, 2, 5, 6), False, "has no line of 2 iterations of this run, the first 3, the last 4"),
+        (lines(1, 2, 3, 4) + lines(5)[:-3], False, "has no line of 2 iterations of this run, the first 5, the last 6"),
+        (lines(3, 4, 6), True, "has no line of 1 iterations of this run, the first 5, the last 5"),
+        (lines(1, 2, 3, 4, 5, 6, 7), False, None),
+        (lines(4, 5, 6), True, None),
+        (None, True, None),
+    ],
+)
+def test_lines_that_were_deleted_or_cut_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None, began_elsewhere: bool, words: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    log = run_log(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        log.open(6, "config", began_elsewhere=began_elsewhere)
+    log.close()
+    assert [record.getMessage().partition("metrics.jsonl ")[2] for record in caplog.records] == (
+        [] if words is None else [f"{words}: it was deleted or cut"]
+    )
+
+
+def test_an_evaluation_is_no_line_of_an_iteration_of_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").write_text(lines(1) + json.dumps({"iteration": 2, "event": "evaluation"}) + "\n")
+    log = run_log(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        log.open(2, "config")
+    log.close()
+    assert "the first 2, the last 2" in caplog.text

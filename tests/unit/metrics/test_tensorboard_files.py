@@ -1,0 +1,204 @@
+"""What TensorBoard's files keep when a run goes on from an earlier iteration."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from torch.utils.tensorboard import SummaryWriter
+
+from trainer.checkpoint.policy import SaveReport
+from trainer.checkpoint.storage.files import temporary_of
+from trainer.metrics.run_log import IterationRecord, RunLog
+from trainer.metrics.tensorboard_files import _step_of, cut_events, put_before
+
+
+def write(folder: Path, **curves: list[int]) -> Path:
+    with SummaryWriter(str(folder)) as writer:
+        for tag, steps in curves.items():
+            for step in steps:
+                writer.add_scalar(tag, float(step), step)
+    return max(folder.iterdir())
+
+
+def points(folder: Path) -> dict[str, list[int]]:
+    """Return the iterations of every curve as they lie in the files, whatever a reader makes of doubled ones."""
+    found = defaultdict[str, list[int]](list)
+    for path in folder.iterdir():
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                found[value.tag].append(event.step)
+    return {tag: sorted(steps) for tag, steps in found.items()}
+
+
+def train(log: RunLog, first: int, last: int, *, save_every: int = 4) -> None:
+    """Record iterations as the loop does, with an evaluation before every save."""
+    for iteration in range(first, last + 1):
+        log.iteration(
+            IterationRecord(
+                iteration=iteration,
+                loss=2.0,
+                grad_norm=1.0,
+                lr=1e-3,
+                consumed_samples=iteration,
+                tokens=10,
+                seconds=0.5,
+                checkpoint_seconds=0.0,
+            )
+        )
+        if iteration % save_every == 0:
+            log.evaluation(iteration, 2.0, 2.0)
+            log.sync()
+            log.save(SaveReport(iteration, Path("iter"), 10, 0.5), slowdown_s=0.0)
+
+
+def opened(folder: Path, after: int, *, owes_evaluation: bool = False) -> RunLog:
+    log = RunLog(folder, train_iters=20, log_interval=100, tensorboard=True, mfu_scale=None)
+    log.open(after, "a: 1\n", owes_evaluation=owes_evaluation)
+    return log
+
+
+def test_what_is_beyond_the_iteration_goes_and_the_rest_stays(tmp_path: Path) -> None:
+    path = write(tmp_path, loss=[1, 2, 3, 4, 300], valid=[2, 4], before=[0])
+    cut_events(tmp_path, 3)
+    assert points(tmp_path) == {"loss": [1, 2, 3], "valid": [2], "before": [0]}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_named_curve_loses_its_point_of_that_iteration(tmp_path: Path) -> None:
+    write(tmp_path, loss=[1, 2, 3], valid=[1, 2, 3])
+    cut_events(tmp_path, 2, but="valid")
+    assert points(tmp_path) == {"loss": [1, 2], "valid": [1]}
+
+
+def test_a_file_without_anything_to_cut_is_not_touched(tmp_path: Path) -> None:
+    before = write(tmp_path, loss=[1, 2, 3]).stat()
+    cut_events(tmp_path, 3)
+    after = next(tmp_path.iterdir()).stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("data", [b"", b"notes of mine on this run", bytes(range(256)) * 9, bytes(64)])
+def test_a_file_that_is_not_of_tensorboard_is_not_touched(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "events.out.tfevents.txt"
+    path.write_bytes(data)
+    cut_events(tmp_path, 3)
+    assert path.read_bytes() == data
+
+
+def test_a_folder_that_is_missing_stays_missing(tmp_path: Path) -> None:
+    cut_events(tmp_path / "absent", 3)
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_record_torn_anywhere_goes(tmp_path: Path) -> None:
+    path = write(tmp_path, loss=[1, 2, 3])
+    data = path.read_bytes()
+    cut_events(tmp_path, 2)
+    kept = path.read_bytes()
+    assert data.startswith(kept)
+    for length in range(len(kept), len(data)):
+        path.write_bytes(data[:length])
+        cut_events(tmp_path, 9)
+        assert path.read_bytes() == kept
+
+
+def test_what_a_killed_cut_left_is_removed(tmp_path: Path) -> None:
+    path = write(tmp_path, loss=[1, 2])
+    temporary_of(path).write_bytes(path.read_bytes())
+    cut_events(tmp_path, 1)
+    assert points(tmp_path) == {"loss": [1]}
+
+
+@given(st.lists(st.integers(min_value=90, max_value=120), max_size=6))
+def test_a_file_made_later_comes_after_all_others_which_keep_their_order(seconds: list[int]) -> None:
+    with TemporaryDirectory() as folder:
+        names = [f"events.out.tfevents.{second:010d}.host.{pid}" for pid, second in enumerate(seconds, start=7)]
+        for name in names:
+            (Path(folder) / name).write_text(name)
+        put_before(Path(folder), 100)
+        found = sorted(Path(folder).iterdir())
+        assert [path.read_text() for path in found] == sorted(names)
+        assert all(path.name < "events.out.tfevents.0000000100." for path in found)
+
+
+def test_a_run_that_goes_on_within_the_second_or_behind_the_clock_shows_every_point_once(tmp_path: Path) -> None:
+    """TensorBoard reads files by their names, and takes what a file of a later name repeats for a new beginning."""
+    for first, last in ((1, 5), (5, 9), (7, 12)):
+        log = opened(tmp_path, first - 1)
+        train(log, first, last)
+        log.close()
+        (made,) = set((tmp_path / "tensorboard").iterdir()) - {*(tmp_path / "tensorboard").glob("*.ahead")}
+        made.rename(made.with_name(f"events.out.tfevents.{2_000_000_000 - first:010d}.host.1.ahead"))
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
+
+
+@given(st.integers(min_value=0, max_value=2**63 - 1), st.floats(allow_nan=False))
+def test_the_step_of_any_event_is_found(step: int, time: float) -> None:
+    events = (
+        Event(step=step, wall_time=time, session_log=SessionLog(status=SessionLog.START)),
+        Event(step=step, file_version="brain.Event:2"),
+    )
+    for event in events:
+        data = event.SerializeToString()
+        assert _step_of(data) == step
+        assert _step_of(Event(file_version="x" * 200).SerializeToString() + data) == step
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_event_are_read_without_an_error(data: bytes) -> None:
+    assert _step_of(data) >= 0
+
+
+def test_a_run_that_goes_back_shows_no_point_twice_and_none_of_the_other_branch(tmp_path: Path) -> None:
+    first = opened(tmp_path, 0)
+    train(first, 1, 14)
+    first.close()
+    second = opened(tmp_path, 4)
+    train(second, 5, 6)
+    second.close()
+    found = points(tmp_path / "tensorboard")
+    assert found["train/loss"] == [1, 2, 3, 4, 5, 6]
+    assert found["train/lr"] == [1, 2, 3, 4, 5, 6]
+    assert found["valid/loss"] == found["save/seconds"] == [4]
+
+
+def test_an_evaluation_that_is_owed_again_has_one_point(tmp_path: Path) -> None:
+    for after in (0, 8, 8):
+        log = opened(tmp_path, after, owes_evaluation=after > 0)
+        if after:
+            log.evaluation(after, 2.0, 2.0)
+        train(log, after + 1, after + 8, save_every=100)
+        log.close()
+    found = points(tmp_path / "tensorboard")
+    assert found["valid/loss"] == [8]
+    assert found["train/loss"] == list(range(1, 17))
+
+
+def test_the_figures_of_a_save_are_in_the_files_once_it_is_recorded(tmp_path: Path) -> None:
+    killed = opened(tmp_path, 0)  # and never closed
+    train(killed, 1, 4)
+    assert points(tmp_path / "tensorboard")["save/seconds"] == [4]
+    resumed = opened(tmp_path, 4)
+    train(resumed, 5, 8)
+    resumed.close()
+    found = points(tmp_path / "tensorboard")
+    assert found["train/loss"] == list(range(1, 9))
+    assert found["save/seconds"] == [4, 8]
+
+
+@pytest.mark.parametrize("tensorboard", [True, False])
+def test_a_run_without_tensorboard_cuts_its_files_too(tmp_path: Path, tensorboard: bool) -> None:
+    train(opened(tmp_path, 0), 1, 4)
+    log = RunLog(tmp_path, train_iters=20, log_interval=100, tensorboard=tensorboard, mfu_scale=None)
+    log.open(2, "a: 1\n")
+    log.close()
+    assert points(tmp_path / "tensorboard")["train/loss"] == [1, 2]

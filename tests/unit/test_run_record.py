@@ -1,0 +1,75 @@
+"""What a saved state says of the optimizer is compared with the run's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.harness import TINY, compose
+from trainer import run_record as record
+from trainer.checkpoint.format.json_file import Json
+from trainer.compatibility import Verdict, differences, settle
+from trainer.errors import MismatchError
+
+CONFIG = compose(["model=gpt2_tiny", *TINY])
+CURRENT: Json = {"optimizer": record.optimizer_record(CONFIG.model, 0.1)}
+BIAS = "transformer.h.1.ln_2.bias"
+
+
+def found(change: Callable[[Any], object], rules: object = record.RULES) -> dict[str, tuple[object, object, Verdict]]:
+    saved = copy.deepcopy(CURRENT)
+    change(saved)
+    table = differences(*record.compared(saved, CURRENT), rules)  # type: ignore[arg-type]
+    return {d.field: (d.saved, d.current, d.rule.verdict) for d in table}
+
+
+def swap(saved: Any) -> None:
+    first, second = saved["optimizer"]["groups"]
+    second["names"].remove(BIAS)
+    first["names"].append(BIAS)
+
+
+def test_another_optimizer_is_refused() -> None:
+    changed = found(lambda saved: saved["optimizer"].update(name="SGD"))
+    assert changed == {"optimizer.name": ("SGD", "AdamW", Verdict.REFUSED)}
+
+
+def test_weight_decay_on_other_parameters_needs_the_flag_of_the_scheduler() -> None:
+    assert found(swap) == {f"optimizer.weight_decay.{BIAS}": (True, False, Verdict.FLAG)}
+    saved = copy.deepcopy(CURRENT)
+    swap(saved)
+    table = differences(*record.compared(saved, CURRENT), record.RULES)
+    with pytest.raises(MismatchError, match=r"override_scheduler=true allows it"):
+        settle(table, flags=set(), where="x")
+    assert len(settle(table, flags={"checkpoint.override_scheduler"}, where="x")) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda saved: None,
+        lambda saved: saved.pop("optimizer"),
+        lambda saved: saved["optimizer"].pop("groups"),
+        lambda saved: saved["optimizer"].pop("name"),
+        lambda saved: saved["optimizer"]["groups"][0].update(weight_decay=0.5),  # how much is in `adam`
+        lambda saved: saved["optimizer"]["groups"][0]["names"].append("not.a.parameter"),  # the model is compared
+    ],
+    ids=["the same", "none", "no groups", "no name", "another amount", "another model"],
+)
+def test_what_is_optional_or_compared_elsewhere_is_no_difference(change: Callable[[Any], object]) -> None:
+    assert found(change) == {}
+
+
+@pytest.mark.parametrize("groups", [None, 7, [7], [{}], [{"names": 7}], [{"names": [7]}]])
+def test_groups_that_are_none_are_refused(groups: object) -> None:
+    changed = found(lambda saved: saved["optimizer"].update(groups=groups))
+    assert changed["optimizer.groups"][0] == groups
+    assert changed["optimizer.groups"][2] is Verdict.REFUSED
+
+
+def test_a_fine_tuning_run_compares_no_optimizer() -> None:
+    rules = record.rules_for(compose(["model=gpt2_tiny", "checkpoint.finetune=true"]).checkpoint)
+    assert found(lambda saved: saved.update(optimizer=7), rules) == {}

@@ -1,0 +1,273 @@
+"""Messages between ranks over a key-value store, so that saving and loading need no collective and any thread may talk.
+
+What the messages mean is told elsewhere. A channel has a connection of its own: a store's connection is served one call
+at a time, and a waiting call would hold up every other thread's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from trainer.errors import (
+    CheckpointError,
+    DataError,
+    LaunchError,
+    LockError,
+    MismatchError,
+    TrainerError,
+    UnreadableError,
+)
+
+# A TCPStore resets the connection on values over 8 MiB.
+MESSAGE_BYTES = 4 << 20
+_FAILED = "failed"
+_EXIT_GRACE_S = 5.0
+
+
+class StoreChannel:
+    """A notice channel that all ranks of a run share.
+
+    Args:
+        store: where the notices hang; the channel clones it where the store can be cloned.
+        rank: this rank.
+        world_size: how many ranks share the channel.
+        timeout_s: how long to wait for a peer before giving it up.
+
+    Every method may be called from any thread, but a channel serves one thread at a time: `clone` for another. All
+    ranks make the same calls of `gather`, `broadcast` and `agree` in the same order on a channel, or on clones of it.
+
+    Rank 0's notices come down at the end of its next `gather`: a rank that has posted to that one is done with all
+    before it. So what was posted after a channel's last `gather` is left on the store, and what was posted to a
+    `gather` that rank 0 never made or left with an error, such as a report with bytes for every digest. Whoever posted
+    such notices is to `discard` them when all ranks are past them.
+    """
+
+    def __init__(self, store: Store, rank: int, *, world_size: int, timeout_s: float) -> None:
+        self._source = store
+        self._store = store if world_size == 1 else store.clone()  # type: ignore[attr-defined]
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._hanging: list[str] = []  # rank 0's notices to all since its last `gather`
+
+    def clone(self, timeout_s: float | None = None) -> StoreChannel:
+        """Return a channel on the same store with its own connection."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        return StoreChannel(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Hang up `data` under `key`, in chunks, and see it hang: setting a value on a dead host returns normally.
+
+        Raises:
+            LaunchError: if the store does not hold it.
+        """
+        chunks = [data[at : at + MESSAGE_BYTES] for at in range(0, len(data), MESSAGE_BYTES)]
+        try:
+            for index, chunk in enumerate(chunks):
+                self._store.set(f"{key}/{index}", chunk)  # type: ignore[arg-type]
+            # The reader may take a notice down at once, so the answer to this call is the proof, not a second look.
+            echo = self._store.compare_set(key, "", str(len(chunks)))
+        except dist.DistError as error:
+            raise self._lost(key, error) from error
+        if echo != str(len(chunks)).encode():
+            raise self._lost(key, None)
+
+    def read(self, key: str, *, sender: str = "a peer") -> bytes:
+        """Wait for `key` and return its data.
+
+        Raises:
+            LaunchError: if it is not there within `timeout_s`, naming the `sender`.
+        """
+        try:
+            count = int(self._get(key))
+            return b"".join(self._get(f"{key}/{index}") for index in range(count))
+        except dist.DistError as error:
+            raise self._silent(key, sender, error) from error
+
+    def await_any(self, keys: Sequence[str], *, sender: str, check: Callable[[], None]) -> str:
+        """Wait until there is a message under one of `keys`, and return that key.
+
+        Args:
+            check: called again and again; ends the wait if it raises.
+
+        Raises:
+            LaunchError: if there is none within `timeout_s`, naming the `sender`.
+        """
+        found: list[str] = []
+
+        def is_there() -> bool:
+            check()
+            found[:] = [key for key in keys if self._store.check([key])]
+            return bool(found)
+
+        try:
+            if not self._poll(is_there, self.timeout_s, watch=True):
+                raise dist.DistStoreError("nothing came")
+        except dist.DistError as error:
+            raise self._silent(keys[0], sender, error) from error
+        return found[0]
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Take notices down that everybody has read."""
+        for key in keys:
+            try:
+                self._take_down(key, int(self._get(key)))
+            except dist.DistError as error:
+                raise self._lost(key, error) from error
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """Take those notices down that hang, and that nobody looks for any more; waits for none.
+
+        Raises:
+            LaunchError: if the store is gone.
+        """
+        for key in keys:
+            try:
+                if self._store.check([key]):
+                    self._take_down(key, int(self._store.get(key)))
+            except dist.DistError as error:
+                raise self._lost(key, error) from error
+
+    def gather(self, key: str, data: bytes) -> list[bytes]:
+        """Give `data` to rank 0, which gets everybody's in order of rank; other ranks get an empty list."""
+        if self.rank:
+            self.put(f"{key}/{self.rank}", data)
+            return []
+        others = [self.read(f"{key}/{rank}", sender=f"rank {rank}") for rank in range(1, self.world_size)]
+        self.forget([f"{key}/{rank}" for rank in range(1, self.world_size)])
+        self.discard(self._hanging)  # some may have been discarded before
+        self._hanging.clear()
+        return [data, *others]
+
+    def broadcast(self, key: str, data: bytes | None) -> bytes:
+        """Return rank 0's `data` on every rank."""
+        if self.rank == 0:
+            assert data is not None
+            if self.world_size > 1:
+                self.put(key, data)
+                self._hanging.append(key)
+            return data
+        return self.read(key, sender="rank 0")
+
+    def agree(self, key: str, problem: TrainerError | None) -> None:
+        """Let every rank go on only if none has a problem.
+
+        Raises:
+            TrainerError: this rank's `problem`, or the first one of another rank: a DataError, MismatchError,
+                LockError, LaunchError or UnreadableError stays one, any other becomes a CheckpointError.
+        """
+        notices = self.gather(f"{key}/problem", b"" if problem is None else _pack(problem))
+        found = [(rank, *_unpack(data)) for rank, data in enumerate(notices) if data]
+        decision = b"".join(_pack(kind(f"Rank {rank}: {text}")) for rank, kind, text in found[:1])
+        decision = self.broadcast(f"{key}/decision", decision)
+        if decision:
+            kind, text = _unpack(decision)
+            error = problem or kind(text)
+            error.is_known_to_all = True
+            raise error
+
+    def fail(self, text: str) -> str | None:
+        """Tell every rank that this one gives up, so that none waits for its messages; the first to say so is heard.
+
+        Returns:
+            What another rank said before; None if this one was the first.
+        """
+        mine, first = f"Rank {self.rank} failed: {text}", ""
+        with contextlib.suppress(dist.DistError):
+            first = bytes(self._store.compare_set(_FAILED, "", mine)).decode()
+            self._store.set(f"here/{self.rank}", "")
+            self._store.set(f"left/{self.rank}", "")
+        return first if first not in ("", mine) else None
+
+    def await_others(self, *, but: Sequence[int] = ()) -> None:
+        """Stay until all ranks have said that they leave, or for a short while, on rank 0: it may host the store.
+
+        Args:
+            but: ranks that will say nothing any more.
+        """
+        with contextlib.suppress(dist.DistError):
+            others = [f"left/{rank}" for rank in range(1, self.world_size) if rank not in but]
+            if self.rank == 0 and others:
+                self._await(others, _EXIT_GRACE_S)
+
+    def failure(self) -> str | None:
+        """Return what the first rank to give up has said, or None if none has.
+
+        Raises:
+            DistError: if the store is gone.
+        """
+        return bytes(self._store.get(_FAILED)).decode() if self._store.check([_FAILED]) else None
+
+    def answer(self) -> None:
+        """Show, where some rank gave up, that this one is alive."""
+        self._store.set(f"here/{self.rank}", "")
+
+    def silent_ranks(self, timeout_s: float) -> list[int]:
+        """Return the ranks that do not answer a failure in time. After `fail`."""
+        ranks = range(self.world_size)
+        with contextlib.suppress(dist.DistError):
+            if not self._await([f"here/{rank}" for rank in ranks], timeout_s):
+                return [rank for rank in ranks if not self._store.check([f"here/{rank}"])]
+        return []
+
+    def _lost(self, key: str, error: Exception | None) -> LaunchError:
+        found = None if error is None else str(error).splitlines()[0]
+        return LaunchError("The store lost a message", where=f"key {key}, rank {self.rank}", found=found)
+
+    def _silent(self, key: str, sender: str, error: Exception) -> LaunchError:
+        return LaunchError(
+            f"No message from {sender}",
+            where=f"key {key}, rank {self.rank}",
+            expected=f"one within {self.timeout_s:.0f} s",
+            found=str(error).splitlines()[0],
+            fix="Look at that rank's log; it may have died or hang.",
+        )
+
+    def _take_down(self, key: str, count: int) -> None:
+        for name in [key, *(f"{key}/{index}" for index in range(count))]:
+            self._store.delete_key(name)
+
+    def _get(self, key: str) -> bytes:
+        if not self._await([key], self.timeout_s, watch=True):
+            raise dist.DistStoreError("nothing came")
+        return bytes(self._store.get(key))
+
+    def _await(self, keys: list[str], timeout_s: float, *, watch: bool = False) -> bool:
+        """Look again and again until all `keys` hang or the time is over; `watch` also looks for a failed rank."""
+        return self._poll(lambda: bool(self._store.check(keys)), timeout_s, watch=watch)
+
+    def _poll(self, is_there: Callable[[], bool], timeout_s: float, *, watch: bool) -> bool:
+        deadline, pause_s = time.monotonic() + timeout_s, 0.001
+        while not is_there():
+            if watch and self._store.check([_FAILED]) and not is_there():
+                raise LaunchError(bytes(self._store.get(_FAILED)).decode().rstrip("."))
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+            # However many ranks wait, the store's host is asked at most 20,000 times a second.
+            pause_s = min(2 * pause_s, 0.02 + self.world_size / 20_000)
+        return True
+
+
+_KINDS: dict[str, type[TrainerError]] = {
+    kind.__name__: kind for kind in (DataError, MismatchError, LockError, LaunchError, UnreadableError)
+}
+
+
+def _pack(problem: TrainerError) -> bytes:
+    return f"{type(problem).__name__}\n{str(problem).rstrip('.')}".encode()
+
+
+def _unpack(data: bytes) -> tuple[type[TrainerError], str]:
+    kind, _, text = data.decode().partition("\n")
+    return _KINDS.get(kind, CheckpointError), text
+
+
+def single_rank_channel() -> StoreChannel:
+    """Return the channel of a run of one rank."""
+    return StoreChannel(HashStore(), 0, world_size=1, timeout_s=60.0)

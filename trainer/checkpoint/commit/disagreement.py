@@ -1,0 +1,141 @@
+"""What the ranks of a save disagree about, found in their reports and named by the tables of two of them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.checkpoint.format.report import RankReport
+from trainer.errors import CheckpointError, ReplicaError, TrainerError
+
+_MOST_NAMED = 3
+_Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Two ranks whose tables differ, and all ranks that side with either.
+
+    Args:
+        sides: the ranks by what they report, the side of the lowest rank first.
+        is_of_content: whether they hold the same tensors, with other bits.
+    """
+
+    sides: tuple[tuple[int, ...], ...]
+    is_of_content: bool = False
+
+    @property
+    def witnesses(self) -> tuple[int, int]:
+        """Return one rank of each of the first two sides: their tables tell what differs."""
+        return self.sides[0][0], self.sides[1][0]
+
+
+def refuse_other_iterations(iterations: Mapping[int, int]) -> None:
+    """Refuse a save that ranks make of different iterations, given by rank.
+
+    Raises:
+        CheckpointError: naming the iterations and the ranks.
+    """
+    sides = _sides(iterations)
+    if len(sides) > 1:
+        raise CheckpointError(
+            "The ranks save different iterations",
+            expected="the same iteration on every rank",
+            found="; ".join(f"iteration {iterations[side[0]]} on {_named(side)}" for side in sides),
+            fix="Nothing was saved. Give all ranks the same iteration.",
+        )
+
+
+def find(reports: Sequence[RankReport]) -> Disagreement | None:
+    """Return the first thing that the ranks of these reports, which are in order of rank, do not agree on.
+
+    A rank whose part failed reports no digests of replicas.
+    """
+    sides = _sides({rank: report.identity for rank, report in enumerate(reports)})
+    if len(sides) > 1:
+        return Disagreement(sides)
+    boxes: dict[int, dict[int, object]] = defaultdict(dict)
+    contents: dict[int, dict[int, object]] = defaultdict(dict)
+    for rank, report in enumerate(reports):
+        for group in report.groups:
+            boxes[group.ranks][rank] = group.size, group.boxes
+            contents[group.ranks][rank] = group.content
+    for by_group, is_of_content in ((boxes, False), (contents, True)):
+        for found in by_group.values():
+            sides = _sides(found)
+            if len(sides) > 1:
+                return Disagreement(sides, is_of_content)
+    return None
+
+
+def explain(found: Disagreement, tables: Sequence[bytes]) -> TrainerError:
+    """Return the error that names the first tensors that differ, and the ranks.
+
+    Args:
+        tables: of the two witnesses, in their order; as `Inventory.to_bytes` makes them.
+    """
+    a, b = found.witnesses
+    rows, others = ({row["name"]: row for row in json.loads(table)} for table in tables)
+    differences = [
+        text for name in {**rows, **others} if (text := _difference(name, rows.get(name), others.get(name), (a, b)))
+    ]
+    if not differences and list(rows) != list(others):
+        differences = [f"the order of the tensors on rank {a} and rank {b}"]
+    named = "; ".join(differences[:_MOST_NAMED]) or f"rank {a} and rank {b}"
+    count = f"{len(differences)} differences, the first: " if len(differences) > _MOST_NAMED else ""
+    if found.is_of_content:
+        return ReplicaError(
+            "Replicas of the same tensor hold different bits",
+            expected="the same bits on all ranks that hold a tensor",
+            found=f"{count}{named}; " + " against ".join(_named(side) for side in found.sides),
+            fix="Nothing was saved; committed checkpoints are untouched. Resume from the newest one. If it happens "
+            "again, the memory of one of these hosts cannot be trusted, or the program lets its replicas drift.",
+        )
+    return CheckpointError(
+        "The ranks do not save the same tensors",
+        expected="the same table of tensors on every rank",
+        found=f"{count}{named}",
+        fix="Nothing was saved. Give all ranks the same model and optimizer: the stages of a pipeline, which differ by "
+        "rank, cannot be saved like this.",
+    )
+
+
+def _difference(name: str, row: _Row | None, other: _Row | None, ranks: tuple[int, int]) -> str | None:
+    """Return how two ranks' rows of one tensor contradict each other, or None.
+
+    Ranks hold other boxes of a tensor by design, or none, but not where both say that the same ranks share theirs.
+    """
+    if row is None or other is None:
+        return f"{name} only on rank {ranks[0] if other is None else ranks[1]}"
+    keys = [key for key in ("dtype", "shape", "kind", "file") if row[key] != other[key]]
+    if keys:
+        first, second = (" ".join(str(found[key]) for key in keys) for found in (row, other))
+        return f"{name} is {first} on rank {ranks[0]} and {second} on rank {ranks[1]}"
+    if row.get("ranks") is None or row["ranks"] != other.get("ranks"):
+        return None
+    if (row["offset"], row["box"]) != (other["offset"], other["box"]):
+        return f"{name}{_box(row)} on rank {ranks[0]} and{_box(other) or ' all of it'} on rank {ranks[1]}"
+    return f"{name}{_box(row)}" if row.get("digest") != other.get("digest") else None
+
+
+def _box(row: _Row) -> str:
+    """Return which part of a tensor a row is about, where that is not all of it."""
+    is_whole = "box" not in row or (not any(row["offset"]) and list(row["box"]) == list(row["shape"]))
+    return "" if is_whole else f" (the box at {row['offset']} of {row['box']})"
+
+
+def _sides(answers: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks that give each answer, the first answer first."""
+    sides: dict[object, list[int]] = defaultdict(list)
+    for rank, answer in answers.items():
+        sides[answer].append(rank)
+    return tuple(tuple(side) for side in sides.values())
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Return ranks in words, some of them where they are many."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

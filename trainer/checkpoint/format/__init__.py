@@ -1,0 +1,1 @@
+"""The format on disk: names, layout, manifest, and headers."""

@@ -1,0 +1,238 @@
+"""Rectangles of a tensor, and the bytes they occupy in it. Pure arithmetic; `live.py` knows where a box comes from."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The half-open rectangle `[offset, offset + shape)` of a tensor, in elements."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Return the index that takes the box out of an array."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """Return the box that covers a tensor of `shape`."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def intersect(a: Box, b: Box) -> Box:
+    """Return the common part of two boxes of one tensor; its `numel` is 0 where they do not meet."""
+    if a == b:
+        return a
+    offset = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))
+    end = tuple(min(x, y) for x, y in zip(a.end, b.end, strict=True))
+    return Box(offset, tuple(max(0, e - o) for o, e in zip(offset, end, strict=True)))
+
+
+def relative(inner: Box, outer: Box) -> Box:
+    """Return `inner`, which lies inside `outer`, in coordinates that start at `outer`'s corner."""
+    return Box(tuple(i - o for i, o in zip(inner.offset, outer.offset, strict=True)), inner.shape)
+
+
+def absolute(inner: Box, outer: Box) -> Box:
+    """Return `inner`, given in coordinates that start at `outer`'s corner, in those of `outer`."""
+    return Box(tuple(i + o for i, o in zip(inner.offset, outer.offset, strict=True)), inner.shape)
+
+
+def in_bytes(box: Box, itemsize: int) -> Box:
+    """Return the box of a tensor that has one dimension more: the bytes of its items."""
+    return Box((*box.offset, 0), (*box.shape, itemsize))
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One mesh axis that cuts a tensor dimension.
+
+    Args:
+        dim: the tensor dimension that is cut.
+        index: this rank's coordinate on the mesh axis.
+        count: size of the mesh axis.
+        strided: product of the sizes of the axes to its right that cut the same dimension *before* it
+            (`split_factor` of torch's `_StridedShard`); 1 for a plain cut.
+    """
+
+    dim: int
+    index: int
+    count: int
+    strided: int = 1
+
+
+def cut(lo: int, hi: int, *, index: int, count: int) -> tuple[int, int]:
+    """Return part `index` of `[lo, hi)` cut into `count` parts of `ceil(length / count)`, as `torch.chunk` cuts."""
+    step = -(-(hi - lo) // count)
+    first = min(hi, lo + index * step)
+    return first, min(hi, first + step)
+
+
+def box_of_splits(shape: Sequence[int], splits: Sequence[Split]) -> Box:
+    """Return the box that a rank holds after all `splits`, listed in order of the mesh axes.
+
+    A tensor dimension is cut by one axis after the other. Plain cuts apply from left to right; a strided one applies
+    after the axes to its right whose sizes multiply to its `strided` factor (FSDP2 over tensor parallelism:
+    `torch/distributed/tensor/placement_types.py`, `_StridedShard`).
+
+    Raises:
+        ValueError: if a strided factor is no product of the sizes to its right, so that the shard is not one box.
+    """
+    offset, size = [0] * len(shape), list(shape)
+    for dim in range(len(shape)):
+        lo, hi = 0, shape[dim]
+        for split in _cutting_order([s for s in splits if s.dim == dim]):
+            lo, hi = cut(lo, hi, index=split.index, count=split.count)
+        offset[dim], size[dim] = lo, hi - lo
+    return Box(tuple(offset), tuple(size))
+
+
+def _cutting_order(splits: list[Split]) -> list[Split]:
+    order: list[Split] = []
+    for position in range(len(splits) - 1, -1, -1):
+        split, product, place = splits[position], 1, 0
+        while product < split.strided and place < len(order):
+            product *= order[place].count
+            place += 1
+        if product != split.strided:
+            raise ValueError(f"a strided shard of factor {split.strided} is no box on axes {[s.count for s in splits]}")
+        order.insert(place, split)
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """The bytes of a box: contiguous in memory (C order), runs of `run_bytes` each in the tensor's file image.
+
+    Args:
+        start: offset of the first run in the tensor's bytes.
+        loops: how runs follow, `(count, stride in bytes)` from the outermost to the innermost; none where all is one
+            run. No two that follow each other could be one.
+    """
+
+    box: Box
+    start: int
+    loops: tuple[tuple[int, int], ...]
+    run_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return math.prod(self.packed_shape)
+
+    @property
+    def extent(self) -> int:
+        """Return how many bytes lie between its first and its last one in the tensor, both counted."""
+        return self.run_bytes + sum((count - 1) * stride for count, stride in self.loops)
+
+    @property
+    def is_contiguous(self) -> bool:
+        return not self.loops
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """Return the packed image's shape as an array of bytes with a dimension for every loop and one for the run."""
+        return (*(count for count, _ in self.loops), self.run_bytes)
+
+    def before(self, offset: int) -> int:
+        """Return how many of its bytes lie before byte `offset` of the tensor."""
+        left, step, found = offset - self.start, self.total_bytes, 0
+        for count, stride in self.loops:
+            step //= count
+            index = max(0, left // stride)
+            if index >= count:
+                return found + count * step
+            found += index * step
+            left -= index * stride
+        return found + min(max(0, left), self.run_bytes)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Return by how many bytes the dimensions of the packed image lie apart in the tensor."""
+        return (*(stride for _, stride in self.loops), 1)
+
+    def boxes(self, lo: int, hi: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
+        """Yield packed bytes `[lo, hi)` in arrays, as few as can be, that lie in the tensor by `strides`.
+
+        Each is its shape, the offset of its first byte in the tensor's bytes, and that in the packed image.
+        """
+        strides, at = self.strides, lo
+        for box in extent(self.packed_shape, lo, hi):
+            yield box.shape, self.start + sum(map(operator.mul, box.offset, strides)), at
+            at += box.numel
+
+    def spans(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+        """Yield `(offset in the tensor's bytes, offset in the packed image, length)` of packed bytes `[lo, hi)`."""
+        position = lo
+        while position < hi:
+            row, inside = divmod(position, self.run_bytes)
+            length = min(self.run_bytes - inside, hi - position)
+            yield self._row_start(row) + inside, position, length
+            position += length
+
+    def _row_start(self, row: int) -> int:
+        at = self.start
+        for count, stride in reversed(self.loops):
+            row, index = divmod(row, count)
+            at += index * stride
+        return at
+
+
+def image(box: Box, shape: Sequence[int], itemsize: int) -> Image:
+    """Describe the bytes of `box` in a C-ordered tensor of `shape`, with runs as long as they can be."""
+    if 0 in box.shape:
+        return Image(box, 0, (), 0)
+    run = stride = itemsize
+    start, loops = 0, list[tuple[int, int]]()  # the innermost first
+    for offset, count, size in zip(reversed(box.offset), reversed(box.shape), reversed(shape), strict=True):
+        start += offset * stride
+        if count > 1:
+            if loops and stride == loops[-1][0] * loops[-1][1]:
+                loops[-1] = (loops[-1][0] * count, loops[-1][1])
+            elif loops or stride != run:
+                loops.append((count, stride))
+            else:
+                run *= count
+        stride *= size
+    return Image(box, start, tuple(reversed(loops)), run)
+
+
+def extent(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
+    """Yield boxes that are, one behind the other, elements `[lo, hi)` of a C-ordered array of `shape`.
+
+    They are as few as can be: at most two for every dimension, less one.
+    """
+    if lo >= hi:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    (first, skip), (last, rest) = divmod(lo, row), divmod(hi, row)
+    if first == last:
+        yield from _beneath(first, extent(shape[1:], skip, rest))
+        return
+    if skip:
+        yield from _beneath(first, extent(shape[1:], skip, row))
+        first += 1
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _beneath(last, extent(shape[1:], 0, rest))
+
+
+def _beneath(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    return (Box((index, *box.offset), (1, *box.shape)) for box in boxes)

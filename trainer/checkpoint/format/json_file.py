@@ -1,0 +1,123 @@
+"""Standard JSON in and out: no NaN, no doubled keys, bounded size and depth. Others know what the members mean."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.storage.patience import failed_read
+from trainer.errors import CheckpointError
+from trainer.regular_file import open_regular
+
+Json = dict[str, Any]
+Document = Json | bytes  # a file of a checkpoint that holds no tensors: JSON, or bytes as they are
+
+# A manifest of a 405B model is about 12 MB; safetensors bounds its headers at 100 MB.
+MAX_BYTES = 256 << 20
+# What nests deeper than any document of ours; below it nothing that recurses, such as `repr`, comes to its end.
+MAX_DEPTH = 64
+
+
+def to_bytes(value: Json) -> bytes:
+    """Return `value` as readable standard JSON that ends with a line break.
+
+    Raises:
+        CheckpointError: for NaN, Infinity or a value that JSON does not have, and for all else that `parse` refuses.
+    """
+    try:
+        data = (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        _check_depth(value)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"{len(data)} B of JSON, more than {MAX_BYTES} B")
+        return data
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            "A value cannot be stored as JSON",
+            expected="finite numbers, strings, booleans, null, lists and dictionaries of them",
+            found=error,
+        ) from error
+
+
+def content(document: Document) -> bytes:
+    """Return the bytes of a file that holds no tensors.
+
+    Raises:
+        CheckpointError: as `to_bytes` does.
+    """
+    return document if isinstance(document, bytes) else to_bytes(document)
+
+
+def parse(data: bytes, *, where: object) -> Json:
+    """Parse one JSON object.
+
+    Raises:
+        CheckpointError: if `data` is no standard JSON object: bad UTF-8, half a surrogate pair, NaN, a number beyond
+            what a float holds, a key twice, too large, too deep.
+    """
+    if len(data) > MAX_BYTES:
+        raise CheckpointError("A JSON file is too large", where=where, expected=f"<= {MAX_BYTES} B", found=len(data))
+    try:
+        value = json.loads(
+            data.decode(), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
+        )
+        _check_depth(value)
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair: no path and no message can hold it
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            "A JSON file cannot be read", where=where, expected="one standard JSON object", found=error
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError("A JSON file holds no object", where=where, found=type(value).__name__)
+    return value
+
+
+def read(path: Path) -> Json:
+    """Read and parse the JSON object in `path`.
+
+    Raises:
+        CheckpointError: if the file is missing, a pipe or a device, or no standard JSON object.
+        UnreadableError: if it cannot be read now.
+    """
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            return parse(file.read(MAX_BYTES + 1), where=path)
+    except OSError as error:
+        raise failed_read("A JSON file cannot be read", error, where=path) from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not standard JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits[:40]} is beyond what a float holds")
+    return value
+
+
+def _check_depth(value: object) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for parent in level
+            for child in (
+                parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list | tuple) else ()
+            )
+            if isinstance(child, dict | list | tuple)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return table

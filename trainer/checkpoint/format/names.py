@@ -1,0 +1,6 @@
+"""Names of the files in a checkpoint, and of the format."""
+
+MANIFEST = "manifest.json"
+INDEX = "model.safetensors.index.json"
+STATE = "trainer_state.json"
+FORMAT = "reprise/1"

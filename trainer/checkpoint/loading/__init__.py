@@ -1,0 +1,1 @@
+"""Loading: choose, open, read, verify."""

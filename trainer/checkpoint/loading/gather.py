@@ -1,0 +1,61 @@
+"""Brings bytes that lie apart in a file together in memory, in few calls. What they are is told elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.checkpoint.format.box import Image
+
+Bytes = npt.NDArray[np.uint8]
+Read = Callable[[memoryview, int], None]  # fills a buffer from an offset in the file
+
+# A gap up to this is read along and thrown away. With two threads on warm files, a call for each run took as long as
+# reading 50 KB more (runs of 2 to 28 KB; 3 to 9 times as long for those of tensor parallelism in GPT-2), and what
+# ranks of one host read of each other's runs comes from the page cache.
+GAP_BYTES = 32 << 10
+# As much is read along at once: it stays in the processor's cache until it is copied.
+SCRATCH_BYTES = 2 << 20
+
+
+class Gatherer:
+    """Reads packed images from where they lie apart, through a buffer of its own: one for each thread."""
+
+    def __init__(self, *, gap_bytes: int = GAP_BYTES, scratch_bytes: int = SCRATCH_BYTES) -> None:
+        self._gap_bytes = gap_bytes
+        self._scratch: Bytes = np.empty(scratch_bytes, dtype=np.uint8)
+
+    def gather(self, read: Read, source: Image, lo: int, into: Bytes, *, offset: int) -> None:
+        """Fill `into` with the bytes from `lo` on of the packed image `source`, whose tensor begins at `offset`."""
+        if source.is_contiguous:
+            read(into.data, offset + source.start + lo)
+            return
+        for shape, start, at in source.boxes(lo, lo + into.size):
+            part = into[at - lo : at - lo + math.prod(shape)].reshape(shape)
+            self._cover(read, offset + start, source.strides, part)
+
+    def _cover(self, read: Read, start: int, strides: Sequence[int], into: Bytes) -> None:
+        """Fill the C-ordered array `into` from the bytes that lie at `start` by `strides`, the last of which is 1."""
+        if into.ndim == 1:
+            read(into.data, start)
+            return
+        count, stride = len(into), strides[0]
+        length = _extent(into.shape[1:], strides[1:])
+        if stride - length > self._gap_bytes or length > self._scratch.size or count == 1:
+            for index in range(count):
+                self._cover(read, start + index * stride, strides[1:], into[index])
+            return
+        most = 1 + (self._scratch.size - length) // stride
+        for first in range(0, count, most):
+            part = into[first : first + most]
+            covering = self._scratch[: (len(part) - 1) * stride + length]
+            read(covering.data, start + first * stride)
+            np.copyto(part, np.ndarray(part.shape, np.uint8, covering, 0, strides))
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many bytes lie between the first and the last byte of an array, both counted."""
+    return 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))

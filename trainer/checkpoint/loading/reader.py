@@ -1,0 +1,338 @@
+"""Opens a committed checkpoint: checks that it is whole, and says where every tensor lies. It copies none."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from trainer.checkpoint.format import json_file, manifest
+from trainer.checkpoint.format import safetensors_file as header
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.format.layout import Place, TensorKind, TensorSpec
+from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest
+from trainer.checkpoint.format.names import FORMAT, INDEX, MANIFEST, STATE
+from trainer.checkpoint.loading.gather import Gatherer
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import named_iteration
+from trainer.checkpoint.storage.patience import failed_read, unreadable
+from trainer.errors import CheckpointError, MismatchError
+
+_MISLEADING = ("model.safetensors", "adapter_config.json")
+_MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint whose JSON files are checked; its tensors are not read yet.
+
+    Args:
+        digest: of the manifest's bytes: two folders with the same one hold the same checkpoint.
+    """
+
+    path: Path
+    files: Files
+    manifest: Manifest
+    state: Json
+    digest: str = ""
+    _places: dict[str, Place] = field(default_factory=dict, repr=False, compare=False)  # once they were read
+
+    @property
+    def iteration(self) -> int:
+        return int(self.state["iteration"])
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(name.startswith("optimizer/") for name in self.manifest.files)
+
+
+def open_checkpoint(path: Path, files: Files) -> Checkpoint:
+    """Check the manifest, the sizes of all files and every JSON file, and return the checkpoint. Reads no tensor.
+
+    Raises:
+        MismatchError: if it has another format version.
+        UnreadableError: if a file cannot be read now.
+        CheckpointError: naming the first file that is missing or damaged, or if its folder is named after another
+            iteration than it holds.
+    """
+    try:
+        content = _read(path / MANIFEST, files)
+        found = manifest.from_bytes(content, where=path / MANIFEST)
+    except OSError as error:
+        raise failed_read(
+            "A folder is no checkpoint", error, where=path, expected=MANIFEST, fix="Name another one."
+        ) from error
+    document: bytes | None = None
+    for name, entry in found.files.items():
+        data = _checked_file(path, name, entry, files)
+        document = data if name == STATE else document
+        if name == INDEX:
+            _check_index(json_file.parse(data, where=path / name), found, where=path / name)
+    if not document:
+        raise CheckpointError("A checkpoint has no state file", where=path / STATE)
+    state = json_file.parse(document, where=path / STATE)
+    if state.get("format") != FORMAT:
+        raise MismatchError(
+            "A checkpoint has another format version",
+            where=path / STATE,
+            expected=FORMAT,
+            found=state.get("format"),
+            fix="Load it with the version of this program that wrote it, or a newer one.",
+        )
+    iteration = state.get("iteration")
+    if type(iteration) is not int or not 0 <= iteration <= manifest.MOST_ELEMENTS:
+        raise CheckpointError(
+            "A state file has no iteration", where=path / STATE, expected="a natural number", found=repr(iteration)
+        )
+    _check_name(path, iteration)
+    return Checkpoint(path, files, found, state, manifest.digest_of(content))
+
+
+def _check_name(path: Path, iteration: int) -> None:
+    """Refuse a copy under the name of another iteration: a run would count on from there."""
+    named = named_iteration(path.name)
+    if named is not None and named != iteration:
+        raise CheckpointError(
+            "A checkpoint has the name of another iteration",
+            where=path,
+            expected=f"iteration {named} in {STATE}",
+            found=f"iteration {iteration}",
+            fix="Give the folder the name of its iteration, or one that does not begin with iter_.",
+        )
+
+
+def misleading_files(checkpoint: Checkpoint) -> list[str]:
+    """Return the files of others in its folder that transformers' `from_pretrained` prefers to the checkpoint's own.
+
+    Of transformers 5.23: `model.safetensors` comes before the index of several files, and with PEFT installed
+    `adapter_config.json` names another folder of weights.
+
+    Raises:
+        UnreadableError: if the folder cannot be looked at now.
+    """
+    found = []
+    for name in _MISLEADING:
+        path = checkpoint.path / name
+        try:
+            if name not in checkpoint.manifest.files and path.is_file():
+                found.append(name)
+        except OSError as error:
+            raise unreadable(error, where=path) from error
+    return found
+
+
+def _check_index(index: Json, found: Manifest, *, where: Path) -> None:
+    """Refuse an index that sends other loaders to a tensor or a file that the checkpoint does not have."""
+    weight_map = index.get("weight_map")
+    for name, file in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", None)]:
+        entry = found.files.get(file) if isinstance(file, str) else None
+        if name not in found.tensors or entry is None or not entry.is_tensor_file:
+            raise CheckpointError(
+                "The index names a tensor or a file that the checkpoint does not have",
+                where=f"{where}, {name}",
+                expected="one of the manifest's",
+                found=repr(file),
+            )
+
+
+def _read(path: Path, files: Files) -> bytes:
+    """Return the content of a file that holds no tensors.
+
+    Raises:
+        OSError: if it is missing, or no regular file.
+        CheckpointError: if it is larger than such a file can be; it is not read then.
+    """
+    size = files.size(path)
+    if size > json_file.MAX_BYTES:
+        raise CheckpointError(
+            "A JSON file is too large", where=path, expected=f"<= {json_file.MAX_BYTES} B", found=size
+        )
+    data = bytearray(size)
+    descriptor = files.open_for_reading(path)
+    try:
+        return bytes(data[: files.read(descriptor, memoryview(data), offset=0)])
+    finally:
+        files.close(descriptor)
+
+
+def _refuse_links(root: Path, name: str, files: Files) -> None:
+    """Refuse a file in a folder that is a link: it may lie anywhere. Of the file itself, `Files.size` asks.
+
+    Raises:
+        OSError: if there is no such folder.
+        CheckpointError: if one of the folders between `root` and the file is a link.
+    """
+    folder = root
+    for part in name.split("/")[:-1]:
+        folder /= part
+        if not files.is_folder(folder):
+            raise CheckpointError("A file of a checkpoint lies in what is no folder", where=folder, expected="a folder")
+
+
+def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files) -> bytes:
+    """Check a file's size and, if it is no tensor file, its digest; return the content of the latter."""
+    path = root / name
+    try:
+        _refuse_links(root, name, files)
+        size = files.size(path)
+        data = b"" if entry.is_tensor_file or size != entry.total_bytes else _read(path, files)
+    except OSError as error:
+        raise failed_read("A file of a checkpoint is missing", error, where=path) from error
+    if size != entry.total_bytes:
+        raise CheckpointError(
+            "A file has another size", where=path, expected=f"{entry.total_bytes} B", found=f"{size} B"
+        )
+    if not entry.is_tensor_file and manifest.digest_of(data) != entry.digest:
+        raise CheckpointError(
+            "A file is damaged", where=path, expected=f"digest {entry.digest}", found=manifest.digest_of(data)
+        )
+    return data
+
+
+def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
+    """Check every safetensors header against the manifest, once, and return the place of every tensor by name.
+
+    Raises:
+        CheckpointError: if a header is damaged or malformed, or does not say the same as the manifest.
+    """
+    if not checkpoint._places:
+        checkpoint._places.update(_checked_places(checkpoint))
+    return dict(checkpoint._places)
+
+
+def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
+    places: dict[str, Place] = {}
+    for name, entry in checkpoint.manifest.files.items():
+        if entry.is_tensor_file:
+            for place in _read_header(checkpoint, name, entry.digest):
+                if place.spec.name in places:
+                    raise CheckpointError(
+                        "A tensor lies in two files", where=checkpoint.path / name, found=place.spec.name
+                    )
+                places[place.spec.name] = place
+    if places.keys() != checkpoint.manifest.tensors.keys():
+        odd = min(places.keys() ^ checkpoint.manifest.tensors.keys())
+        raise CheckpointError("The headers and the manifest name other tensors", where=checkpoint.path, found=odd)
+    return places
+
+
+def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
+    path = checkpoint.path / name
+    kind = TensorKind.OPTIMIZER if name.startswith("optimizer/") else TensorKind.MODEL
+    total_bytes = checkpoint.manifest.files[name].total_bytes
+    with opened(checkpoint.files, path) as file:
+        data = read_header(file, total_bytes, where=path)
+    if manifest.digest_of(data) != digest:
+        raise CheckpointError("A safetensors header is damaged", where=path, expected=f"digest {digest}")
+    table, length = json_file.parse(data[8:], where=path), len(data) - 8
+    specs = header.parse(table, kind, data_bytes=total_bytes - 8 - length, where=path)
+    return [Place(_as_written(checkpoint, spec, where=path), name, 8 + length + offset) for spec, offset in specs]
+
+
+def read_header(file: OpenFile, total_bytes: int, *, where: Path) -> bytes:
+    """Return the header of a safetensors file of `total_bytes`, behind the 8 bytes that say its length.
+
+    Raises:
+        CheckpointError: for a length that is beyond the file, or beyond what the safetensors library reads.
+    """
+    prefix = bytearray(8)
+    file.read(memoryview(prefix), 0)
+    length = int.from_bytes(prefix, "little")
+    if length > min(_MAX_HEADER_BYTES, total_bytes - 8):
+        raise CheckpointError("A safetensors header is damaged", where=where, found=f"a length of {length} B")
+    data = bytearray(8 + length)
+    file.read(memoryview(data), 0)
+    return bytes(data)
+
+
+def _as_written(checkpoint: Checkpoint, spec: TensorSpec, *, where: Path) -> TensorSpec:
+    """Return a header's `spec` with the view in which the manifest says the tensor was written."""
+    entry = checkpoint.manifest.tensors.get(spec.name)
+    if entry is None or math.prod(entry.view) != math.prod(spec.shape) or not entry.fits(spec.dtype.itemsize):
+        raise CheckpointError(
+            "A header and the manifest disagree",
+            where=f"{where}, tensor {spec.name}",
+            expected=f"what fits shape {list(spec.shape)} of {spec.dtype}",
+            found="no entry" if entry is None else f"view {list(entry.view)}, {len(entry.digests)} B of digests",
+        )
+    return replace(spec, view=entry.view)
+
+
+def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> None:
+    """Check the first block of every tensor file: a file of another iteration has the same size and header.
+
+    Raises:
+        CheckpointError: naming the file, the tensor and the byte range.
+    """
+    first, gatherer = dict[str, Place](), Gatherer()
+    for place in places.values():
+        if place.spec.total_bytes and (place.file not in first or place.offset < first[place.file].offset):
+            first[place.file] = place
+    for place in first.values():
+        spec = place.spec
+        piece = next(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize))
+        hi = min(piece.hi, piece.lo + BLOCK_BYTES)
+        block = np.empty(hi - piece.lo, dtype=np.uint8)
+        packed = spec.image(piece.box)
+        with opened(checkpoint.files, checkpoint.path / place.file) as file:
+            gatherer.gather(file.read, packed, piece.lo, block, offset=place.offset)
+        check_block(checkpoint, place, block.data, digest=piece.digests[:DIGEST_BYTES], at=(piece.lo, hi))
+
+
+def check_block(checkpoint: Checkpoint, place: Place, block: memoryview, *, digest: bytes, at: tuple[int, int]) -> None:
+    """Compare a block with its digest; `at` is its byte range within the piece, for the message.
+
+    Raises:
+        CheckpointError: naming the file, the tensor and the byte range.
+    """
+    found = manifest.digest_of(block)
+    if found != digest.hex():
+        raise CheckpointError(
+            "A tensor is damaged",
+            where=f"{checkpoint.path / place.file}, tensor {place.spec.name}, bytes [{at[0]}, {at[1]}) of a piece",
+            expected=f"digest {digest.hex()}",
+            found=found,
+            fix="Load another iteration; this one cannot be trusted.",
+        )
+
+
+class OpenFile:
+    """A file of a checkpoint that is open for reading. Counts what is read: one for each thread."""
+
+    def __init__(self, files: Files, path: Path, descriptor: int) -> None:
+        self._files, self._path, self._descriptor = files, path, descriptor
+        self.read_bytes = 0
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset`.
+
+        Raises:
+            CheckpointError: if the file ends before.
+        """
+        count = self._files.read(self._descriptor, buffer, offset=offset)
+        self.read_bytes += count
+        if count != buffer.nbytes:
+            expected, found = f"{buffer.nbytes} B at {offset}", f"{count} B"
+            raise CheckpointError("A file ended early", where=self._path, expected=expected, found=found)
+
+
+@contextlib.contextmanager
+def opened(files: Files, path: Path) -> Iterator[OpenFile]:
+    """Open a tensor file for reading.
+
+    Raises:
+        CheckpointError: if it is missing, or no regular file.
+        UnreadableError: if it cannot be opened or read now.
+    """
+    try:
+        descriptor = files.open_for_reading(path)
+        try:
+            yield OpenFile(files, path, descriptor)
+        finally:
+            files.close(descriptor)
+    except OSError as error:
+        raise failed_read("A file cannot be read", error, where=path) from error

@@ -1,0 +1,52 @@
+"""Opens the checkpoint that rank 0 chose, on every other rank, and checks that it is the same one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.shared_folder import look_again, on_this_host
+from trainer.errors import CheckpointError, MismatchError, UnreadableError
+
+
+def open_same(path: Path, digest: str, files: Files) -> Checkpoint:
+    """Open the checkpoint that rank 0 has picked; a network file system may show an older one, or a part, at first.
+
+    Rank 0 has found it whole. So what is wrong with it here says that this host sees something else, not that the
+    checkpoint is damaged: the run would go back to an older one for that.
+
+    Args:
+        digest: of the manifest that rank 0 has read.
+
+    Raises:
+        MismatchError: if this rank still reads another manifest, or finds a file missing or damaged, after
+            SEEN_WITHIN_S, naming this host and the path.
+        UnreadableError: as `open_checkpoint`.
+    """
+    opened: list[Checkpoint] = []
+
+    def problem() -> str:
+        try:
+            checkpoint = open_checkpoint(path, files)
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            return str(error)
+        if checkpoint.digest == digest:
+            opened.append(checkpoint)
+            return ""
+        return f"digest {checkpoint.digest}"
+
+    found = look_again(problem, path)
+    if found:
+        raise MismatchError(
+            "This host reads another checkpoint than rank 0 under the same path",
+            where=on_this_host(path / MANIFEST),
+            expected=f"digest {digest}",
+            found=found,
+            fix="No training was done. Mount the same file system at this path on every host, or remove the copy that "
+            "differs.",
+        )
+    return opened[0]

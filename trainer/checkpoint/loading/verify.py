@@ -1,0 +1,66 @@
+"""Checks the digest of every block of a checkpoint, filling nothing. What a load fills, `loader.py` checks itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.checkpoint.format.layout import Place
+from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
+from trainer.checkpoint.loading.gather import Gatherer
+from trainer.checkpoint.loading.reader import Checkpoint, check_block, opened
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Bytes `[lo, hi)` of a packed piece; `digest` is what they should have."""
+
+    place: Place
+    piece: WrittenPiece
+    lo: int
+    hi: int
+    digest: bytes
+
+
+def verify_share(
+    checkpoint: Checkpoint,
+    places: Mapping[str, Place],
+    *,
+    rank: int,
+    world_size: int,
+    progress: Callable[[int], None] = lambda _: None,
+) -> int:
+    """Read every `world_size`-th block, from number `rank` on, and check its digest; return how many bytes that were.
+
+    Args:
+        progress: told how many more bytes are checked.
+
+    Raises:
+        CheckpointError: naming the file, the tensor and the byte range of the first damaged block.
+    """
+    gatherer, buffer = Gatherer(), np.empty(BLOCK_BYTES, dtype=np.uint8)
+    checked_bytes = 0
+    mine = itertools.islice(_blocks(checkpoint, places), rank, None, world_size)
+    for name, blocks in itertools.groupby(mine, key=lambda block: block.place.file):
+        with opened(checkpoint.files, checkpoint.path / name) as file:
+            for block in blocks:
+                data = buffer[: block.hi - block.lo]
+                spec = block.place.spec
+                packed = spec.image(block.piece.box)
+                gatherer.gather(file.read, packed, block.lo, data, offset=block.place.offset)
+                check_block(checkpoint, block.place, data.data, digest=block.digest, at=(block.lo, block.hi))
+                checked_bytes += data.nbytes
+                progress(data.nbytes)
+    return checked_bytes
+
+
+def _blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> Iterator[_Block]:
+    """Yield the blocks of all tensors in the order of the files."""
+    for place in sorted(places.values(), key=lambda place: (place.file, place.offset)):
+        for piece in checkpoint.manifest.tensors[place.spec.name].pieces(place.spec.dtype.itemsize):
+            for number, lo in enumerate(range(piece.lo, piece.hi, BLOCK_BYTES)):
+                digest = piece.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+                yield _Block(place, piece, lo, min(lo + BLOCK_BYTES, piece.hi), digest)

@@ -1,0 +1,1 @@
+"""Saving: plan, snapshot, write, commit."""

@@ -1,0 +1,347 @@
+"""Memory that the ranks of one host share, in which columns become whole rows. Where is told in `stripes.py`.
+
+No rank waits for another here once all have said what they write: each puts its columns into the stripes and then, when
+it has nothing else to do, writes full stripes until there are none. So all are written: the rank that fills a stripe
+looks for full ones later. If a rank fails, its stripes stay unfilled, and its report fails the save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.protocol import Attempt
+from trainer.checkpoint.format.box import Image
+from trainer.checkpoint.format.layout import Layout
+from trainer.checkpoint.format.manifest import WrittenPiece
+from trainer.checkpoint.format.report import decode, encode
+from trainer.checkpoint.saving.ownership import Piece
+from trainer.checkpoint.saving.stripes import COUNTERS_AT, STRIPS_AT, Stripe, Strips, shared_bytes, stripes_of
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.tensors.arena import populate
+from trainer.errors import CheckpointError, LaunchError
+
+_log = logging.getLogger(__name__)
+
+_NAME = "checkpoint"
+_NAME_BYTES = 16
+_JOINS, _STAYS_OUT = b"+", b"-"
+
+
+class SharedMemory:
+    """A block of memory without a name in any file system: it is gone with the last process that has it."""
+
+    def __init__(self, descriptor: int, address: bytes) -> None:
+        self.address = address
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._memory = np.frombuffer(mmap.mmap(descriptor, STRIPS_AT), np.uint8)
+
+    @staticmethod
+    def make() -> SharedMemory:
+        """Return a new one, nearly empty.
+
+        Raises:
+            OSError: if there is none to be had.
+        """
+        name = secrets.token_bytes(_NAME_BYTES)
+        descriptor = os.memfd_create(_NAME)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(os.close, descriptor)
+            os.ftruncate(descriptor, STRIPS_AT)
+            os.pwrite(descriptor, name, 0)
+            found = SharedMemory(descriptor, b"%d %d %s" % (os.getpid(), descriptor, name.hex().encode()))
+            on_error.pop_all()
+        return found
+
+    @staticmethod
+    def open(address: bytes) -> SharedMemory | None:
+        """Return that of another process of this host; None if it cannot be had, or is another one."""
+        pid, number, name = address.decode().split()
+        path = f"/proc/{pid}/fd/{number}"
+        try:
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # the number means something else here
+                return None
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            with contextlib.ExitStack() as on_error:
+                on_error.callback(os.close, descriptor)
+                if os.pread(descriptor, _NAME_BYTES, 0) != bytes.fromhex(name):
+                    return None
+                found = SharedMemory(descriptor, address)
+                on_error.pop_all()
+        except OSError:
+            return None
+        return found
+
+    def reach(self, total_bytes: int) -> None:
+        """Be at least so large, and have the pages there.
+
+        Raises:
+            OSError: if there is no memory for it.
+        """
+        if self._memory.nbytes < total_bytes:
+            Files().reserve(self._descriptor, total_bytes)  # only ever to the same size, whoever comes first
+            self._memory = np.frombuffer(mmap.mmap(self._descriptor, total_bytes), np.uint8)
+            populate(self._memory)
+
+    def put(self, stripe: Stripe, packed: Image, lo: int, data: memoryview) -> None:
+        """Put bytes of a packed image, from `lo` on, into their stripe."""
+        source = np.frombuffer(data, np.uint8)
+        for shape, start, at in packed.boxes(lo, lo + data.nbytes):
+            place = stripe.place + start - stripe.lo
+            there = np.ndarray(shape, np.uint8, self._memory.data, place, packed.strides)
+            np.copyto(there, source[at - lo : at - lo + there.size].reshape(shape))
+        with self._locked():
+            self._counters[stripe.number] += data.nbytes
+
+    def close(self) -> None:
+        """Let go of it; nobody may be using it."""
+        self._memory = np.empty(0, np.uint8)
+        os.close(self._descriptor)
+
+    def is_full(self, stripe: Stripe) -> bool:
+        """Return whether all bytes of a stripe are there, and nobody has claimed it."""
+        return int(self._counters[stripe.number]) == stripe.size
+
+    def begin_rename(self, stripe: Stripe) -> memoryview | None:
+        """Return the bytes of a full stripe to the one process and thread that is to write it."""
+        with self._locked():
+            if not self.is_full(stripe):
+                return None
+            self._counters[stripe.number] = 0  # as the next save wants it
+        return self._memory[stripe.place : stripe.place + stripe.size].data
+
+    @property
+    def _counters(self) -> npt.NDArray[np.uint32]:
+        return self._memory[COUNTERS_AT:STRIPS_AT].view(np.uint32)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:  # threads do not lock each other out of what they have opened once
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+
+class Sharing:
+    """What one save puts together with the other ranks of the host. Its threads may use it at once.
+
+    Args:
+        turn: the share of the stripes after which this rank begins to look for full ones, so that the ranks of a host
+            do not all look for the same.
+    """
+
+    def __init__(self, memory: SharedMemory, stripes: Strips, layout: Layout, *, turn: float) -> None:
+        self.files = {layout.places[tensor].file for tensor in stripes}
+        self._memory, self._stripes = memory, stripes
+        order = [(tensor, stripe) for tensor, found in stripes.items() for stripe in found]
+        first = int(turn * len(order))
+        self._order = order[first:] + order[:first]
+
+    def stripes(self, tensor: str) -> Sequence[Stripe]:
+        """Return the stripes of a tensor, in its order."""
+        return self._stripes.get(tensor, ())
+
+    def put(self, stripe: Stripe, packed: Image, lo: int, data: memoryview) -> None:
+        """Put bytes of a packed image, from `lo` on, into their stripe."""
+        self._memory.put(stripe, packed, lo, data)
+
+    def full(self) -> Iterator[tuple[str, Stripe, memoryview]]:
+        """Yield the stripes, with their tensors and bytes, that are for the caller to write now; no other gets them."""
+        for tensor, stripe in self._order:
+            if self._memory.is_full(stripe) and (data := self._memory.begin_rename(stripe)) is not None:
+                yield tensor, stripe, data
+
+
+class LocalRanks:
+    """The ranks of one host, seen from one of them, and the memory that they share.
+
+    The first of them decides, for each save, whether columns come together: each of the others tells it what it writes
+    and whether it takes part, and hears what all write, and in which memory. A rank that will not write says so, too.
+
+    Args:
+        channel: the worker thread's.
+        ranks: those that are said to be on this host, this one among them; fewer than two share nothing.
+    """
+
+    def __init__(self, channel: StoreChannel, ranks: Sequence[int]) -> None:
+        self._channel, self._rank = channel, channel.rank
+        self._ranks = tuple(ranks) if len(ranks) > 1 else (channel.rank,)
+        self._memory: SharedMemory | None = None
+        self._stays_out = False
+        self._table: tuple[Layout, bytes, Strips] | None = None
+        self._lock = threading.Lock()
+        self._spoken = ""  # the last attempt about which this rank has said something
+        self._posted: list[str] = []
+        self._older: list[str] = []  # posted for the save before the last: nobody waits for these any more
+
+    def meet(self, channel: StoreChannel, name: str) -> None:
+        """Make sure that they are on one host, each by what the others say of themselves. Main thread, all ranks.
+
+        Args:
+            name: not used before on this channel.
+
+        Raises:
+            LaunchError: if one of them says nothing.
+        """
+        if channel.world_size == 1:
+            return
+        here = f"{_host()} {self._ranks}".encode()
+        self._post(channel, f"{name}/{self._rank}", here)
+        others = [rank for rank in self._ranks if rank != self._rank]
+        if any(channel.read(f"{name}/{rank}", sender=f"rank {rank}") != here for rank in others):
+            _log.warning("ranks %s are not all on one host, columns are written row by row", self._ranks)
+            self._ranks = (self._rank,)
+
+    def part(self, channel: StoreChannel) -> None:
+        """Take down what was said, once all ranks have heard it."""
+        with self._lock:
+            channel.discard([*self._older, *self._posted])
+            self._older, self._posted = [], []
+
+    def join(self, attempt: Attempt, pieces: Sequence[Piece], *, may_share: bool) -> Sharing | None:
+        """Tell each other what is written in rows that lie apart; return None where that goes to the file row by row.
+
+        All ranks of the host call it, before anything else of the save that can fail. Worker thread.
+
+        Args:
+            pieces: this rank's that have rows apart.
+            may_share: whether this rank has the memory for it.
+
+        Raises:
+            TrainerError: if another one says nothing, this one has refused, or there is no memory.
+        """
+        if len(self._ranks) < 2:
+            return None
+        self._begin(attempt.name)
+        mine = [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, b"") for piece in pieces]
+        takes_part = may_share and not self._stays_out
+        report = (_JOINS + encode(mine, attempt.layout)) if takes_part else _STAYS_OUT
+        if self._rank == self._ranks[0]:
+            decision = self._decide(attempt, report)
+            self._speak(self._channel, attempt.name, decision)
+        else:
+            self._speak(self._channel, attempt.name, report)
+            decision = self._channel.read(_key(attempt.name, self._ranks[0]), sender=f"rank {self._ranks[0]}")
+        if not decision.startswith(_JOINS):
+            return None
+        address, _, everyone = decision[len(_JOINS) :].partition(b"\n")
+        return self._share(self._open(address), everyone, attempt.layout)
+
+    def refuse(self, channel: StoreChannel, attempt: str) -> None:
+        """Tell the ranks of the host that this one writes nothing of an attempt, so that none waits. Main thread."""
+        if len(self._ranks) > 1:
+            try:
+                self._speak(channel, attempt, _STAYS_OUT)
+            except CheckpointError:  # it has said that it does, and they will hear that it has failed
+                return
+            except LaunchError as lost:
+                _log.error("the refusal of %s did not go out: %s", attempt, lost)
+
+    def drop(self) -> None:
+        """Have other memory for the next save: a rank that has failed may still write to this."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _decide(self, attempt: Attempt, mine: bytes) -> bytes:
+        """Return what all ranks of the host are to do: the memory's address and everybody's pieces, or to stay out."""
+        others = self._ranks[1:]
+        reports = [mine, *(self._channel.read(_key(attempt.name, rank), sender=f"rank {rank}") for rank in others)]
+        if not all(report.startswith(_JOINS) for report in reports):
+            return _STAYS_OUT
+        try:
+            self._memory = self._memory or SharedMemory.make()
+        except OSError as error:
+            _log.warning("no memory to share, columns are written row by row: %s", error.strerror)
+            self._stays_out = True
+            return _STAYS_OUT
+        return _JOINS + self._memory.address + b"\n" + b"".join(report[len(_JOINS) :] for report in reports)
+
+    def _open(self, address: bytes) -> SharedMemory:
+        if self._memory is not None and self._memory.address != address:
+            self.drop()
+        if self._memory is None:
+            self._memory = SharedMemory.open(address)
+        if self._memory is None:
+            raise self._cannot_share(f"that of rank {self._ranks[0]}", "it cannot be opened")
+        return self._memory
+
+    def _share(self, memory: SharedMemory, everyone: bytes, layout: Layout) -> Sharing | None:
+        if self._table is None or self._table[0] is not layout or self._table[1] != everyone:
+            pieces = [Piece(piece.name, piece.box, piece.lo, piece.hi) for piece in decode(everyone, layout)]
+            self._table = layout, everyone, stripes_of(pieces, layout)
+        stripes = self._table[2]
+        if not stripes:
+            return None
+        try:
+            memory.reach(shared_bytes(stripes))
+        except OSError as error:
+            raise self._cannot_share(f"{shared_bytes(stripes)} B", error.strerror) from error
+        return Sharing(memory, stripes, layout, turn=self._ranks.index(self._rank) / len(self._ranks))
+
+    def _cannot_share(self, expected: str, found: str | None) -> CheckpointError:
+        """Stay out from now on, and return why this save fails: the others count on this rank by now."""
+        self._stays_out = True
+        return CheckpointError(
+            "There is no memory in which the ranks of this host could put columns together",
+            expected=expected,
+            found=found,
+            fix="From the next save on they are written row by row, which is slower.",
+        )
+
+    def _begin(self, attempt: str) -> None:
+        """Take down what nobody reads any more.
+
+        Raises:
+            CheckpointError: if this attempt was given up before it began.
+        """
+        with self._lock:
+            self._require_silence(attempt)
+            self._channel.discard(self._older)
+            self._older, self._posted = self._posted, []
+
+    def _speak(self, channel: StoreChannel, attempt: str, data: bytes) -> None:
+        """Say this rank's one word on an attempt, be it of the worker or of the main thread in its place.
+
+        Raises:
+            CheckpointError: if the other thread has said another.
+        """
+        with self._lock:
+            self._require_silence(attempt)
+            self._spoken = attempt
+            self._post(channel, _key(attempt, self._rank), data)
+
+    def _require_silence(self, attempt: str) -> None:
+        if self._spoken == attempt:
+            raise CheckpointError("This rank has given the save up")
+
+    def _post(self, channel: StoreChannel, key: str, data: bytes) -> None:
+        channel.put(key, data)
+        self._posted.append(key)
+
+
+def _host() -> str:
+    """Return what is the same in processes that see each other's `/proc`, and different in any others."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    try:
+        return f"{boot.read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino} {os.getuid()}"
+    except OSError:
+        return secrets.token_hex(8)
+
+
+def _key(attempt: str, rank: int) -> str:
+    return f"stripes/{attempt}/{rank}"

@@ -1,0 +1,179 @@
+"""Digests of the bytes that several ranks hold, as they were when a save began, so that replicas can be compared."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from trainer.checkpoint.commit.inventory import SharedDigests
+from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Written
+from trainer.checkpoint.saving.ownership import Piece
+from trainer.checkpoint.tensors.memory import DeviceMemory, HostMemory, Memory
+
+SharedPieces = Mapping[tuple[int, ...], Mapping[str, Sequence[Piece]]]
+
+
+@dataclass(frozen=True, slots=True)
+class DigestBlock:
+    """Bytes `[lo, hi)` of the packed image of this rank's box of a tensor: a digest block of some rank's piece."""
+
+    name: str
+    lo: int
+    hi: int
+
+
+def blocks_of(piece: Piece) -> list[DigestBlock]:
+    """Return the digest blocks of a piece in order."""
+    return [
+        DigestBlock(piece.name, lo, min(lo + BLOCK_BYTES, piece.hi)) for lo in range(piece.lo, piece.hi, BLOCK_BYTES)
+    ]
+
+
+class ReplicaDigests:
+    """Digests one rank's copy of what other ranks write; what it writes itself is digested while it is written.
+
+    Parameters and optimizer state change inside `optimizer.step()` only. So a background thread digests them until
+    `release`, which digests the rest. What may change earlier is digested when the object is made. Of tensors on a
+    device the device itself computes a checksum then, in the order of its stream.
+
+    Args:
+        shared: the pieces of every box that other ranks hold too.
+        mine: the pieces that this rank writes.
+        memory: where the bytes of each tensor are; on the host, it stays as it is until `release`.
+        changing: the same of tensors that may change at any time.
+    """
+
+    def __init__(
+        self,
+        shared: SharedPieces,
+        mine: Sequence[Piece],
+        memory: Mapping[str, Memory],
+        changing: Mapping[str, Memory],
+    ) -> None:
+        self._shared = shared
+        self._memory = {**memory, **changing}
+        self._digests: dict[DigestBlock, bytes] = {}
+        sums: dict[DigestBlock, torch.Tensor] = {}
+        self._left: deque[DigestBlock] = deque()
+        self._changed = threading.Condition()
+        self._is_released = False
+        self.blocked_s = 0.0
+        written = {(piece.name, piece.lo) for piece in mine}
+        for piece in (piece for tensors in shared.values() for pieces in tensors.values() for piece in pieces):
+            source = self._memory[piece.name]
+            for block in blocks_of(piece):
+                if isinstance(source, DeviceMemory):
+                    sums[block] = checksum(source.bytes[block.lo : block.hi])
+                elif piece.name in changing:
+                    self._digests[block] = _digest(source, block)
+                elif (piece.name, piece.lo) not in written:
+                    self._left.append(block)
+        self._sums = _Sums(sums)
+        self._open = len(self._left)
+
+    def run(self) -> None:
+        """Digest what is left, from the first block on. Any thread."""
+        while self._take(self._left.popleft):
+            pass
+
+    def release(self) -> None:
+        """Digest what is left, from the last block on, so that live memory may change. Main thread."""
+        if self._is_released:
+            return
+        self._is_released = True
+        start = time.perf_counter()
+        while self._take(self._left.pop):
+            pass
+        self._await_all()
+        self.blocked_s += time.perf_counter() - start
+
+    def all(self, written: Written) -> SharedDigests:
+        """Return the digests of all shared boxes, once they are there.
+
+        Args:
+            written: what this rank wrote, with the digests of its own pieces.
+        """
+        self._await_all()
+        found = self._sums.all() | self._digests
+        for piece in written.pieces:
+            for at, block in enumerate(blocks_of(Piece(piece.name, piece.box, piece.lo, piece.hi))):
+                found.setdefault(block, piece.digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
+        return {
+            ranks: {
+                name: b"".join(found[block] for piece in pieces for block in blocks_of(piece))
+                for name, pieces in tensors.items()
+            }
+            for ranks, tensors in self._shared.items()
+        }
+
+    def _take(self, pop: Callable[[], DigestBlock]) -> bool:
+        """Digest one block; return False if none is left."""
+        try:
+            block = pop()
+        except IndexError:
+            return False
+        source = self._memory[block.name]
+        assert isinstance(source, HostMemory)
+        try:
+            self._digests[block] = _digest(source, block)
+        finally:  # also where that fails: another thread may wait for this block
+            with self._changed:
+                self._open -= 1
+                self._changed.notify_all()
+        return True
+
+    def _await_all(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._open == 0)
+
+
+class _Sums:
+    """Checksums on their way from a device to the host, by block: the device's stream is not waited for."""
+
+    def __init__(self, sums: Mapping[DigestBlock, torch.Tensor]) -> None:
+        self._blocks = list(sums)
+        if not sums:
+            return
+        found = torch.stack(list(sums.values()))
+        self._totals = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
+        self._totals.copy_(found, non_blocking=True)
+        self._event = torch.cuda.Event() if found.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._event is not None:
+            self._event.record()
+
+    def all(self) -> dict[DigestBlock, bytes]:
+        """Return the checksums once they are on the host. Any thread."""
+        if not self._blocks:
+            return {}
+        if self._event is not None:
+            self._event.synchronize()
+        return {
+            block: struct.pack(">q", total) for block, total in zip(self._blocks, self._totals.tolist(), strict=True)
+        }
+
+
+def checksum(data: torch.Tensor) -> torch.Tensor:
+    """Return the sum, modulo 2^64, of 4-byte words times odd numbers: one int64, computed where the data lies.
+
+    A change of a single word always changes it, since an odd number has an inverse modulo 2^64. It is the same for the
+    same bytes in whatever order a device adds.
+
+    Args:
+        data: bytes, of shape `[n]`.
+    """
+    is_aligned = data.numel() % 4 == 0 and data.data_ptr() % 4 == 0
+    words = (data.view(torch.int32) if is_aligned else data).to(torch.int64)
+    return (words * torch.arange(1, 2 * words.numel(), 2, device=data.device)).sum()
+
+
+def _digest(source: HostMemory, block: DigestBlock) -> bytes:
+    data = (ctypes.c_ubyte * (block.hi - block.lo)).from_address(source.address + block.lo)
+    return xxhash.xxh3_64_intdigest(data).to_bytes(DIGEST_BYTES, "big")

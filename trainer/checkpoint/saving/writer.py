@@ -1,0 +1,320 @@
+"""Writes one rank's chunks into the shared files, digesting them on the way. It commits nothing."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from trainer.checkpoint.format.box import Image
+from trainer.checkpoint.format.layout import PAGE_BYTES, FileLayout, Layout
+from trainer.checkpoint.format.manifest import Written, WrittenPiece
+from trainer.checkpoint.saving.chunks import CHUNK_BYTES, Chunk, PieceDigests
+from trainer.checkpoint.saving.column_sharing import Sharing
+from trainer.checkpoint.saving.ownership import Piece
+from trainer.checkpoint.saving.snapshot import DIRECT_BYTES, Snapshot
+from trainer.checkpoint.saving.stripes import cut_by_stripes
+from trainer.checkpoint.storage.files import Files, describe_free_space
+from trainer.checkpoint.storage.worker import Job, Worker
+from trainer.checkpoint.tensors.arena import Bytes, map_memory
+from trainer.errors import CheckpointError
+
+# Stretches that a rank writes at once: one is digested while another is with the disk, even where ranks share a core
+# (with one thread each, 2 ranks at zero3 took 1.32 times as long as plain writing; with two, as long). More gain
+# nothing on a local disk, and each holds a chunk that a step may wait for.
+THREADS = 2
+# Files that a rank keeps open at once, each with two descriptors, of the 1024 that a process usually has.
+MOST_OPEN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes into one folder that is not yet a checkpoint; every rank has one.
+
+    Args:
+        threads: how many extents are written at once.
+        progress: told, from any writing thread, how many more bytes are written.
+        sharing: where columns become whole rows; None where they are written row by row.
+    """
+
+    folder: Path
+    files: Files
+    layout: Layout
+    rank: int
+    threads: int
+    progress: Callable[[int], None]
+    sharing: Sharing | None = None
+
+    def write(
+        self, pieces: Sequence[Piece], chunks: Mapping[str, Sequence[Sequence[Chunk]]], snapshot: Snapshot
+    ) -> Written:
+        """Write this rank's chunks and, on rank 0, the headers, then sync; return the pieces with their digests.
+
+        Nothing is synced before all is written: a step that waits for memory to be read does not wait for that.
+
+        Args:
+            chunks: by file, in the order in which they are written.
+
+        Raises:
+            CheckpointError: with path, errno and free space, if the file system fails.
+        """
+        files = {file.name: file for file in self.layout.files}
+        order = [files[name] for name in dict.fromkeys([*chunks, *files])]
+        digests, has_failed = dict[str, bytes](), threading.Event()
+        with ExitStack() as ending:
+            pool = Worker("checkpoint-writer", threads=self.threads)
+            ending.callback(pool.close)
+            jobs, targets = list[Job](), dict[str, _Target]()
+            shared = set() if self.sharing is None else self.sharing.files
+            for file in order:
+                if self.rank and file.name not in chunks and file.name not in shared:
+                    continue
+                target = targets[file.name] = _Target(self, file, stays_open=len(order) <= MOST_OPEN)
+                ending.callback(target.close)
+                jobs += [
+                    pool.submit(partial(self._write_extent, target, extent, snapshot, digests, has_failed))
+                    for extent in chunks.get(file.name, ()) or ((),)
+                ]
+            _raise_first(jobs)
+            stripes = partial(self._write_strips, targets, snapshot, has_failed)
+            _raise_first([pool.submit(stripes) for _ in range(self.threads)])
+            _raise_first([pool.submit(partial(self._sync, target)) for target in targets.values()])
+        return Written(
+            [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, digests[piece.name]) for piece in pieces],
+            sum(target.written_bytes for target in targets.values()),
+        )
+
+    def _write_extent(
+        self,
+        target: _Target,
+        chunks: Sequence[Chunk],
+        snapshot: Snapshot,
+        digests: dict[str, bytes],
+        has_failed: threading.Event,
+    ) -> None:
+        found = PieceDigests()
+        try:
+            bounce = map_memory(CHUNK_BYTES + PAGE_BYTES)
+            self._go_on(snapshot, has_failed)
+            with target:
+                for chunk in chunks:
+                    self._go_on(snapshot, has_failed)
+                    self._write_chunk(target, chunk, snapshot=snapshot, bounce=bounce, digests=found)
+            digests.update(found.all())
+        except OSError as error:
+            has_failed.set()
+            raise self._failure(target.path, error) from error
+        except BaseException:
+            has_failed.set()
+            raise
+
+    def _write_strips(self, targets: Mapping[str, _Target], snapshot: Snapshot, has_failed: threading.Event) -> None:
+        """Write stripes that the host's ranks have filled, this one or another."""
+        for tensor, stripe, data in () if self.sharing is None else self.sharing.full():
+            self._go_on(snapshot, has_failed)
+            place = self.layout.places[tensor]
+            target = targets[place.file]
+            try:
+                with target:
+                    target.write(data, offset=place.offset + stripe.lo)
+            except OSError as error:
+                has_failed.set()
+                raise self._failure(target.path, error) from error
+
+    def _sync(self, target: _Target) -> None:
+        try:
+            target.sync()
+        except OSError as error:
+            raise self._failure(target.path, error) from error
+
+    def _go_on(self, snapshot: Snapshot, has_failed: threading.Event) -> None:
+        """Refuse to go on with what has become of no use: a folder that is being removed must not come back."""
+        snapshot.check()
+        if has_failed.is_set():
+            raise _Stopped
+
+    def _write_chunk(
+        self, target: _Target, chunk: Chunk, *, snapshot: Snapshot, bounce: Bytes, digests: PieceDigests
+    ) -> None:
+        try:
+            data = snapshot.take(chunk, bounce)
+            at = 0
+            for part in chunk.parts:
+                digests.add(part, data[at : at + part.hi - part.lo])
+                at += part.hi - part.lo
+            if chunk.strided is None:
+                target.write(data, offset=chunk.offset)
+            else:
+                self._place_rows(target, chunk, chunk.strided, data)
+        finally:
+            snapshot.done(chunk)
+        self.progress(chunk.size)
+
+    def _place_rows(self, target: _Target, chunk: Chunk, packed: Image, data: memoryview) -> None:
+        """Bring rows that lie apart to memory that the host's ranks share, or else into the file, one by one."""
+        (part,) = chunk.parts
+        stripes = () if self.sharing is None else self.sharing.stripes(part.piece.name)
+        for lo, hi, stripe in cut_by_stripes(packed, part.lo, part.hi, stripes):
+            rows = data[lo - part.lo : hi - part.lo]
+            if stripe is not None and self.sharing is not None:
+                self.sharing.put(stripe, packed, lo, rows)
+                continue
+            for in_tensor, in_image, length in packed.spans(lo, hi):
+                target.write_cached(rows[in_image - lo : in_image - lo + length], offset=chunk.offset + in_tensor)
+
+    def _failure(self, path: Path, error: OSError) -> CheckpointError:
+        return writing_failed(path, error, self.files, root=self.folder.parent, total_bytes=self.layout.total_bytes)
+
+
+def writing_failed(path: Path, error: OSError, files: Files, *, root: Path, total_bytes: int) -> CheckpointError:
+    """Return what to raise where a file of a checkpoint in `root`, which takes `total_bytes`, cannot be written."""
+    problem = f"Writing a checkpoint failed: {error.strerror} (errno {error.errno})"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return CheckpointError(
+            problem,
+            where=path,
+            expected="a descriptor to spare",
+            found=f"a limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files in this process",
+            fix="Committed checkpoints are untouched; raise the limit of open files with `ulimit -n`.",
+        )
+    return CheckpointError(
+        problem,
+        where=path,
+        expected=f"room for {total_bytes} B",
+        found=describe_free_space(files, root),
+        fix="Committed checkpoints are untouched; make room or mend the disk.",
+    )
+
+
+class _Stopped(Exception):
+    """Another extent failed, so this one is of no use."""
+
+
+def _raise_first(jobs: Sequence[Job]) -> None:
+    """Wait for all jobs; raise what failed, and not what only stopped for it."""
+    errors = []
+    for job in jobs:
+        try:
+            job.wait()
+        except BaseException as error:  # noqa: BLE001 - raised when all have ended
+            errors.append(error)
+    for first in sorted(errors, key=lambda found: isinstance(found, _Stopped)):
+        raise first
+
+
+class _Target:
+    """A file that is written in extents by several threads, and open in a `with` of any of them.
+
+    Whole pages go around the page cache where file system and memory allow it. Only whole pages: what lies in the rest
+    of a page may be another rank's.
+
+    Args:
+        stays_open: keep it open until `close`, so that an error of the page cache is not forgotten before `sync`. Where
+            there are more files than a process may have open, that is left to the system.
+    """
+
+    def __init__(self, writer: Writer, file: FileLayout, *, stays_open: bool) -> None:
+        self._stays_open = stays_open
+        self.path = writer.folder / file.name
+        self._folder, self._files, self._file = writer.folder, writer.files, file
+        self._writes_header = writer.rank == 0
+        self._lock = threading.Lock()
+        self._users = 0
+        self._cached: int | None = None
+        self._direct: int | None = None
+        self._refuses_direct = False  # as the file system may say with the first write
+        self._is_begun = self._is_reserved = False
+        self.written_bytes = 0  # without the header
+
+    def __enter__(self) -> None:
+        """Have the file open; the first time, reserve its blocks too and, on rank 0, write its header."""
+        with self._lock:
+            if self._cached is None:
+                try:
+                    self._open()
+                except BaseException:
+                    self.close()
+                    raise
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file if no other thread uses it."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and not self._stays_open:
+                self.close()
+
+    def sync(self) -> None:
+        """Make the file durable, however it was written."""
+        if self._cached is None:
+            self._cached = self._files.open_for_writing(self.path)
+        self._files.sync(self._cached)
+        self.close()
+
+    def _open(self) -> None:
+        if self._is_begun and not self._is_reserved:
+            raise _Stopped
+        if not self._is_begun:
+            self._is_begun = True
+            self._files.make_folder(self._folder)  # never the one above: if that is gone, this is no place to write to
+            if self.path.parent != self._folder:
+                self._files.make_folder(self.path.parent)
+        self._cached = self._files.open_for_writing(self.path)
+        self._direct = None if self._refuses_direct else self._files.open_direct(self.path)
+        if not self._is_reserved:
+            self._files.reserve(self._cached, self._file.total_bytes)
+            if self._writes_header:
+                self._files.write(self._cached, [memoryview(self._file.header)], offset=0)
+            self._is_reserved = True
+
+    def close(self) -> None:
+        """Close what is open."""
+        known = (self._cached, self._direct)
+        self._cached = self._direct = None
+        with ExitStack() as ending:
+            for descriptor in known:
+                if descriptor is not None:
+                    ending.callback(self._files.close, descriptor)
+
+    def write(self, data: memoryview, *, offset: int) -> None:
+        """Write `data` at `offset`."""
+        lo = -offset % PAGE_BYTES
+        hi = (offset + data.nbytes) // PAGE_BYTES * PAGE_BYTES - offset
+        if hi <= lo or not self._write_direct(data[lo:hi], offset=offset + lo):
+            self.write_cached(data, offset=offset)
+            return
+        self.write_cached(data[:lo], offset=offset)
+        self.write_cached(data[hi:], offset=offset + hi)
+
+    def write_cached(self, data: memoryview, *, offset: int) -> None:
+        """Write `data` at `offset` through the page cache."""
+        if data.nbytes:
+            assert self._cached is not None
+            self._files.write(self._cached, [data], offset=offset)
+            self._count(data.nbytes)
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self.written_bytes += size
+
+    def _write_direct(self, pages: memoryview, *, offset: int) -> bool:
+        """Write whole pages; return False where that cannot be done, from now on if the file system refuses it."""
+        direct = self._direct
+        if direct is None or self._refuses_direct or np.frombuffer(pages, np.uint8).ctypes.data % DIRECT_BYTES:
+            return False
+        try:
+            self._files.write(direct, [pages], offset=offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._refuses_direct = True  # another thread may be writing to it: it stays open until nobody does
+            return False
+        self._count(pages.nbytes)
+        return True

@@ -1,0 +1,273 @@
+"""The folder of a run's checkpoints: names, the scan, the tracker, the sweep. It looks into none."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.checkpoint.storage.files import Files, read_small, replace_file, temporary_of
+from trainer.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+HOLD = "hold"  # a file of this name in a checkpoint protects it: somebody is reading it
+TRACKER = "latest_checkpointed_iteration.txt"
+_MOST_TRACKER_BYTES = 64
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_ANY_ITERATION = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
+_LEFTOVER = re.compile(r"\.iter_\d{7,}\..*\.(partial|deleting)")
+_MARK = re.compile(r"\.shared\..+\.mark")
+_REPLACED = re.compile(r"\.(iter_\d{7,})\..*\.replaced")
+
+
+def iteration_name(iteration: int) -> str:
+    """Return the folder name of an iteration, as Megatron-LM names it."""
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of(path: Path) -> int | None:
+    """Return the iteration that a folder's name says it holds, or None if it is no checkpoint."""
+    match = _ITERATION.fullmatch(path.name)
+    iteration = int(match[1]) if match else None
+    return iteration if iteration is not None and iteration_name(iteration) == path.name else None
+
+
+def is_iteration_name(name: str) -> bool:
+    """Return whether a folder's name says that it is one iteration, superseded ones included."""
+    return _ANY_ITERATION.fullmatch(name) is not None
+
+
+def named_iteration(name: str) -> int | None:
+    """Return the iteration in the name of a folder, superseded ones included; None if it names none."""
+    match = _ANY_ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def kind_of(path: Path) -> str:
+    """Return in words what a path is that is no folder."""
+    return f"a link to {os.readlink(path)}" if path.is_symlink() else "a file"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFolder:
+    """The folder that `checkpoint.save` names. Only rank 0 changes names in it, and only under the lock."""
+
+    root: Path
+    files: Files
+
+    def committed(self) -> list[int]:
+        """Return the committed iterations in rising order; an empty list if the folder is not there."""
+        if not self.root.is_dir():
+            return []
+        found = (iteration_of(path) for path in self.root.iterdir() if path.is_dir() and not path.is_symlink())
+        return sorted(iteration for iteration in found if iteration is not None)
+
+    def strange(self) -> list[int]:
+        """Return, in rising order, the iterations whose name a link or a file has: that is no checkpoint of the run.
+
+        Where a link leads, another run may write, and another host may see nothing.
+        """
+        if not self.root.is_dir():
+            return []
+        found = (iteration_of(path) for path in self.root.iterdir() if path.is_symlink() or not path.is_dir())
+        return sorted(iteration for iteration in found if iteration is not None)
+
+    def held(self, iterations: Iterable[int]) -> list[int]:
+        """Return those that hold a file named `hold`."""
+        return [iteration for iteration in iterations if (self.iteration(iteration) / HOLD).exists()]
+
+    def iteration(self, iteration: int) -> Path:
+        """Return the folder of a committed iteration."""
+        return self.root / iteration_name(iteration)
+
+    def partial(self, iteration: int, attempt: str) -> Path:
+        """Return the folder in which an attempt writes."""
+        return self.root / f".{iteration_name(iteration)}.{attempt}.partial"
+
+    def mark(self, nonce: str) -> Path:
+        """Return the file by which the ranks of a launch find out whether they see one folder."""
+        return self.root / f".shared.{nonce}.mark"
+
+    def mark_of(self, iteration: int, attempt: str) -> Path:
+        """Return the file by which they find that out of an attempt; it is gone before the attempt is committed."""
+        return self.partial(iteration, attempt) / f".{attempt}.mark"
+
+    def tracker(self) -> int | None:
+        """Return what Megatron's tracker says, a hint only; None if it is missing or unreadable."""
+        try:
+            return int(read_small(self.root / TRACKER, _MOST_TRACKER_BYTES))
+        except (OSError, ValueError):
+            return None
+
+    def commit(self, iteration: int, attempt: str) -> bool:
+        """Give a complete, synced partial folder its name. From here on the checkpoint exists.
+
+        Invariant: a process whose partial folder was swept by its successor changes nothing here.
+
+        Returns:
+            Whether the name is durable. If not, and it could not be taken back either, the checkpoint is there, but a
+            power failure may undo it.
+
+        Raises:
+            OSError: if the folder could not be renamed, or its name was not durable and was taken back; a checkpoint
+                of that name stays what it was.
+            CheckpointError: if a link, or a file, has that name.
+        """
+        partial, target = self.partial(iteration, attempt), self.iteration(iteration)
+        aside: Path | None = None
+        try:
+            self.files.rename(partial, target)
+        except OSError as error:
+            if error.errno == errno.ENOTDIR and os.path.lexists(target):
+                raise _name_is_taken(target) from error
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            aside = self.root / f".{target.name}.{attempt}.replaced"
+            self._replace(partial, target, aside)
+        is_durable = True
+        try:
+            self.files.sync_folder(self.root)
+        except OSError as error:
+            if self._take_back(partial, target, aside):
+                raise
+            _log.error("%s is there, but may not be durable: its folder cannot be synced: %s", target, error)
+            is_durable = False
+        if aside is not None:
+            self._keep_replaced(aside, target)
+        self._mend_tracker()
+        return is_durable
+
+    def supersede(self, iterations: list[int]) -> list[Path]:
+        """Rename committed folders that a new branch of the run overtakes, and return their new names.
+
+        A link of such a name is renamed itself, and not followed.
+        """
+        renamed = []
+        for iteration in iterations:
+            source = self.iteration(iteration)
+            if os.path.lexists(source):
+                renamed.append(self._free_name(source))
+                self.files.rename(source, renamed[-1])
+        if renamed:
+            self.files.sync_folder(self.root)
+            self._mend_tracker()
+        return renamed
+
+    def discard(self, iteration: int, attempt: str) -> Path:
+        """Rename a committed folder away, durably: it no longer exists, and `remove_tree` may take its time."""
+        target = self.root / f".{iteration_name(iteration)}.{attempt}.deleting"
+        self.files.rename(self.iteration(iteration), target)
+        self.files.sync_folder(self.root)
+        return target
+
+    def sweep(self) -> list[Path]:
+        """Remove what dead attempts and interrupted deletions left, and return it. Only under the lock.
+
+        What cannot be removed stays, with a line that says so: it is in nobody's way.
+        """
+        if not self.root.is_dir():
+            return []
+        found = sorted(self.root.iterdir())
+        folders = [path for path in found if path.is_dir() and not path.is_symlink()]
+        for path in folders:
+            self._settle(path)
+        leftovers = [path for path in folders if _LEFTOVER.fullmatch(path.name)]
+        leftovers += [path for path in found if _MARK.fullmatch(path.name) and path.is_file()]
+        removed = [path for path in leftovers if self._remove(path)]
+        if committed := self.committed():  # else it is all that tells of a run whose checkpoints are gone
+            self._report_lost(max(committed))
+            self._mend_tracker()
+        return removed
+
+    def _replace(self, partial: Path, target: Path, aside: Path) -> None:
+        """Rename over a checkpoint that is there, which is put aside; `_settle` ends it where the process is killed."""
+        self.files.rename(target, aside)
+        try:
+            self.files.rename(partial, target)
+        except OSError:
+            self.files.rename(aside, target)
+            raise
+
+    def _take_back(self, partial: Path, target: Path, aside: Path | None) -> bool:
+        """Undo a commit; return whether it is undone."""
+        try:
+            self.files.rename(target, partial)
+        except OSError as error:
+            _log.error("%s cannot be taken back: %s", target, error)
+            return False
+        try:
+            if aside is not None:
+                self.files.rename(aside, target)
+        except OSError as error:
+            _log.error("%s waits as %s for the next start: %s", target, aside, error)
+        return True
+
+    def _keep_replaced(self, aside: Path, target: Path) -> None:
+        """Give what was replaced a name of its own; `_settle` does it where that fails."""
+        try:
+            self.files.rename(aside, self._free_name(target))
+        except OSError as error:
+            _log.error("what was %s waits as %s for the next start: %s", target, aside, error)
+
+    def _settle(self, path: Path) -> None:
+        match = _REPLACED.fullmatch(path.name)
+        if match is not None:
+            target = self.root / match[1]
+            self.files.rename(path, self._free_name(target) if os.path.lexists(target) else target)
+
+    def _remove(self, path: Path) -> bool:
+        try:
+            if path.is_dir():
+                self.files.remove_tree(path)
+            else:
+                self.files.remove_file(path)
+        except OSError as error:
+            _log.error("%s could not be swept: %s", path, error)
+            return False
+        return True
+
+    def _report_lost(self, newest: int) -> None:
+        """Log that the tracker names a newer checkpoint than there is; a superseded one was renamed on purpose."""
+        tracked = self.tracker()
+        if tracked is None or tracked <= newest or any(self.root.glob(f"{iteration_name(tracked)}.superseded-*")):
+            return
+        _log.warning(
+            "%s names iteration %d, but the newest checkpoint is %s: newer ones were removed, or are not visible here",
+            self.root / TRACKER,
+            tracked,
+            iteration_name(newest),
+        )
+
+    def _mend_tracker(self) -> None:
+        """Let the tracker name the newest checkpoint: a hint only, the checkpoints are there all the same."""
+        tracker = self.root / TRACKER
+        try:
+            newest, tracked = max(self.committed(), default=None), self.tracker()
+            if newest is None and tracked is not None:
+                self.files.remove_file(tracker)
+            if newest is not None and newest != tracked:
+                replace_file(self.files, tracker, f"{newest}\n".encode())
+            self.files.remove_file(temporary_of(tracker))
+        except OSError as error:
+            _log.error("%s names another iteration than the newest: %s", tracker, error)
+
+    def _free_name(self, iteration: Path) -> Path:
+        number = 1
+        while os.path.lexists(path := iteration.with_name(f"{iteration.name}.superseded-{number}")):
+            number += 1
+        return path
+
+
+def _name_is_taken(target: Path) -> CheckpointError:
+    return CheckpointError(
+        "A save cannot have the name of its iteration",
+        where=target,
+        expected="nothing, or a checkpoint",
+        found=kind_of(target),
+        fix="Remove it, or move it away: a link is no checkpoint of the run. Committed checkpoints are untouched.",
+    )

@@ -1,0 +1,219 @@
+"""One writer per checkpoint folder: an flock, and a record of its holder with a heartbeat for other hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trainer.checkpoint.storage.files import Files, keep_block, make_folders, read_small
+from trainer.errors import LockError
+
+_log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 15.0
+# A holder on another host that has not been heard of for this long is taken for dead.
+STALE_S = 120.0
+_LOOK_S = 1.0
+_MOST_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds the lock; `started` is Unix time in seconds."""
+
+    host: str
+    pid: int
+    nonce: str
+    started: float
+
+
+class FolderLock:
+    """The lock of one folder, held from `acquire` to `release` or to the end of the process.
+
+    flock(2) alone decides between processes of one host: the kernel lets go when the holder dies. Between hosts whose
+    file system does not carry flock, the holder's heartbeat (the file's time) decides.
+
+    Args:
+        kind: what the folder is, for messages.
+        key: the key of the configuration that names it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nonce: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        kind: str = "checkpoint folder",
+        key: str = "checkpoint.save",
+    ) -> None:
+        self._kind, self._key = kind, key
+        self._path = folder / "lock"
+        self._me = Holder(socket.gethostname(), os.getpid(), nonce, clock())
+        self._clock = clock
+        self._descriptor: int | None = None
+        self._stop = threading.Event()
+
+    def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            LockError: if another job holds it, naming its host, pid and start, or the file system has no locks to give.
+        """
+        make_folders(Files(), self._path.parent)
+        self._descriptor = self._take()
+        threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True).start()
+
+    def check(self) -> None:
+        """Refuse to go on if the lock is no longer ours.
+
+        A lock file that is gone, with its folder or alone, is made again: a job that takes over leaves one.
+
+        Raises:
+            LockError: if somebody took it over.
+            OSError: if the folder is gone.
+        """
+        if self._descriptor is not None and not self._path.exists():
+            lost, self._descriptor = self._descriptor, self._take()
+            os.close(lost)
+        holder = self._holder()
+        if self._descriptor is None or holder is None or holder.nonce != self._me.nonce:
+            raise self._refusal(holder)
+
+    def refuse_if_taken(self) -> None:
+        """Refuse to go on where the lock can be read and is not ours; where it cannot be, nobody knows.
+
+        Raises:
+            LockError: if somebody took it over, who may have let it go again since.
+        """
+        try:
+            read_small(self._path, _MOST_BYTES)
+        except OSError:
+            return
+        holder = self._holder()
+        if holder is None or holder.nonce != self._me.nonce:
+            raise self._refusal(holder)
+
+    def release(self) -> None:
+        """Let go; doing so twice is fine."""
+        self._stop.set()
+        if self._descriptor is not None:
+            holder = self._holder()
+            if holder is not None and holder.nonce == self._me.nonce:  # else the name there is somebody else's
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, 0)
+                    keep_block(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _take(self) -> int:
+        """Take the lock file, made if it is not there, and return its descriptor."""
+        descriptor = self._open()
+        try:
+            self._lock(descriptor)
+            holder = self._holder()
+            if holder is not None and holder.host != self._me.host:
+                self._refuse_if_alive(holder)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(self._me)).encode(), 0)
+            os.fsync(descriptor)
+        except (OSError, LockError):
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _open(self) -> int:
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder, a socket
+                raise self._no_file() from error
+            raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise self._no_file()
+        return descriptor
+
+    def _refuse_if_alive(self, holder: Holder) -> None:
+        """Refuse to go on unless a holder on another host, where flock may not reach, is dead by its heartbeat.
+
+        The age of a heartbeat from the future says nothing: it is watched, as a living holder sets it again and again.
+        """
+        seen = self._heartbeat()
+        age_s = self._clock() - seen
+        if 0 <= age_s < STALE_S:
+            raise self._refusal(holder)
+        if age_s >= STALE_S:
+            return
+        _log.warning(
+            f"{self._path} has a time {-age_s:.0f} s in the future, set by host {holder.host}: compare the clocks. "
+            f"Watching for {STALE_S:.0f} s whether that host sets it again"
+        )
+        deadline = time.monotonic() + STALE_S
+        while time.monotonic() < deadline:
+            self._stop.wait(min(_LOOK_S, HEARTBEAT_S))
+            if self._heartbeat() != seen:
+                raise self._refusal(holder)
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._refusal(self._holder()) from None
+        except OSError as error:
+            raise LockError(
+                f"The lock of a {self._kind} cannot be taken: {error.strerror} (errno {error.errno})",
+                where=self._path,
+                fix=f"Let the file system carry flock(2), or name another folder with {self._key}.",
+            ) from error
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S):
+            holder = self._holder()
+            if holder is not None and holder.nonce == self._me.nonce:  # else it is somebody else's to keep alive
+                with contextlib.suppress(OSError):
+                    os.utime(self._path)
+
+    def _heartbeat(self) -> float:
+        return self._path.stat().st_mtime
+
+    def _holder(self) -> Holder | None:
+        try:
+            holder = Holder(**json.loads(read_small(self._path, _MOST_BYTES)))
+            time.localtime(holder.started)
+        except (OSError, OverflowError, RecursionError, ValueError, TypeError):
+            return None
+        return holder
+
+    def _refusal(self, holder: Holder | None) -> LockError:
+        found = "a holder that left no name"
+        fix = f"End that job, or give this one another run.name or {self._key}."
+        if holder is not None:
+            started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
+            found = f"host {holder.host}, pid {holder.pid}, started {started}"
+        if holder is not None and holder.host != self._me.host:  # it may have died with its host
+            age_s = max(0.0, self._clock() - self._heartbeat())
+            found += f", last heard of {age_s:.0f} s ago"
+            fix = (
+                f"If that job runs, end it, or give this one another run.name or {self._key}. If it is dead, start "
+                f"this one again in {max(1.0, STALE_S - age_s):.0f} s, or remove {self._path}."
+            )
+        return LockError(f"Another job writes to this {self._kind}", where=self._path.parent, found=found, fix=fix)
+
+    def _no_file(self) -> LockError:
+        return LockError(
+            f"The lock of a {self._kind} is no regular file",
+            where=self._path,
+            fix=f"Remove it, or name another folder with {self._key}.",
+        )

@@ -1,0 +1,175 @@
+"""Tells damage from a file system that cannot answer now, and tries again for a while before it gives up."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from trainer.checkpoint.storage.files import Files
+from trainer.errors import CheckpointError, UnreadableError
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How long a read that fails is tried again: a server that fails over, or a limit that another process has used up.
+RETRY_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+# What a missing file, or something else in its place, answers. All other errors say nothing of the checkpoint.
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG})
+
+
+def is_damage(error: OSError) -> bool:
+    """Return whether a failed read means that the file is missing or is no regular file."""
+    return error.errno in _MISSING
+
+
+def failed_read(
+    what: str, error: OSError, *, where: object, expected: object = None, fix: str | None = None
+) -> CheckpointError:
+    """Return what to raise where a read failed: an UnreadableError unless the error itself is proof of damage.
+
+    Args:
+        what: what is wrong if the file is missing.
+        where: the path, used where the error does not name one.
+        expected: what should be there.
+        fix: what to do if the file is missing.
+    """
+    if is_damage(error):
+        return CheckpointError(what, where=where, expected=expected, found=error.strerror, fix=fix)
+    return unreadable(error, where=where)
+
+
+def unreadable(error: OSError, *, where: object) -> UnreadableError:
+    """Return the error of a path that cannot be read now, which says nothing of what it holds."""
+    return UnreadableError(
+        f"A file cannot be read now: {error.strerror} (errno {error.errno})",
+        where=error.filename or where,
+        fix="Nothing was changed, and the file may be whole. Mend the file system, the permissions or the limits of "
+        "this host, and start again. If the file is lost for good, name an older iteration with checkpoint.ckpt_step.",
+    )
+
+
+class Patience:
+    """How long reads that fail are tried again.
+
+    Args:
+        seconds: for how long each of them; `RETRY_S` by default.
+        clock: the time in seconds, from any zero.
+        sleep: waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._seconds = RETRY_S if seconds is None else seconds
+        self._clock, self._sleep = clock, sleep
+
+    def retry(
+        self, call: Callable[[], T], *, where: object = None, is_final: Callable[[OSError], bool] = is_damage
+    ) -> T:
+        """Return what `call` returns, called again while it fails.
+
+        Args:
+            where: the path, for the log.
+            is_final: tells the errors that come again whenever it is called.
+
+        Raises:
+            OSError: the final error, or the last one once the time is over.
+        """
+        deadline, pause_s = None, _FIRST_PAUSE_S
+        while True:
+            try:
+                return call()
+            except OSError as error:
+                now = self._clock()
+                if deadline is None:
+                    deadline = now + self._seconds
+                    if not is_final(error):
+                        text = f"{error.strerror} (errno {error.errno})"
+                        _log.warning("%s cannot be read, trying again: %s", error.filename or where, text)
+                if is_final(error) or now >= deadline:
+                    raise
+                self._sleep(min(pause_s, deadline - now))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def await_sight(path: Path, patience: Patience, *, rank: int) -> None:
+    """Wait until this rank sees a file that rank 0 has read: a file system may show it late.
+
+    Raises:
+        UnreadableError: if it is not there, or cannot be looked at, once the patience is at its end.
+    """
+
+    def look() -> None:
+        with os.scandir(path.parent.parent):  # a client of NFS asks its server again when a folder is opened
+            os.lstat(path)
+
+    try:
+        patience.retry(look, where=path, is_final=lambda _: False)
+    except OSError as error:
+        if not is_damage(error):
+            raise unreadable(error, where=path) from error
+        raise UnreadableError(
+            f"Rank {rank} on host {socket.gethostname()} does not see the checkpoint that rank 0 loads",
+            where=path.parent,
+            found=error.strerror,
+            fix="Nothing was changed. Mount the folder that rank 0 sees on every host, under the same path.",
+        ) from error
+
+
+class PatientFiles(Files):
+    """A file system whose reads are tried again for a while."""
+
+    def __init__(self, files: Files, patience: Patience) -> None:
+        self._files, self._patience = files, patience
+        self._paths: dict[int, Path] = {}  # of the files that are open
+
+    def size(self, path: Path) -> int:
+        return self._patience.retry(lambda: self._files.size(path), where=path)
+
+    def is_folder(self, path: Path) -> bool:
+        return self._patience.retry(lambda: self._files.is_folder(path), where=path)
+
+    def open_for_reading(self, path: Path) -> int:
+        """Open a file for reading; see `Files.open_for_reading`."""
+        descriptor = self._patience.retry(lambda: self._files.open_for_reading(path), where=path)
+        self._paths[descriptor] = path
+        return descriptor
+
+    def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+        """Fill `buffer` from `offset`, from the file opened again where that fails; see `Files.read`."""
+        try:
+            return self._files.read(descriptor, buffer, offset=offset)
+        except OSError as error:
+            if is_damage(error):
+                raise
+        return self._patience.retry(
+            lambda: self._read_anew(descriptor, buffer, offset), where=self._paths.get(descriptor)
+        )
+
+    def close(self, descriptor: int) -> None:
+        """Close a file that this object has opened."""
+        self._paths.pop(descriptor, None)
+        self._files.close(descriptor)
+
+    def _read_anew(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        """Open the file again before it is read: a stale handle stays stale."""
+        path = self._paths.get(descriptor)
+        if path is not None:
+            fresh = self._files.open_for_reading(path)
+            try:
+                os.dup2(fresh, descriptor, inheritable=False)
+            finally:
+                self._files.close(fresh)
+        return self._files.read(descriptor, buffer, offset=offset)

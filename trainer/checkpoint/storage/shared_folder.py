@@ -1,0 +1,104 @@
+"""Makes sure that every rank sees the checkpoint folder of rank 0: rank 0 leaves a mark in it, the others look for it.
+
+A path says nothing: a host whose mount is missing has another folder under the same path, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from trainer.checkpoint.storage.files import Files
+from trainer.errors import CheckpointError
+
+# How long a rank looks for what rank 0 has written. A file system on the network may show it late.
+SEEN_WITHIN_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
+
+
+def sees_mark(mark: Path, files: Files) -> bool:
+    """Return whether this rank sees the file `mark` now. Its name is used once, so no other can be meant."""
+    return not _problem_of(mark, files)
+
+
+def require_mark(mark: Path, files: Files) -> None:
+    """Return once this rank sees the file `mark`, which rank 0 has made.
+
+    Raises:
+        CheckpointError: if it does not see it within SEEN_WITHIN_S, naming this host and the path.
+    """
+    problem = look_again(lambda: _problem_of(mark, files), mark.parent)
+    if problem:
+        raise CheckpointError(
+            "This host does not see the checkpoint folder of rank 0",
+            where=on_this_host(mark.parent),
+            expected=f"the file {mark.name} that rank 0 has made there",
+            found=problem,
+            fix="Nothing was saved. Mount the same file system at this path on every host, or let checkpoint.save name "
+            "a folder that all hosts share.",
+        )
+
+
+@contextlib.contextmanager
+def unchanged(folder: Path) -> Iterator[Callable[[], None]]:
+    """Give a call that refuses to go on where `folder` is no longer what it was, as after a mount that came or went.
+
+    What was written before lies elsewhere then, though the mark of rank 0 is seen now. The call raises a
+    CheckpointError that names this host and the path.
+    """
+    with contextlib.ExitStack() as ending:
+        before: os.stat_result | None = None
+        with contextlib.suppress(OSError):  # then it cannot be written to
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            ending.callback(os.close, descriptor)  # while it is open, its number is given to no other folder
+            before = os.fstat(descriptor)
+
+        def require() -> None:
+            with contextlib.suppress(OSError):
+                if before is not None and os.path.samestat(before, os.stat(folder)):
+                    return
+            raise CheckpointError(
+                "The checkpoint folder of this host became another one during a save",
+                where=on_this_host(folder),
+                fix="Nothing was saved. Look at what mounts and unmounts file systems on this host.",
+            )
+
+        yield require
+
+
+def look_again(problem: Callable[[], str], folder: Path) -> str:
+    """Ask for a `problem` until there is none, or SEEN_WITHIN_S have passed; return the last one.
+
+    Args:
+        folder: where it looks; before each further look the file system is asked for its names once more.
+    """
+    deadline, pause_s = time.monotonic() + SEEN_WITHIN_S, _FIRST_PAUSE_S
+    while (found := problem()) and time.monotonic() < deadline:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        _revalidate(folder)
+    return found
+
+
+def on_this_host(path: Path) -> str:
+    """Return in words where `path` was looked at."""
+    return f"host {socket.gethostname()}, {path.absolute()}"
+
+
+def _revalidate(folder: Path) -> None:
+    """Open a folder and all above it: for that an NFS client asks its server, and forgets which names are missing."""
+    for path in reversed((folder.absolute(), *folder.absolute().parents)):
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
+def _problem_of(mark: Path, files: Files) -> str:
+    try:
+        files.size(mark)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

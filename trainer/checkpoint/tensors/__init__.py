@@ -1,0 +1,1 @@
+"""Live tensors of a model and its optimizer, and their memory."""

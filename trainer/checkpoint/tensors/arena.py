@@ -1,0 +1,106 @@
+"""Host memory for bytes on their way to files, on page-aligned ground. What goes in is told elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.checkpoint.format.layout import PAGE_BYTES
+from trainer.errors import CheckpointError
+
+Bytes = npt.NDArray[np.uint8]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
+
+
+class Arena:
+    """A block of host memory from which extents are taken one after the other, all given back at once.
+
+    Not thread-safe: its user serves one thread at a time.
+
+    Args:
+        total_bytes: its size; pages of it that were never used take no memory until `touch`.
+        is_pinned: lock it for copies from a CUDA device that do not stop the host.
+    """
+
+    def __init__(self, total_bytes: int, *, is_pinned: bool) -> None:
+        self.total_bytes = total_bytes
+        self._memory = map_memory(total_bytes)
+        self._used = 0
+        self._is_pinned = is_pinned and total_bytes > 0
+        if self._is_pinned:
+            _pin(self._memory)
+
+    def take(self, size: int, *, offset: int) -> Bytes | None:
+        """Return `size` bytes at an address congruent to a file's `offset` modulo a page; None if the arena is full."""
+        start = self._used + (offset - self._used) % PAGE_BYTES
+        if start + size > self.total_bytes:
+            return None
+        self._used = start + size
+        return self._memory[start : start + size]
+
+    def clear(self) -> None:
+        """Take all extents back."""
+        self._used = 0
+
+    def touch(self) -> None:
+        """Have the pages there, so that the first copy into them does not fault; what they hold stays."""
+        if not self._is_pinned:
+            populate(self._memory)
+
+    def close(self) -> None:
+        """Unlock pinned memory; the arena is not to be used afterwards."""
+        if self._is_pinned:
+            _cudart().cudaHostUnregister(self._memory.ctypes.data)
+            self._is_pinned = False
+
+
+def populate(memory: Bytes) -> None:
+    """Have the pages of a mapping there; an older kernel refuses, and they come as they are used."""
+    if memory.nbytes:
+        _libc.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes), _MADV_POPULATE_WRITE)
+
+
+def map_memory(total_bytes: int) -> Bytes:
+    """Return zeros that begin on a page, on huge pages where the system has them."""
+    # Private: what is shared, as mmap.mmap has it otherwise, gets small pages only.
+    mapping = mmap.mmap(-1, max(total_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, dtype=np.uint8)[:total_bytes]
+
+
+def map_like_file(extents: Sequence[tuple[int, int]]) -> list[Bytes]:
+    """Return zeros for extents `(offset, size)` of a file, at addresses congruent to the offsets modulo a page.
+
+    Stretches that follow each other in the file and in the list follow each other in memory, so that they can be
+    written at once, around the page cache.
+    """
+    starts, end = [], 0
+    for offset, size in extents:
+        starts.append(end + (offset - end) % PAGE_BYTES)
+        end = starts[-1] + size
+    memory = map_memory(end)
+    return [memory[start : start + size] for start, (_, size) in zip(starts, extents, strict=True)]
+
+
+def _pin(memory: Bytes) -> None:
+    result = _cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+    if int(result) != 0:
+        raise CheckpointError(
+            "Memory for staging cannot be pinned",
+            found=f"CUDA error {int(result)} for {memory.nbytes} B",
+            fix="Lower checkpoint.staging_bytes.",
+        )
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

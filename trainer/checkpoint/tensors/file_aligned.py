@@ -1,0 +1,52 @@
+"""Memory for parameters and optimizer state that lies as the files do, so that it is written without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from trainer.checkpoint.format.layout import Layout
+from trainer.checkpoint.tensors.arena import map_like_file
+from trainer.checkpoint.tensors.live import LiveTensor
+
+
+def zeros_like_files(
+    parameters: Iterable[tuple[LiveTensor, torch.Tensor]], prefixes: Iterable[str], layout: Layout
+) -> dict[str, torch.Tensor]:
+    """Return zeros for parameters and moments, at addresses congruent to their offsets in the files, in file order.
+
+    Those that are on a device, or whose rows lie apart in the file, are left out: they are copied on their way anyway.
+
+    Args:
+        parameters: each with the local memory of which its live tensor is a part.
+        prefixes: what the names of a parameter's tensors begin with: none for itself, `exp_avg.` for a moment.
+
+    Returns:
+        Tensors with shape and dtype of the local memory, by stored name.
+    """
+    files: dict[str, list[tuple[int, str, torch.Tensor]]] = {}
+    wanted = list(parameters)
+    for prefix in prefixes:
+        for live, local in wanted:
+            name = prefix + live.spec.name
+            offset = _offset_in_file(live, name, layout)
+            if offset is not None and local.device.type == "cpu" and local.is_contiguous():
+                files.setdefault(layout.places[name].file, []).append((offset, name, local))
+    found: dict[str, torch.Tensor] = {}
+    for members in files.values():
+        members.sort(key=lambda member: member[0])
+        memories = map_like_file([(offset, local.nbytes) for offset, _, local in members])
+        for (_, name, local), memory in zip(members, memories, strict=True):
+            found[name] = torch.from_numpy(memory).view(local.dtype).view(local.shape)
+    return found
+
+
+def _offset_in_file(live: LiveTensor, name: str, layout: Layout) -> int | None:
+    """Return where a box begins in the file of `name`, or None if its bytes do not lie there in one extent."""
+    if live.is_copy or name not in layout.places:
+        return None
+    packed = live.spec.image(live.box)
+    if not (packed.is_contiguous and packed.total_bytes):
+        return None
+    return layout.places[name].offset + next(packed.spans(0, 1))[0]

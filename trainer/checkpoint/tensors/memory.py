@@ -1,0 +1,114 @@
+"""Where the bytes of live tensors are to be had, on the host or on a device. When they are is told in `snapshot.py`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+
+from trainer.checkpoint.tensors.arena import Bytes
+from trainer.checkpoint.tensors.live import LiveTensor
+
+
+class HostMemory:
+    """The packed image of a box on the host; `is_private` where it is a copy that nobody changes."""
+
+    is_on_device = False
+
+    def __init__(self, packed: torch.Tensor, *, is_private: bool) -> None:
+        self._packed = packed  # keeps the memory
+        self.address = packed.data_ptr()
+        self.total_bytes = packed.nbytes
+        self.is_private = is_private
+
+    def copy_to(self, target: Bytes, lo: int) -> torch.cuda.Event | None:
+        """Copy bytes from `lo` on, without torch, whose threads the training step needs."""
+        source = (ctypes.c_ubyte * target.nbytes).from_address(self.address + lo)
+        np.copyto(target, np.ctypeslib.as_array(source))
+        return None
+
+
+class DeviceMemory:
+    """The packed image of a box on a CUDA device, copied on a stream of its own."""
+
+    is_on_device = True
+    is_private = False
+    address = 0
+
+    def __init__(self, packed: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        self.bytes = packed.reshape(-1).view(torch.uint8)
+        self._stream = stream
+        self.total_bytes = self.bytes.numel()
+
+    def copy_to(self, target: Bytes, lo: int) -> torch.cuda.Event | None:
+        """Begin to copy bytes from `lo` on; return the event of their being there."""
+        with torch.cuda.stream(self._stream):
+            torch.from_numpy(target).copy_(self.bytes[lo : lo + target.nbytes], non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+            return event
+
+
+Memory = HostMemory | DeviceMemory
+
+
+class Sources:
+    """The memory of tensors that are saved again and again from where they are.
+
+    Args:
+        steady: the storages, by address, that change at known times only; None if all do. What lies in others, or
+            apart, is copied at every `begin`.
+    """
+
+    def __init__(self, live: Sequence[LiveTensor], steady: Collection[int] | None) -> None:
+        devices = [tensor.local.device for tensor in live if tensor.local.device.type != "cpu"]
+        self._device = devices[0] if devices else None
+        self._stream = None if self._device is None else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._steady: dict[str, Memory] = {}
+        self._copied: list[LiveTensor] = []
+        for tensor in live:
+            local = tensor.local.detach()
+            if local.is_contiguous() and (steady is None or local.untyped_storage().data_ptr() in steady):
+                self._steady[tensor.spec.name] = self._memory(local, is_private=False)
+            else:
+                self._copied.append(tensor)
+
+    @property
+    def is_on_device(self) -> bool:
+        return self._device is not None
+
+    def begin(self) -> dict[str, Memory]:
+        """Return the memory of every tensor by name, as it is now: main thread, when the state is that to be saved."""
+        copies: dict[str, Memory] = {}
+        for tensor in self._copied:
+            packed = tensor.local.detach().clone(memory_format=torch.contiguous_format)
+            copies[tensor.spec.name] = self._memory(packed, is_private=True)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return {**self._steady, **copies}
+
+    @property
+    def steady(self) -> dict[str, Memory]:
+        """Return the memory of the tensors that change at known times only."""
+        return self._steady
+
+    def changing(self) -> dict[str, Memory]:
+        """Return the memory of the other tensors as it is now, without a copy where they are contiguous."""
+        return {
+            tensor.spec.name: self._memory(tensor.local.detach().contiguous(), is_private=False)
+            for tensor in self._copied
+        }
+
+    def _memory(self, packed: torch.Tensor, *, is_private: bool) -> Memory:
+        if packed.device.type == "cpu":
+            return HostMemory(packed, is_private=is_private)
+        assert self._stream is not None
+        return DeviceMemory(packed, self._stream)
+
+
+def memory_of(local: torch.Tensor) -> memoryview:
+    """Return the packed image of a tensor: its own memory where that is possible, else a copy on the host."""
+    packed = local.detach().contiguous().cpu()
+    return memoryview(packed.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

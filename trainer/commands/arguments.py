@@ -1,0 +1,46 @@
+"""Types of command-line arguments: numbers and local paths. The options themselves are the business of each script."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from trainer.regular_file import is_url
+
+
+def positive(text: str) -> int:
+    """Return an integer of at least 1; argparse refuses any other."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
+
+
+def natural(text: str) -> int:
+    """Return an integer of at least 0; argparse refuses any other."""
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return number
+
+
+def share(text: str) -> float:
+    """Return a number from 0 to below 1; argparse refuses any other, such as a percentage."""
+    if not 0 <= (number := float(text)) < 1:
+        raise argparse.ArgumentTypeError("must be 0 or more and below 1")
+    return number
+
+
+def amount(text: str) -> float:
+    """Return a finite number of at least 0; argparse refuses any other."""
+    if not (math.isfinite(number := float(text)) and number >= 0):
+        raise argparse.ArgumentTypeError("must be a finite number, 0 or more")
+    return number
+
+
+def local_path(text: str) -> Path:
+    """Return a path of a mounted file system; argparse refuses an empty one and URLs."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL; only paths of mounted file systems can be used")
+    return Path(text)

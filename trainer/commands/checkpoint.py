@@ -1,0 +1,385 @@
+"""Look into checkpoints and look after them: `python -m trainer.commands.checkpoint ls|show|verify|diff|prune`.
+
+Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged or differs, 2 when
+the command cannot be carried out: a file that cannot be read now is not damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from trainer.checkpoint.format.layout import DTYPE_NAMES
+from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.loading.choose import LoadSource, committed_in, no_folder
+from trainer.checkpoint.loading.difference import state_differences, tensor_differences
+from trainer.checkpoint.loading.reader import (
+    Checkpoint,
+    check_first_blocks,
+    misleading_files,
+    open_checkpoint,
+    read_places,
+)
+from trainer.checkpoint.loading.verify import verify_share
+from trainer.checkpoint.policy import Retention
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import HOLD, CheckpointFolder, is_iteration_name, iteration_of, kind_of
+from trainer.checkpoint.storage.lock import FolderLock
+from trainer.commands.arguments import natural, positive
+from trainer.errors import CheckpointError, TrainerError, UnreadableError
+
+FINE, BAD, IMPOSSIBLE = 0, 1, 2
+WIDEST = 60  # of a list in a table
+_UNKNOWN = "not known"  # of a checkpoint that cannot be read now
+_SIZES = ("world_size", "dp", "tp", "pp", "vpp", "zero_stage")  # of a topology, all of them integers
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says, print it and return the exit status."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(format="checkpoint: %(message)s", stream=sys.stderr)
+    call: Callable[[argparse.Namespace], int] = options.call
+    try:
+        return call(options)
+    except TrainerError as error:
+        print(f"checkpoint: {error}", file=sys.stderr)
+    except BrokenPipeError:  # the reader has seen enough
+        sys.stdout = None
+        return FINE
+    except OSError as error:
+        print(f"checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
+    return IMPOSSIBLE
+
+
+def list_run(options: argparse.Namespace) -> int:
+    """List the checkpoints of a run, without reading their tensors."""
+    folder = _folder(options.run)
+    rows = [_summary(path) for path in _iterations(folder)]
+    if not rows:
+        raise CheckpointError("A folder holds no checkpoint", where=folder, expected="an iter_ folder")
+    _print(options, rows)
+    return _status(row["valid"] for row in rows)
+
+
+def show(options: argparse.Namespace) -> int:
+    """Show what one checkpoint holds."""
+    checkpoint = open_checkpoint(_one(options.checkpoint), Files())
+    places = sorted(read_places(checkpoint).values(), key=lambda place: (place.file, place.offset))
+    tensors = [
+        {
+            "tensor": place.spec.name,
+            "dtype": DTYPE_NAMES[place.spec.dtype],
+            "shape": list(place.spec.shape),
+            "bytes": place.spec.total_bytes,
+            "file": place.file,
+        }
+        for place in places
+    ]
+    files = [{"file": name, "bytes": entry.total_bytes} for name, entry in checkpoint.manifest.files.items()]
+    aliases = dict(checkpoint.manifest.aliases)
+    if options.json:
+        print(_json({"state": checkpoint.state, "files": files, "tensors": tensors, "aliases": aliases}))
+        return FINE
+    print(f"{checkpoint.path}\n")
+    _print(options, [{"field": name, "value": value} for name, value in _flat(checkpoint.state)])
+    print()
+    _print(options, files)
+    print()
+    _print(options, tensors)
+    for alias, stored in aliases.items():
+        print(f"{alias} is {stored}")
+    return FINE
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Check every byte of checkpoints against their digests."""
+    rows = []
+    for path, is_named in [(path, path == given) for given in options.checkpoints for path in _all(given)]:
+        row: Row = {"checkpoint": path.name, "bytes": None, "result": "whole"}  # None until they have been read
+        try:
+            if not is_named:
+                _refuse_link(path)
+            checkpoint = open_checkpoint(path, Files())
+            places = read_places(checkpoint)
+            total = sum(place.spec.total_bytes for place in places.values())
+            with tqdm(total=total, desc=path.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+                row["bytes"] = verify_share(checkpoint, places, rank=0, world_size=1, progress=bar.update)
+            _refuse_misleading(checkpoint)
+        except UnreadableError as error:
+            row["result"] = f"{_UNKNOWN}: {error}"
+        except TrainerError as error:
+            row["result"] = str(error)
+        rows.append(row)
+    _print(options, rows)
+    return _status(row["result"] for row in rows)
+
+
+def _refuse_link(path: Path) -> None:
+    """Refuse a link that lies in a run's folder; one that is named itself is followed."""
+    if path.is_symlink():
+        raise CheckpointError("An iteration is no checkpoint of this run", where=path, found=kind_of(path))
+
+
+def _refuse_misleading(checkpoint: Checkpoint) -> None:
+    """Refuse files that other readers of the folder would take for the checkpoint's."""
+    found = misleading_files(checkpoint)
+    if found:
+        raise CheckpointError(
+            "transformers would read a file that is none of the checkpoint's",
+            where=", ".join(str(checkpoint.path / name) for name in found),
+            fix="Move it away; the checkpoint's own files are whole.",
+        )
+
+
+def diff(options: argparse.Namespace) -> int:
+    """Compare two checkpoints."""
+    a, b = (open_checkpoint(_one(path), Files()) for path in (options.a, options.b))
+    total = len(a.manifest.tensors.keys() | b.manifest.tensors.keys())
+    tensors = [
+        {
+            "tensor": found.name,
+            "found": found.found,
+            "largest difference": found.largest,
+            "differing values": found.differing,
+            "of": found.total,
+            "detail": found.detail,
+        }
+        for found in tqdm(tensor_differences(a, b), total=total, unit=" tensors", disable=None, leave=False)
+    ]
+    state = [{"field": name, "A": ours, "B": theirs} for name, ours, theirs in state_differences(a.state, b.state)]
+    equal = sum(row["found"] == "equal" for row in tensors)
+    if options.json:
+        print(_json({"equal_tensors": equal, "tensors": tensors, "state": state}))
+    else:
+        unequal = [row for row in tensors if options.all or row["found"] != "equal"]
+        _print(options, unequal)
+        print(f"{equal} of {len(tensors)} tensors are equal, bit for bit")
+        _print(options, state)
+    return FINE if equal == len(tensors) and not state else BAD
+
+
+def prune(options: argparse.Namespace) -> int:
+    """Delete all but the newest checkpoints, those with a `hold` file, and every multiple of an interval."""
+    folder = CheckpointFolder(_folder(options.run), Files())
+    retention = Retention(options.keep, options.retain_interval)
+    lock = None
+    if not options.dry_run:
+        lock = FolderLock(folder.root, secrets.token_hex(4))
+        lock.acquire()
+    try:
+        committed = committed_in(folder)
+        expired = retention.expired(committed, pinned=folder.held(committed))
+        kept = set(committed) - set(expired)
+        if expired and not any(_is_valid(folder.iteration(iteration)) for iteration in kept):
+            raise CheckpointError("None of the checkpoints that would stay is whole", where=folder.root, found=kept)
+        rows = [
+            {"iteration": number, "bytes": _bytes(folder.iteration(number)), "deleted": not options.dry_run}
+            for number in expired
+        ]
+        if lock is not None:
+            for iteration in expired:
+                lock.check()
+                folder.files.remove_tree(folder.discard(iteration, secrets.token_hex(4)))
+    finally:
+        if lock is not None:
+            lock.release()
+    _print(options, rows)
+    if not options.json:
+        print(f"{len(expired)} {'would be' if options.dry_run else 'were'} deleted, {len(kept)} stay")
+    return FINE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="checkpoint", description=(__doc__ or "").split("\n\n")[0])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, call: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=(call.__doc__ or "").rstrip("."), description=call.__doc__)
+        found.add_argument("--json", action="store_true", help="print JSON instead of tables")
+        found.set_defaults(call=call)
+        return found
+
+    command("ls", list_run).add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
+    one = "an iter_ folder, or a run for its newest"
+    command("show", show).add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=one)
+    command("verify", verify).add_argument(
+        "checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help="iter_ folders, or runs for all of theirs"
+    )
+    compared = command("diff", diff)
+    compared.add_argument("a", type=Path, metavar="A", help=one)
+    compared.add_argument("b", type=Path, metavar="B", help=one)
+    compared.add_argument("--all", action="store_true", help="list equal tensors too")
+    pruned = command("prune", prune)
+    pruned.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
+    pruned.add_argument("--keep", type=positive, required=True, metavar="K", help="how many of the newest stay")
+    pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of it stay too")
+    pruned.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    return parser
+
+
+def _folder(run: Path) -> Path:
+    """Return the checkpoint folder of a run that is named by its own folder or by that one."""
+    if not run.is_dir():
+        raise no_folder(run)
+    return LoadSource.named(run).path
+
+
+def _iterations(folder: Path) -> list[Path]:
+    found = (path for path in folder.iterdir() if is_iteration_name(path.name))
+    return sorted(path for path in found if path.is_dir() or path.is_symlink())
+
+
+def _one(path: Path) -> Path:
+    """Return the checkpoint that is named by its own folder, or the newest of a run."""
+    if is_iteration_name(path.name):
+        return path
+    folder = CheckpointFolder(_folder(path), Files())
+    committed = committed_in(folder)
+    if not committed:
+        raise CheckpointError("A folder holds no checkpoint", where=folder.root, expected="an iter_ folder")
+    return folder.iteration(committed[-1])
+
+
+def _all(path: Path) -> list[Path]:
+    if is_iteration_name(path.name):
+        return [path]
+    folder = _folder(path)
+    found = _iterations(folder)
+    if not found:
+        raise CheckpointError("A folder holds no checkpoint", where=folder, expected="an iter_ folder")
+    return found
+
+
+def _summary(path: Path) -> Row:
+    """Return a line about a checkpoint: what its JSON files, headers and first blocks say of it."""
+    row: Row = {"checkpoint": path.name, "iteration": iteration_of(path), "bytes": _bytes(path)}
+    row["age"] = time.time() - _written_at(path)
+    row["topology"], row["loss"] = "", None
+    misleading: list[str] = []
+    try:
+        _refuse_link(path)
+        checkpoint = open_checkpoint(path, Files())
+        check_first_blocks(checkpoint, read_places(checkpoint))
+        row |= {"iteration": checkpoint.iteration, "topology": _topology(checkpoint)}
+        row["loss"] = checkpoint.state.get("valid_loss")
+        misleading = [f"{name} is none of its files" for name in misleading_files(checkpoint)]
+        row["valid"] = "yes"
+    except UnreadableError as error:
+        row["valid"] = f"{_UNKNOWN}: {error}"
+    except TrainerError as error:
+        row["valid"] = f"no: {error}"
+    row["notes"] = ", ".join([*_notes(path), *misleading])
+    return row
+
+
+def _status(findings: Iterable[str]) -> int:
+    """Return the exit status: damage counts more than what nobody knows."""
+    found = set(findings) - {"yes", "whole"}
+    if not found:
+        return FINE
+    return IMPOSSIBLE if all(finding.startswith(_UNKNOWN) for finding in found) else BAD
+
+
+def _notes(path: Path) -> list[str]:
+    notes = ["link"] if path.is_symlink() else []
+    notes += [HOLD] if (path / HOLD).exists() else []
+    return notes if iteration_of(path) is not None else [*notes, "superseded"]
+
+
+def _is_valid(path: Path) -> bool:
+    return bool(_summary(path)["valid"] == "yes")
+
+
+def _topology(checkpoint: Checkpoint) -> str:
+    """Return the number of ranks and the axes longer than one, in words; what is no topology of ours, as it is."""
+    found = checkpoint.state.get("topology", {})
+    if not isinstance(found, dict) or any(type(found.get(name, 1)) is not int for name in _SIZES):
+        return _short(found)
+    sizes: dict[str, int] = {"world_size": 1, **found}
+    ranks = sizes["world_size"]
+    axes = [f"{name}={sizes[name]}" for name in ("dp", "tp", "pp", "vpp") if sizes.get(name, 1) > 1]
+    zero = [f"zero_stage={sizes['zero_stage']}"] if sizes.get("dp", 1) > 1 and "zero_stage" in sizes else []
+    return " ".join([f"{ranks} rank{'s' * (ranks != 1)}", *axes, *zero])
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= WIDEST else f"{text[:WIDEST]}..."
+
+
+def _bytes(path: Path) -> int:
+    files = () if path.is_symlink() else path.rglob("*")
+    return sum(file.lstat().st_size for file in files if file.is_file())
+
+
+def _written_at(path: Path) -> float:
+    """Return when a checkpoint was written, in Unix time: its folder changes when a `hold` is put there."""
+    manifest = path / MANIFEST
+    return (manifest if manifest.exists() else path).lstat().st_mtime
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _flat(table: Row, path: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in table.items():
+        found += _flat(value, f"{path}{key}.") if isinstance(value, dict) and value else [(f"{path}{key}", value)]
+    return found
+
+
+def _print(options: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Print rows of equal columns as JSON or as a table."""
+    if options.json:
+        print(_json(rows))
+        return
+    if not rows:
+        return
+    lines = [list(rows[0]), *([_cell(name, value) for name, value in row.items()] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _json(value: object) -> str:
+    """Return standard JSON, which has no infinity and no NaN: null stands for them."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(member) for member in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cell(name: str, value: object) -> str:
+    if name == "bytes" and isinstance(value, int):
+        return f"{value / 1e6:,.3f} MB" if value >= 1000 else f"{value} B"
+    if name == "age" and isinstance(value, float):
+        return _age(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list) and len(str(value)) > WIDEST:
+        return f"{len(value)} entries, --json shows them"
+    return "" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Compare the training losses of runs with those of one: `python scripts/compare_loss.py BASE TEST [TEST ...]`.
+
+Each argument is a run folder, a metrics.jsonl or a text log. The exit status is 0 when all curves are equal to BASE, 1
+when one differs, 2 when an input cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trainer.commands.arguments import amount, natural
+from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, compare, read_curve, report
+from trainer.compare.plot import plot_comparison, plot_comparisons
+from trainer.compare.table import name_runs, report_all, summarize_all
+from trainer.errors import TrainerError
+
+EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare runs as the command line says, print a report and return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        base, *tests = (_read(path, options) for path in (options.base, *options.tests))
+        names = name_runs([curve.source for curve in (base, *tests)])
+        comparisons = [_compare(base, test, options) for test in tests]
+        if options.plot:
+            _plot(comparisons, names, options.plot)
+            print(f"compare_loss: wrote {options.plot}", file=sys.stderr)
+    except TrainerError as error:
+        print(f"compare_loss: {error}", file=sys.stderr)
+        return UNUSABLE
+    if options.json:
+        print(json.dumps(summarize_all(comparisons, names), allow_nan=False))
+    elif len(comparisons) == 1:
+        print(report(comparisons[0], max_rows=options.max_rows))
+    else:
+        print(report_all(comparisons, names))
+    return EQUAL if all(comparison.equal for comparison in comparisons) else DIFFERENT
+
+
+def _compare(base: Curve, test: Curve, options: argparse.Namespace) -> Comparison:
+    return compare(
+        base,
+        test,
+        tolerance=None if options.bitwise else _tolerance(options, base, test),
+        allow_missing_prefix=options.allow_missing_prefix,
+    )
+
+
+def _plot(comparisons: Sequence[Comparison], names: Sequence[str], path: str) -> None:
+    if len(comparisons) == 1:
+        plot_comparison(comparisons[0], path)
+    else:
+        plot_comparisons(comparisons, names, path)
+
+
+def _read(path: str, options: argparse.Namespace) -> Curve:
+    curve = read_curve(path, last_wins=options.last_wins)
+    return replace(curve, dtype=options.dtype) if options.dtype else curve
+
+
+def _tolerance(options: argparse.Namespace, base: Curve, test: Curve) -> Tolerance:
+    bfloat16 = common_dtype(base, test) == "bfloat16"
+    return Tolerance(options.threshold_bf16 if bfloat16 else options.threshold_fp32, options.rtol)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="compare_loss",
+        description="Compare the training losses of runs with those of one, iteration by iteration.",
+        epilog="Exit status: 0 all equal to BASE, 1 one differs, 2 unusable input.",
+    )
+    parser.add_argument("base", metavar="BASE", help="run folder, metrics.jsonl or text log that is right")
+    parser.add_argument(
+        "tests", metavar="TEST", nargs="+", help="run folder, metrics.jsonl or text log that is looked at"
+    )
+    parser.add_argument(
+        "--threshold-fp32", type=amount, default=1e-5, metavar="X", help="absolute tolerance in float32 (%(default)g)"
+    )
+    parser.add_argument(
+        "--threshold-bf16", type=amount, default=1e-2, metavar="X", help="absolute tolerance in bfloat16 (%(default)g)"
+    )
+    parser.add_argument(
+        "--rtol", type=amount, default=0.0, metavar="R", help="tolerance relative to BASE, added to it (%(default)g)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default=None,
+        help="which threshold to use; without it, as config.yaml beside metrics.jsonl says, else float32",
+    )
+    parser.add_argument(
+        "--bitwise", action="store_true", help="loss, grad_norm and lr must have equal bits; needs metrics.jsonl"
+    )
+    parser.add_argument(
+        "--allow-missing-prefix", action="store_true", help="TEST may start later than BASE, as after a resume"
+    )
+    parser.add_argument(
+        "--last-wins", action="store_true", help="in a text log, the later of two lines of one iteration counts"
+    )
+    parser.add_argument("--plot", metavar="FILE", default=None, help="draw all curves and their differences to BASE")
+    parser.add_argument(
+        "--max-rows",
+        type=natural,
+        default=20,
+        metavar="N",
+        help="differing values in the table of a single TEST (%(default)d)",
+    )
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Bring checkpoints of other programs in, and ours out to them: `reprise convert import|export FORMAT ...`.
+
+Needs no GPU and no process group. The exit status is 0 when it is done and 2 when it cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from trainer.__main__ import compose
+from trainer.checkpoint.loading import choose
+from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.commands.arguments import local_path
+from trainer.errors import ConfigError, TrainerError
+from trainer.interop.formats import ExportOptions, ImportOptions
+from trainer.interop.megatron import refuse_megatron
+from trainer.interop.output import write_checkpoint
+from trainer.interop.overrides import model_overrides
+from trainer.interop.table import FORMATS
+
+FINE, IMPOSSIBLE = 0, 2
+_MOST_BYTES_OF_NAMES = 64 << 20
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says and return the exit status."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    options.overrides = [*getattr(options, "overrides", []), *rest]
+    if odd := [word for word in rest if word.startswith("-") or "=" not in word]:
+        parser.error(f"unrecognized arguments: {' '.join(odd)}")
+    if options.overrides and options.call is bring_out:
+        parser.error("an export takes no overrides")
+    logging.basicConfig(format="convert: %(message)s", stream=sys.stderr)
+    logging.getLogger("trainer.interop").setLevel(logging.INFO)
+    call: Callable[[argparse.Namespace], int] = options.call
+    try:
+        return call(options)
+    except TrainerError as error:
+        print(f"convert: {type(error).__name__}: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"convert: {error.filename}: {error.strerror}", file=sys.stderr)
+    return IMPOSSIBLE
+
+
+def bring_in(options: argparse.Namespace) -> int:
+    """Write what another program saved as a checkpoint of ours."""
+    found = FORMATS[options.format]
+    assert found.read is not None
+    refuse_megatron(options.source)
+    source = found.read(options.source, _asked(options))
+    model = model_overrides(source.model, options.overrides) if found.names_model else []
+    config = compose([*model, *options.overrides])
+    path = write_checkpoint(source, options.folder, config, consumed_samples=options.consumed_samples)
+    print(f"{path}: iteration {source.iteration}, {'weights and moments' if source.has_optimizer else 'weights'}")
+    return FINE
+
+
+def _asked(options: argparse.Namespace) -> ImportOptions:
+    names = None if options.optimizer_names is None else _read_names(options.optimizer_names)
+    return ImportOptions(compose(options.overrides), options.trust_pickle, options.weights_only, names)
+
+
+def _read_names(path: Path) -> list[str]:
+    """Return the lines of a text file, without empty ones."""
+    if not path.is_file() or path.stat().st_size > _MOST_BYTES_OF_NAMES:
+        raise ConfigError(
+            "A list of names cannot be read", where=path, expected="a text file with one name a line", found=_kind(path)
+        )
+    return [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+
+
+def _kind(path: Path) -> str:
+    if path.is_file():
+        return f"{path.stat().st_size} B"
+    return "no regular file" if path.exists() else "no such file"
+
+
+def bring_out(options: argparse.Namespace) -> int:
+    """Write a checkpoint of ours as another program reads it."""
+    found = FORMATS[options.format]
+    assert found.write is not None
+    checkpoint = _newest(options.checkpoint)
+    found.write(checkpoint, options.out, ExportOptions(DTYPES[options.dtype], options.tokenizer))
+    print(f"{options.out}: iteration {checkpoint.iteration} of {checkpoint.path}")
+    return FINE
+
+
+def _newest(path: Path) -> Checkpoint:
+    """Return the checkpoint that is named by its own folder, or the newest valid one of a run."""
+    chooser = choose.Chooser(choose.LoadSource.named(path), Files(), lambda _: None)
+    return open_checkpoint(chooser.pick(), Files())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="convert", description=(__doc__ or "").split("\n\n")[0])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_imports(commands.add_parser("import", help=bring_in.__doc__, description=bring_in.__doc__))
+    _add_exports(commands.add_parser("export", help=bring_out.__doc__, description=bring_out.__doc__))
+    return parser
+
+
+def _add_imports(parser: argparse.ArgumentParser) -> None:
+    formats = parser.add_subparsers(required=True, metavar="FORMAT", dest="format")
+    for name, found in FORMATS.items():
+        if found.read is None:
+            continue
+        one = formats.add_parser(name, help=found.summary, description=found.summary)
+        one.add_argument("source", type=local_path, metavar="SOURCE", help="what the other program saved")
+        one.add_argument(
+            "folder", type=local_path, metavar="FOLDER", help="the checkpoint folder of the run that goes on"
+        )
+        one.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the configuration of that run")
+        one.add_argument("--consumed-samples", type=int, metavar="N", help="samples that were trained on")
+        one.add_argument("--trust-pickle", action="store_true", help="unpickle files, which can run any code in them")
+        one.add_argument("--weights-only", action="store_true", help="leave the optimizer's state out: iteration 0")
+        one.set_defaults(optimizer_names=None)
+        if found.numbers_moments:
+            one.add_argument(
+                "--optimizer-names", type=Path, metavar="FILE", help="the optimizer's parameters in order, one a line"
+            )
+        one.set_defaults(call=bring_in)
+
+
+def _add_exports(parser: argparse.ArgumentParser) -> None:
+    formats = parser.add_subparsers(required=True, metavar="FORMAT", dest="format")
+    for name, found in FORMATS.items():
+        if found.write is None:
+            continue
+        one = formats.add_parser(name, help=found.summary, description=found.summary)
+        one.add_argument(
+            "checkpoint", type=local_path, metavar="CHECKPOINT", help="an iter_ folder, or a run for its newest"
+        )
+        one.add_argument("out", type=local_path, metavar="OUT", help="what is written; it must not be there yet")
+        one.add_argument("--dtype", choices=DTYPES, default="float32", help="of the tensors that are written")
+        one.add_argument("--tokenizer", type=Path, metavar="PATH", help="a file or a folder of tokenizer files to add")
+        one.set_defaults(call=bring_out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Says what this machine and a folder can do for a run: `python -m trainer.commands.doctor [FOLDER]`.
+
+Exit status: 0 when a run can train and save here, 1 when it cannot, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import platform
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer.checkpoint.saving.column_sharing import SharedMemory
+from trainer.checkpoint.storage.files import Files, describe_free_space
+from trainer.checkpoint.storage.lock import FolderLock
+from trainer.checkpoint.tensors.arena import map_memory
+from trainer.commands.arguments import local_path
+from trainer.errors import TrainerError
+
+FINE, WORSE, BAD = "ok", "slower", "MISSING"
+_SPEED_BYTES = 256 << 20
+_ROOM_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at: `verdict` is one of `FINE`, `WORSE` and `BAD`."""
+
+    what: str
+    verdict: str
+    found: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Look at the machine and a folder, print a line for each thing, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="trainer.commands.doctor", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("folder", nargs="?", type=local_path, default=Path(), help="where runs would be saved (here)")
+    options = parser.parse_args(arguments)
+    status = 0
+    for finding in [*machine(), *folder(options.folder)]:
+        print(f"{finding.verdict:8} {finding.what:28} {finding.found}", flush=True)
+        status = 1 if finding.verdict == BAD else status
+    return status
+
+
+def machine() -> Iterator[Finding]:
+    """Look at Python, torch, devices, backends and memory."""
+    yield Finding("Python", FINE, f"{platform.python_version()} on {platform.system()} {platform.release()}")
+    release = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
+    yield Finding("torch 2.11 or newer", FINE if release >= (2, 11) else BAD, torch.__version__)
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("cores for this process", FINE, f"{cores} of {os.cpu_count()}")
+    yield Finding("memory", FINE, f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = ", ".join(torch.cuda.get_device_name(number) for number in range(count))
+    yield Finding("CUDA devices", FINE if count else WORSE, names or "none: train.device=cpu")
+    yield Finding("backend gloo", FINE if dist.is_gloo_available() else BAD, "for ranks on CPUs, and messages")
+    if count:
+        yield Finding("backend nccl", FINE if dist.is_nccl_available() else BAD, "for ranks on CUDA devices")
+    yield _shared_memory()
+
+
+def folder(path: Path) -> Iterator[Finding]:
+    """Look at what the file system of a folder can do, in a folder of its own that is gone afterwards."""
+    own = path / f".doctor-{secrets.token_hex(4)}"
+    files = Files()
+    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
+    try:
+        try:
+            own.mkdir(parents=True)
+        except OSError as error:
+            yield Finding("a folder can be made", BAD, f"{error.filename}: {error.strerror}{_room_left(files, error)}")
+            return
+        for what, look in _LOOKS.items():
+            try:
+                verdict, found = look(files, own)
+            except OSError as error:
+                verdict, found = BAD, f"{error.strerror} (errno {error.errno})"
+            except TrainerError as error:
+                verdict, found = BAD, str(error)
+            yield Finding(what, verdict, found)
+    finally:
+        if os.path.lexists(own):
+            shutil.rmtree(own)
+        for made in missing:  # the innermost first; what somebody else put there meanwhile stays
+            with contextlib.suppress(OSError):
+                made.rmdir()
+
+
+def _room_left(files: Files, error: OSError) -> str:
+    """Return, where a file system is full, what it lacks."""
+    if error.errno != errno.ENOSPC:
+        return ""
+    return f", {describe_free_space(files, Path(error.filename).parent)}"
+
+
+def _shared_memory() -> Finding:
+    try:
+        memory = SharedMemory.make()
+    except (OSError, AttributeError) as error:
+        return Finding("memory shared by ranks", WORSE, f"{error}: columns are written row by row")
+    other = SharedMemory.open(memory.address)
+    memory.close()
+    if other is None:
+        return Finding("memory shared by ranks", WORSE, "/proc does not show it: columns are written row by row")
+    other.close()
+    return Finding("memory shared by ranks", FINE, "memfd, through /proc")
+
+
+def _room(files: Files, own: Path) -> tuple[str, str]:
+    free = files.free_bytes(own)
+    if files.free_inodes(own) == 0:
+        return BAD, "no inodes left: no file can be made"
+    if free is None:
+        return WORSE, "the file system does not say: a full disk shows late"
+    return (FINE if free > _ROOM_BYTES else BAD), f"{free / 1e9:.1f} GB free"
+
+
+def _rename(files: Files, own: Path) -> tuple[str, str]:
+    """Rename a folder over nothing and a file over another one, and see what is there."""
+    (own / "a").mkdir()
+    files.write_whole(own / "a" / "file", b"new")
+    files.rename(own / "a", own / "b")
+    files.write_whole(own / "old", b"old")
+    files.rename(own / "b" / "file", own / "old")
+    files.sync_folder(own)
+    is_so = (own / "old").read_bytes() == b"new" and not (own / "a").exists()
+    return (FINE if is_so else BAD), "of folders and over files, made durable"
+
+
+def _lock(files: Files, own: Path) -> tuple[str, str]:
+    lock = FolderLock(own, "doctor")
+    lock.acquire()
+    lock.release()
+    return FINE, "flock"
+
+
+def _reserve(files: Files, own: Path) -> tuple[str, str]:
+    descriptor = files.open_for_writing(own / "reserved")
+    try:
+        files.reserve(descriptor, 1 << 20)
+        blocks = os.fstat(descriptor).st_blocks
+    finally:
+        files.close(descriptor)
+    return (FINE, "fallocate") if blocks else (WORSE, "no fallocate: a full disk shows late")
+
+
+def _direct(files: Files, own: Path) -> tuple[str, str]:
+    """Write around the page cache and through it, and tell how fast."""
+    data, seconds = map_memory(_SPEED_BYTES), dict[str, float]()
+    data[:] = 1
+    cached = files.open_for_writing(own / "data")
+    direct = files.open_direct(own / "data")
+    try:
+        files.reserve(cached, data.nbytes)
+        for name, descriptor in {"page cache": cached, "O_DIRECT": direct}.items():
+            if descriptor is not None:
+                start = time.perf_counter()
+                files.write(descriptor, [data.data], offset=0)
+                files.sync(cached)
+                seconds[name] = time.perf_counter() - start
+    except OSError:
+        if "page cache" not in seconds:
+            raise
+    finally:
+        for descriptor in (cached, direct):
+            if descriptor is not None:
+                files.close(descriptor)
+    speeds = ", ".join(f"{name} {data.nbytes / took / 1e9:.2f} GB/s" for name, took in seconds.items())
+    return (FINE if "O_DIRECT" in seconds else WORSE), f"{speeds}, durable"
+
+
+_LOOKS: dict[str, Callable[[Files, Path], tuple[str, str]]] = {
+    "room": _room,
+    "atomic rename": _rename,
+    "lock": _lock,
+    "blocks can be reserved": _reserve,
+    "O_DIRECT, and speed": _direct,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

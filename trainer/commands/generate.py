@@ -1,0 +1,81 @@
+"""Let a model go on with a text: `python -m trainer.commands.generate CHECKPOINT --prompt TEXT`.
+
+The same model, prompt and options give the same text. The exit status is 0, or 2 where it cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from models import ModelConfig
+from trainer.commands.arguments import amount, natural, positive
+from trainer.data.text import BYTES, Encoder, bytes_encoder, open_encoder, prompt_tokens
+from trainer.errors import ConfigError, TrainerError
+from trainer.generate.sampling import Sampling, continue_with
+from trainer.interop.open_model import open_model
+
+FINE, IMPOSSIBLE = 0, 2
+_TOKENIZER = "tokenizer.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the prompt with what follows it and return the exit status."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(format="generate: %(message)s", stream=sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what a terminal cannot
+    try:
+        print(_text(options))
+    except TrainerError as error:
+        print(f"generate: {type(error).__name__}: {error}", file=sys.stderr)
+        return IMPOSSIBLE
+    except OSError as error:
+        print(f"generate: {error.filename}: {error.strerror}", file=sys.stderr)
+        return IMPOSSIBLE
+    return FINE
+
+
+def _text(options: argparse.Namespace) -> str:
+    model, folder = open_model(options.checkpoint, torch.device("cpu"))
+    encoder = _encoder(options.tokenizer, folder, model.config)
+    prompt = prompt_tokens(encoder, options.prompt, model.config.vocab_size)
+    sampling = Sampling(options.temperature, options.top_k, options.seed)
+    return encoder.decode([*prompt, *continue_with(model, prompt, sampling, max_new_tokens=options.max_new_tokens)])
+
+
+def _encoder(named: str | None, folder: Path, model: ModelConfig) -> Encoder:
+    """Return the tokenizer that is named, or lies in the model's folder, or bytes where the vocabulary is theirs."""
+    if named is None and (folder / _TOKENIZER).exists():
+        return open_encoder(folder / _TOKENIZER)
+    if named is None and model.vocab_size != bytes_encoder().vocab_size:
+        raise ConfigError(
+            "The tokenizer of a model is not known",
+            where=folder,
+            found=f"a vocabulary of {model.vocab_size} tokens and no {_TOKENIZER}",
+            fix=f"Name it with --tokenizer: a {_TOKENIZER}, or {BYTES}.",
+        )
+    return open_encoder(named)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="generate", description=(__doc__ or "").split("\n\n")[0])
+    where = "a run for its newest checkpoint, an iter_ folder, or a model folder of transformers"
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=where)
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="what it goes on with; nothing begins a document")
+    parser.add_argument("--tokenizer", metavar="NAME", help="bytes, or a tokenizer.json; by default the model's own")
+    parser.add_argument("--max-new-tokens", type=positive, default=100, metavar="N")
+    parser.add_argument("--temperature", type=amount, default=0.0, metavar="T", help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=natural, default=0, metavar="K", help="draw from so many only; 0 for all")
+    parser.add_argument("--seed", type=natural, default=0, metavar="S")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

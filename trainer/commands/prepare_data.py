@@ -1,0 +1,202 @@
+"""Make token files of text, JSON lines or raw tokens: `reprise prepare-data INPUT... --output FOLDER`.
+
+The folder appears whole or not at all, and what it holds does not depend on the number of processes. The last line
+that is printed is what to put on the trainer's command line. The exit status is 0, 2 where it cannot be done, or 130
+where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from trainer.commands.arguments import local_path, positive
+from trainer.data.blocks import TextForm
+from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Side, write_prepared
+from trainer.data.raw import RAW_DTYPES, RawTokens, write_raw
+from trainer.data.text import find_files
+from trainer.errors import ConfigError, TrainerError
+
+FINE, IMPOSSIBLE = 0, 2
+INTERRUPTED = 128 + signal.SIGINT  # as shells have it
+_JSONL = (".jsonl", ".ndjson")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says, print what was made and return the exit status."""
+    options = _parser().parse_args(arguments)
+    bars = _Bars()
+    try:
+        made = _prepare(options, bars)
+    except TrainerError as error:
+        bars.close()
+        print(f"prepare_data: {type(error).__name__}: {error}", file=sys.stderr)
+        return IMPOSSIBLE
+    except KeyboardInterrupt:
+        bars.close()
+        print("prepare_data: interrupted, nothing is left", file=sys.stderr)
+        return INTERRUPTED
+    bars.close()
+    for side in made.sides:
+        documents = "" if side.documents is None else f"{side.documents:,} documents, "
+        print(f"{side.name}: {documents}{side.tokens:,} tokens, {len(side.files)} files")
+    if not made.has_text:
+        print(f"no tokenizer is named: token {made.end_of_text}, the largest, is taken for the end of text")
+    print(" ".join(map(shlex.quote, overrides(made))))
+    return FINE
+
+
+def overrides(made: Prepared) -> list[str]:
+    """Return what a run that reads the folder has on its command line."""
+    end = made.end_of_text
+    paths = [f"data.{side.name}={_pattern(side)}" for side in made.sides]
+    tokens = [f"model.vocab_size={made.vocab_size}", f"model.bos_token_id={end}", f"model.eos_token_id={end}"]
+    tokenizer = "bytes" if made.tokenizer is None else _quoted(str(made.tokenizer))
+    return ["data=token_file", *paths, *([f"data.tokenizer={tokenizer}"] if made.has_text else []), *tokens]
+
+
+def _pattern(side: Side) -> str:
+    first = side.files[0]
+    if len(side.files) == 1:
+        return _quoted(str(first))
+    return _quoted(f"{glob.escape(str(first.parent))}/{side.name}_*.bin")
+
+
+def _quoted(path: str) -> str:
+    """Return a path as hydra reads it.
+
+    Source: hydra's grammar of overrides, "Quoted values": a quote is escaped, and so are backslashes before one.
+    """
+    if re.fullmatch(r"[\w./*-]+", path):
+        return path
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + (found[2] and "\\'"), path)
+    return f"'{escaped}'"
+
+
+@dataclass
+class _Bars:
+    """A bar on a terminal for what is going on now; elsewhere nothing."""
+
+    _open: list[tqdm[object]] = field(default_factory=list)
+
+    def begin(self, title: str, total_bytes: int) -> Callable[[int], object]:
+        self.close()
+        bar: tqdm[object] = tqdm(total=total_bytes, desc=title, unit="B", unit_scale=True, disable=None, leave=False)
+        self._open.append(bar)
+        return lambda read_bytes: bar.update(read_bytes)
+
+    def close(self) -> None:
+        while self._open:
+            self._open.pop().close()
+
+
+def _prepare(options: argparse.Namespace, bars: _Bars) -> Prepared:
+    inputs = [path for pattern in options.inputs for path in find_files(pattern)]
+    if options.raw is not None:
+        return _prepare_raw(options, inputs, bars)
+    if options.valid:
+        raise ConfigError("--valid goes with --raw only", fix="Hold out a part of the texts with --valid-fraction.")
+    wanted = _wanted(options, inputs)
+    workers = options.workers or (len(os.sched_getaffinity(0)) if _needs_work(wanted) else 1)
+    return write_prepared(options.output, inputs, wanted, workers=workers, replace=options.force, progress=bars.begin)
+
+
+def _prepare_raw(options: argparse.Namespace, inputs: Sequence[Path], bars: _Bars) -> Prepared:
+    """Write tokens that are tokens already; what is said of texts does not go with them."""
+    if options.form is not None or options.valid_fraction or len(options.tokenizer or ()) > 1:
+        raise ConfigError(
+            "--raw takes tokens, no texts",
+            expected="--valid and --tokenizer PATH, and no --form, --valid-fraction or train-bpe",
+        )
+    sides = {"train": inputs, "valid": [path for pattern in options.valid for path in find_files(pattern)]}
+    given = {name: paths for name, paths in sides.items() if paths}
+    tokenizer = None if options.tokenizer is None else Path(options.tokenizer[0]).expanduser()
+    raw = RawTokens(options.raw, tokenizer, options.file_tokens)
+    return write_raw(options.output, given, raw, force=options.force, progress=bars.begin)
+
+
+def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> PrepareOptions:
+    tokenizer, train = None, 0
+    match options.tokenizer:
+        case None | ["bytes"]:
+            pass
+        case ["train-bpe", number] if number.isdecimal():
+            train = int(number)
+        case [path] if path != "train-bpe":
+            tokenizer = Path(path).expanduser()
+        case words:
+            raise ConfigError(
+                "--tokenizer has another form",
+                expected="bytes, a tokenizer.json, or train-bpe N",
+                found=" ".join(words),
+            )
+    return PrepareOptions(
+        form=_form(options, inputs),
+        key=options.key,
+        tokenizer=tokenizer,
+        train_vocab_size=train,
+        valid_fraction=options.valid_fraction,
+        file_tokens=options.file_tokens,
+    )
+
+
+def _needs_work(wanted: PrepareOptions) -> bool:
+    """Return whether encoding takes longer than handing texts and tokens from process to process."""
+    return wanted.tokenizer is not None or wanted.train_vocab_size > 0
+
+
+def _form(options: argparse.Namespace, inputs: Sequence[Path]) -> TextForm:
+    if options.form is not None:
+        return TextForm(options.form)
+    is_jsonl = {path.suffix in _JSONL for path in inputs}
+    if len(is_jsonl) > 1:
+        raise ConfigError(
+            "The inputs are of two forms",
+            found=f"{len(inputs)} files, some of them {' or '.join(_JSONL)}",
+            fix="Prepare them into two folders, or name the form with --form.",
+        )
+    return TextForm.jsonl if is_jsonl == {True} else TextForm.text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="prepare_data", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files or quoted globs, read in this order")
+    parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="the folder to make")
+    parser.add_argument(
+        "--tokenizer",
+        nargs="+",
+        metavar="WORD",
+        help="bytes (the default), a tokenizer.json, or train-bpe N: train one of N tokens on the training documents",
+    )
+    parser.add_argument(
+        "--form", choices=[form.value for form in TextForm], help="of all inputs; by default by their names"
+    )
+    parser.add_argument(
+        "--raw", choices=RAW_DTYPES, help="the inputs are arrays of tokens of this dtype without a header, as nanoGPT's"
+    )
+    parser.add_argument("--valid", nargs="+", default=[], metavar="INPUT", help="arrays for validation; with --raw")
+    parser.add_argument("--key", default="text", help="of the text in a JSON line")
+    parser.add_argument("--valid-fraction", type=float, default=0.0, metavar="F", help="share that is held out")
+    parser.add_argument("--file-tokens", type=int, default=FILE_TOKENS, metavar="N", help="most tokens of a file")
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        metavar="N",
+        help="processes; by default one for each core, and one alone for bytes",
+    )
+    parser.add_argument("--force", action="store_true", help="replace a folder that an earlier call has made")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Comparison of runs: loss curves and speed."""

@@ -1,0 +1,310 @@
+"""Compare two loss curves value by value, and say in words what was found.
+
+Reading the curves is in `trainer/compare/read.py`, drawing them in `trainer/compare/plot.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+from trainer.compare.read import QUANTITIES, Curve, Point, Reading, read_curve
+from trainer.errors import DataError
+
+__all__ = [
+    "Comparison",
+    "Curve",
+    "CurveDifference",
+    "Point",
+    "Reading",
+    "Tolerance",
+    "absolute_difference",
+    "common_dtype",
+    "compare",
+    "fits_float32",
+    "read_curve",
+    "report",
+    "ulp_distance",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Losses a (base) and b (test) are equal when |a - b| <= absolute + relative * |a|."""
+
+    absolute: float
+    relative: float = 0.0
+
+    def admits(self, base: float, test: float) -> bool:
+        """Tell whether two losses are equal; a value that is not finite equals only itself."""
+        if not (math.isfinite(base) and math.isfinite(test)):
+            return absolute_difference(base, test) == 0
+        return abs(base - test) <= self.absolute + self.relative * abs(base)
+
+    def __str__(self) -> str:
+        return f"{self.absolute:g}" + (f" + {self.relative:g} * |base|" if self.relative else "")
+
+
+@dataclass(frozen=True, slots=True)
+class CurveDifference:
+    """One quantity of one iteration that is not the same on both sides."""
+
+    iteration: int
+    quantity: str
+    base: Reading
+    test: Reading
+
+    @property
+    def size(self) -> float:
+        """The absolute difference, as `absolute_difference` defines it."""
+        return absolute_difference(self.base.value, self.test.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `compare` found.
+
+    Attributes:
+        tolerance: None where equal bits were asked for.
+        compared: iterations that both sides have.
+        differences: values of compared iterations that are not equal under `tolerance`, by iteration.
+        missing_in_base, missing_in_test: iterations that only the other side has, and that count as different.
+        allowed_prefix: iterations before the first one of the test side that were allowed to be missing there.
+        bit_equal: compared iterations whose values are all known to have equal bits.
+        largest: the largest difference of two losses, whether admitted or not; None when all are equal.
+    """
+
+    base: Curve
+    test: Curve
+    tolerance: Tolerance | None
+    compared: int
+    differences: tuple[CurveDifference, ...]
+    missing_in_base: tuple[int, ...]
+    missing_in_test: tuple[int, ...]
+    allowed_prefix: tuple[int, ...]
+    bit_equal: int
+    largest: CurveDifference | None
+
+    @property
+    def different_iterations(self) -> tuple[int, ...]:
+        """Every iteration that is not equal or that one side lacks, in order."""
+        differing = {difference.iteration for difference in self.differences}
+        return tuple(sorted(differing.union(self.missing_in_base, self.missing_in_test)))
+
+    @property
+    def equal(self) -> bool:
+        return not self.different_iterations
+
+    @property
+    def bit_identical(self) -> bool:
+        """Tell whether every compared value is known to be equal bit for bit."""
+        return self.equal and self.bit_equal == self.compared
+
+    @property
+    def verdict(self) -> str:
+        """The last line of a report. The total counts every iteration that either side has."""
+        total = self.compared + len(self.missing_in_base) + len(self.missing_in_test) + len(self.allowed_prefix)
+        if different := self.different_iterations:
+            return f"DIFFERENT: {len(different)} of {total} iterations, first at {different[0]}"
+        how = "bit-identical" if self.bit_identical else f"equal within {self.tolerance}"
+        return f"{how}: {self.compared}/{total} iterations"
+
+
+def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_missing_prefix: bool = False) -> Comparison:
+    """Compare two curves iteration by iteration.
+
+    A tolerance applies to the losses alone. With None, loss, grad_norm and lr must have equal bits wherever both sides
+    have them. An iteration that one side lacks is different.
+
+    Args:
+        base: what is right.
+        test: what is looked at.
+        tolerance: how far two losses may be apart; None asks for equal bits.
+        allow_missing_prefix: do not count iterations before the first one of `test`, as of a resumed run.
+
+    Raises:
+        DataError: equal bits are asked for and a loss is known as a decimal only.
+    """
+    if tolerance is None:
+        _require_exact(base)
+        _require_exact(test)
+    of_base = {point.iteration: point for point in base.points}
+    of_test = {point.iteration: point for point in test.points}
+    common = [(of_base[iteration], of_test[iteration]) for iteration in sorted(of_base.keys() & of_test.keys())]
+    unequal = {one.iteration: _unequal_bits(one, other) for one, other in common}
+    if tolerance is None:
+        differences = [difference for found in unequal.values() for difference in found]
+    else:
+        differences = [
+            CurveDifference(one.iteration, "loss", one.loss, other.loss)
+            for one, other in common
+            if not tolerance.admits(one.loss.value, other.loss.value)
+        ]
+    missing = sorted(of_base.keys() - of_test.keys())
+    start = min(of_test, default=0)
+    prefix = [iteration for iteration in missing if iteration < start] if allow_missing_prefix else []
+    losses = [CurveDifference(one.iteration, "loss", one.loss, other.loss) for one, other in common]
+    largest = max(losses, key=lambda difference: difference.size, default=None)
+    return Comparison(
+        base=base,
+        test=test,
+        tolerance=tolerance,
+        compared=len(common),
+        differences=tuple(differences),
+        missing_in_base=tuple(sorted(of_test.keys() - of_base.keys())),
+        missing_in_test=tuple(missing[len(prefix) :]),
+        allowed_prefix=tuple(prefix),
+        bit_equal=sum(a.loss.exact and b.loss.exact and not unequal[a.iteration] for a, b in common),
+        largest=largest if largest is not None and largest.size > 0 else None,
+    )
+
+
+def report(comparison: Comparison, *, max_rows: int = 20) -> str:
+    """Say in lines what was compared and what differs; the last line is the verdict.
+
+    Args:
+        comparison: what `compare` found.
+        max_rows: how many differing values, and how many ranges of missing iterations, are listed.
+    """
+    lines = [_about("base", comparison.base), _about("test", comparison.test)]
+    lines += [f"note       {note}" for note in comparison.base.notes + comparison.test.notes]
+    rule = (
+        "equal bits in loss, grad_norm and lr"
+        if comparison.tolerance is None
+        else f"{comparison.tolerance} on the loss"
+    )
+    lines.append(f"tolerance  {rule}")
+    if comparison.allowed_prefix:
+        lines.append(f"allowed    missing at the start of test: {_ranges(comparison.allowed_prefix, max_rows)}")
+    if comparison.missing_in_test:
+        lines.append(f"missing    in test: {_ranges(comparison.missing_in_test, max_rows)}{_hint(comparison)}")
+    if comparison.missing_in_base:
+        lines.append(f"missing    in base: {_ranges(comparison.missing_in_base, max_rows)}")
+    lines.append(_bits(comparison))
+    if comparison.differences:
+        lines += ["", *_table(comparison.differences[:max_rows])]
+        if len(comparison.differences) > max_rows:
+            lines.append(f"... and {len(comparison.differences) - max_rows} more")
+        lines.append("")
+    if (largest := comparison.largest) is not None:
+        values = f"base {largest.base.value!r}, test {largest.test.value!r}"
+        lines.append(f"largest    loss difference {largest.size:.3e} at iteration {largest.iteration} ({values})")
+    return "\n".join([*lines, comparison.verdict])
+
+
+def common_dtype(base: Curve, test: Curve) -> str | None:
+    """Name the coarser dtype of two runs, None where neither config names one."""
+    known = {base.dtype, test.dtype} - {None}
+    return "bfloat16" if "bfloat16" in known else next(iter(known), None)
+
+
+def absolute_difference(base: float, test: float) -> float:
+    """Return |base - test|: 0 for nan and nan or inf and the same inf, else inf where a value is not finite."""
+    if base == test or (math.isnan(base) and math.isnan(test)):
+        return 0.0
+    return abs(base - test) if math.isfinite(base) and math.isfinite(test) else math.inf
+
+
+def ulp_distance(base: float, test: float, *, bits: int) -> int | None:
+    """Count the steps between neighbouring floats of 32 or 64 bits from one value to the other; None for a nan.
+
+    The bits of an IEEE 754 number, read as sign and magnitude, are in the order of the numbers; -0.0 is 0 from 0.0.
+
+    Raises:
+        OverflowError: a value is out of the range of a 32-bit float.
+    """
+    if math.isnan(base) or math.isnan(test):
+        return None
+    float_code, integer_code = {32: ("<f", "<i"), 64: ("<d", "<q")}[bits]
+    ordered = []
+    for value in (base, test):
+        (magnitude,) = struct.unpack(integer_code, struct.pack(float_code, abs(value)))
+        ordered.append(int(math.copysign(1, value)) * int(magnitude))
+    return abs(ordered[0] - ordered[1])
+
+
+def fits_float32(value: float) -> bool:
+    """Tell whether a value is a 32-bit float exactly (nan and inf are)."""
+    try:
+        (narrow,) = struct.unpack("<f", struct.pack("<f", value))
+    except OverflowError:
+        return False
+    return bool(narrow == value) or math.isnan(value)
+
+
+def _require_exact(curve: Curve) -> None:
+    point = next((point for point in curve.points if not point.loss.exact), None)
+    if point is not None:
+        raise DataError(
+            "Equal bits cannot be proved from decimals",
+            where=f"{curve.source}, iteration {point.iteration}",
+            expected="loss_hex in every record",
+            fix="Compare the metrics.jsonl of both runs, or drop --bitwise.",
+        )
+
+
+def _unequal_bits(base: Point, test: Point) -> list[CurveDifference]:
+    pairs = zip(QUANTITIES, (base.loss, base.grad_norm, base.lr), (test.loss, test.grad_norm, test.lr), strict=True)
+    return [
+        CurveDifference(base.iteration, quantity, one, other)
+        for quantity, one, other in pairs
+        if one is not None and other is not None and _differ(one, other)
+    ]
+
+
+def _differ(base: Reading, test: Reading) -> bool:
+    """Tell whether two readings surely differ: known bits beside a decimal prove nothing, unless one is not finite."""
+    if base.value.hex() == test.value.hex():
+        return False
+    return base.exact == test.exact or not (math.isfinite(base.value) and math.isfinite(test.value))
+
+
+def _about(side: str, curve: Curve) -> str:
+    first, last = curve.points[0].iteration, curve.points[-1].iteration
+    dtype = curve.dtype or "dtype unknown, taken as float32"
+    return f"{side}       {curve.source}: {len(curve.points)} iterations, {first} to {last}, {dtype}"
+
+
+def _hint(comparison: Comparison) -> str:
+    if comparison.missing_in_test[0] < comparison.test.points[0].iteration:
+        return " (--allow-missing-prefix allows what is missing before the first iteration of test)"
+    return ""
+
+
+def _bits(comparison: Comparison) -> str:
+    if not all(point.loss.exact for curve in (comparison.base, comparison.test) for point in curve.points):
+        return "bits       not compared: decimals cannot prove equal bits"
+    return f"bits       loss, grad_norm and lr are equal at {comparison.bit_equal} of {comparison.compared} iterations"
+
+
+def _ranges(iterations: tuple[int, ...], limit: int) -> str:
+    """Write ascending integers as `1-40, 43`."""
+    runs: list[list[int]] = []
+    for iteration in iterations:
+        if runs and iteration == runs[-1][1] + 1:
+            runs[-1][1] = iteration
+        else:
+            runs.append([iteration, iteration])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:limit]]
+    left_out = len(runs) - len(texts)
+    return ", ".join([*texts, f"and {left_out} more ranges"] if left_out else texts) + f" ({len(iterations)} in all)"
+
+
+def _table(differences: tuple[CurveDifference, ...]) -> list[str]:
+    rows = [("iteration", "quantity", "base", "test", "difference", "ulps")]
+    rows += [
+        (str(row.iteration), row.quantity, repr(row.base.value), repr(row.test.value), f"{row.size:.3e}", _ulps(row))
+        for row in differences
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _ulps(difference: CurveDifference) -> str:
+    base, test = difference.base.value, difference.test.value
+    if not (difference.base.exact and difference.test.exact and math.isfinite(base) and math.isfinite(test)):
+        return "-"
+    bits = 32 if fits_float32(base) and fits_float32(test) else 64
+    steps = ulp_distance(base, test, bits=bits)
+    return "-" if steps is None else f"{steps} (float{bits})"

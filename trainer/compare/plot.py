@@ -1,0 +1,196 @@
+"""Draw loss curves over each other, and how far they are apart below."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.compare.curves import Comparison, Curve, Tolerance, absolute_difference
+from trainer.compare.figure import BASE_COLOUR, COLOURS, make_figure, write_figure
+from trainer.compare.table import short_verdict
+
+_BASE_COLOUR, _TEST_COLOUR, _DIFFERENCE_COLOUR = "#8fbbdb", "#d95f02", "#444444"
+_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
+
+
+def plot_comparison(comparison: Comparison, path: str | Path) -> None:
+    """Draw both losses and, on a logarithmic axis, their absolute difference; the suffix of `path` chooses the format.
+
+    A loss that is not finite is marked at the lower edge, a difference without a size at the upper. Differences of 0
+    have no place on a logarithmic axis: their number is in the title of the panel.
+
+    Raises:
+        TrainerError: matplotlib is not installed, or the picture cannot be written.
+    """
+    figure = make_figure()
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    figure.suptitle(comparison.verdict, fontsize=13)
+    _draw_losses(upper, comparison)
+    _draw_differences(lower, comparison)
+    figure.align_ylabels()
+    write_figure(figure, path)
+
+
+def plot_comparisons(comparisons: Sequence[Comparison], names: Sequence[str], path: str | Path) -> None:
+    """Write the figure of `draw_comparisons`; the suffix of `path` chooses the format.
+
+    Raises:
+        TrainerError: matplotlib is not installed, or the picture cannot be written.
+    """
+    write_figure(draw_comparisons(comparisons, names), path)
+
+
+def draw_comparisons(comparisons: Sequence[Comparison], names: Sequence[str]) -> Any:
+    """Draw the losses of several runs over their base, and below how far each is from it; return the figure.
+
+    Equal curves stay visible: each is thinner than the one under it, and they differ in colour and in style. The axis
+    of the differences is logarithmic down to the smallest of them and linear from there to 0. Losses that are not
+    finite are marked at the lower edge, differences without a size at the upper.
+
+    Args:
+        comparisons: what `compare` found, all with the same base.
+        names: of the base and of the test runs, in order.
+
+    Raises:
+        TrainerError: matplotlib is not installed.
+    """
+    figure = make_figure(height=7.5)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    equal = sum(comparison.equal for comparison in comparisons)
+    figure.suptitle(f"{equal} of {len(comparisons)} runs are equal to {names[0]}", fontsize=13)
+    _draw_curve(upper, comparisons[0].base, f"{names[0]} (base)", {"color": BASE_COLOUR, "linewidth": 6.0})
+    for number, (comparison, name) in enumerate(zip(comparisons, names[1:], strict=True)):
+        style = _style(number, len(comparisons))
+        _draw_curve(upper, comparison.test, f"{name}: {short_verdict(comparison)}", style)
+        _draw_sizes(lower, _sizes(comparison), style)
+    _scale_differences(lower, [size for comparison in comparisons for size in _sizes(comparison).values()])
+    upper.set_ylabel("training loss")
+    lower.set_ylabel(f"|loss - loss of {names[0]}|")
+    lower.set_xlabel("iteration")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+    figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.align_ylabels()
+    return figure
+
+
+def _style(number: int, total: int) -> dict[str, Any]:
+    """Return how a test run is drawn: the later, the thinner, from 3.8 to 1.2 points."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": _DASHES[number % len(_DASHES)],
+        "linewidth": 3.8 - 2.6 * number / max(1, total - 1),
+        "zorder": 3 + number,
+    }
+
+
+def _draw_curve(axes: Any, curve: Curve, label: str, style: dict[str, Any]) -> None:
+    iterations, losses = _finite_runs(curve)
+    axes.plot(iterations, losses, label=label, marker="o" if len(curve.points) == 1 else None, **style)
+    broken = [point.iteration for point in curve.points if not math.isfinite(point.loss.value)]
+    _mark(axes, broken, label=f"nan or inf in {label.partition(':')[0]}", colour=style["color"])
+
+
+def _draw_sizes(axes: Any, sizes: dict[int, float], style: dict[str, Any]) -> None:
+    heights = [size if size < math.inf else math.nan for size in sizes.values()]
+    if any(height > 0 for height in heights):  # not on top of another: dashes would only hide what they show
+        style = {**style, "linestyle": "-", "linewidth": 1.2}
+    axes.plot(list(sizes), heights, marker="o" if len(sizes) == 1 else None, **style)
+    endless = [iteration for iteration, size in sizes.items() if math.isinf(size)]
+    _mark(axes, endless, label="not finite and not the same", colour=style["color"], height=0.94)
+
+
+def _scale_differences(axes: Any, sizes: Sequence[float]) -> None:
+    shown = [size for size in sizes if 0 < size < math.inf]
+    if not shown:
+        axes.set_ylim(-0.5, 1)
+        axes.set_yticks([0])
+        text = "every compared loss is the same" if any(size == 0 for size in sizes) else "no difference has a size"
+        axes.text(0.5, 0.7, text, transform=axes.transAxes, ha="center", va="center", color=_DIFFERENCE_COLOUR)
+        return
+    least, most = 10.0 ** math.floor(math.log10(min(shown))), 10.0 ** math.ceil(math.log10(max(shown)))
+    axes.set_yscale("symlog", linthresh=least, linscale=0.6)
+    axes.set_ylim(-0.4 * least, most * 2)
+    decades = range(round(math.log10(least)), round(math.log10(most)) + 1)
+    every = max(1, math.ceil(len(decades) / 6))
+    axes.set_yticks([0.0, *(10.0**decade for decade in decades[::every])])
+    axes.set_yticks([], minor=True)
+
+
+def _sizes(comparison: Comparison) -> dict[int, float]:
+    """Return how far apart the losses of every iteration are that both sides have, by iteration."""
+    test = {point.iteration: point.loss.value for point in comparison.test.points}
+    return {
+        point.iteration: absolute_difference(point.loss.value, test[point.iteration])
+        for point in comparison.base.points
+        if point.iteration in test
+    }
+
+
+def _draw_losses(axes: Any, comparison: Comparison) -> None:
+    base, test = _name(comparison.base, "base"), _name(comparison.test, "test")
+    for curve, label, colour, width in (
+        (comparison.base, base, _BASE_COLOUR, 4.0),
+        (comparison.test, test, _TEST_COLOUR, 1.2),
+    ):
+        _draw_curve(axes, curve, label, {"color": colour, "linewidth": width})
+    axes.set_ylabel("training loss")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+
+
+def _draw_differences(axes: Any, comparison: Comparison) -> None:
+    sizes = _sizes(comparison)
+    shown = {iteration: size for iteration, size in sizes.items() if 0 < size < math.inf}
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("|base - test|")
+    zeros = sum(size == 0 for size in sizes.values())
+    axes.set_title(f"absolute difference ({zeros} of {len(sizes)} are exactly 0)", fontsize=10)
+    endless = [iteration for iteration, size in sizes.items() if math.isinf(size)]
+    if not shown and not endless:
+        text = "every compared loss is the same" if sizes else "no iteration in common"
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=_DIFFERENCE_COLOUR)
+        axes.set_yticks([])
+        return
+    if shown:
+        axes.set_yscale("log")
+        axes.plot(list(shown), list(shown.values()), ".", color=_DIFFERENCE_COLOUR, label="difference")
+        _draw_tolerance(axes, comparison.tolerance, shown)
+    else:
+        axes.set_yticks([])
+    _mark(axes, endless, label="not finite and not the same", colour=_TEST_COLOUR, height=0.94)
+    axes.legend(frameon=False, loc="best")
+    axes.grid(alpha=0.25)
+
+
+def _draw_tolerance(axes: Any, tolerance: Tolerance | None, shown: dict[int, float]) -> None:
+    """Draw the absolute tolerance as a line, and keep both it and the differences off the edges."""
+    levels = list(shown.values())
+    if tolerance is not None and tolerance.absolute > 0:
+        axes.axhline(
+            tolerance.absolute,
+            color=_TEST_COLOUR,
+            linestyle="--",
+            linewidth=1,
+            label=f"tolerance {tolerance.absolute:g}",
+        )
+        levels.append(tolerance.absolute)
+    axes.set_ylim(min(levels) / 4, max(levels) * 4)
+
+
+def _mark(axes: Any, iterations: list[int], *, label: str, colour: str, height: float = 0.04) -> None:
+    if iterations:
+        edge = axes.get_xaxis_transform()
+        axes.plot(iterations, [height] * len(iterations), "x", transform=edge, color=colour, label=label)
+
+
+def _finite_runs(curve: Curve) -> tuple[list[int], list[float]]:
+    """Give the line to draw, broken (by nan) at losses that are not finite."""
+    values = [point.loss.value for point in curve.points]
+    return [p.iteration for p in curve.points], [value if math.isfinite(value) else math.nan for value in values]
+
+
+def _name(curve: Curve, side: str) -> str:
+    return f"{side}: {curve.source if len(curve.source) <= 60 else '...' + curve.source[-57:]}"

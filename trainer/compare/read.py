@@ -1,0 +1,309 @@
+"""Loss curves as values, and how they are read from metrics files and training logs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainer.errors import DataError
+from trainer.regular_file import SMALL_BYTES, read_regular
+
+METRICS_FILE = "metrics.jsonl"
+LLMC_LOG = "main.log"
+CONFIG_FILE = "config.yaml"
+QUANTITIES = ("loss", "grad_norm", "lr")
+FORMATS = (
+    "metrics.jsonl records with iteration and loss, `step 1/100 | train loss 4.2 |` (also `| loss 4.2`), "
+    "`iter 10: loss 4.2,` (nanoGPT), ` iteration 10/ 100 | ... | lm loss: 4.2E+00 |` (Megatron), "
+    "`s:9 trl:4.2` (main.log of llm.c), or `step 9: train loss 4.2 (took 8 ms)` (llm.c in C)"
+)
+
+_DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+_ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_FIELDS = {
+    "loss": re.compile(r"\s*(?:(?:(?:train|lm)\s+)?loss:?\s+(?!scale\b)|trl:)([^\s,(]+)", re.IGNORECASE),
+    "grad_norm": re.compile(r"\s*(?:(?:grad\s+)?norm:?\s+|norm:)([^\s,(]+)", re.IGNORECASE),
+    "lr": re.compile(r"\s*(?:(?:lr|learning\s+rate):?\s+|lr:)([^\s,(]+)", re.IGNORECASE),
+}
+# Larger than the metrics of 10 million iterations; all of it is held in memory.
+_MOST_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _LineForm:
+    """How a program writes a training line.
+
+    Args:
+        pattern: finds the number of the iteration, then the fields.
+        separator: stands between the fields.
+        first: the number that the first iteration has.
+    """
+
+    pattern: re.Pattern[str]
+    separator: str
+    first: int = 1
+
+
+_LINE_FORMS = (
+    _LineForm(re.compile(r"\b(?:step|iteration)\s+(\d+)\s*/\s*\d+\s*\|(.*)", re.IGNORECASE), "|"),
+    # nanoGPT counts from 0 too, but evaluates at the same numbers; its iterations keep the names that it gives them.
+    _LineForm(re.compile(r"\biter\s+(\d+):\s*(loss\s.*)", re.IGNORECASE), ","),
+    # llm.c: llmc/logger.h and train_gpt2.py write main.log, train_gpt2.c prints; train_gpt2.cu prints the first form.
+    _LineForm(re.compile(r"^s:(\d+)\s+(trl:.*)"), " ", first=0),
+    _LineForm(re.compile(r"\bstep\s+(\d+):\s*(train\s+loss\s[^,(]*)\(took\b"), ",", first=0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One number of a curve; `exact` says that its bits are known, which a decimal does not."""
+
+    value: float
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What was recorded after one iteration; None where a quantity was not recorded."""
+
+    iteration: int
+    loss: Reading
+    grad_norm: Reading | None = None
+    lr: Reading | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The points of one run in order of iteration, at most one each; never empty when it comes from `read_curve`.
+
+    Attributes:
+        source: the file that was read, for messages.
+        dtype: what the run's config.yaml says, `float32` or `bfloat16`; None where nothing says it.
+        notes: what the reader of a comparison should know about the file, such as a torn last line.
+    """
+
+    source: str
+    points: tuple[Point, ...]
+    dtype: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
+    """Read the training losses of a run folder (its metrics.jsonl), a metrics.jsonl or a text log.
+
+    Text lines recognised: this project's, llm.c's (train_gpt2.cu, train_gpt2.py) and InfiniTrain's `step 1/100 | ...`,
+    nanoGPT's (train.py) `iter 1: loss ...`, Megatron-LM's (training.py, training_log) ` iteration 1/ 100 | ...`,
+    llm.c's main.log `s:0 trl:... lr:... norm:...` and train_gpt2.c's `step 0: train loss ... (took ... ms)`. The last
+    two count from 0: their step 0 becomes iteration 1, and a note says so.
+    Evaluation lines and records are passed over. nan and inf are values like any other.
+
+    Args:
+        path: what to read; the dtype comes from a config.yaml beside the metrics.jsonl.
+        last_wins: let the later one of two different text lines of one iteration win, as in the log of a resumed run.
+
+    Raises:
+        DataError: the file cannot be read, holds no training loss, holds an iteration twice (in a text log: with other
+            values) or a record that cannot be understood; the message has the file and the line.
+    """
+    file, text, is_metrics = read_run_file(path, what="a loss curve")
+    if is_metrics:
+        curve = parse_metrics(text, source=str(file))
+        return replace(curve, dtype=_read_dtype(file.parent / CONFIG_FILE))
+    return parse_log(text, source=str(file), last_wins=last_wins)
+
+
+def read_run_file(path: str | Path, *, what: str) -> tuple[Path, str, bool]:
+    """Read the file of a run; tell whether it holds records, not log lines.
+
+    Args:
+        path: the file, or a folder: then its metrics.jsonl, or llm.c's main.log where there is only that.
+        what: is to be read from it.
+
+    Raises:
+        DataError: it cannot be read, is no regular file, or is larger than 4 GiB.
+    """
+    path = Path(path)
+    file = path / METRICS_FILE if path.is_dir() else path
+    if path.is_dir() and not file.exists() and (path / LLMC_LOG).exists():
+        file = path / LLMC_LOG
+    try:
+        text = read_regular(file, limit_bytes=_MOST_BYTES).decode("utf-8-sig", errors="replace")
+    except OSError as error:
+        expected = f"a run folder with {METRICS_FILE}, or a file of a run"
+        raise DataError(f"Cannot read {what}", where=file, expected=expected, found=error.strerror) from error
+    return file, text, file.suffix == ".jsonl" or _begins_with_record(text)
+
+
+def parse_metrics(text: str, *, source: str) -> Curve:
+    """Parse the JSON lines of a metrics.jsonl: one object a line, `<quantity>_hex` (`float.hex()`) before its decimal.
+
+    A last line without a newline that is not JSON was torn by a crash: it is left out, with a note.
+
+    Raises:
+        DataError: no record has a loss, an iteration comes twice, or a line is not a record.
+    """
+    points: dict[int, Point] = {}
+    records, notes = parse_records(text, source=source)
+    for where, record in records:
+        point = _point_of_record(record, where)
+        if point is None:
+            continue
+        if point.iteration in points:
+            raise DataError(f"Iteration {point.iteration} comes twice", where=where, expected="one record an iteration")
+        points[point.iteration] = point
+    return _curve(points, source, notes)
+
+
+def parse_records(text: str, *, source: str) -> tuple[list[tuple[str, dict[str, object]]], list[str]]:
+    """Parse the JSON lines of a metrics.jsonl: where each record is with the record, and notes, as on a torn last line.
+
+    Raises:
+        DataError: a line is not a record.
+    """
+    records: list[tuple[str, dict[str, object]]] = []
+    notes: list[str] = []
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{source}, line {number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                notes.append(f"{where} is torn (no newline at its end) and was left out")
+                continue
+            raise DataError(
+                "Cannot read a metrics record", where=where, expected="a JSON object", found=error
+            ) from error
+        if not isinstance(record, dict):
+            found = repr(record)[:60]
+            raise DataError("Cannot read a metrics record", where=where, expected="a JSON object", found=found)
+        records.append((where, record))
+    return records, notes
+
+
+def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
+    """Parse a text log; `read_curve` says which lines count.
+
+    A last line without a newline may end inside a number, so it is read up to its last `|`, `,` or space only.
+
+    Raises:
+        DataError: there is no training line, a loss is not a number, or an iteration comes twice with other values.
+    """
+    points: dict[int, Point] = {}
+    text = _ANSI_COLOUR.sub("", text)
+    lines = re.split(r"\r\n|\r|\n", text)
+    notes, counts_from_0 = list[str](), False
+    for number, line in enumerate(lines, start=1):
+        where = f"{source}, line {number}"
+        torn = number == len(lines)
+        found = _match(line[: max(map(line.rfind, "|, ")) + 1] if torn else line)
+        point = None if found is None else _point_of_line(*found, where)
+        if point is None or found is None:
+            if torn and _match(line) is not None:
+                notes.append(f"{where} is torn (no newline at its end) and was left out")
+            continue
+        earlier = points.get(point.iteration)
+        if earlier is not None and _key(earlier) != _key(point) and not last_wins:
+            raise DataError(
+                f"Iteration {point.iteration} comes twice with other values",
+                where=where,
+                expected=f"loss {earlier.loss.value:.9g}",
+                found=f"loss {point.loss.value:.9g}",
+                fix="In the log of a resumed run the later lines can be taken with --last-wins.",
+            )
+        points[point.iteration] = point
+        counts_from_0 = counts_from_0 or found[0].first == 0
+    if counts_from_0:
+        notes.append(f"{source} counts from 0, as llm.c does: its step 0 is iteration 1")
+    return _curve(points, source, notes)
+
+
+def _begins_with_record(text: str) -> bool:
+    try:
+        record = json.loads(text.lstrip().partition("\n")[0])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and "iteration" in record
+
+
+def _read_dtype(config: Path) -> str | None:
+    """Find `dtype` directly under `train:` in a config.yaml; None where there is none that is known."""
+    try:
+        text = read_regular(config, limit_bytes=SMALL_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return None
+    section = re.search(r"^train:[^\S\n]*\n((?:[^\S\n]+.*\n?|[^\S\n]*\n)*)", text, re.MULTILINE)
+    child = section and re.match(r"(?:[^\S\n]*(?:#.*)?\n)*([^\S\n]+)", section[1])
+    found = child and re.search(rf"^{child[1]}dtype:\s*['\"]?(\w+)", section[1], re.MULTILINE) if section else None
+    return _DTYPES.get(found[1].lower()) if found else None
+
+
+def _point_of_record(record: Mapping[str, object], where: str) -> Point | None:
+    if "loss" not in record and "loss_hex" not in record:
+        return None
+    iteration = record.get("iteration")
+    if not isinstance(iteration, int) or isinstance(iteration, bool) or iteration < 0:
+        raise DataError(
+            "A record with a loss has no iteration", where=where, expected="an integer", found=repr(iteration)
+        )
+    loss, grad_norm, lr = (_reading_of_record(record, quantity, where) for quantity in QUANTITIES)
+    if loss is None:
+        raise DataError("A loss is null", where=where, expected='loss_hex beside it, such as "nan"')
+    return Point(iteration, loss, grad_norm, lr)
+
+
+def _reading_of_record(record: Mapping[str, object], quantity: str, where: str) -> Reading | None:
+    stored, decimal = record.get(f"{quantity}_hex"), record.get(quantity)
+    if isinstance(stored, str):
+        return _reading(stored, where, written_as_hex=True)
+    if stored is None and isinstance(decimal, int | float) and not isinstance(decimal, bool):
+        return _reading(repr(decimal), where)
+    if stored is None and decimal is None:
+        return None
+    found = f"{decimal!r} and {stored!r}"
+    raise DataError(f"Cannot read {quantity}", where=where, expected=f"a number and a {quantity}_hex text", found=found)
+
+
+def _match(line: str) -> tuple[_LineForm, re.Match[str]] | None:
+    return next(((form, match) for form in _LINE_FORMS if (match := form.pattern.search(line))), None)
+
+
+def _point_of_line(form: _LineForm, match: re.Match[str], where: str) -> Point | None:
+    """Return the point of a line, or None where it has no loss; the first iteration has the number 1."""
+    fields = match[2].split(form.separator)
+    readings: dict[str, Reading] = {}
+    for quantity, pattern in _FIELDS.items():
+        token = next((found[1] for field in fields if (found := pattern.match(field))), None)
+        if token is not None:
+            readings[quantity] = _reading(token, where)
+    if "loss" not in readings:
+        return None
+    iteration = int(match[1]) + 1 - form.first
+    return Point(iteration, readings["loss"], readings.get("grad_norm"), readings.get("lr"))
+
+
+def _reading(text: str, where: str, *, written_as_hex: bool = False) -> Reading:
+    """Read a number; its bits are known when it is written as hex, and when it is nan or inf."""
+    is_hex = written_as_hex or "0x" in text.lower()
+    try:
+        value = float.fromhex(text) if is_hex else float(text)
+    except (ValueError, OverflowError) as error:
+        raise DataError("Cannot read a number", where=where, found=repr(text[:60])) from error
+    return Reading(value, is_hex or not math.isfinite(value))
+
+
+def _curve(points: Mapping[int, Point], source: str, notes: Iterable[str]) -> Curve:
+    if not points:
+        raise DataError("There is no training loss", where=source, expected=FORMATS, found="none of these")
+    return Curve(source, tuple(points[iteration] for iteration in sorted(points)), notes=tuple(notes))
+
+
+def _key(point: Point) -> tuple[str | None, ...]:
+    readings = (point.loss, point.grad_norm, point.lr)
+    return tuple(None if reading is None else reading.value.hex() for reading in readings)

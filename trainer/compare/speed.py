@@ -1,0 +1,278 @@
+"""How fast runs were, and what saving cost them, from their `metrics.jsonl`; the figures of several runs as tables.
+
+Drawing them is in `trainer/compare/speed_plot.py`; measuring them is the business of the loop and the metrics module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from trainer.compare.read import METRICS_FILE, parse_records, read_run_file
+from trainer.compare.table import format_table
+from trainer.errors import DataError
+
+# The first iterations after a start are slow: they fill caches, allocate memory and, where asked for, compile.
+SKIPPED = 5
+# How much slower a run may be, as a share of the first run's tokens per second: above what medians of equal runs differ
+# by on a machine that nobody else uses, and below what makes a difference to a user.
+THRESHOLD = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class TimedIteration:
+    """What one iteration took; `seconds` leaves out what saving kept it.
+
+    Attributes:
+        is_resumed: whether it is the first one after a resume; metrics of older versions do not say so.
+    """
+
+    iteration: int
+    seconds: float
+    tokens_per_second: float
+    is_resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TimedSave:
+    """What one committed save took until its commit, kept training waiting, and slowed its iterations down, in s."""
+
+    iteration: int
+    seconds: float
+    blocked_s: float
+    slowdown_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """All iterations and saves of one run, in order of iteration; never without an iteration from `read_timing`."""
+
+    source: str
+    iterations: tuple[TimedIteration, ...]
+    saves: tuple[TimedSave, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def without_first(self, count: int) -> Timing:
+        """Leave out the first `count` iterations after each start, and the saves of them.
+
+        Raises:
+            DataError: nothing is left.
+        """
+        left, skipped, since_start = list[TimedIteration](), set[int](), 0
+        for timed in self.iterations:
+            since_start = 1 if timed.is_resumed else since_start + 1
+            if since_start > count:
+                left.append(timed)
+            else:
+                skipped.add(timed.iteration)
+        if not left:
+            raise DataError(
+                "A run is too short to measure",
+                where=self.source,
+                expected=f"more than the {count} iterations that are left out after each start",
+                found=len(self.iterations),
+                fix="Leave out fewer with --skip.",
+            )
+        saves = tuple(save for save in self.saves if save.iteration not in skipped)
+        return Timing(self.source, tuple(left), saves, self.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of some values, and the values below which a tenth, a quarter, three quarters and nine tenths lie."""
+
+    median: float
+    p10: float
+    p90: float
+    p25: float
+    p75: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """Return the spread of at least one value, interpolating between local_ranks."""
+        if len(values) == 1:
+            return Spread(*[values[0]] * 5)
+        tenths, quarters = (quantiles(values, n=n, method="inclusive") for n in (10, 4))
+        return Spread(median(values), tenths[0], tenths[-1], quarters[0], quarters[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The figures of one run.
+
+    Attributes:
+        tokens_per_second: of the iterations, without what saving kept them.
+        seconds: of one iteration.
+        saves: how many were committed.
+        save_seconds: median from the call to the commit; None without saves.
+        blocked_s: how long training stood still for saves in all, and for the save before them.
+        slowdown_s: how much longer iterations took in all while saves were written, against the median of those before;
+            0 where they were not slower.
+        checkpoint_share: both of these of the time of all iterations and stands.
+        tokens_per_second_overall: all tokens of all that time.
+    """
+
+    tokens_per_second: Spread
+    seconds: Spread
+    iterations: int
+    saves: int
+    save_seconds: float | None
+    blocked_s: float
+    slowdown_s: float
+    checkpoint_share: float
+    tokens_per_second_overall: float
+
+
+def read_timing(path: str | Path) -> Timing:
+    """Read what a run folder, or its metrics.jsonl, tells of times.
+
+    Raises:
+        DataError: the file cannot be read, is a text log, or holds no time of an iteration.
+    """
+    file, text, is_metrics = read_run_file(path, what="the times of a run")
+    if not is_metrics:
+        raise DataError(
+            "A text log does not tell what saves cost",
+            where=file,
+            expected=f"a run folder with {METRICS_FILE}, or such a file",
+        )
+    records, notes = parse_records(text, source=str(file))
+    iterations = [
+        _iteration(record, where) for where, record in records if "seconds" in record and "event" not in record
+    ]
+    saves = [_save(record, where) for where, record in records if record.get("event") == "save"]
+    if not iterations:
+        expected = "records with iteration, loss, seconds and tokens_per_second"
+        raise DataError("There is no time of an iteration", where=file, expected=expected, found="none of these")
+    return Timing(
+        str(file),
+        tuple(sorted(iterations, key=lambda timed: timed.iteration)),
+        tuple(sorted(saves, key=lambda timed: timed.iteration)),
+        tuple(notes),
+    )
+
+
+def measure(timing: Timing) -> Speed:
+    """Work out the figures of a run."""
+    seconds = [timed.seconds for timed in timing.iterations]
+    blocked, slowdown = (sum(getattr(save, name) for save in timing.saves) for name in ("blocked_s", "slowdown_s"))
+    slowdown = max(0.0, slowdown)  # iterations beside saves may be faster by chance
+    total = sum(seconds) + blocked
+    tokens = sum(timed.tokens_per_second * timed.seconds for timed in timing.iterations)
+    return Speed(
+        tokens_per_second=Spread.of([timed.tokens_per_second for timed in timing.iterations]),
+        seconds=Spread.of(seconds),
+        iterations=len(seconds),
+        saves=len(timing.saves),
+        save_seconds=median(save.seconds for save in timing.saves) if timing.saves else None,
+        blocked_s=blocked,
+        slowdown_s=slowdown,
+        checkpoint_share=min(1.0, (blocked + slowdown) / total),
+        tokens_per_second_overall=tokens / total,
+    )
+
+
+def report_speeds(speeds: Mapping[str, Speed], *, skipped: int) -> str:
+    """Return two tables of how fast runs were and what saves cost them; ratios are to the first run."""
+    first = next(iter(speeds.values()))
+    pace = [["run", "iterations", "tok/s", "p10", "p90", "ratio", "s/iteration", "p10", "p90"]]
+    cost = [["run", "saves", "s to commit", "blocked s", "slowed s", "share of time", "tok/s overall", "ratio"]]
+    for name, speed in speeds.items():
+        tokens, seconds = speed.tokens_per_second, speed.seconds
+        pace.append(
+            [name, str(speed.iterations), *(f"{value:.1f}" for value in (tokens.median, tokens.p10, tokens.p90))]
+        )
+        pace[-1].append(_ratio(tokens.median, first.tokens_per_second.median))
+        pace[-1] += [f"{value:.4g}" for value in (seconds.median, seconds.p10, seconds.p90)]
+        overall = speed.tokens_per_second_overall
+        cost.append([name, str(speed.saves), "-" if speed.save_seconds is None else f"{speed.save_seconds:.3f}"])
+        cost[-1] += [f"{speed.blocked_s:.3f}", f"{speed.slowdown_s:.3f}", f"{speed.checkpoint_share:.2%}"]
+        cost[-1] += [f"{overall:.1f}", _ratio(overall, first.tokens_per_second_overall)]
+    rule = f"the first {skipped} iterations after each start, and saves of them, are left out; tok/s is the median"
+    return "\n".join([rule, "", *format_table(pace), "", *format_table(cost)])
+
+
+def slower_by(speeds: Mapping[str, Speed]) -> dict[str, float]:
+    """Return, by run, the share of the first run's median tokens per second that it lacks; negative where faster."""
+    first = next(iter(speeds.values())).tokens_per_second.median
+    return {name: 1 - speed.tokens_per_second.median / first for name, speed in speeds.items()}
+
+
+def slower_runs(speeds: Mapping[str, Speed], threshold: float) -> list[str]:
+    """Return the runs that lack more than `threshold` of the first run's median tokens per second."""
+    return [name for name, share in slower_by(speeds).items() if share > threshold]
+
+
+def report_verdicts(speeds: Mapping[str, Speed], *, threshold: float) -> str:
+    """Return a table of the runs' tokens per second against the first run's; the last line is the verdict on all.
+
+    Args:
+        speeds: of at least two runs.
+        threshold: how much of the first run's median a run may lack.
+    """
+    base, *others = speeds
+    slower, shares = slower_runs(speeds, threshold), slower_by(speeds)
+    rows = [["run", "verdict", "against the first", "tok/s", "quartiles"]]
+    for name, speed in speeds.items():
+        spread = speed.tokens_per_second
+        verdict = "base" if name == base else "SLOWER" if name in slower else "ok"
+        change = "-" if name == base else f"{0.0 - shares[name]:+.1%}"
+        rows.append([name, verdict, change, f"{spread.median:.1f}", f"{spread.p25:.1f} to {spread.p75:.1f}"])
+    limit = f"by more than {100 * threshold:g}% of its median"
+    if slower:
+        summary = f"SLOWER: {len(slower)} of {len(others)} runs than {base} {limit}: {', '.join(slower)}"
+    else:
+        summary = f"ok: 0 of {len(others)} runs are slower than {base} {limit}"
+    return "\n".join([*format_table(rows), "", summary])
+
+
+def summarize_speeds(
+    speeds: Mapping[str, Speed], timings: Sequence[Timing], *, skipped: int, threshold: float
+) -> dict[str, Any]:
+    """Return the same for programs, as standard JSON."""
+    first = next(iter(speeds.values()))
+    slower, shares = slower_runs(speeds, threshold), slower_by(speeds)
+    runs = [
+        {
+            "run": name,
+            "source": timing.source,
+            "notes": list(timing.notes),
+            **asdict(speed),
+            "ratio": speed.tokens_per_second.median / first.tokens_per_second.median,
+            "ratio_overall": speed.tokens_per_second_overall / first.tokens_per_second_overall,
+            "slower_by": shares[name],
+            "is_slower": name in slower,
+        }
+        for (name, speed), timing in zip(speeds.items(), timings, strict=True)
+    ]
+    return {"skipped": skipped, "threshold": threshold, "runs": runs, "slower": slower}
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.3f}"
+
+
+def _iteration(record: Mapping[str, object], where: str) -> TimedIteration:
+    seconds, tokens_per_second = (_number(record, name, where) for name in ("seconds", "tokens_per_second"))
+    if not (seconds > 0 and tokens_per_second > 0):
+        raise DataError("An iteration took no time", where=where, expected="more than 0", found=f"{seconds} s")
+    is_resumed = record.get("resumed") is True
+    return TimedIteration(int(_number(record, "iteration", where)), seconds, tokens_per_second, is_resumed)
+
+
+def _save(record: Mapping[str, object], where: str) -> TimedSave:
+    seconds, blocked, waited, slowdown = (
+        _number(record, name, where) for name in ("seconds", "blocked_seconds", "waited_seconds", "slowdown_seconds")
+    )
+    return TimedSave(int(_number(record, "iteration", where)), seconds, blocked + waited, slowdown)
+
+
+def _number(record: Mapping[str, object], name: str, where: str) -> float:
+    value = record.get(name)
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise DataError(f"Cannot read {name}", where=where, expected="a number", found=repr(value)[:60])

@@ -1,0 +1,64 @@
+"""Draw how fast runs were over their iterations, and the spread of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trainer.compare.figure import COLOURS, make_figure, write_figure
+from trainer.compare.speed import Speed, Timing
+
+
+def plot_speeds(speeds: Mapping[str, Speed], timings: Sequence[Timing], path: str | Path) -> None:
+    """Draw tokens per second: by iteration, with its running median and the saves, and the spread of each run.
+
+    Args:
+        speeds: the figures of the runs by name.
+        timings: what they are of, in the same order.
+        path: its suffix chooses the format.
+
+    Raises:
+        TrainerError: matplotlib is not installed, or the picture cannot be written.
+    """
+    figure = make_figure(height=5 + 0.45 * len(speeds))
+    upper, lower = figure.subplots(2, 1, height_ratios=(4, 0.6 + 0.45 * len(speeds)))
+    for number, (name, timing) in enumerate(zip(speeds, timings, strict=True)):
+        _draw_iterations(upper, timing, name, COLOURS[number % len(COLOURS)], height=0.03 + 0.04 * number)
+    for number, (name, speed) in enumerate(speeds.items()):
+        _draw_spread(lower, name, speed, COLOURS[number % len(COLOURS)])
+    upper.set_xlabel("iteration (x: saved)")
+    upper.set_ylabel("tok/s, and running median")
+    upper.set_ylim(bottom=0)
+    upper.grid(alpha=0.25)
+    lower.set_xlabel("tok/s: median, and from the slowest to the fastest tenth")
+    lower.set_xlim(left=0, right=1.4 * max(speed.tokens_per_second.p90 for speed in speeds.values()))
+    lower.invert_yaxis()
+    lower.grid(alpha=0.25, axis="x")
+    figure.legend(*upper.get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+    write_figure(figure, path)
+
+
+def running_median(values: Sequence[float]) -> list[float]:
+    """Return for every value the median of its neighbourhood of about a twentieth of all, at least 5 wide."""
+    half = max(2, len(values) // 40)
+    return [median(values[max(0, at - half) : at + half + 1]) for at in range(len(values))]
+
+
+def _draw_iterations(axes: Any, timing: Timing, name: str, colour: str, *, height: float) -> None:
+    iterations = [timed.iteration for timed in timing.iterations]
+    values = [timed.tokens_per_second for timed in timing.iterations]
+    axes.plot(iterations, values, color=colour, linewidth=0.8, alpha=0.4)
+    marker = "o" if len(values) == 1 else None
+    axes.plot(iterations, running_median(values), color=colour, linewidth=2.2, label=name, marker=marker)
+    saved = [save.iteration for save in timing.saves]
+    axes.plot(saved, [height] * len(saved), "x", color=colour, transform=axes.get_xaxis_transform())
+
+
+def _draw_spread(axes: Any, name: str, speed: Speed, colour: str) -> None:
+    spread = speed.tokens_per_second
+    axes.barh(name, spread.p90 - spread.p10, left=spread.p10, height=0.5, color=colour, alpha=0.45)
+    axes.plot([spread.median], [name], "|", color=colour, markersize=16, markeredgewidth=3)
+    text = f"{spread.median:.0f}, saves {speed.checkpoint_share:.1%} of the time"
+    axes.annotate(text, (spread.p90, name), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)

@@ -1,0 +1,154 @@
+"""Say what several comparisons with one base found: names of the runs, a table, and the same for programs.
+
+Comparing is in `trainer/compare/curves.py`, which also has the report of a single comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.compare.curves import Comparison, Curve
+from trainer.compare.read import LLMC_LOG, METRICS_FILE
+
+Row = dict[str, Any]
+
+
+def name_runs(sources: Sequence[str]) -> list[str]:
+    """Name files of runs as shortly as tells them apart: by the run's folder, or the file where it is a text log.
+
+    Names that would be the same grow by the folders above; the same file given again is numbered.
+    """
+    paths = [Path(source).absolute() for source in sources]
+    parts = [(path.parent if path.name in (METRICS_FILE, LLMC_LOG) else path).parts for path in paths]
+    names = list[str]()
+    for part in parts:
+        lengths = range(1, len(part))
+        length = next((n for n in lengths if len({p for p in parts if p[-n:] == part[-n:]}) == 1), len(part))
+        name = str(Path(*part[-length:]))
+        numbered = (name, *(f"{name} ({number})" for number in range(2, len(parts) + 2)))
+        names.append(next(free for free in numbered if free not in names))
+    return names
+
+
+def summarize(comparison: Comparison, name: str) -> Row:
+    """Return what one comparison found, as members of standard JSON: what is no finite number is null beside its hex.
+
+    Args:
+        comparison: what `compare` found.
+        name: the name of its test run.
+    """
+    different, largest = comparison.different_iterations, comparison.largest
+    tolerance = comparison.tolerance
+    return {
+        **_about(comparison.test, name),
+        "tolerance": tolerance and {"absolute": tolerance.absolute, "relative": tolerance.relative},
+        "equal": comparison.equal,
+        "bit_identical": comparison.bit_identical,
+        "compared": comparison.compared,
+        "bit_equal": comparison.bit_equal,
+        "missing_in_base": len(comparison.missing_in_base),
+        "missing_in_test": len(comparison.missing_in_test),
+        "allowed_prefix": len(comparison.allowed_prefix),
+        "different": len(different),
+        "first_different_iteration": different[0] if different else None,
+        "largest_loss_difference": largest
+        and {
+            "iteration": largest.iteration,
+            "difference": _finite(largest.size),
+            "base": _finite(largest.base.value),
+            "base_hex": largest.base.value.hex(),
+            "test": _finite(largest.test.value),
+            "test_hex": largest.test.value.hex(),
+        },
+    }
+
+
+def summarize_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> Row:
+    """Return what comparisons with one base found, for programs; `names` has the base's first."""
+    return {
+        "base": _about(comparisons[0].base, names[0]),
+        "runs": [summarize(comparison, name) for comparison, name in zip(comparisons, names[1:], strict=True)],
+        "equal": all(comparison.equal for comparison in comparisons),
+    }
+
+
+def report_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
+    """Say in lines what comparisons with one base found, a row for each; the last line is the verdict.
+
+    Args:
+        comparisons: what `compare` found, all with the same base.
+        names: of the base and of the test runs, in order.
+    """
+    curves = [comparisons[0].base, *(comparison.test for comparison in comparisons)]
+    width = max(len(name) for name in names)
+    lines = [
+        f"{side}  {name.ljust(width)}  {curve.source}: {len(curve.points)} iterations, {curve.points[0].iteration} to "
+        f"{curve.points[-1].iteration}, {curve.dtype or 'dtype unknown, taken as float32'}"
+        for side, name, curve in zip(["base", *["test"] * len(comparisons)], names, curves, strict=True)
+    ]
+    lines += dict.fromkeys(f"note  {note}" for curve in curves for note in curve.notes)
+    rows = [_cells(comparison, name) for comparison, name in zip(comparisons, names[1:], strict=True)]
+    lines += ["", *format_table([list(rows[0]), *(list(row.values()) for row in rows)]), ""]
+    different = [name for comparison, name in zip(comparisons, names[1:], strict=True) if not comparison.equal]
+    if different:
+        lines.append(f"DIFFERENT: {len(different)} of {len(rows)} runs from {names[0]}: {', '.join(different)}")
+    else:
+        lines.append(f"equal: {len(rows)} of {len(rows)} runs to {names[0]}")
+    return "\n".join(lines)
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines of columns, the first to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def short_verdict(comparison: Comparison) -> str:
+    """Say in few words how a run compares with the base."""
+    if comparison.bit_identical:
+        return "bit-identical"
+    if comparison.equal:
+        return f"equal within {comparison.tolerance}"
+    return f"DIFFERENT from {comparison.different_iterations[0]} on"
+
+
+def _cells(comparison: Comparison, name: str) -> dict[str, str]:
+    different, largest = comparison.different_iterations, comparison.largest
+    missing = len(comparison.missing_in_base) + len(comparison.missing_in_test)
+    verdict = "DIFFERENT" if different else short_verdict(comparison)
+    return {
+        "run": name,
+        "result": verdict,
+        "tolerance": "equal bits" if comparison.tolerance is None else str(comparison.tolerance),
+        "compared": str(comparison.compared),
+        "missing": str(missing),
+        "different": str(len(different)),
+        "first at": str(different[0]) if different else "-",
+        "largest loss difference": f"{largest.size:.3e}" if largest else "0",
+        "at": str(largest.iteration) if largest else "-",
+    }
+
+
+def _about(curve: Curve, name: str) -> Row:
+    return {
+        "run": name,
+        "source": curve.source,
+        "iterations": len(curve.points),
+        "first_iteration": curve.points[0].iteration,
+        "last_iteration": curve.points[-1].iteration,
+        "dtype": curve.dtype,
+        "notes": list(curve.notes),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,124 @@
+"""What may differ between a checkpoint and the run that loads it: one table, field by field. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from trainer.checkpoint.format.json_file import Json
+from trainer.errors import MismatchError
+
+_MOST_CHARACTERS = 500  # of a value in a message; a file may hold any
+
+
+class Verdict(Enum):
+    """What becomes of a difference."""
+
+    REFUSED = "refused"
+    FLAG = "allowed with a flag"
+    SAID = "said in a line"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The rule for one field of `trainer_state.json`, or for all fields below it.
+
+    Args:
+        field: a dotted path; a rule for a longer path wins.
+        flag: the flag that allows the difference, for Verdict.FLAG.
+        says: what the difference means once it is allowed, for the log line.
+        hint: what to know before allowing it, for the refusal; `{saved}` in it becomes the saved value.
+        is_optional: whether a field that only one side has is no difference: older checkpoints lack it.
+    """
+
+    field: str
+    verdict: Verdict
+    flag: str = ""
+    says: str = ""
+    hint: str = ""
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field that differs, and the rule that decides about it."""
+
+    field: str
+    saved: object
+    current: object
+    rule: Rule
+
+
+def differences(saved: Json, current: Json, table: Sequence[Rule]) -> list[Difference]:
+    """Return every differing field that a rule of `table` speaks of, in order of the table."""
+    old, new = _flatten(saved), _flatten(current)
+    found = []
+    for field in sorted(old.keys() | new.keys()):
+        rule = _rule_for(field, table)
+        if rule is None or (rule.is_optional and not (field in old and field in new)):
+            continue
+        if old.get(field) != new.get(field):
+            found.append(Difference(field, old.get(field), new.get(field), rule))
+    return sorted(found, key=lambda d: table.index(d.rule))
+
+
+def settle(found: Sequence[Difference], *, flags: Collection[str], where: object) -> list[str]:
+    """Return the lines to log about allowed differences.
+
+    Raises:
+        MismatchError: listing every difference that is refused or lacks its flag, with both values and the flag.
+    """
+    refused = [
+        d
+        for d in found
+        if d.rule.verdict is Verdict.REFUSED or (d.rule.verdict is Verdict.FLAG and d.rule.flag not in flags)
+    ]
+    if refused:
+        width = max(len(d.field) for d in refused)
+        rows = [
+            f"  {d.field:<{width}}  saved {_text(d.saved)}  current {_text(d.current)}{_advice(d)}" for d in refused
+        ]
+        flag_list = sorted({d.rule.flag for d in refused if d.rule.verdict is Verdict.FLAG})
+        fixable = all(d.rule.verdict is Verdict.FLAG for d in refused)
+        fix = (
+            f"To go on all the same, set {' '.join(f'{flag}=true' for flag in flag_list)}."
+            if fixable
+            else ("Use the saved values, or start another run with checkpoint.load=none.")
+        )
+        raise MismatchError(
+            "The checkpoint belongs to another run",
+            where=where,
+            found="these differences:\n" + "\n".join(rows),
+            fix="\n" + fix,
+        )
+    return [f"{d.field}: saved {_text(d.saved)}, now {_text(d.current)}; {d.rule.says}" for d in found]
+
+
+def _advice(difference: Difference) -> str:
+    rule = difference.rule
+    has_value = difference.saved is not None or "{saved}" not in rule.hint  # there is no way to set "nothing"
+    parts = [rule.hint.replace("{saved}", _text(difference.saved))] if rule.hint and has_value else []
+    if rule.verdict is Verdict.FLAG:
+        parts.append(f"{rule.flag}=true allows it")
+    return f"  ({'; '.join(parts)})" if parts else ""
+
+
+def _rule_for(field: str, table: Sequence[Rule]) -> Rule | None:
+    fitting = [rule for rule in table if field == rule.field or field.startswith(rule.field + ".")]
+    return max(fitting, key=lambda rule: len(rule.field), default=None)
+
+
+def _flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _text(value: object) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."

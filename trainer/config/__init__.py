@@ -1,0 +1,1 @@
+"""The configuration: its schema, which Hydra fills, and its checks."""

@@ -1,0 +1,222 @@
+"""Checks a configuration before anything is built: every reason why it cannot run. Nothing here reads files."""
+
+from __future__ import annotations
+
+from models.config import ModelConfig, parameter_count
+from models.config import problems as model_problems
+from trainer.config.schema import CheckpointSection, Config, OptimizerSection, topology_of
+from trainer.config.values import number_problems, path_problems
+from trainer.data.section import DataKind
+from trainer.data.section import problems as data_problems
+from trainer.errors import ConfigError
+from trainer.schedule import problems as schedule_problems
+
+# Clocks, timers and torch's stores count in 64 bits of small units: 30 years are enough.
+_MOST_SECONDS, _MOST_MINUTES = 1e9, 1e7
+# No table of a dry run and no model of modules is practical beyond these.
+_MOST_RANKS, _MOST_LAYERS, _MOST_PARAMETERS = 1 << 20, 10_000, 10**16
+
+
+def validate(config: Config, world_size: int) -> None:
+    """Refuse a configuration that cannot run on `world_size` ranks, before anything is built.
+
+    Raises:
+        ConfigError: one message that lists every problem with its key.
+    """
+    found = number_problems(config) or [  # comparisons with NaN say nothing
+        *path_problems(config),
+        *(model_problems(config.model) or _size_problems(config.model)),
+        *data_problems(config.data),
+        *schedule_problems(config.schedule, config.train.train_iters, config.optimizer.lr),
+        *_train_problems(config),
+        *_parallel_problems(config, world_size),
+        *_batch_problems(config, world_size),
+        *_optimizer_problems(config.optimizer),
+        *_checkpoint_problems(config),
+    ]
+    if found:
+        lines = "\n".join(f"  {problem}" for problem in found)
+        raise ConfigError(f"The configuration cannot run:\n{lines}\nNothing was started")
+
+
+def unused_keys(config: Config) -> list[str]:
+    """Return a line that names the keys of saving that are set though `checkpoint.save` is null, if there are any."""
+    section, defaults = config.checkpoint, CheckpointSection()
+    if section.save is not None:
+        return []
+    keys = [name for name in _OF_SAVING if getattr(section, name) != getattr(defaults, name)]
+    named = ", ".join(f"checkpoint.{name}={getattr(section, name)}" for name in keys)
+    return [f"checkpoint.save is null, so this is not used: {named}"] if keys else []
+
+
+def _size_problems(model: ModelConfig) -> list[str]:
+    """Return why a model that is possible in itself is beyond every machine, dry runs included."""
+    if model.n_layer > _MOST_LAYERS:
+        return [f"model.n_layer={model.n_layer}: must be at most {_MOST_LAYERS}"]
+    count = parameter_count(model)
+    return [f"model: {count:,} parameters, must be at most {_MOST_PARAMETERS:,}"] if count > _MOST_PARAMETERS else []
+
+
+def _train_problems(config: Config) -> list[str]:
+    train, found = config.train, []
+    for name in (
+        "train_iters",
+        "global_batch_size",
+        "micro_batch_size",
+        "seq_length",
+        "eval_iters",
+        "sample_tokens",
+        "dry_run_ranks",
+    ):
+        if getattr(train, name) < 1:
+            found.append(f"train.{name}={getattr(train, name)}: must be at least 1")
+    for name in (
+        "eval_interval",
+        "sample_interval",
+        "exit_interval",
+        "exit_duration_in_mins",
+        "check_replicas_interval",
+    ):
+        if getattr(train, name) < 0:
+            found.append(f"train.{name}={getattr(train, name)}: must be 0 (never) or more")
+    if train.clip_grad < 0:
+        found.append(f"train.clip_grad={train.clip_grad}: must be 0 (no clipping) or more")
+    for name, most in (("exit_signal_save_seconds", _MOST_SECONDS), ("distributed_timeout_minutes", _MOST_MINUTES)):
+        if not 0 < getattr(train, name) <= most:
+            found.append(f"train.{name}={getattr(train, name)}: must be above 0 and at most {most:g}")
+    if train.seed < 0:
+        found.append(f"train.seed={train.seed}: must be 0 or more")
+    if train.dry_run_ranks > _MOST_RANKS:
+        found.append(f"train.dry_run_ranks={train.dry_run_ranks}: must be at most {_MOST_RANKS}")
+    if train.seq_length > config.model.max_position_embeddings:
+        limit = config.model.max_position_embeddings
+        found.append(f"train.seq_length={train.seq_length}: above model.max_position_embeddings={limit}")
+    if train.device not in ("auto", "cpu", "cuda"):
+        found.append(f"train.device={train.device}: must be auto, cpu or cuda")
+    if config.logging.log_interval < 1:
+        found.append(f"logging.log_interval={config.logging.log_interval}: must be at least 1")
+    if train.eval_interval and config.data.kind is DataKind.token_file and config.data.valid is None:
+        found.append(f"train.eval_interval={train.eval_interval}: needs data.valid, or set it to 0")
+    if train.sample_interval and config.data.kind is DataKind.token_file and config.data.tokenizer is None:
+        found.append(
+            f"train.sample_interval={train.sample_interval}: needs data.tokenizer, the tokenizer.json that wrote the "
+            "token files, or bytes; or set it to 0"
+        )
+    return found
+
+
+def _parallel_problems(config: Config, world_size: int) -> list[str]:
+    parallel, model = config.parallel, config.model
+    found: list[str] = []
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    vpp = parallel.num_virtual_stages_per_pipeline_rank
+    if parallel.zero_stage not in range(4):
+        found.append(f"parallel.zero_stage={parallel.zero_stage}: must be 0, 1, 2 or 3")
+    for name in _PARALLEL_SIZES:
+        if getattr(parallel, name) < 1:
+            found.append(f"parallel.{name}={getattr(parallel, name)}: must be at least 1")
+    if found:
+        return found
+    if world_size % (tp * pp):
+        found.append(
+            f"{world_size} ranks: must be a multiple of parallel.tensor_model_parallel_size={tp} times "
+            f"parallel.pipeline_model_parallel_size={pp}, that is of {tp * pp}"
+        )
+    for name in ("n_head", "n_kv_head", "intermediate_size"):
+        if getattr(model, name) % tp:
+            size = getattr(model, name)
+            found.append(f"parallel.tensor_model_parallel_size={tp}: must divide model.{name}={size}")
+    if parallel.sequence_parallel and (tp == 1 or config.train.seq_length % tp):
+        found.append(
+            f"parallel.sequence_parallel: needs a parallel.tensor_model_parallel_size above 1 that divides "
+            f"train.seq_length={config.train.seq_length}, found {tp}"
+        )
+    if pp * vpp > max(1, model.n_layer):
+        found.append(f"{pp} pipeline ranks of {vpp} stages: more than model.n_layer={model.n_layer}")
+    if vpp > 1 and pp == 1:
+        found.append(f"parallel.num_virtual_stages_per_pipeline_rank={vpp}: needs more than one pipeline rank")
+    return found
+
+
+_PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+)
+
+
+def _batch_problems(config: Config, world_size: int) -> list[str]:
+    train, found = config.train, list[str]()
+    sizes = [getattr(config.parallel, name) for name in _PARALLEL_SIZES]
+    if min(train.micro_batch_size, train.global_batch_size, world_size, *sizes) < 1 or world_size % (
+        sizes[0] * sizes[1]
+    ):
+        return found
+    topology = topology_of(config, world_size)
+    divisor = train.micro_batch_size * topology.dp
+    if train.global_batch_size % divisor:
+        found.append(
+            f"train.global_batch_size={train.global_batch_size}: must be a multiple of train.micro_batch_size="
+            f"{train.micro_batch_size} times the {topology.dp} data-parallel ranks, that is of {divisor}"
+        )
+        return found
+    count = train.global_batch_size // divisor
+    if topology.pp > 1 and count < topology.pp:
+        found.append(
+            f"{count} micro batches per iteration: fewer than the {topology.pp} pipeline ranks; raise "
+            "train.global_batch_size or lower train.micro_batch_size"
+        )
+    elif topology.vpp > 1 and count % (rounds := max(1, count // topology.pp)):
+        # torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B.
+        found.append(f"{count} micro batches per iteration: interleaved stages need a multiple of {rounds}")
+    return found
+
+
+def _optimizer_problems(optimizer: OptimizerSection) -> list[str]:
+    found = []
+    for name in ("lr", "weight_decay", "adam_eps"):
+        value = getattr(optimizer, name)
+        if value < 0:
+            found.append(f"optimizer.{name}={value}: must be at least 0")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(optimizer, name) < 1:
+            found.append(f"optimizer.{name}={getattr(optimizer, name)}: must be at least 0 and below 1")
+    return found
+
+
+_OF_SAVING = (
+    "save_interval",
+    "save_interval_mins",
+    "max_checkpoint_keep",
+    "keep_best",
+    "save_retain_interval",
+    "check_replicas",
+    "exit_on_save_failure",
+)
+
+
+def _checkpoint_problems(config: Config) -> list[str]:
+    section, found = config.checkpoint, []
+    for name in _OF_SAVING:
+        if getattr(section, name) < 0:
+            found.append(f"checkpoint.{name}={getattr(section, name)}: must be 0 or more")
+    if section.keep_best and not (config.train.eval_interval and section.max_checkpoint_keep):
+        found.append(
+            f"checkpoint.keep_best={section.keep_best}: needs train.eval_interval and checkpoint.max_checkpoint_keep"
+        )
+    if section.file_bytes < 1:
+        found.append(f"checkpoint.file_bytes={section.file_bytes}: must be at least 1")
+    for name in ("commit_timeout_s", "stall_timeout_s"):
+        if not 0 < getattr(section, name) <= _MOST_SECONDS:
+            found.append(f"checkpoint.{name}={getattr(section, name)}: must be above 0 and at most {_MOST_SECONDS:g}")
+    if section.staging_bytes is not None and section.staging_bytes < 0:
+        found.append(f"checkpoint.staging_bytes={section.staging_bytes}: must be 0 or more, or null")
+    if section.override_scheduler and section.use_checkpoint_scheduler:
+        found.append("checkpoint.override_scheduler and checkpoint.use_checkpoint_scheduler exclude each other")
+    if section.finetune and section.load in ("auto", "none"):
+        found.append(f"checkpoint.finetune: needs checkpoint.load=PATH, found {section.load}")
+    if section.ckpt_step is not None and section.ckpt_step < 0:
+        found.append(f"checkpoint.ckpt_step={section.ckpt_step}: must be 0 or more, or null")
+    if section.ckpt_step is not None and section.load == "none":
+        found.append(f"checkpoint.ckpt_step={section.ckpt_step}: nothing is loaded with checkpoint.load=none")
+    return found

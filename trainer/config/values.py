@@ -1,0 +1,67 @@
+"""Checks single values of a configuration, whatever their keys mean: finite numbers, usable paths. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
+from trainer.regular_file import is_url
+
+# Keys that name a file or a folder, or become a part of a path.
+_PATHS = (
+    "run.name",
+    "run.dir",
+    "checkpoint.save",
+    "checkpoint.load",
+    "data.path",
+    "data.tokenizer",
+    "data.train",
+    "data.valid",
+    "data.cache",
+)
+_INT64 = 1 << 63
+
+
+def number_problems(config: object) -> list[str]:
+    """Return every number of a configuration that is not finite, or not a signed integer of 64 bits."""
+    found = []
+    for key, value in _leaves(config):
+        if isinstance(value, float) and not math.isfinite(value):
+            found.append(f"{key}={value}: must be a finite number")
+        elif isinstance(value, int) and not -_INT64 <= value < _INT64:
+            found.append(f"{key}={value}: must fit into a signed integer of 64 bits")
+    return found
+
+
+def path_problems(config: object) -> list[str]:
+    """Return every path of a configuration that is empty, a URL, or not text in UTF-8."""
+    found = []
+    for key, value in _leaves(config):
+        if not isinstance(value, str):
+            continue
+        if not _is_utf8(value):
+            found.append(f"{key}={value.encode('utf-8', 'backslashreplace').decode()}: is not text in UTF-8")
+        elif key in _PATHS and not value.strip():
+            found.append(f"{key}={value}: is empty; leave it out for its default")
+        elif key in _PATHS and is_url(value):
+            found.append(f"{key}={value}: is a URL; only paths of mounted file systems can be read and written")
+    return found
+
+
+def _leaves(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the dotted key and the value of every member of nested dataclasses."""
+    if not is_dataclass(section):
+        return
+    for field in fields(section):
+        value = getattr(section, field.name)
+        yield prefix + field.name, value
+        yield from _leaves(value, f"{prefix}{field.name}.")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Text generation, from a checkpoint or during training."""

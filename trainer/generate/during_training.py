@@ -1,0 +1,90 @@
+"""Texts of the model while it trains. A sample changes nothing of the training: no state, and no random generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer.checkpoint.tensors.live import free_gathered_parameters
+from trainer.generate.sampling import Sampling, choose, generate
+from trainer.launch.process_group import Cluster
+from trainer.parallel.context import ParallelContext
+from trainer.state import TrainerState
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """What is sampled.
+
+    Args:
+        prompt: at least one token.
+        max_new_tokens: fewer if the end of text comes before.
+        seq_length: tokens of a forward pass, as in training; the model sees the last so many.
+        rows: of a forward pass, all alike: 1, or as many as in training where another number would be compiled again.
+        decode: gives the text of tokens; only rank 0 needs to.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    seq_length: int
+    rows: int
+    seed: int
+    decode: Callable[[Sequence[int]], str]
+
+
+@torch.no_grad()
+def sample(
+    sampler: Sampler,
+    state: TrainerState,
+    *,
+    context: ParallelContext,
+    cluster: Cluster,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> list[int] | None:
+    """Return the tokens that the model goes on with after the prompt, equal on all ranks. A collective call.
+
+    Tokens are drawn at temperature 1, from a seed of the run and the iteration.
+
+    Args:
+        should_stop: asked at every token; where it says so on any rank, all break off and return None.
+    """
+    sampling = Sampling(temperature=1.0, seed=sampler.seed ^ (state.progress.iteration << 32))
+    is_stopped = False
+
+    def next_token(tokens: Sequence[int]) -> int | None:
+        nonlocal is_stopped
+        logits = _last_logits(sampler, state, tokens[-sampler.seq_length :], context)
+        token = -1 if logits is None else choose(logits, sampling, number=len(tokens))
+        # Replicas may round differently on other hardware: all take what the first rank that has logits has chosen.
+        rows = cluster.gather([float(token), float(should_stop())])
+        is_stopped = any(row[1] for row in rows)
+        return None if is_stopped else next(int(row[0]) for row in rows if row[0] >= 0)
+
+    end = state.config.eos_token_id
+    found = list(generate(next_token, sampler.prompt, max_new_tokens=sampler.max_new_tokens, end=end))
+    for part in state.parts:
+        free_gathered_parameters(part.model)
+    return None if is_stopped else found
+
+
+def _last_logits(
+    sampler: Sampler, state: TrainerState, tokens: Sequence[int], context: ParallelContext
+) -> torch.Tensor | None:
+    """Return the logits [vocabulary] after the last token, or None on ranks that have none.
+
+    The window has the shape of training, filled up behind the tokens: no position looks at a later one.
+    """
+    device = next(state.parts[0].model.parameters()).device
+    window = torch.zeros(1, sampler.seq_length + 1, dtype=torch.int64, device=device)
+    window[0, : len(tokens)] = torch.tensor(tokens)
+    at = len(tokens) - 1
+    if context.pipeline is not None:
+        with context.loss_context():
+            found = context.pipeline.logits(window, at)
+        if found is None:
+            return None
+    else:
+        found = state.parts[0].model(window[:, :-1].expand(sampler.rows, -1))[:1, at]
+    return context.gather_logits(found)[0, : state.config.vocab_size]

@@ -1,0 +1,1 @@
+"""Folders of torch.distributed.checkpoint, in and out."""

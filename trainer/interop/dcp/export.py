@@ -1,0 +1,223 @@
+"""Writes a source as a folder that torch.distributed.checkpoint loads into a model of transformers and its AdamW."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from tqdm import tqdm
+
+from models import aliases, generation_config, hf_config, stored_tensors
+from models.config import ModelConfig
+from trainer.atomic import atomic_output
+from trainer.checkpoint.format import json_file
+from trainer.checkpoint.format.names import STATE
+from trainer.checkpoint.loading.reader import Checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.errors import CheckpointError, ConfigError, TrainerError
+from trainer.interop.dcp.names import MOMENTS, STEP
+from trainer.interop.formats import ExportOptions
+from trainer.interop.source import StateSource, of_checkpoint
+from trainer.progress import Progress
+from trainer.run_record import no_decay_names, saved_schedule
+
+_FILE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Adam:
+    """The numbers of AdamW that a parameter group carries; `no_decay` names the parameters of the second group."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    no_decay: frozenset[str]
+
+
+def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
+    """Write `out`, a folder for `dcp.load`, with a file's tensors in memory at a time; it appears whole, by one rename.
+
+    It holds `model`, with a tied output layer under both names, and, where the checkpoint has an optimizer, `optim` as
+    `get_optimizer_state_dict` gives it, both nested and flattened. The counts of iterations, samples and tokens are 0-d
+    tensors; `config.json` lies beside.
+
+    Raises:
+        ConfigError: if another dtype than float32, or a tokenizer, is wanted.
+        CheckpointError: if `out` is there already, the checkpoint is damaged, or the file system fails.
+    """
+    if wanted.dtype is not torch.float32 or wanted.tokenizer is not None:
+        raise ConfigError(
+            "A DCP folder is written in float32 and without a tokenizer",
+            where=out,
+            fix="Leave --dtype and --tokenizer out: dcp.load casts to the dtype of what it fills.",
+        )
+    files, source = Files(), of_checkpoint(checkpoint)
+    adam = _saved_adam(checkpoint, source.model) if source.has_optimizer else None
+    counters = _counters(checkpoint)
+    with atomic_output(out, files) as partial:
+        files.make_folder(partial)
+        _save(source, _state(source.model, adam, counters), partial)
+        for name, document in _documents(source.model).items():
+            files.write_whole(partial / name, json_file.to_bytes(document))
+        _sync(files, partial)
+
+
+def _counters(checkpoint: Checkpoint) -> dict[str, int]:
+    try:
+        progress = Progress.from_record(checkpoint.state)
+    except (LookupError, TypeError, ValueError) as error:
+        where = checkpoint.path / STATE
+        raise CheckpointError("A state file has no progress", where=where, found=repr(error)) from error
+    return {name: getattr(progress, name) for name in ("iteration", "consumed_samples", "consumed_tokens")}
+
+
+def _saved_adam(checkpoint: Checkpoint, config: ModelConfig) -> _Adam:
+    where = checkpoint.path / STATE
+    _, adam = saved_schedule(checkpoint.state, where=where)
+    lr = checkpoint.state.get("lr")
+    if isinstance(lr, bool) or not isinstance(lr, int | float):
+        raise CheckpointError("A state file has no learning rate", where=where, found=repr(lr))
+    betas = (adam["beta1"], adam["beta2"])
+    return _Adam(float(lr), betas, adam["eps"], adam["weight_decay"], no_decay_names(config))
+
+
+def _documents(model: ModelConfig) -> dict[str, dict[str, object]]:
+    return {"config.json": hf_config(model), "generation_config.json": generation_config(model)}
+
+
+def _sync(files: Files, folder: Path) -> None:
+    """Make every file durable: torch syncs its metadata before the last of it has left its buffer."""
+    for path in sorted(folder.iterdir()):
+        descriptor = files.open_for_reading(path)
+        try:
+            files.sync(descriptor)
+        finally:
+            files.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What `dcp.save` is given: tensors on `meta`, and by the key of each the name under which the source has it."""
+
+    nested: dict[str, Any]
+    names: dict[str, str]
+    total_bytes: int
+
+
+def _state(config: ModelConfig, adam: _Adam | None, counters: Mapping[str, int]) -> _State:
+    stored, other = stored_tensors(config), aliases(config)
+    names = {f"model.{name}": name for name in stored} | {f"model.{name}": ours for name, ours in other.items()}
+    model = {name: _empty(stored[other.get(name, name)].shape) for name in (*stored, *other)}
+    nested: dict[str, Any] = {"model": model}
+    total_bytes = sum(tensor.nbytes for tensor in model.values())
+    if adam is not None:
+        state = dict[str, dict[str, torch.Tensor]]()
+        for name, tensor in stored.items():
+            state[name] = {STEP: _empty(()), **{kind: _empty(tensor.shape) for kind in MOMENTS}}
+            names |= {f"optim.state.{name}.{kind}": f"{kind}.{name}" for kind in state[name]}
+        groups = _groups(list(stored), adam)
+        flat = {f"param_groups.{n}.{k}": v for g in groups for n in g["params"] for k, v in g.items() if k != "params"}
+        nested["optim"] = {"state": state, "param_groups": groups, **flat}
+        total_bytes += sum(tensor.nbytes for kinds in state.values() for tensor in kinds.values())
+    return _State(nested | {name: torch.tensor(value) for name, value in counters.items()}, names, total_bytes)
+
+
+def _empty(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="meta")
+
+
+def _groups(names: list[str], adam: _Adam) -> list[dict[str, Any]]:
+    """Return our two parameter groups with every setting that this torch's AdamW has.
+
+    `initial_lr` is what a scheduler of torch's adds to a group; who has one asks for it, who has none leaves it.
+    """
+    settings = dict(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(()))]).param_groups[0])
+    settings |= {"lr": adam.lr, "betas": adam.betas, "eps": adam.eps, "initial_lr": adam.lr}
+    decays = [name for name in names if name not in adam.no_decay]
+    rest = [name for name in names if name in adam.no_decay]
+    return [
+        {**settings, "weight_decay": decay, "params": members}
+        for decay, members in ((adam.weight_decay, decays), (0.0, rest))
+    ]
+
+
+class _Streaming(DefaultSavePlanner):
+    """Gives torch's writer the true tensor of a key when it comes to it, and not before."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor], names: Mapping[str, str], bar: Any) -> None:
+        super().__init__()
+        self._read, self._names, self._bar = read, names, bar
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        name = self._names.get(index.fqn)
+        if name is None:
+            return super().lookup_object(index)
+        tensor = self._read(name).to(torch.float32)
+        self._bar.update(tensor.nbytes)
+        return tensor
+
+
+class _Writer(FileSystemWriter):
+    """Writes several files, one after the other: torch holds the tensors of a file in memory until it is written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        prefix, results = plan.storage_data, list[WriteResult]()
+        for number, items in enumerate(_bundles(plan.items)):
+            part = replace(plan, items=items, storage_data=replace(prefix, prefix=f"{prefix.prefix}{number}_"))
+            results += super().write_data(part, planner).wait()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+
+def _bundles(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Yield what is no tensor, then tensors that come together to at most `_FILE_BYTES`, or a larger one by itself."""
+    yield [item for item in items if item.tensor_storage_size() is None]
+    bundle, bundle_bytes = list[WriteItem](), 0
+    for item in items:
+        item_bytes = item.tensor_storage_size()
+        if item_bytes is None:
+            continue
+        if bundle and bundle_bytes + item_bytes > _FILE_BYTES:
+            yield bundle
+            bundle, bundle_bytes = [], 0
+        bundle.append(item)
+        bundle_bytes += item_bytes
+    if bundle:
+        yield bundle
+
+
+def _save(source: StateSource, state: _State, folder: Path) -> None:
+    with (
+        tqdm(total=state.total_bytes, desc=folder.name, unit="B", unit_scale=True, disable=None, leave=False) as bar,
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            planner = _Streaming(source.read, state.names, bar)
+            save(state.nested, storage_writer=_Writer(folder), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            failed, _ = next(iter(error.failures.values()))
+            raise _reason(failed, folder) from None
+
+
+def _reason(failed: BaseException, folder: Path) -> BaseException:
+    """Return what was at the bottom of it: of a full disk torch says that it found itself at another position."""
+    reason: BaseException | None = failed
+    while reason is not None and not isinstance(reason, OSError | TrainerError):
+        reason = reason.__cause__ or reason.__context__
+    told = f"{type(failed).__name__}: {failed}"
+    return reason or CheckpointError("Writing failed", where=folder, found=told, fix="Nothing was written.")

@@ -1,0 +1,289 @@
+"""Which key of a DCP folder holds which of our tensors, told by names alone. Nothing is read here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+
+from models import aliases, stored_tensors
+from models.config import Family, ModelConfig
+from trainer.errors import MismatchError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STEP = "step"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyOrigin:
+    """Where one of our tensors comes from: a name of the other program's, that tensor's shape, and what to take of it.
+
+    `take` maps a tensor of `shape` to one of ours; the same serves weight and moments, which lie alike.
+    """
+
+    name: str
+    shape: Shape
+    take: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundKeys:
+    """What a folder has of a model.
+
+    Args:
+        scheme: whose names they are.
+        keys: for each of our tensors, moments and steps, the key of the folder and what to take of it.
+        tied: for a tied tensor that the folder holds twice, the key of the second.
+        has_optimizer: whether moments and steps are among `keys`.
+        rest: keys that are none of the model's or its optimizer's.
+    """
+
+    scheme: str
+    keys: Mapping[str, tuple[str, KeyOrigin]]
+    tied: Mapping[str, str]
+    has_optimizer: bool
+    rest: frozenset[str]
+
+
+def locate(
+    shapes: Mapping[str, Shape], config: ModelConfig, *, where: object, with_optimizer: bool = True
+) -> FoundKeys:
+    """Find a model's tensors, and its optimizer's, among keys of any prefix.
+
+    Args:
+        shapes: the tensors of a folder by key.
+        with_optimizer: whether to look for the optimizer's.
+
+    Raises:
+        MismatchError: if the folder is not of this model: another family, tensors missing or too many, other shapes,
+            or an optimizer's state for a part of the model only. All that is found is listed.
+    """
+    scheme, origins, prefix = _scheme(shapes, config, where=where)
+    problems = list[str]()
+    keys = dict[str, tuple[str, KeyOrigin]]()
+    second = {ours: alias for alias, ours in aliases(config).items()}
+    tied = dict[str, str]()
+    for name, candidates in origins.items():
+        present = [(prefix + o.name, o) for o in candidates if prefix + o.name in shapes]
+        if not present:
+            problems.append(f"{prefix}{candidates[0].name}: missing")
+            continue
+        keys[name] = present[0]
+        if name in second and len(present) > 1:
+            tied[name] = present[1][0]
+        problems += [_other_shape(key, shapes[key], o.shape) for key, o in present if shapes[key] != o.shape]
+    used = {key for key, _ in keys.values()} | set(tied.values())
+    problems += [f"{key}: not part of the model" for key in _too_many(shapes, prefix, scheme, used)]
+    if problems:
+        raise _other_model(problems, scheme, config, where=where)
+    root = _optimizer_root(shapes, next(iter(origins.values())), where=where) if with_optimizer else None
+    if root is not None:
+        moments, problems = _locate_moments(shapes, origins, root)
+        if problems:
+            raise _other_optimizer(problems, where=where)
+        keys |= moments
+        used |= {key for key, _ in moments.values()}
+    return FoundKeys(scheme, keys, tied, root is not None, frozenset(shapes) - used)
+
+
+def _scheme(
+    shapes: Mapping[str, Shape], config: ModelConfig, *, where: object
+) -> tuple[str, dict[str, list[KeyOrigin]], str]:
+    """Return whose names the folder uses, the origins under these names, and what stands before them."""
+    schemes = {"transformers": _transformers(config)}
+    if config.family is Family.llama3:
+        schemes["torchtitan"] = _torchtitan(config)
+    for scheme, origins in schemes.items():
+        anchors = [origin.name for origin in next(iter(origins.values()))]
+        prefixes = {key.removesuffix(a) for key in shapes for a in anchors if key == a or key.endswith("." + a)}
+        for usual in ("", "model."):
+            if usual in prefixes:
+                return scheme, origins, usual
+        if len(prefixes) == 1:
+            return scheme, origins, prefixes.pop()
+        if prefixes:
+            raise MismatchError(
+                "A DCP folder holds several models",
+                where=where,
+                expected="one, or one under `model.`",
+                found=", ".join(sorted(prefixes)),
+            )
+    sample = ", ".join(sorted(shapes)[:5]) or "no tensor"
+    anchors = [next(iter(origins.values()))[0].name for origins in schemes.values()]
+    raise MismatchError(
+        f"A DCP folder holds no model of family {config.family.value}",
+        where=where,
+        expected=f"a key that ends with {' or '.join(anchors)}",
+        found=f"{len(shapes)} tensors: {sample} ...",
+        fix="Name the model with model=..., or a config.json beside the folder.",
+    )
+
+
+def _locate_moments(
+    shapes: Mapping[str, Shape], origins: Mapping[str, Sequence[KeyOrigin]], root: str
+) -> tuple[dict[str, tuple[str, KeyOrigin]], list[str]]:
+    keys, problems = dict[str, tuple[str, KeyOrigin]](), list[str]()
+    for name, candidates in origins.items():
+        named = [(f"{root}state.{origin.name}", origin) for origin in candidates]
+        state, origin = next(((key, o) for key, o in named if f"{key}.{MOMENTS[0]}" in shapes), named[0])
+        for kind in (*MOMENTS, STEP):
+            key = f"{state}.{kind}"
+            keys[f"{kind}.{name}"] = (key, origin)
+            if key not in shapes:
+                problems.append(f"{key}: missing")
+            elif kind == STEP and math.prod(shapes[key]) != 1:
+                problems.append(_other_shape(key, shapes[key], ()))
+            elif kind != STEP and shapes[key] != origin.shape:
+                problems.append(_other_shape(key, shapes[key], origin.shape))
+    return keys, problems
+
+
+def _optimizer_root(shapes: Mapping[str, Shape], anchors: Sequence[KeyOrigin], *, where: object) -> str | None:
+    """Return what stands before `state.` in the keys of the optimizer, or None if there is none by name."""
+    ends = [f"state.{origin.name}.{kind}" for origin in anchors for kind in MOMENTS]
+    roots = {key.removesuffix(end) for key in shapes for end in ends if key == end or key.endswith("." + end)}
+    for usual in ("optim.", "optimizer.", ""):
+        if usual in roots:
+            return usual
+    if len(roots) > 1:
+        raise MismatchError(
+            "A DCP folder holds several optimizers",
+            where=where,
+            expected="one, or one under `optim.` or `optimizer.`",
+            found=", ".join(sorted(roots)),
+        )
+    return roots.pop() if roots else None
+
+
+def is_numbered(keys: Set[str]) -> bool:
+    """Return whether there is optimizer state by the number of its parameter, as `Optimizer.state_dict` has it."""
+    return any(re.search(rf"(^|\.)state\.\d+\.{MOMENTS[0]}$", key) for key in keys)
+
+
+# What is in state dicts of older releases and can be computed: masks, rotary frequencies.
+_COMPUTED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq|freqs_cis|rope\.cache)$")
+_ROOTS = {
+    "transformers": ("transformer.", "model.", "lm_head."),
+    "torchtitan": ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head."),
+}
+
+
+def _too_many(shapes: Mapping[str, Shape], prefix: str, scheme: str, used: Set[str]) -> Iterator[str]:
+    """Yield tensors under the model's own names that no place is known for: more layers, biases, adapters."""
+    for key in shapes:
+        is_ours = key.startswith(tuple(prefix + root for root in _ROOTS[scheme]))
+        if is_ours and key not in used and not _COMPUTED.search(key):
+            yield key
+
+
+def _other_shape(key: str, found: Shape, expected: Shape) -> str:
+    return f"{key}: shape {list(found)}, expected {list(expected)}"
+
+
+def _other_model(problems: Sequence[str], scheme: str, config: ModelConfig, *, where: object) -> MismatchError:
+    sizes = ("n_layer", "n_embd", "n_head", "n_kv_head", "intermediate_size", "vocab_size", "max_position_embeddings")
+    named = ", ".join(f"{name}={getattr(config, name)}" for name in (*sizes, "tie_word_embeddings"))
+    is_output = [problem.endswith(("lm_head.weight: missing", "output.weight: missing")) for problem in problems]
+    is_tied = is_output == [True]
+    return MismatchError(
+        "A DCP folder holds another model",
+        where=where,
+        expected=f"{config.family.value} under {possessive(scheme)} names with {named}",
+        found=_listed(problems),
+        fix="The output layer is tied: set model.tie_word_embeddings=true."
+        if is_tied
+        else "Name the model with model=... and its sizes with model.KEY=VALUE.",
+    )
+
+
+def possessive(program: str) -> str:
+    """Return the possessive of a program's name."""
+    return f"{program}'" if program.endswith("s") else f"{program}'s"
+
+
+def _other_optimizer(problems: Sequence[str], *, where: object) -> MismatchError:
+    return MismatchError(
+        "A DCP folder holds an AdamW of a part of the model only",
+        where=where,
+        expected=f"{', '.join(MOMENTS)} and {STEP} of every parameter",
+        found=_listed(problems),
+        fix="Save it with all parameters trained, or take the weights alone with --weights-only.",
+    )
+
+
+def _listed(problems: Sequence[str], most: int = 20) -> str:
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return f"{len(problems)} differences: " + "; ".join([*problems[:most], *more])
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _transformers(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
+    """Return the origins under our own names, which are transformers'; a tied tensor may come under either."""
+    second = {ours: alias for alias, ours in aliases(config).items()}
+    return {
+        name: [KeyOrigin(n, tensor.shape, _whole) for n in ([name, second[name]] if name in second else [name])]
+        for name, tensor in stored_tensors(config).items()
+    }
+
+
+# Source: torchtitan/models/llama3/state_dict_adapter.py; the second name of a pair is that of newer releases.
+_TITAN_ENDS = {
+    "model.embed_tokens.weight": ("tok_embeddings.weight",),
+    "model.norm.weight": ("norm.weight",),
+    "lm_head.weight": ("output.weight", "lm_head.weight"),
+}
+_TITAN_BLOCK = {
+    "self_attn.o_proj.weight": "attention.wo.weight",
+    "mlp.gate_proj.weight": "feed_forward.w1.weight",
+    "mlp.down_proj.weight": "feed_forward.w2.weight",
+    "mlp.up_proj.weight": "feed_forward.w3.weight",
+    "input_layernorm.weight": "attention_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+}
+_TITAN_ATTENTION = {
+    "self_attn.q_proj.weight": "wq",
+    "self_attn.k_proj.weight": "wk",
+    "self_attn.v_proj.weight": "wv",
+}
+
+
+def _torchtitan(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
+    """Return the origins under torchtitan's names of LLaMA-3."""
+    second = {ours: alias for alias, ours in aliases(config).items()}
+    found = dict[str, list[KeyOrigin]]()
+    for name, tensor in stored_tensors(config).items():
+        if name in _TITAN_ENDS:
+            names = [*_TITAN_ENDS[name], *_TITAN_ENDS.get(second.get(name, ""), ())]
+            found[name] = [KeyOrigin(theirs, tensor.shape, _whole) for theirs in names]
+            continue
+        layer, part = name.removeprefix("model.layers.").split(".", maxsplit=1)
+        if part in _TITAN_BLOCK:
+            found[name] = [KeyOrigin(f"layers.{layer}.{_TITAN_BLOCK[part]}", tensor.shape, _whole)]
+        else:
+            found[name] = _titan_attention(config, layer, part, tensor.shape)
+    return found
+
+
+def _titan_attention(config: ModelConfig, layer: str, part: str, shape: Shape) -> list[KeyOrigin]:
+    theirs = _TITAN_ATTENTION[part]
+    take = _whole if theirs == "wv" else (lambda tensor: halves_from_pairs(tensor, config.head_dim))
+    return [KeyOrigin(f"layers.{layer}.attention.{inner}{theirs}.weight", shape, take) for inner in ("", "qkv_linear.")]
+
+
+def halves_from_pairs(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Reorder the rows of each head from pairs to halves, [heads * head_dim, width].
+
+    torchtitan rotates rows 2i and 2i + 1 of a head by the i-th angle (as complex numbers), transformers and we rows i
+    and i + head_dim / 2; the sum over a head that attention takes is the same.
+    """
+    heads = tensor.shape[0] // head_dim
+    pairs = tensor.view(heads, head_dim // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)

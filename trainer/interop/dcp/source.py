@@ -1,0 +1,144 @@
+"""Reads what FSDP2, DDP and torchtitan save with torch.distributed.checkpoint. `dcp_export` writes such folders.
+
+Names are the business of `dcp_names`, files that of `dcp_folder`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint.format import json_file
+from trainer.errors import CheckpointError, MismatchError
+from trainer.interop.dcp import export as dcp_export
+from trainer.interop.dcp.folder import DcpFolder, open_folder
+from trainer.interop.dcp.names import STEP, FoundKeys, is_numbered, locate, possessive
+from trainer.interop.finite import require_finite
+from trainer.interop.formats import Format, ImportOptions
+from trainer.interop.hf.config import read_model
+from trainer.interop.hf.folder import CONFIG
+from trainer.interop.source import StateSource
+
+_log = logging.getLogger(__name__)
+
+_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+_MOST_STEPS = 2**63
+# A number of the optimizer's parameter groups, whether these are told by number or by parameter.
+_SETTING = re.compile(r"(?:^|\.)param_groups\..*\.(lr|betas|eps|weight_decay)$")
+_MOST_SETTINGS_READ = 4096
+
+
+def read_source(path: Path, asked: ImportOptions) -> StateSource:
+    """Open a DCP folder that holds a model under transformers' or torchtitan's names, alone or with AdamW's state.
+
+    The model is the one that a `config.json` beside describes, else the one that is asked for. What lies in the folder
+    besides is told in the log. No more than two tensors are in memory at a time.
+
+    Raises:
+        CheckpointError: if `path` is no such folder, is damaged, or pickles are not trusted.
+        MismatchError: if the model in it is another one.
+    """
+    folder = open_folder(path, trust_pickle=asked.trusts_pickle)
+    config = path / CONFIG
+    model = read_model(json_file.read(config), where=config) if config.is_file() else asked.config.model
+    shapes = {key: stored.shape for key, stored in folder.tensors.items()} | dict.fromkeys(_scalars(folder), ())
+    found = locate(shapes, model, where=path, with_optimizer=not asked.weights_only)
+    _check_dtypes(folder, found)
+    steps = _steps(folder, found) if found.has_optimizer else {}
+    _tell(folder, found)
+    read = partial(_read, folder, found, steps)
+    return StateSource(model, max((int(step.item()) for step in steps.values()), default=0), found.has_optimizer, read)
+
+
+def _scalars(folder: DcpFolder) -> Iterable[str]:
+    """Yield the keys of steps that are Python's numbers, as some optimizers keep them."""
+    return (key for key in folder.values if key.endswith(f".{STEP}"))
+
+
+def _check_dtypes(folder: DcpFolder, found: FoundKeys) -> None:
+    odd = [
+        f"{key}: {folder.tensors[key].dtype}"
+        for name, (key, _) in found.keys.items()
+        if not name.startswith(f"{STEP}.") and folder.tensors[key].dtype not in _FLOATS
+    ]
+    if odd:
+        raise MismatchError(
+            "A DCP folder holds tensors of another kind",
+            where=folder.path,
+            expected="float32, bfloat16, float16 or float64",
+            found="; ".join(odd[:10]),
+        )
+
+
+def _steps(folder: DcpFolder, found: FoundKeys) -> dict[str, torch.Tensor]:
+    """Return the step of every parameter, float32 and 0-d, by our name."""
+    steps = dict[str, torch.Tensor]()
+    for name, (key, _) in found.keys.items():
+        if name.startswith(f"{STEP}."):
+            steps[name] = torch.tensor(_natural(folder.read_value(key), where=f"{folder.path}, {key}"))
+    return steps
+
+
+def _natural(value: object, *, where: str) -> float:
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
+    if not (0 <= number < _MOST_STEPS and number == int(number)):
+        raise CheckpointError("A step is no natural number", where=where, found=repr(value))
+    return number
+
+
+def _read(folder: DcpFolder, found: FoundKeys, steps: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    if name in steps:
+        return steps[name]
+    key, origin = found.keys[name]
+    tensor = folder.read_tensor(key)
+    if name in found.tied and not torch.equal(tensor, folder.read_tensor(found.tied[name])):
+        require_finite(tensor, where=name)  # NaN is never equal to itself
+        raise MismatchError(
+            "Embedding and output layer differ, so they are not tied",
+            where=f"{folder.path}, {key} and {found.tied[name]}",
+            fix="Import it with model.tie_word_embeddings=false.",
+        )
+    return origin.take(tensor)
+
+
+def _tell(folder: DcpFolder, found: FoundKeys) -> None:
+    """Log whose names they are, what the optimizer was set to, and what is not carried over."""
+    keys = found.rest | folder.values - {key for key, _ in found.keys.values()}
+    moments = "weights and moments" if found.has_optimizer else "weights alone"
+    _log.info(f"{folder.path}: {moments} under {possessive(found.scheme)} names")
+    if not found.has_optimizer and is_numbered(keys):
+        _log.warning(
+            "The optimizer's state goes by the numbers of its parameters and is not carried: get it by name from "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+        )
+    if settings := _settings(folder):
+        said = "; ".join(f"{name} {' or '.join(sorted(values))}" for name, values in settings.items())
+        _log.info(f"the optimizer was saved with {said}: not carried, the run that goes on has its own, optimizer.*")
+    groups = dict[str, int]()
+    for key in keys:
+        top = key.split(".")[0] if ".param_groups." not in f".{key}" else "param_groups"
+        groups[top] = groups.get(top, 0) + 1
+    if groups:
+        _log.info("not carried: " + ", ".join(f"{top} ({count})" for top, count in sorted(groups.items())))
+
+
+def _settings(folder: DcpFolder) -> dict[str, set[str]]:
+    """Return the values of the settings that a resume should have again, as far as they are plain."""
+    settings = dict[str, set[str]]()
+    named = [(match[1], key) for key in sorted(folder.values) if (match := _SETTING.search(key))]
+    for name, key in named[:_MOST_SETTINGS_READ]:
+        try:
+            settings.setdefault(name, set()).add(str(folder.read_value(key)))
+        except CheckpointError:  # it would only have been told
+            continue
+    return settings
+
+
+FORMAT = Format(
+    "a folder of torch.distributed.checkpoint (FSDP2, DDP, torchtitan)", read_source, dcp_export.write, names_model=True
+)

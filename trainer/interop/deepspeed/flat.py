@@ -1,0 +1,357 @@
+"""Where each parameter lies in the flat buffers of DeepSpeed's optimizers.
+
+Three layouts are known (DeepSpeed's `zero/stage_1_and_2.py`, `zero/stage3.py`, `fp16/unfused_optimizer.py`; its
+`utils/zero_to_fp32.py` puts the weights of the first two together):
+
+* ZeRO 1 and 2 lay the parameters of a group end to end, each perhaps with padding behind it, pad the end, and give each
+  rank an equal part of that. Of the weights, the padding at the end is not stored.
+* ZeRO 3 cuts every parameter into equal parts, the last one padded, and lays a rank's parts end to end, in several
+  buffers where there are many.
+* Stage 0 keeps parameters whole, by number. `deepspeed_numbered` finds their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from trainer.errors import CheckpointError, MismatchError
+from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, take
+from trainer.interop.deepspeed.numbered import Numbered, names_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+WEIGHTS = "weights"
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+
+Chain = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPlace:
+    """Where a parameter lies: stretches (chain, first, last + 1) of chains of tensors, end to end, padding last.
+
+    Args:
+        step: how often the optimizer has changed it; None where it has no moments.
+    """
+
+    shape: tuple[int, ...]
+    stretches: tuple[tuple[int, int, int], ...]
+    step: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Flats:
+    """Every parameter's place by name, and the chains: of the weights and of each moment, numbered alike."""
+
+    places: dict[str, FlatPlace] = field(default_factory=dict)
+    chains: dict[str, list[Chain]] = field(default_factory=lambda: {key: [] for key in (WEIGHTS, *MOMENTS)})
+
+    def read(self, key: str, name: str) -> torch.Tensor:
+        """Return a parameter's weights or one of its moments, in its shape; a view where it lies in one piece."""
+        place = self.places[name]
+        pieces = [p for chain, lo, hi in place.stretches for p in _cut(self.chains[key][chain], lo, hi)]
+        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
+        return joined[: prod(place.shape)].view(place.shape)
+
+    def add(self, weights: Chain, entries: Sequence[Table] | None, where: object) -> tuple[int, float | None]:
+        """Add a chain of weights and those of its moments; return its number and its step.
+
+        Args:
+            entries: what the optimizer has for each tensor of the chain; None to leave moments and step out.
+
+        Raises:
+            CheckpointError: if the moments are not of one step, or not as many as the weights.
+            MismatchError: if the optimizer is not of Adam's kind.
+        """
+        if entries is None:
+            self.chains[WEIGHTS].append(weights)
+            for key in MOMENTS:  # numbered alike
+                self.chains[key].append(())
+            return len(self.chains[WEIGHTS]) - 1, None
+        found = {key: [_moment(entry, key, where) for entry in entries] for key in MOMENTS}
+        steps = {_step(entry, where) for entry in entries}
+        if len(steps) != 1:
+            raise _of_several_saves(where, steps)
+        self.chains[WEIGHTS].append(weights)
+        for key, moments in found.items():
+            for number, (own, theirs) in enumerate(zip(weights, moments, strict=True)):
+                # Of weights alone, what pads the end is not stored, and it may reach over several ranks.
+                extra, is_end = theirs.numel() - own.numel(), not any(later.numel() for later in weights[number + 1 :])
+                if extra < 0 or (extra and not is_end):
+                    raise _damaged(where, f"{key} {number}", f"{theirs.numel()} numbers for {own.numel()} weights")
+            self.chains[key].append(moments)
+        return len(self.chains[WEIGHTS]) - 1, steps.pop()
+
+    def add_whole(self, name: str, shape: tuple[int, ...], fragments: Chain) -> None:
+        """Add a parameter without moments."""
+        # Chains of moments are counted alike: those of the optimizer come first.
+        self.chains[WEIGHTS].append(fragments)
+        self.places[name] = FlatPlace(shape, ((len(self.chains[WEIGHTS]) - 1, 0, prod(shape)),), None)
+
+    def check(self, where: object) -> None:
+        """Refuse places that their chains do not fill.
+
+        Raises:
+            CheckpointError: naming the first one.
+        """
+        lengths = {key: [sum(t.numel() for t in chain) for chain in chains] for key, chains in self.chains.items()}
+        for name, place in self.places.items():
+            for key in (WEIGHTS, *(MOMENTS if place.step is not None else ())):
+                found = sum(max(0, min(hi, lengths[key][chain]) - lo) for chain, lo, hi in place.stretches)
+                if found < prod(place.shape):
+                    raise CheckpointError(
+                        "A buffer of DeepSpeed is shorter than its parameters",
+                        where=f"{where}, {key} of {name}",
+                        expected=f"{prod(place.shape)} numbers",
+                        found=found,
+                        fix="The files are damaged, or of several saves.",
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What the model file holds whole: nothing at stage 3.
+
+    Args:
+        weights: by name, a shared one once, in the module's order.
+        shared: second names of shared weights, with the first.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    shared: Mapping[str, str]
+
+
+def locate(saved: DeepSpeedCheckpoint, whole: Whole, *, given: Sequence[str] | None, weights_only: bool) -> Flats:
+    """Return where every parameter lies; one that no optimizer holds lies in the model's own files.
+
+    Args:
+        given: the names of the optimizer's parameters at stage 0, in its order, as the user lists them.
+        weights_only: whether moments are left out, and are not looked at.
+
+    Raises:
+        CheckpointError: if an entry is missing or no such thing.
+        MismatchError: if the optimizer is not of Adam's kind, or it is not certain whose its moments are.
+    """
+    flats = Flats()
+    if saved.is_stage_3:
+        _locate_cut_one_by_one(flats, saved, weights_only=weights_only)
+    elif saved.optimizers:
+        _locate_cut_together(flats, saved, weights_only=weights_only)
+    elif not weights_only:
+        _locate_numbered(flats, saved, whole, given)
+    for name, tensor in whole.weights.items():
+        if name not in flats.places:
+            flats.add_whole(name, tuple(tensor.shape), [tensor])
+    if saved.is_stage_3:
+        _add_frozen_parts(flats, saved)
+    flats.check(saved.path)
+    return flats
+
+
+def _locate_cut_together(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_only: bool) -> None:
+    """Find the parameters of ZeRO 1 and 2."""
+    path = saved.path
+    optimizers = () if weights_only else saved.optimizers
+    entries = [_entries(state, "base_optimizer_state", path) for state in optimizers]
+    buffers = [_tensors(state, "single_partition_of_fp32_groups", path) for state in saved.optimizers]
+    groups = _shapes(saved.models[0], "param_shapes", path)
+    none = [[0] * len(group) for group in groups]
+    # Not recorded by versions that have no such padding.
+    paddings: list[list[int]] = saved.optimizers[0].get("param_alignment_paddings") or none
+    counts = [*map(len, entries), *map(len, buffers)]
+    if set(counts) != {len(groups)} or [len(group) for group in paddings] != [len(group) for group in none]:
+        raise _of_several_saves(path, {f"{count} groups" for count in (*counts, len(paddings), len(groups))})
+    for number, group in enumerate(groups):
+        moments = None if weights_only else [e[number] for e in entries]
+        chain, step = flats.add([b[number] for b in buffers], moments, path)
+        offset = 0
+        for (name, shape), padding in zip(group.items(), paddings[number], strict=True):
+            flats.places[name] = FlatPlace(shape, ((chain, offset, offset + prod(shape)),), step)
+            offset += prod(shape) + padding
+
+
+def _locate_cut_one_by_one(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_only: bool) -> None:
+    """Find the parameters of ZeRO 3: a chain is what one rank has."""
+    path, steps = saved.path, set[float | None]()
+    for state in saved.optimizers:
+        buffers = _tensors(state, "fp32_flat_groups", path)
+        entries = None if weights_only else _entries(state, "optimizer_state_dict", path)
+        if entries is not None and len(buffers) != len(entries):
+            raise _of_several_saves(path, {f"{len(buffers)} buffers", f"{len(entries)} entries of the optimizer"})
+        steps.add(flats.add(buffers, entries, path)[1])
+    if len(steps) > 1:
+        raise _of_several_saves(path, steps)
+    step, offset = steps.pop(), 0
+    for group in _shapes(saved.models[0], "param_shapes", path):
+        for name, shape in group.items():
+            part = _part(shape, saved)
+            stretches = tuple((rank, offset, offset + part) for rank in range(len(saved.optimizers)))
+            flats.places[name] = FlatPlace(shape, stretches, step)
+            offset += part
+    lengths = {sum(tensor.numel() for tensor in chain) for chain in flats.chains[WEIGHTS]}
+    if lengths != {offset}:
+        raise CheckpointError(
+            "A rank's buffers are not as long as its parts of the parameters",
+            where=path,
+            expected=f"{offset} numbers",
+            found=sorted(lengths),
+            fix="The files are damaged, or DeepSpeed cut the parameters over fewer ranks.",
+        )
+
+
+def _add_frozen_parts(flats: Flats, saved: DeepSpeedCheckpoint) -> None:
+    """Find what ZeRO 3 has cut and no optimizer holds."""
+    path = saved.path
+    if not saved.models[0].get("frozen_param_shapes"):
+        return
+    (shapes,) = _shapes({"frozen": [saved.models[0]["frozen_param_shapes"]]}, "frozen", path)
+    tables = [take(model, "frozen_param_fragments", dict, path) for model in saved.models]
+    for name, shape in shapes.items():
+        fragments = [take(table, name, torch.Tensor, path) for table in tables]
+        if not all(map(is_plain, fragments)):
+            raise _damaged(path, f"frozen_param_fragments {name}", "something else than tensors of floating point")
+        flats.add_whole(name, shape, fragments)
+
+
+def _locate_numbered(flats: Flats, saved: DeepSpeedCheckpoint, whole: Whole, given: Sequence[str] | None) -> None:
+    """Find the parameters of stage 0; none, where no optimizer was saved."""
+    path = saved.path
+    if saved.models[0].get("optimizer") is None:
+        return
+    optimizer = take(saved.models[0], "optimizer", dict, path)
+    if "fp32_groups_flat" in optimizer:
+        raise MismatchError(
+            "Moments of stage 0 that lie end to end are not read",
+            where=path,
+            expected="moments of each parameter",
+            found="fp32_groups_flat, of DeepSpeed's wrapper of a fused Adam",
+            fix="Take the weights alone with --weights-only.",
+        )
+    table, key = (
+        (optimizer, "optimizer_state_dict") if "optimizer_state_dict" in optimizer else (saved.models[0], "optimizer")
+    )
+    entries = _entries(table, key, path)
+    copies = [_tensors({"fp32_groups": group}, "fp32_groups", path) for group in optimizer.get("fp32_groups") or []]
+    numbered = _numbered(take(table, key, dict, path), entries, copies, path)
+    names = names_of(numbered, whole.weights, whole.shared, given, where=path)
+    for number, (name, shape) in enumerate(zip(names, numbered.shapes, strict=True)):
+        weights = numbered.copies[number] if numbered.copies else whole.weights[name]
+        chain, step = flats.add([weights], [entries[number]], path)
+        flats.places[name] = FlatPlace(shape, ((chain, 0, prod(shape)),), step)
+
+
+def _numbered(table: Table, entries: Sequence[Table], copies: Sequence[Chain], where: object) -> Numbered:
+    groups = take(table, "param_groups", list, where)
+    numbers = [number for group in groups for number in take(group, "params", list, where)]
+    if numbers != list(range(len(entries))):
+        raise _damaged(where, "param_groups", "numbers that are not in order")
+    counts = [len(group["params"]) for group in groups]
+    if copies and [len(group) for group in copies] != counts:
+        raise _of_several_saves(where, {f"{count} parameters" for count in (len(entries), sum(map(len, copies)))})
+    recorded = [group.get("param_names") for group in groups]
+    is_named = all(
+        isinstance(names, list) and len(names) == count and all(isinstance(name, str) for name in names)
+        for names, count in zip(recorded, counts, strict=True)
+    )
+    return Numbered(
+        [tuple(_moment(entry, "exp_avg", where).shape) for entry in entries],
+        [tensor for group in copies for tensor in group],
+        [name for names in recorded for name in names or ()] if is_named else None,
+    )
+
+
+def _cut(chain: Chain, lo: int, hi: int) -> Iterator[torch.Tensor]:
+    """Yield the stretch from `lo` to `hi` of tensors that lie end to end."""
+    start = 0
+    for tensor in chain:
+        end = start + tensor.numel()
+        if start < hi and lo < end:
+            yield tensor.reshape(-1)[max(lo - start, 0) : min(hi, end) - start]
+        start = end
+
+
+def _part(shape: tuple[int, ...], saved: DeepSpeedCheckpoint) -> int:
+    return -(-prod(shape) // len(saved.optimizers))
+
+
+def _shapes(table: Table, key: str, where: object) -> list[dict[str, tuple[int, ...]]]:
+    """Return the shapes of the parameters of each group, in the order in which they lie."""
+    groups = take(table, key, list, where)
+    try:
+        found = [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in groups]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _damaged(where, key, repr(error)) from error
+    if any(size < 0 for group in found for shape in group.values() for size in shape):
+        raise _damaged(where, key, "a size below 0")
+    return found
+
+
+def is_plain(value: object) -> bool:
+    """Return whether it is a dense tensor of floating point, all of whose numbers are in the file."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+        return False
+    is_there = value.device.type == "cpu" and value.dtype in _FLOATS
+    return is_there and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+def _tensors(table: Table, key: str, where: object) -> list[torch.Tensor]:
+    found = take(table, key, list, where)
+    if not all(map(is_plain, found)):
+        raise _damaged(where, key, "something else than tensors of floating point")
+    return list(found)
+
+
+def _entries(state: Table, key: str, where: object) -> list[Table]:
+    """Return the state of an optimizer's parameters by number, each with its `step`."""
+    found = state.get(key)
+    if isinstance(found, list):  # an elastic checkpoint has no groups
+        return [{"step": state.get("base_optimizer_state_step"), **entry} for entry in found]
+    table = take(state, key, dict, where)
+    by_number = take(table, "state", dict, where)
+    groups = take(table, "param_groups", list, where)
+    steps = [group.get("step") for group in groups for _ in take(group, "params", list, where)]
+    if set(by_number) != set(range(len(steps))):
+        raise MismatchError(
+            "The optimizer has no moments of some parameters",
+            where=where,
+            expected=f"those of {len(steps)}",
+            found=f"those of {len(by_number)}",
+            fix="It was saved before the first step, or holds parameters that are not used. Take the weights alone "
+            "with --weights-only.",
+        )
+    return [{"step": step, **by_number[number]} for number, step in enumerate(steps)]
+
+
+def _moment(entry: Table, key: str, where: object) -> torch.Tensor:
+    tensor = entry.get(key)
+    if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
+        raise MismatchError(
+            "The optimizer is not Adam",
+            where=where,
+            expected=" and ".join(MOMENTS),
+            found=", ".join(map(str, entry)),
+            fix="Only the moments of Adam and AdamW are imported. Take the weights alone with --weights-only.",
+        )
+    return tensor
+
+
+def _step(entry: Table, where: object) -> float:
+    step = entry.get("step")
+    if isinstance(step, torch.Tensor) and step.numel() == 1:
+        step = step.item()
+    if isinstance(step, bool) or not isinstance(step, int | float) or not 0 <= step < 2**63 or step != int(step):
+        raise _damaged(where, "step", repr(step))
+    return float(step)
+
+
+def _damaged(where: object, key: str, found: str) -> CheckpointError:
+    return CheckpointError("An entry of a DeepSpeed file makes no sense", where=f"{where}, {key}", found=found)
+
+
+def _of_several_saves(where: object, found: Iterable[object]) -> CheckpointError:
+    return CheckpointError(
+        "The files of a DeepSpeed checkpoint are of several saves", where=where, found=sorted(map(str, found))
+    )

@@ -1,0 +1,182 @@
+"""The files of a DeepSpeed checkpoint: which belong together, whether all are there, and what cannot be imported.
+
+What their buffers mean is told in `deepspeed`. Source of all names of files and entries: DeepSpeed's
+`runtime/engine.py` (`_get_ckpt_name`, `_get_rank_zero_ckpt_name`, `_common_checkpoint_state`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer.checkpoint.loading.choose import no_folder
+from trainer.errors import CheckpointError, MismatchError
+from trainer.interop.torch_file import open_torch_file
+
+Table = Mapping[Any, Any]
+T = TypeVar("T")
+
+_MODEL = re.compile(r"mp_rank_(?P<tp>\d+)_model_states\.pt")
+_SHARD = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<tp>\d+)_(?P<kind>model|optim)_states\.pt")
+_FOREIGN = (
+    (re.compile(r"layer_\d+_expert_|expert_|expp_rank_"), "experts (DeepSpeed-MoE)"),
+    (re.compile(r"layer_\d+-model_"), "layers of a pipeline"),
+    (re.compile(r"offloaded_tensors$"), "tensors that were offloaded to NVMe"),
+    (re.compile(r"zero$"), "a universal checkpoint"),
+)
+_WHOLE = "Consolidate it with DeepSpeed itself, or save it again without."
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedCheckpoint:
+    """A checkpoint whose files are all there and open.
+
+    Args:
+        path: the folder of one tag.
+        models: the model file of each rank at ZeRO stage 3; else the only one.
+        optimizers: the optimizer's state on each rank, in order; none at stage 0.
+        is_stage_3: whether parameters are cut over ranks one by one, not as a buffer of all.
+    """
+
+    path: Path
+    models: Sequence[Table]
+    optimizers: Sequence[Table]
+    is_stage_3: bool
+
+
+def open_saved(path: Path) -> DeepSpeedCheckpoint:
+    """Open the files of a checkpoint that `engine.save_checkpoint` wrote.
+
+    Args:
+        path: the folder that was saved to, for what its file `latest` names, or the folder of one tag.
+
+    Raises:
+        CheckpointError: if files are missing, damaged, or of several saves.
+        MismatchError: if it was saved in a way that is not imported.
+    """
+    folder = _tag(path)
+    names = sorted(entry.name for entry in folder.iterdir())
+    _refuse_foreign(folder, names)
+    shards = {kind: _ranks(folder, names, kind) for kind in ("model", "optim")}
+    single = [name for name in names if _MODEL.fullmatch(name)]
+    if not single and not shards["model"]:
+        raise CheckpointError(
+            "A folder holds no DeepSpeed checkpoint",
+            where=folder,
+            expected="mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt",
+            found=", ".join(names[:10]) or "nothing",
+        )
+    models = [open_torch_file(folder / name) for name in (shards["model"].values() or single)]
+    files = [open_torch_file(folder / name) for name in shards["optim"].values()]
+    optimizers = [take(table, "optimizer_state_dict", dict, folder) for table in files]
+    if shards["model"] and single:
+        raise CheckpointError("A folder holds files of two saves", where=folder, found=f"{single[0]} and shards of it")
+    _check_complete(folder, models, files, {kind: set(found) for kind, found in shards.items()})
+    return DeepSpeedCheckpoint(folder, models, optimizers, bool(shards["model"]))
+
+
+def take(table: Table, key: object, kind: type[T], where: object) -> T:
+    """Return an entry of a table that must be there and of that kind.
+
+    Raises:
+        CheckpointError: if it is not.
+    """
+    found = table.get(key)
+    if not isinstance(found, kind):
+        raise CheckpointError(
+            "A DeepSpeed file lacks an entry",
+            where=where,
+            expected=f"{key}, a {kind.__name__}",
+            found=f"a {type(found).__name__}" if key in table else f"the entries {', '.join(map(str, table))}",
+            fix="It is damaged, or of a version of DeepSpeed that is not known here.",
+        )
+    return found
+
+
+def _tag(path: Path) -> Path:
+    """Return the folder of the tag that is asked for."""
+    if not path.is_dir():
+        raise no_folder(path)
+    latest = path / "latest"
+    if not latest.is_file():
+        if (path / "latest_universal").is_file():
+            raise _not_imported(path, "a universal checkpoint")
+        return path
+    tag = latest.read_bytes().decode("utf-8", "replace").strip()
+    if not tag or "/" in tag or tag in (".", "..") or not (path / tag).is_dir():
+        raise CheckpointError("The newest tag of a folder is not there", where=latest, found=tag)
+    return path / tag
+
+
+def _refuse_foreign(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        for pattern, what in _FOREIGN:
+            if pattern.match(name):
+                raise _not_imported(folder / name, what)
+        match = _MODEL.fullmatch(name) or _SHARD.fullmatch(name)
+        if match is not None and int(match["tp"]) > 0:
+            raise _not_imported(folder / name, "parameters cut by tensor parallelism")
+
+
+def _not_imported(where: object, what: str) -> MismatchError:
+    return MismatchError(f"A DeepSpeed checkpoint with {what} is not imported", where=where, fix=_WHOLE)
+
+
+def _ranks(folder: Path, names: Sequence[str], kind: str) -> dict[int, str]:
+    """Return the files of a kind by rank, in order."""
+    found = dict[int, str]()
+    for name in names:
+        match = _SHARD.fullmatch(name)
+        if match is None or match["kind"] != kind:
+            continue
+        rank = int(match["rank"])
+        if rank in found:
+            raise CheckpointError("A folder holds files of two saves", where=folder, found=f"{found[rank]} and {name}")
+        found[rank] = name
+    return dict(sorted(found.items()))
+
+
+def _check_complete(
+    folder: Path, models: Sequence[Table], files: Sequence[Table], ranks: Mapping[str, set[int]]
+) -> None:
+    """Refuse a folder that lacks a rank's file, or holds files of several versions or runs."""
+    counts = [models[0].get("dp_world_size")]
+    for table in files:
+        counts += _partition_counts(take(table, "optimizer_state_dict", dict, folder))
+    world = max((count for count in counts if isinstance(count, int)), default=1)
+    is_sharded = models[0].get("param_shapes") is not None
+    expected = {"optim": is_sharded, "model": bool(ranks["model"])}
+    lacking = (
+        f"{kind}_states of rank {rank}"
+        for kind, is_cut in expected.items()
+        if is_cut
+        for rank in range(world)
+        if rank not in ranks[kind]
+    )
+    if missing := list(itertools.islice(lacking, 11)):
+        raise CheckpointError(
+            "Files of a DeepSpeed checkpoint are missing",
+            where=folder,
+            expected=f"one of each of {world} ranks",
+            found=f"none for: {', '.join(missing[:10])}{', ...' if missing[10:] else ''}",
+            fix="Every rank, on every node, writes its own: bring them all into this folder.",
+        )
+    beyond = {kind: sorted(rank for rank in found if rank >= world) for kind, found in ranks.items()}
+    odd = {kind: found for kind, found in beyond.items() if found}
+    versions = {str(table.get("ds_version")) for table in [*models, *files]}
+    if odd or any(count != world for count in counts) or len(versions) > 1:
+        raise CheckpointError(
+            "The files of a DeepSpeed checkpoint do not belong together",
+            where=folder,
+            found=f"counts of ranks {sorted(set(map(str, counts)))}, versions {sorted(versions)}, ranks beyond {odd}",
+            fix="The folder may hold an older save of more ranks beside this one; take them apart.",
+        )
+
+
+def _partition_counts(state: Table) -> list[Any]:
+    count = state.get("partition_count")
+    return list(count) if isinstance(count, Sequence) else [count] if count is not None else []

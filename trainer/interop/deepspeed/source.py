@@ -1,0 +1,269 @@
+"""Reads what DeepSpeed's `engine.save_checkpoint` wrote, at ZeRO stages 0 to 3; DeepSpeed itself is not needed.
+
+Files are the business of `deepspeed_folder`, flat buffers that of `deepspeed_flat`. Nothing is written in this format.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from models import ModelConfig, aliases, stored_tensors
+from trainer.checkpoint.format import json_file
+from trainer.errors import CheckpointError, ConfigError, MismatchError
+from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Whole, is_plain, locate
+from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, open_saved, take
+from trainer.interop.finite import require_finite
+from trainer.interop.formats import Format, ImportOptions
+from trainer.interop.hf.config import read_model
+from trainer.interop.hf.folder import CONFIG
+from trainer.interop.source import StateSource
+
+_log = logging.getLogger(__name__)
+
+_STEP = "step"
+_MOST_NAMED = 10
+# What the model file has besides what is read, where it is not None, 0 or empty.
+_KNOWN = frozenset(
+    {
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+        *("shared_params", "global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size"),
+        *("ds_config", "ds_version", "checkpoint_parallel_dimensions"),
+    }
+)
+
+
+def read_source(path: Path, asked: ImportOptions) -> StateSource:
+    """Open a DeepSpeed checkpoint of a model under transformers' names, perhaps behind one prefix.
+
+    The model is that of the `config.json` beside the tag's folder, as transformers' Trainer leaves it, else the one
+    that is asked for. Weights are the float32 copies that the optimizer holds, else the model's own. Parameters that
+    were frozen get zero moments and step 0. Files are mapped; what is in memory beyond that is one tensor.
+
+    Args:
+        path: the folder that was saved to, or that of one tag in it.
+
+    Raises:
+        ConfigError: if pickles are not trusted: the files are such, though nothing in them is run.
+        CheckpointError: if files are missing or damaged.
+        MismatchError: if the model in it is another one, was saved in a way that is not imported, or it is not certain
+            whose the moments of stage 0 are.
+    """
+    if not asked.trusts_pickle:
+        raise ConfigError(
+            "DeepSpeed's files are pickles",
+            where=path,
+            fix="If you know who wrote them, add --trust-pickle: torch unpickles them with weights_only=True.",
+        )
+    try:
+        saved = open_saved(path)
+        model = _model(saved, asked)
+        whole = Whole(_whole(saved), _shared(saved))
+        names = _names(saved, whole.shared, model)
+        if not saved.is_stage_3:  # so that another model is not taken for names that are not certain
+            _check_model({name: tuple(t.shape) for name, t in whole.weights.items()}, names, model, where=saved.path)
+        flats = locate(saved, whole, given=asked.optimizer_names, weights_only=asked.weights_only)
+        reader = _Reader(saved, flats, whole.weights, names)
+        _check_model({name: place.shape for name, place in flats.places.items()}, names, model, where=saved.path)
+        has_optimizer = not asked.weights_only and any(place.step is not None for place in flats.places.values())
+        _tell(saved, reader, asked, has_optimizer=has_optimizer)
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            "A DeepSpeed checkpoint has a form that is not known",
+            where=path,
+            found=repr(error),
+            fix="It is damaged, or its version of DeepSpeed lays it out in another way.",
+        ) from error
+    iteration = take(saved.models[0], "global_steps", int, saved.path)
+    if iteration < 0:
+        raise CheckpointError("The number of steps is below 0", where=saved.path, found=iteration)
+    if asked.weights_only:
+        return StateSource(model, 0, has_optimizer=False, read=reader.read)
+    _tell_position(saved.models[0].get("global_samples"), iteration, asked)
+    return StateSource(model, iteration, has_optimizer, reader.read)
+
+
+def _model(saved: DeepSpeedCheckpoint, asked: ImportOptions) -> ModelConfig:
+    path = saved.path.parent / CONFIG
+    if not path.is_file():
+        return asked.config.model
+    _log.info(f"the model is that of {path}")
+    return read_model(json_file.read(path), where=path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads tensors under our names.
+
+    Args:
+        whole: the model's own weights at stages 0 to 2, in its dtype.
+        names: of every tensor of ours, by our name.
+    """
+
+    saved: DeepSpeedCheckpoint
+    flats: Flats
+    whole: Mapping[str, torch.Tensor]
+    names: Mapping[str, str]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor under our name.
+
+        Raises:
+            CheckpointError: if an optimizer's copy of weights is not what the model has, or holds NaN.
+        """
+        key, _, rest = name.partition(".")
+        if key != _STEP and key not in MOMENTS:
+            return self._weights(self.names[name])
+        place = self.flats.places[self.names[rest]]
+        if key == _STEP:
+            return torch.tensor(place.step or 0.0)
+        return torch.zeros(place.shape) if place.step is None else self.flats.read(key, self.names[rest])
+
+    def _weights(self, name: str) -> torch.Tensor:
+        found, own = self.flats.read(WEIGHTS, name), self.whole.get(name)
+        if own is not None and not torch.equal(found.to(own.dtype), own):
+            require_finite(found, where=name)  # NaN is never equal to itself
+            raise CheckpointError(
+                "The optimizer's copy of a parameter is not what the model has",
+                where=f"{self.saved.path}, {name}",
+                fix="The weights were changed beside DeepSpeed, or the files are of several saves.",
+            )
+        return found
+
+
+def _check_model(
+    shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str], model: ModelConfig, *, where: object
+) -> None:
+    """Refuse another model than `model`.
+
+    Args:
+        shapes: of what the checkpoint holds, by DeepSpeed's names.
+        names: DeepSpeed's name of every tensor of ours.
+
+    Raises:
+        MismatchError: naming what is missing, what is left over and what has another shape.
+    """
+    expected = stored_tensors(model)
+    lacking = [name for name in expected if names[name] not in shapes]
+    rest = sorted(shapes.keys() - set(names.values()))
+    odd = [
+        f"{name} is {list(shapes[theirs])}, expected {list(expected[name].shape)}"
+        for name, theirs in names.items()
+        if theirs in shapes and shapes[theirs] != expected[name].shape
+    ]
+    if lacking or rest or odd:
+        lines = [f"missing: {name}" for name in lacking] + [f"not of the model: {name}" for name in rest] + odd
+        shown = "\n".join(f"  {line}" for line in lines[:_MOST_NAMED])
+        raise MismatchError(
+            "The checkpoint holds another model",
+            where=where,
+            found=f"{len(lines)} differences:\n{shown}{'' if lines[:_MOST_NAMED] == lines else ' ...'}",
+            fix="Choose its model by overrides, such as model=gpt2_124m or model.tie_word_embeddings=false; a "
+            "config.json beside the tag's folder goes before them.",
+        )
+
+
+def _whole(saved: DeepSpeedCheckpoint) -> dict[str, torch.Tensor]:
+    """Return the parameters that the model file holds whole, a shared one once, in the module's order."""
+    if saved.is_stage_3:
+        return {}
+    module = take(saved.models[0], "module", dict, saved.path)
+    left_out = {*(saved.models[0].get("buffer_names") or ()), *_shared(saved)}
+    found = {name: tensor for name, tensor in module.items() if name not in left_out}
+    for name, tensor in found.items():
+        if not is_plain(tensor):
+            raise _no_tensor(saved, name)
+    return found
+
+
+def _shared(saved: DeepSpeedCheckpoint) -> Mapping[str, str]:
+    """Return the names of parameters that are another one, and that one's name."""
+    shared = saved.models[0].get("shared_params")
+    if isinstance(shared, Mapping):
+        for name, other in shared.items():
+            if not isinstance(other, str):
+                raise CheckpointError(
+                    "A shared parameter has no name", where=f"{saved.path}, {name}", found=repr(other)
+                )
+        return shared
+    first, found = dict[tuple[int, torch.Size], str](), dict[str, str]()
+    for name, tensor in take(saved.models[0], "module", dict, saved.path).items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            raise _no_tensor(saved, name)
+        other = first.setdefault((tensor.data_ptr(), tensor.shape), name)
+        if other != name and tensor.numel():
+            found[name] = other
+    return found
+
+
+def _no_tensor(saved: DeepSpeedCheckpoint, name: object) -> CheckpointError:
+    return CheckpointError("A model file holds something else than dense tensors", where=f"{saved.path}, {name}")
+
+
+def _names(saved: DeepSpeedCheckpoint, shared: Mapping[str, str], model: ModelConfig) -> dict[str, str]:
+    """Return DeepSpeed's name of every tensor of ours: ours behind a prefix, and what that shares its memory with."""
+    ours = list(stored_tensors(model))
+    module = take(saved.models[0], "module", dict, saved.path)
+    prefix = next((name.removesuffix(ours[0]) for name in module if name.endswith(ours[0])), "")
+    second = aliases(model).values()
+    # Only where we tie them too may a name stand for another one.
+    return {name: shared.get(prefix + name, prefix + name) if name in second else prefix + name for name in ours}
+
+
+def _tell_position(samples: object, iteration: int, asked: ImportOptions) -> None:
+    """Warn where DeepSpeed has counted other samples than a run of ours would at this iteration."""
+    expected = iteration * asked.config.train.global_batch_size
+    if isinstance(samples, int) and samples != expected:
+        _log.warning(
+            f"DeepSpeed counted {samples} samples in {iteration} iterations, where train.global_batch_size makes "
+            f"{expected}: --consumed-samples={samples} begins behind them"
+        )
+
+
+def _tell(saved: DeepSpeedCheckpoint, reader: _Reader, asked: ImportOptions, *, has_optimizer: bool) -> None:
+    """Log what was found and what of it is not carried over."""
+    table, places = saved.models[0], reader.flats.places
+    frozen = [name for name, place in places.items() if place.step is None]
+    ranks = f"{len(saved.optimizers)} ranks" if saved.optimizers else "stage 0"
+    _log.info(f"{saved.path}: DeepSpeed {table.get('ds_version')}, {ranks}")
+    if saved.optimizers and asked.optimizer_names is not None:
+        _log.warning("--optimizer-names is not used: at ZeRO 1 and above the files have the names themselves")
+    if not has_optimizer:
+        if saved.optimizers or table.get("optimizer") is not None:
+            own = "; the weights are the model's own, in its dtype" if not saved.optimizers else ""
+            _log.warning(f"not carried, as --weights-only asks: the optimizer's moments{own}")
+    elif frozen:
+        _log.warning(f"{len(frozen)} parameters were frozen; they go on with zero moments: {_first(frozen)}")
+    added = [(key, value) for key, value in table.items() if key not in _KNOWN]
+    if rest := [str(key) for key, value in added if isinstance(value, torch.Tensor) or value]:
+        _log.info(f"not carried: {_first(rest)}")
+    for group in _settings(saved):
+        _log.info(f"the optimizer was set to {group}: not carried, the run that goes on has its own, optimizer.*")
+
+
+def _settings(saved: DeepSpeedCheckpoint) -> list[str]:
+    """Return the numbers of the optimizer's groups, as text, each once."""
+    own = saved.models[0].get("optimizer")
+    first: Table = {"optimizer_state_dict": own}
+    if saved.optimizers:
+        first = saved.optimizers[0]
+    elif isinstance(own, Mapping) and "optimizer_state_dict" in own:
+        first = own
+    tables = [first.get(key) for key in ("base_optimizer_state", "optimizer_state_dict")]
+    found = [table.get("param_groups") for table in tables if isinstance(table, Mapping)]
+    groups = [group for group in (found[0] if found else None) or () if isinstance(group, Mapping)]
+    keys = ("lr", "betas", "eps", "weight_decay")
+    return sorted({", ".join(f"{key} {group[key]}" for key in keys if key in group) for group in groups})
+
+
+def _first(names: Collection[str]) -> str:
+    return ", ".join(list(names)[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+
+
+FORMAT = Format(
+    "a folder of DeepSpeed's save_checkpoint, ZeRO stages 0 to 3", read_source, names_model=True, numbers_moments=True
+)

@@ -1,0 +1,71 @@
+"""Finds numbers that are NaN or infinite in tensors of other programs, which must not begin a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from trainer.checkpoint.format.box import Box, whole
+from trainer.errors import CheckpointError
+
+_ITEMS = 1 << 20  # looked at at once
+
+
+class FiniteCheck:
+    """Counts the numbers of one tensor, or of a part of it, that are not finite. They come in C order, part by part."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._seen = 0
+        self._first: tuple[int, float] | None = None
+
+    def add(self, values: torch.Tensor) -> None:
+        """Look at the next numbers, a tensor of floating point on the CPU."""
+        flat = values.detach().reshape(-1)
+        for lo in range(0, flat.numel(), _ITEMS):
+            part = flat[lo : lo + _ITEMS]
+            is_odd = ~part.isfinite()
+            count = int(is_odd.count_nonzero())
+            if count and self._first is None:
+                at = int(is_odd.int().argmax())
+                self._first = self._seen + lo + at, float(part[at])
+            self.count += count
+        self._seen += flat.numel()
+
+    def require_all(self, box: Box, view: Sequence[int], shape: Sequence[int], *, where: object) -> None:
+        """Refuse the tensor if any number was not finite.
+
+        Args:
+            box: what was looked at of the tensor, in the dimensions of `view`.
+            shape: other dimensions of the same numbers in C order, in which the index is given.
+
+        Raises:
+            CheckpointError: naming how many there are, and the index and value of the first.
+        """
+        if self._first is None:
+            return
+        first, value = self._first
+        inside = np.unravel_index(first, box.shape)
+        flat = np.ravel_multi_index([int(i) + o for i, o in zip(inside, box.offset, strict=True)], view) if view else 0
+        index = [int(n) for n in np.unravel_index(int(flat), shape)]
+        raise CheckpointError(
+            "A tensor holds numbers that are not finite",
+            where=where,
+            found=f"{self.count} of {self._seen}, the first at {index}: {value}",
+            fix="A model with such a weight computes nothing but NaN. Take an earlier checkpoint of the program that "
+            "wrote it, or mend the tensor there.",
+        )
+
+
+def require_finite(tensor: torch.Tensor, *, where: object) -> None:
+    """Refuse a tensor with a number that is NaN or infinite.
+
+    Raises:
+        CheckpointError: naming how many there are, and the index and value of the first.
+    """
+    if tensor.is_floating_point():
+        check = FiniteCheck()
+        check.add(tensor)
+        check.require_all(whole(tensor.shape), tensor.shape, tensor.shape, where=where)

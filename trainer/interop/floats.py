@@ -1,0 +1,36 @@
+"""Reads a box of a tensor of any floating dtype as float32, some of it at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.checkpoint.format.box import Box, absolute, extent
+from trainer.checkpoint.format.layout import Place
+from trainer.checkpoint.loading.gather import Gatherer
+from trainer.checkpoint.loading.reader import OpenFile
+
+ITEMS = 1 << 20  # read and cast at once
+
+
+def read_floats(
+    file: OpenFile, place: Place, box: Box, *, gatherer: Gatherer
+) -> Iterator[tuple[Box, npt.NDArray[np.float32]]]:
+    """Yield the parts of `box`, a box of the view of `place`, one behind the other, each with its values.
+
+    Raises:
+        CheckpointError: if the file ends early.
+    """
+    packed, size = place.spec.image(box), place.spec.dtype.itemsize
+    for lo in range(0, box.numel, ITEMS):
+        hi = min(lo + ITEMS, box.numel)
+        data = np.empty((hi - lo) * size, dtype=np.uint8)
+        gatherer.gather(file.read, packed, lo * size, data, offset=place.offset)
+        values = torch.from_numpy(data).view(place.spec.dtype).to(torch.float32).numpy()
+        at = 0
+        for found in extent(box.shape, lo, hi):
+            yield absolute(found, box), values[at : at + found.numel].reshape(found.shape)
+            at += found.numel

@@ -1,0 +1,96 @@
+"""Model folders of transformers: in as weights at iteration 0, out as the weights of a checkpoint and no more.
+
+To begin a run with such a folder nothing needs converting: `checkpoint.load` takes it. And a checkpoint opens in
+transformers as it lies; what is written here is smaller.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import models
+from trainer.atomic import atomic_output
+from trainer.checkpoint.format import json_file
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES, build_layout, model_index
+from trainer.checkpoint.format.names import INDEX
+from trainer.checkpoint.loading.reader import Checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.data.text import read_tokenizer
+from trainer.errors import CheckpointError
+from trainer.interop.formats import ExportOptions, Format, ImportOptions
+from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places
+from trainer.interop.hf.load import check_tied, read_whole
+from trainer.interop.source import TOKENIZER_FILES, StateSource, of_checkpoint, tokenizer_files_in
+from trainer.interop.tensor_files import write_tensor_files
+from trainer.state import checkpoint_specs
+
+_log = logging.getLogger(__name__)
+
+FILE_BYTES = DEFAULT_FILE_BYTES
+
+
+def read_source(path: Path, _: ImportOptions) -> StateSource:
+    """Open a folder that `save_pretrained` wrote. What else a trainer has saved in it is named in the log.
+
+    Raises:
+        CheckpointError: if it is none, or is damaged.
+        MismatchError: if it holds a model that ours cannot be.
+    """
+    folder = open_folder(path, Files())
+    places = stored_places(folder, folder.model)
+    check_tied(folder, folder.model)
+    for line in left_behind(path):
+        _log.warning(line)
+    return StateSource(
+        folder.model,
+        0,
+        has_optimizer=False,
+        read=lambda name: read_whole(folder, places[name]),
+        tokenizer=tokenizer_files_in(path),
+    )
+
+
+def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
+    """Write the weights as a folder that transformers opens, cast to the dtype that is wanted.
+
+    The tokenizer is the one that is wanted, else that of the checkpoint.
+
+    Raises:
+        CheckpointError: if `out` is there, the checkpoint is damaged, a number is beyond the dtype, or the file system
+            fails.
+    """
+    files, source = Files(), of_checkpoint(checkpoint)
+    specs = [replace(spec, dtype=wanted.dtype) for spec in checkpoint_specs(source.model, with_optimizer=False)]
+    layout = build_layout(specs, file_bytes=FILE_BYTES)
+    documents: dict[str, Json] = {
+        CONFIG: {**models.hf_config(source.model), "dtype": str(wanted.dtype).removeprefix("torch.")},
+        "generation_config.json": models.generation_config(source.model),
+    }
+    if len(layout.files) > 1:
+        documents[INDEX] = model_index(layout)
+    tokenizer = source.tokenizer if wanted.tokenizer is None else _tokenizer_files(wanted.tokenizer)
+    with atomic_output(out, files) as partial:
+        files.make_folder(partial)
+        write_tensor_files(partial, files, layout, source.read)
+        for name, document in documents.items():
+            files.write_whole(partial / name, json_file.to_bytes(document))
+        for name, path in tokenizer.items():
+            files.write_whole(partial / name, read_tokenizer(path))
+
+
+def _tokenizer_files(path: Path) -> dict[str, Path]:
+    """Return the tokenizer files to copy by the names they get; a file of another name is a `tokenizer.json`."""
+    if path.is_dir():
+        found = tokenizer_files_in(path)
+    else:
+        name = path.name if path.name in TOKENIZER_FILES else TOKENIZER_FILES[0]
+        found = {name: path} if path.is_file() else {}
+    if not found:
+        raise CheckpointError("There is no tokenizer", where=path, expected=" or ".join(TOKENIZER_FILES))
+    return found
+
+
+FORMAT = Format("a model folder of transformers (safetensors)", read_source, write, names_model=True)

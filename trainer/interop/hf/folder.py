@@ -1,0 +1,194 @@
+"""A folder of transformers, opened: its model, and where each tensor lies. Its tensors are read elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+import models
+from models import ModelConfig
+from trainer.checkpoint.format import json_file
+from trainer.checkpoint.format import safetensors_file as header
+from trainer.checkpoint.format.layout import Place, TensorKind
+from trainer.checkpoint.format.names import INDEX, MANIFEST
+from trainer.checkpoint.loading.reader import opened, read_header
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import is_iteration_name
+from trainer.errors import CheckpointError, MismatchError
+from trainer.interop.hf.config import read_model
+
+CONFIG = "config.json"
+_SINGLE = "model.safetensors"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Buffers that older versions of transformers stored, functions of the sizes: masks of GPT-2, frequencies of LLaMA.
+_BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_MOST_SHOWN = 20
+# What transformers' Trainer and accelerate write beside a model: patterns of names, and what is in them.
+_BESIDE = (
+    (("optimizer.pt", "optimizer.bin", "optimizer", "optimizer_[0-9]*"), "the optimizer's moments"),
+    (("scheduler.pt", "scheduler.bin"), "the schedule"),
+    (("trainer_state.json",), "the step and the log"),
+    (("rng_state*.pth", "random_states_*.pkl"), "random generators"),
+    (("training_args.bin",), "the settings"),
+    (("scaler.pt",), "the loss scale"),
+    (("sampler*.bin", "dl_state_dict.bin"), "the data position"),
+)
+_DEEPSPEED = "global_step[0-9]*"
+
+
+@dataclass(frozen=True, slots=True)
+class HfFolder:
+    """A folder whose JSON files and headers are read and checked; `places` is by the names in the files."""
+
+    path: Path
+    files: Files
+    model: ModelConfig
+    places: Mapping[str, Place]
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path is a model folder of transformers, and no checkpoint or run of ours."""
+    is_ours = (path / MANIFEST).exists() or is_iteration_name(path.name)
+    return not is_ours and (path / CONFIG).is_file()
+
+
+def open_folder(path: Path, files: Files) -> HfFolder:
+    """Read the configuration and the header of every safetensors file; links are followed, as caches are made of them.
+
+    Raises:
+        MismatchError: for a model that ours cannot be.
+        CheckpointError: for files that are missing, pickled or malformed.
+    """
+    if not (path / CONFIG).is_file():
+        raise CheckpointError("There is no model folder of transformers", where=path, expected=f"{CONFIG} in it")
+    model = read_model(json_file.read(path / CONFIG), where=path / CONFIG)
+    index = path / INDEX
+    if index.exists():
+        wanted = _weight_map(index)
+    elif (path / _SINGLE).exists():
+        wanted = {}
+    else:
+        raise _no_tensors(path)
+    places: dict[str, Place] = {}
+    for name in sorted(set(wanted.values())) or [_SINGLE]:
+        for place in _read_header(path, name, files):
+            if place.spec.name in places:
+                raise CheckpointError("A tensor lies in two files", where=path / name, found=place.spec.name)
+            places[place.spec.name] = place
+    for name, file in wanted.items():
+        if name not in places or places[name].file != file:
+            raise CheckpointError("A tensor is not where the index says", where=index, expected=f"{name} in {file}")
+    if model.n_layer > len(places):
+        raise MismatchError(
+            "A folder has fewer tensors than layers", where=path / CONFIG, expected=model.n_layer, found=len(places)
+        )
+    return HfFolder(path, files, model, places)
+
+
+def left_behind(path: Path) -> list[str]:
+    """Return lines on what a trainer has saved beside the model and a folder of weights does not carry into a run."""
+    found = list[str]()
+    for patterns, what in _BESIDE:
+        names = sorted(child.name for pattern in patterns for child in path.glob(pattern))
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            found.append(f"{names[0]}{more} ({what})")
+    lines = []
+    if found:
+        lines.append(
+            f"not carried from {path}: {', '.join(found)}; a run begins with the weights alone, at iteration 0 "
+            "and with zero moments"
+        )
+    if steps := sorted(child.name for child in path.glob(_DEEPSPEED) if child.is_dir()):
+        lines.append(
+            f"not carried from {path}: {', '.join(steps)} (DeepSpeed's checkpoint); `reprise convert import deepspeed` "
+            "imports its moments"
+        )
+    return lines
+
+
+def stored_places(folder: HfFolder, model: ModelConfig) -> dict[str, Place]:
+    """Return the place of every stored tensor of `model` by our name, in its view.
+
+    Names may lack the prefix of the model with a head. A tied output layer that is stored all the same, and buffers of
+    older versions, are left out; so are rows of the vocabulary that pad it.
+
+    Raises:
+        MismatchError: listing every tensor that is missing, unexpected, of another shape or of another dtype.
+    """
+    stored, aliases = models.stored_tensors(model), models.aliases(model)
+    prefix = next(iter(stored)).split(".")[0] + "."
+    found: dict[str, Place] = {}
+    problems, left_over = [], set(folder.places)
+    for name, tensor in stored.items():
+        theirs = name if name in folder.places else name.removeprefix(prefix)
+        if theirs not in folder.places:
+            problems.append(f"{name} is missing")
+            continue
+        left_over.discard(theirs)
+        place = folder.places[theirs]
+        shape, view = place.spec.shape, tensor.view
+        if shape != tensor.shape and shape == (folder.model.vocab_size, *tensor.shape[1:]) == _padded(tensor, model):
+            view = shape
+        elif shape != tensor.shape:
+            problems.append(f"{name} has shape {list(shape)}, the model has {list(tensor.shape)}")
+        if place.spec.dtype not in _FLOATS:
+            problems.append(f"{name} has dtype {place.spec.dtype}, not float32, bfloat16 or float16")
+        found[name] = replace(place, spec=replace(place.spec, name=name, view=view))
+    odd = [name for name in left_over if name not in aliases and not _BUFFERS.fullmatch(name.removeprefix(prefix))]
+    problems += [f"{name} is unexpected" for name in sorted(odd)]
+    if problems:
+        more = len(problems) - _MOST_SHOWN
+        shown = "; ".join(problems[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+        raise MismatchError("The folder's tensors are not the model's", where=folder.path, found=shown)
+    return found
+
+
+def _padded(tensor: models.StoredTensor, model: ModelConfig) -> tuple[int, ...] | None:
+    """Return the shape of a table of the vocabulary with its padding; None for what is none."""
+    is_table = tensor.shape == (model.vocab_size, model.n_embd)
+    return (model.padded_vocab_size, model.n_embd) if is_table else None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    table = json_file.read(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise CheckpointError("An index has no weight_map", where=index, found=repr(table))
+    for name, file in table.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                "An index names what is no safetensors file in its folder", where=f"{index}, {name}", found=repr(file)
+            )
+    return table
+
+
+def _no_tensors(path: Path) -> CheckpointError:
+    pickled = [name for name in _PICKLED if (path / name).exists()]
+    if not pickled:
+        return CheckpointError(
+            "A folder holds no tensors", where=path, expected=f"{_SINGLE} or {INDEX}", fix="Name another one."
+        )
+    return CheckpointError(
+        "A folder holds pickled tensors only, and loading a pickle can run code",
+        where=path / pickled[0],
+        expected=f"{_SINGLE} or {INDEX}",
+        fix="Where you trust it, load it in transformers and save_pretrained(folder, safe_serialization=True).",
+    )
+
+
+def _read_header(root: Path, name: str, files: Files) -> list[Place]:
+    try:
+        path = (root / name).resolve(strict=True)
+        size = files.size(path)
+    except OSError as error:
+        raise CheckpointError("A file is missing", where=root / name, found=error.strerror) from error
+    with opened(files, path) as file:
+        data = read_header(file, size, where=root / name)
+    table, length = json_file.parse(data[8:], where=root / name), len(data) - 8
+    specs = header.parse(table, TensorKind.MODEL, data_bytes=size - 8 - length, where=root / name)
+    return [Place(spec, name, 8 + length + offset) for spec, offset in specs]

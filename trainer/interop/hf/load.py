@@ -1,0 +1,98 @@
+"""Reads tensors of a transformers folder, box by box, as float32. Where they lie is told elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+import models
+from models import ModelConfig
+from trainer.checkpoint.format.box import Box, in_bytes, whole
+from trainer.checkpoint.format.layout import Place
+from trainer.checkpoint.loading.gather import Gatherer
+from trainer.checkpoint.loading.loader import LoadReport
+from trainer.checkpoint.loading.reader import opened
+from trainer.checkpoint.loading.target import Target
+from trainer.checkpoint.tensors.live import LiveTensor
+from trainer.errors import MismatchError
+from trainer.interop.finite import FiniteCheck
+from trainer.interop.floats import ITEMS, read_floats
+from trainer.interop.hf.folder import HfFolder
+
+
+def fill(
+    folder: HfFolder,
+    places: Mapping[str, Place],
+    live: Sequence[LiveTensor],
+    *,
+    progress: Callable[[int], None] = lambda _: None,
+) -> LoadReport:
+    """Read what each box of `live`, float32, needs into its memory; `progress` is told how many more bytes are there.
+
+    Raises:
+        CheckpointError: if a file cannot be read or ends early, or a number in it is NaN or infinite.
+    """
+    start = time.perf_counter()
+    gatherer = Gatherer()
+    read_bytes = filled_bytes = 0
+    for tensor in sorted(live, key=lambda t: (places[t.spec.name].file, places[t.spec.name].offset)):
+        place, target, check = places[tensor.spec.name], Target(tensor, tensor.box), FiniteCheck()
+        with opened(folder.files, (folder.path / place.file).resolve()) as file:
+            for found, values in read_floats(file, place, tensor.box, gatherer=gatherer):
+                check.add(torch.from_numpy(values))
+                part = in_bytes(found, values.itemsize)
+                target.put(part, values.reshape(-1).view(np.uint8).reshape(part.shape))
+                filled_bytes += values.nbytes
+                progress(values.nbytes)
+            read_bytes += file.read_bytes
+        where = f"{folder.path / place.file}, {tensor.spec.name}"
+        check.require_all(tensor.box, place.spec.view, place.spec.shape, where=where)
+        target.finish()
+    return LoadReport(len(live), len(live), read_bytes, filled_bytes, time.perf_counter() - start)
+
+
+def read_whole(folder: HfFolder, place: Place) -> torch.Tensor:
+    """Return a tensor as float32, without the rows that pad its vocabulary."""
+    return _read(folder, place, whole(place.spec.view)).reshape(place.spec.shape)
+
+
+def check_tied(folder: HfFolder, model: ModelConfig) -> None:
+    """Refuse an output layer that is stored beside the embedding it is tied to and is another tensor.
+
+    Raises:
+        MismatchError: if it is.
+    """
+    for alias, name in models.aliases(model).items():
+        if alias not in folder.places:
+            continue
+        ours = name if name in folder.places else name.split(".", 1)[1]
+        if not _are_same(folder, folder.places[ours], folder.places[alias]):
+            raise MismatchError(
+                "Parameters are tied, and the folder holds two different ones",
+                where=folder.path,
+                expected=f"{alias} and {ours} of the same bits",
+                fix="Set tie_word_embeddings to false in its config.json, and model.tie_word_embeddings=false.",
+            )
+
+
+def _are_same(folder: HfFolder, one: Place, other: Place) -> bool:
+    """Return whether two matrices have the same bits as float32, reading some rows of both at a time."""
+    if one.spec.shape != other.spec.shape:
+        return False
+    height, width = one.spec.shape
+    rows = max(1, ITEMS // width)
+    for lo in range(0, height, rows):
+        box = Box((lo, 0), (min(rows, height - lo), width))
+        ours, theirs = (_read(folder, place, box).view(torch.int32) for place in (one, other))
+        if not torch.equal(ours, theirs):
+            return False
+    return True
+
+
+def _read(folder: HfFolder, place: Place, box: Box) -> torch.Tensor:
+    memory = torch.empty(box.shape, dtype=torch.float32)
+    fill(folder, {place.spec.name: place}, [LiveTensor(place.spec, box, memory, (0,))])
+    return memory

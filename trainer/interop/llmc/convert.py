@@ -1,0 +1,84 @@
+"""llm.c's weight files, in and out.
+
+To begin a run with such a file nothing needs converting: `checkpoint.load` takes it. `trainer.interop.llmc` reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import models
+from models import Family, ModelConfig
+from trainer.atomic import atomic_output
+from trainer.checkpoint.loading.reader import Checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.errors import ConfigError, MismatchError
+from trainer.interop.formats import ExportOptions, Format, ImportOptions
+from trainer.interop.llmc.contents import HEADER_BYTES, MAGICS, VERSIONS, LlmcTensor, gpt2_header, llama3_header
+from trainer.interop.llmc.file import HEADER, open_file, parts_of, read_whole
+from trainer.interop.source import StateSource, of_checkpoint
+from trainer.interop.tensor_files import blocks_of
+
+
+def read_source(path: Path, _: ImportOptions) -> StateSource:
+    """Open a file of weights; they are read tensor by tensor.
+
+    Raises:
+        CheckpointError: for a file that is none, was cut off, or describes no model.
+    """
+    file = open_file(path, Files())
+    return StateSource(file.model, 0, has_optimizer=False, read=lambda name: read_whole(file, name))
+
+
+def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
+    """Write the weights of a checkpoint as a file, tensor by tensor.
+
+    Raises:
+        MismatchError: for a model that such a file cannot describe, or a dtype that it cannot have.
+        ConfigError: if a tokenizer is wanted.
+        CheckpointError: if `out` is there, the checkpoint is damaged, or the file system fails.
+    """
+    files, source = Files(), of_checkpoint(checkpoint)
+    if wanted.tokenizer is not None:
+        raise ConfigError("A file of weights has no room for a tokenizer", where=out, fix="Leave --tokenizer out.")
+    header, parts = _describing(source.model, wanted.dtype, where=checkpoint.path)
+    total = HEADER_BYTES + sum(math.prod(part.shape) for part in parts) * wanted.dtype.itemsize
+    aliases = models.aliases(source.model)
+    bar = tqdm(total=total, desc=out.name, unit="B", unit_scale=True, disable=None, leave=False)
+    with atomic_output(out, files) as partial, bar:
+        descriptor = files.open_for_writing(partial)
+        try:
+            files.reserve(descriptor, total)
+            files.write(descriptor, [memoryview(HEADER.pack(*header, *[0] * (256 - len(header))))], offset=0)
+            at = HEADER_BYTES
+            for part in parts:
+                tensor = part.to_theirs(source.read(aliases.get(part.name, part.name)))
+                end = at + math.prod(part.shape) * wanted.dtype.itemsize  # rows that pad a table stay zero
+                for block in blocks_of(tensor, wanted.dtype, where=part.name):
+                    files.write(descriptor, [block], offset=at)
+                    at += block.nbytes
+                    bar.update(block.nbytes)
+                at = end
+            files.sync(descriptor)
+        finally:
+            files.close(descriptor)
+
+
+def _describing(model: ModelConfig, dtype: torch.dtype, *, where: Path) -> tuple[list[int], list[LlmcTensor]]:
+    """Return the header of a file, but for the zeros at its end, and its tensors."""
+    version = {kind: number for number, kind in VERSIONS.items()}.get(dtype)
+    (magic,) = [number for number, family in MAGICS.items() if family is model.family]
+    write_header = gpt2_header if model.family is Family.gpt2 else llama3_header
+    sizes, found = write_header(model)
+    if version is None:
+        found.append(f"{dtype}: a file has float32 or bfloat16")
+    if version is None or found:
+        raise MismatchError("llm.c has no file for such a model", where=where, found="; ".join(found))
+    return [magic, version, *sizes], parts_of(model, sizes[5])
+
+
+FORMAT = Format("a file of weights of llm.c (GPT-2 or LLaMA-3)", read_source, write, names_model=True)

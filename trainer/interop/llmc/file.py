@@ -1,0 +1,143 @@
+"""A weight file of llm.c, opened: the model that it describes, and where each tensor lies."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import models
+from models import Family, ModelConfig
+from trainer.checkpoint.loading.reader import opened
+from trainer.checkpoint.storage.files import Files
+from trainer.errors import CheckpointError
+from trainer.interop.llmc import contents
+from trainer.interop.llmc.contents import HEADER_BYTES, MAGICS, VERSIONS, LlmcTensor
+
+HEADER = struct.Struct("<256i")
+WEIGHTS = f"a magic number of {' or '.join(map(str, MAGICS))}"
+# What other files begin with, for whoever has named one of them.
+_OTHERS = (
+    (b"PK\x03\x04", "a zip archive, such as torch.save writes"),
+    (b"\x80", "a pickle"),
+    (b"GGUF", "a GGUF file"),
+    (b"{", "JSON; name the folder that it lies in"),
+    (struct.pack("<i", 20240520), "tokens, which data.train reads"),
+    (struct.pack("<i", 20240801), "tokens, which data.train reads"),
+    (struct.pack("<i", 20240527), "the optimizer's state of llm.c, which is not read"),
+)
+_SAFETENSORS = b'{"'  # behind eight bytes of length
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """A file whose header and size are checked; `parts` is by our names, each with its offset in bytes."""
+
+    path: Path
+    files: Files
+    model: ModelConfig
+    dtype: torch.dtype
+    parts: Mapping[str, tuple[LlmcTensor, int]]
+
+
+def foreign(path: Path) -> str | None:
+    """Return what a file is that is none of llm.c's weights, as far as its first bytes say it; None for one that is.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    with path.open("rb") as file:
+        data = file.read(16)
+    return None if int.from_bytes(data[:4], "little") in MAGICS else _told(data)
+
+
+def open_file(path: Path, files: Files) -> WeightsFile:
+    """Read the header of a file of weights, and check that the file has the size that it says.
+
+    Raises:
+        CheckpointError: for a file that is none, was cut off, or describes no model.
+    """
+    try:
+        size = files.size(path.resolve())
+    except OSError as error:
+        raise CheckpointError("A file of weights cannot be read", where=path, found=error.strerror) from error
+    header = _read_header(path, files, size)
+    dtype = VERSIONS[header[1]]
+    model, parts = _described(path, header, size, dtype)
+    offsets, at = dict[str, tuple[LlmcTensor, int]](), HEADER_BYTES
+    for part in parts:
+        offsets[part.name] = (part, at)
+        at += math.prod(part.shape) * dtype.itemsize
+    return WeightsFile(path, files, model, dtype, offsets)
+
+
+def read_whole(file: WeightsFile, name: str) -> torch.Tensor:
+    """Return a tensor as we store it, in the file's dtype, without the rows that pad its vocabulary."""
+    part, offset = file.parts[name]
+    tensor = torch.empty((part.rows, *part.shape[1:]), dtype=file.dtype)
+    with opened(file.files, file.path.resolve()) as source:
+        source.read(memoryview(tensor.view(-1).view(torch.uint8).numpy()), offset)  # type: ignore[arg-type]
+    return part.to_ours(tensor)
+
+
+def parts_of(model: ModelConfig, padded_vocab_size: int) -> list[LlmcTensor]:
+    """Return the tensors of a file in order."""
+    match model.family:
+        case Family.gpt2:
+            return list(contents.gpt2_parts(model, padded_vocab_size))
+        case Family.llama3:
+            return list(contents.llama3_parts(model))
+
+
+def _read_header(path: Path, files: Files, size: int) -> list[int]:
+    data = bytearray(min(size, HEADER_BYTES))
+    with opened(files, path.resolve()) as file:
+        file.read(memoryview(data), 0)
+    if int.from_bytes(data[:4], "little") not in MAGICS:
+        raise CheckpointError("A file is none of llm.c's weights", where=path, expected=WEIGHTS, found=_told(data))
+    if size < HEADER_BYTES:
+        raise CheckpointError(
+            "A file is too short for a header of llm.c", where=path, expected=f"{HEADER_BYTES} B", found=f"{size} B"
+        )
+    header = list(HEADER.unpack(data))
+    if header[1] not in VERSIONS:
+        raise CheckpointError(
+            "A file of weights has another version",
+            where=path,
+            expected=" or ".join(f"{number} ({dtype})" for number, dtype in VERSIONS.items()),
+            found=header[1],
+        )
+    return header
+
+
+def _told(data: bytes | bytearray) -> str:
+    """Return what a file is, as far as its first bytes say it."""
+    if data[8:10] == _SAFETENSORS:
+        return "a safetensors file; name its folder, if config.json lies there"
+    known = (what for begin, what in _OTHERS if data.startswith(begin))
+    return next(known, f"{int.from_bytes(data[:4], 'little')}, of the bytes {data[:8].hex(' ') or 'none'}")
+
+
+def _described(
+    path: Path, header: Sequence[int], size: int, dtype: torch.dtype
+) -> tuple[ModelConfig, list[LlmcTensor]]:
+    """Return the model of a file and its tensors, after checking that the file has their size."""
+    family = MAGICS[header[0]]
+    found = contents.problems_of_header(header, family)
+    items, odd = divmod(size - HEADER_BYTES, dtype.itemsize)
+    model = None
+    if not found:
+        model = contents.gpt2_model(header) if family is Family.gpt2 else contents.llama3_model(header, items)
+        found = [] if model is None else models.problems(model)
+    if found:
+        raise CheckpointError("A file of weights describes no model", where=path, found="; ".join(found))
+    parts = [] if model is None else parts_of(model, header[7])
+    expected = sum(math.prod(part.shape) for part in parts)
+    if model is None or odd or expected != items:
+        wanted = f"{HEADER_BYTES + expected * dtype.itemsize} B" if parts else "what a whole number of columns makes"
+        raise CheckpointError("A file of weights has another size", where=path, expected=wanted, found=f"{size} B")
+    return model, parts

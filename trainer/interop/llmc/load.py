@@ -1,0 +1,100 @@
+"""Reads tensors of a weight file of llm.c, box by box, as float32 in the order in which we store them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainer.checkpoint.format.box import Box, in_bytes
+from trainer.checkpoint.format.layout import Place, TensorKind, TensorSpec
+from trainer.checkpoint.loading.gather import Gatherer
+from trainer.checkpoint.loading.loader import LoadReport
+from trainer.checkpoint.loading.reader import opened
+from trainer.checkpoint.loading.target import Target
+from trainer.checkpoint.tensors.live import LiveTensor
+from trainer.interop.finite import FiniteCheck
+from trainer.interop.floats import read_floats
+from trainer.interop.llmc.contents import LlmcForm, LlmcTensor
+from trainer.interop.llmc.file import WeightsFile
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A box of a tensor in a file, and how its coordinates become ours.
+
+    Args:
+        view: the shape in whose coordinates `box` is.
+        order: their dimensions in our order; None leaves them.
+        row: for rows that a file has elsewhere, our first row; None where the coordinates are ours.
+    """
+
+    view: tuple[int, ...]
+    box: Box
+    order: tuple[int, ...] | None = None
+    row: int | None = None
+
+    def ours(self, found: Box) -> Box:
+        """Return a part of `box` in our coordinates."""
+        if self.order is not None:
+            return Box(*(tuple(numbers[dim] for dim in self.order) for numbers in (found.offset, found.shape)))
+        if self.row is None:
+            return found
+        _, first, _, column = found.offset
+        return Box((self.row + first - self.box.offset[1], column), (found.shape[1], found.shape[3]))
+
+
+def fill(
+    file: WeightsFile, live: Sequence[LiveTensor], *, progress: Callable[[int], None] = lambda _: None
+) -> LoadReport:
+    """Read what each box of `live`, float32, needs into its memory; `progress` is told how many more bytes are there.
+
+    Raises:
+        CheckpointError: if the file cannot be read, or ends early.
+    """
+    start, gatherer = time.perf_counter(), Gatherer()
+    filled_bytes = 0
+    with opened(file.files, file.path.resolve()) as source:
+        for tensor in sorted(live, key=lambda tensor: file.parts[tensor.spec.name][1]):
+            part, offset = file.parts[tensor.spec.name]
+            target = Target(tensor, tensor.box)
+            for run in _runs(part, tensor.spec.view, tensor.box):
+                place = Place(TensorSpec(TensorKind.MODEL, part.name, run.view, file.dtype, run.view), "", offset)
+                check = FiniteCheck()
+                for found, values in read_floats(source, place, run.box, gatherer=gatherer):
+                    check.add(torch.from_numpy(values))
+                    ours = run.ours(found)
+                    turned = values if run.order is None else values.transpose(run.order)
+                    memory = np.ascontiguousarray(turned).reshape(-1).view(np.uint8)
+                    box = in_bytes(ours, values.itemsize)
+                    target.put(box, memory.reshape(box.shape))
+                    filled_bytes += memory.size
+                    progress(memory.size)
+                check.require_all(run.box, run.view, run.view, where=f"{file.path}, {part.name}")
+            target.finish()
+    seconds = time.perf_counter() - start
+    return LoadReport(len(live), len(live), source.read_bytes, filled_bytes, seconds)
+
+
+def _runs(part: LlmcTensor, view: tuple[int, ...], box: Box) -> Iterator[_Run]:
+    """Yield what to read for a box of our tensor of shape `view`."""
+    if not box.numel:
+        return
+    match part.form:
+        case LlmcForm.plain:
+            yield _Run(view, box)
+        case LlmcForm.transposed:  # theirs begins with our second dimension, and ends with our first
+            last = len(view) - 1
+            theirs = Box((*box.offset[1:], box.offset[0]), (*box.shape[1:], box.shape[0]))
+            yield _Run((*view[1:], view[0]), theirs, order=(last, *range(last)))
+        case LlmcForm.interleaved:  # our rows of a head: all that lie first of two in a file, then all that lie second
+            rows = view[0] // part.heads
+            half = rows // 2
+            for block in range(box.offset[0] // half, -(-box.end[0] // half)):
+                head, which = divmod(block, 2)
+                lo, hi = max(box.offset[0], block * half), min(box.end[0], (block + 1) * half)
+                offset = (head, lo - block * half, which, box.offset[1])
+                yield _Run((part.heads, half, 2, view[1]), Box(offset, (1, hi - lo, 1, box.shape[1])), row=lo)

@@ -1,0 +1,50 @@
+"""Recognizes checkpoints of Megatron-LM, Megatron-Core and NeMo, which this program does not read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.checkpoint.format import json_file
+from trainer.errors import CheckpointError, MismatchError
+
+_METADATA = "metadata.json"  # megatron/core/dist_checkpointing/core.py, CheckpointingConfig
+_BACKEND = "sharded_backend"
+_LEGACY = ("mp_rank_*/model_optim_rng.pt", "mp_rank_*/model_rng.pt")  # Megatron-LM, --ckpt-format torch
+_MOST_NAMED = 10
+
+
+def refuse_megatron(path: Path) -> None:
+    """Refuse a checkpoint of Megatron, or a folder that holds some, by its files alone: no pickle is read.
+
+    Raises:
+        MismatchError: if it is one, saying how to get its weights out.
+    """
+    if not path.is_dir():
+        return
+    own = _form(path)
+    below = {} if own else {child.name: form for child in sorted(path.iterdir()) if (form := _form(child))}
+    named = [own] if own else [f"{name}: {form}" for name, form in below.items()]
+    if not named:
+        return
+    more = f"; and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    raise MismatchError(
+        "The folder holds a Megatron checkpoint, which this program does not read",
+        where=path,
+        found="; ".join(named[:_MOST_NAMED]) + more,
+        fix="This is no sign of damage. Export its weights as a Hugging Face folder with Megatron Bridge "
+        "(AutoBridge.export_ckpt), then run `import hf` on that folder. Moments do not come along.",
+    )
+
+
+def _form(path: Path) -> str | None:
+    """Return which form of Megatron's a folder has; None for any other folder."""
+    if (path / _METADATA).is_file():
+        try:
+            backend = json_file.read(path / _METADATA).get(_BACKEND)
+        except CheckpointError:
+            backend = None
+        if isinstance(backend, str):
+            return f"megatron.core.dist_checkpointing, {_BACKEND} {backend!r} in {_METADATA}"
+    if path.is_dir() and any(next(path.glob(pattern), None) for pattern in _LEGACY):
+        return "Megatron-LM's format `torch`, a folder mp_rank_* for each rank"
+    return None

@@ -1,0 +1,58 @@
+"""Opens the model of a run, of one checkpoint or of a transformers folder, whole and on one device, to read from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import models
+from models import Model, ModelConfig
+from trainer.checkpoint.loading.choose import Chooser, LoadSource
+from trainer.checkpoint.loading.reader import open_checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.errors import CheckpointError
+from trainer.interop.hf.folder import is_folder, open_folder, stored_places
+from trainer.interop.hf.load import check_tied, read_whole
+from trainer.interop.source import of_checkpoint
+
+
+def open_model(path: Path, device: torch.device) -> tuple[Model, Path]:
+    """Return a model in float32, and the folder that it was read from.
+
+    Args:
+        path: a run's folder or its checkpoint folder, for the newest valid one; one iteration; or a folder that
+            transformers' `save_pretrained` wrote.
+
+    Raises:
+        TrainerError: if there is none, or it is damaged, or not of a family of ours.
+    """
+    files = Files()
+    if is_folder(path):
+        folder = open_folder(path, files)
+        places = stored_places(folder, folder.model)
+        check_tied(folder, folder.model)
+        return _filled(folder.model, lambda name: read_whole(folder, places[name]), device), path
+    chooser = Chooser(LoadSource.named(path), files, lambda _: None)
+    while True:
+        chosen = chooser.pick()
+        try:
+            source = of_checkpoint(open_checkpoint(chosen, files))
+            return _filled(source.model, source.read, device), chosen
+        except CheckpointError as error:  # every block is checked as it is read: an older one may be whole
+            chooser.skip(error)
+
+
+def _filled(config: ModelConfig, read: Callable[[str], torch.Tensor], device: torch.device) -> Model:
+    config = replace(config, pad_vocab_multiple=1)
+    with torch.device("meta"):
+        model = models.build_model(config)
+    model.to_empty(device=device)
+    model.tie_weights()
+    names = models.aliases(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(read(names.get(name, name)).reshape(parameter.shape))
+    return model.eval()

@@ -1,0 +1,167 @@
+"""Writes a source as a checkpoint of ours: what a run of one process would have saved in that state."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import models
+from trainer import run_record as record
+from trainer.build import describe_alone, tokenizer_of
+from trainer.checkpoint.commit import protocol as commit
+from trainer.checkpoint.commit.protocol import Attempt
+from trainer.checkpoint.format.json_file import Document
+from trainer.checkpoint.format.layout import build_layout
+from trainer.checkpoint.format.names import STATE
+from trainer.checkpoint.saving.save_job import cannot_write, require_room
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.checkpoint.storage.lock import FolderLock
+from trainer.compatibility import differences, settle
+from trainer.config.schema import CheckpointSection, Config, ParallelSection, TrainSection
+from trainer.data.text import bytes_encoder, read_tokenizer
+from trainer.errors import CheckpointError, ConfigError, MismatchError
+from trainer.interop.finite import require_finite
+from trainer.interop.source import StateSource
+from trainer.interop.tensor_files import write_tensor_files
+from trainer.progress import Progress
+from trainer.state import checkpoint_specs
+
+_log = logging.getLogger(__name__)
+
+
+def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consumed_samples: int | None = None) -> Path:
+    """Write `folder/iter_<iteration>` from a source, as a run with `config` on one rank would, and return that path.
+
+    Tensors become float32, one at a time; one that holds NaN or infinity is refused. The folder is locked meanwhile as
+    a run locks it.
+
+    Args:
+        config: of the run that is to go on; how it is spread over ranks is left out.
+        consumed_samples: how many samples were trained on; by default a global batch for each iteration.
+
+    Raises:
+        TrainerError: if the iteration is there already, the source is no such model, or it cannot be written; nothing
+            that was committed is touched.
+    """
+    config = replace(config, parallel=ParallelSection(zero_stage=config.parallel.zero_stage))
+    _check(config)
+    config = replace(config, train=_trainable(config))
+    documents = _documents(source, config, consumed_samples)
+    files = Files()
+    specs = tuple(checkpoint_specs(config.model, with_optimizer=source.has_optimizer))
+    layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
+    nonce = secrets.token_hex(4)
+    attempt = Attempt(source.iteration, f"{nonce}-1", CheckpointFolder(folder, files), layout)
+    try:
+        lock = FolderLock(folder, nonce)
+        lock.acquire()
+        try:
+            attempt.folder.sweep()
+            _write(source, attempt, config, documents, lock)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    return attempt.folder.iteration(source.iteration)
+
+
+def _check(config: Config) -> None:
+    """Refuse a configuration with which nothing can be written. Keys of training are the business of the run."""
+    found = models.problems(config.model)
+    values = {
+        "train.seq_length": config.train.seq_length,
+        "train.global_batch_size": config.train.global_batch_size,
+        "checkpoint.file_bytes": config.checkpoint.file_bytes,
+    }
+    found += [f"{name}={value}: must be at least 1" for name, value in values.items() if value < 1]
+    if found:
+        raise ConfigError("No checkpoint can be written with this configuration", found="; ".join(found))
+
+
+def _trainable(config: Config) -> TrainSection:
+    """Return the section `train` as the checkpoint records it: with samples no longer than the model has positions."""
+    most = config.model.max_position_embeddings
+    if config.train.seq_length <= most:
+        return config.train
+    _log.info(
+        f"train.seq_length={config.train.seq_length} is above the model's {most} positions: the checkpoint records "
+        f"{most}, and a run that goes on from it needs train.seq_length={most} or less"
+    )
+    return replace(config.train, seq_length=most)
+
+
+def _write(
+    source: StateSource, attempt: Attempt, config: Config, documents: dict[str, Document], lock: FolderLock
+) -> None:
+    target, partial = (
+        attempt.folder.iteration(attempt.iteration),
+        attempt.folder.partial(attempt.iteration, attempt.name),
+    )
+    if target.exists():
+        raise CheckpointError(
+            "The iteration is there already", where=target, fix="Move it away, or name another folder."
+        )
+    require_room(attempt, documents)
+    files = attempt.folder.files
+    try:
+        files.make_folder(partial)
+        written = write_tensor_files(partial, files, attempt.layout, _finite(source))
+        aliases = models.aliases(config.model)
+        commit.publish(attempt, written, documents=documents, aliases=aliases, lock=lock, begin_rename=lambda: None)
+    finally:
+        files.remove_tree(partial)  # gone, once it has its name
+
+
+def _finite(source: StateSource) -> Callable[[str], torch.Tensor]:
+    """Return the source's `read`, which then refuses tensors with a number that is NaN or infinite."""
+
+    def read(name: str) -> torch.Tensor:
+        tensor = source.read(name)
+        require_finite(tensor, where=name)
+        return tensor
+
+    return read
+
+
+def _documents(source: StateSource, config: Config, consumed_samples: int | None) -> dict[str, Document]:
+    schedule, description = describe_alone(config)
+    theirs = record.model_record(source.model)
+    found = differences({"model": theirs}, {"model": description["model"]}, record.rules_for(_MODEL_ALONE))
+    try:
+        settle(found, flags=set(), where="the source")
+    except MismatchError as error:
+        raise MismatchError(
+            "The source holds another model than the one configured",
+            found=error.found,
+            fix="\nLeave model= and model.KEY=VALUE out: the source says which model it is.",
+        ) from None
+    train = config.train
+    samples = source.iteration * train.global_batch_size if consumed_samples is None else consumed_samples
+    most = (2**63 - 1) // train.seq_length  # tokens are counted in int64
+    if not 0 <= samples <= most:
+        raise ConfigError("No run can have trained on so many samples", expected=f"0 to {most}", found=samples)
+    lr = schedule.at(source.iteration) if source.iteration else 0.0  # the first iteration is 1
+    progress = Progress(source.iteration, samples, samples * train.seq_length)
+    return {
+        "config.json": models.hf_config(config.model),
+        "generation_config.json": models.generation_config(config.model),
+        STATE: record.state_record(progress, lr, description),
+        **_tokenizer(source, config),
+    }
+
+
+def _tokenizer(source: StateSource, config: Config) -> dict[str, bytes]:
+    """Return the files of the source's tokenizer; else those of the one that is named, or of bytes where they fit."""
+    if source.tokenizer:
+        return {name: read_tokenizer(path) for name, path in source.tokenizer.items()}
+    is_known = config.data.tokenizer is not None or config.model.vocab_size == bytes_encoder().vocab_size
+    return tokenizer_of(config) if is_known else {}
+
+
+_MODEL_ALONE = CheckpointSection(finetune=True)

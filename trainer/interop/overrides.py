@@ -1,0 +1,33 @@
+"""The overrides that make the trainer's command configure a given model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from models import Family, ModelConfig
+from trainer.run_record import model_record
+
+# Every field is overridden, but an override cannot give rope_scaling to a group that has none.
+_GROUPS = {
+    (Family.gpt2, False): "gpt2_tiny",
+    (Family.llama3, False): "llama3_tiny",
+    (Family.llama3, True): "llama3_1b",
+}
+
+
+def model_overrides(model: ModelConfig, others: Sequence[str] = ()) -> list[str]:
+    """Return overrides that configure `model`, to stand before `others`; none where those choose a model themselves."""
+    if any(override.startswith("model=") for override in others):
+        return []
+    fields = {name: value for name, value in model_record(model).items() if name != "family"}
+    group = _GROUPS[model.family, model.rope_scaling is not None]
+    return [f"model={group}", *(f"model.{name}={_text(value)}" for name, value in fields.items())]
+
+
+def _text(value: object) -> str:
+    """Return a value in the grammar of overrides (https://hydra.cc/docs/advanced/override_grammar/basic/)."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_text(member)}" for name, member in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

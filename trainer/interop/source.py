@@ -1,0 +1,74 @@
+"""A state that is read tensor by tensor, whoever wrote it. What becomes of it is told elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from models import ModelConfig
+from trainer.checkpoint.format.box import whole
+from trainer.checkpoint.loading.loader import fill
+from trainer.checkpoint.loading.reader import Checkpoint, read_places
+from trainer.checkpoint.tensors.live import LiveTensor
+from trainer.errors import CheckpointError
+from trainer.run_record import saved_model
+
+# What tokenizers of transformers save themselves as.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def tokenizer_files_in(folder: Path) -> dict[str, Path]:
+    """Return the files of a tokenizer that lie in a folder, by name."""
+    return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+
+
+@dataclass(frozen=True, slots=True)
+class StateSource:
+    """A state that another program wrote.
+
+    Args:
+        iteration: optimizer steps done; 0 for weights alone.
+        read: gives a CPU tensor of the stored shape, of any floating dtype, by our stored name, which is transformers'
+            (`models.stored_tensors`); moments are `exp_avg.<name>` and `exp_avg_sq.<name>`, steps `step.<name>`. Called
+            once for each tensor, in the order of our files.
+        tokenizer: the files of the tokenizer that lie beside the model, by name.
+    """
+
+    model: ModelConfig
+    iteration: int
+    has_optimizer: bool
+    read: Callable[[str], torch.Tensor]
+    tokenizer: Mapping[str, Path] = field(default_factory=dict)
+
+
+def of_checkpoint(checkpoint: Checkpoint) -> StateSource:
+    """Return a checkpoint of ours as a source; every block that is read is checked against its digest.
+
+    Raises:
+        CheckpointError: if its state file or a header is damaged.
+    """
+    places = read_places(checkpoint)
+
+    def read(name: str) -> torch.Tensor:
+        if name not in places:
+            raise CheckpointError("A checkpoint lacks a tensor", where=checkpoint.path, expected=name)
+        spec = places[name].spec
+        memory = torch.empty(spec.view, dtype=spec.dtype)
+        fill(checkpoint, places, [LiveTensor(spec, whole(spec.view), memory, (0,))], threads=1)
+        return memory.reshape(spec.shape)
+
+    model = saved_model(checkpoint.state, where=checkpoint.path)
+    tokenizer = {n: path for n, path in tokenizer_files_in(checkpoint.path).items() if n in checkpoint.manifest.files}
+    return StateSource(model, checkpoint.iteration, checkpoint.has_optimizer, read, tokenizer)

@@ -1,0 +1,170 @@
+"""Begins a run, on any topology, with weights of another program: a folder of transformers, or a file of llm.c.
+
+What lies there is told in `hf` and in `llmc`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import xxhash
+
+from models import ModelConfig
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.loading.loader import LoadReport
+from trainer.checkpoint.loading.replicas import check_replicas
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.patience import unreadable
+from trainer.checkpoint.storage.progress_line import ProgressLine
+from trainer.checkpoint.storage.shared_folder import on_this_host
+from trainer.checkpoint.tensors.live import LiveTensor
+from trainer.config.schema import CheckpointSection
+from trainer.errors import MismatchError, TrainerError
+from trainer.interop.hf import load as hf
+from trainer.interop.hf.config import differences
+from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places
+from trainer.interop.hf.load import check_tied
+from trainer.interop.llmc import load as llmc
+from trainer.interop.llmc.file import open_file
+from trainer.launch.process_group import Cluster
+from trainer.regular_file import open_regular
+from trainer.state import TrainerState
+
+_log = logging.getLogger(__name__)
+
+# So many stretches of a file are compared between hosts, each of so many bytes.
+_SAMPLES, _SAMPLE_BYTES = 16, 256 << 10
+
+
+class WeightsKind(Enum):
+    """What holds the weights that a run begins with."""
+
+    folder = "folder"  # of transformers
+    file = "file"  # of llm.c
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Weights of the configured model.
+
+    Args:
+        says: lines on what differs from the configuration, and may.
+        files: where they lie, in an order that is the same on every host.
+        fill: reads them into live tensors.
+    """
+
+    says: Sequence[str]
+    files: Sequence[Path]
+    fill: Callable[[Sequence[LiveTensor], Callable[[int], None]], LoadReport]
+
+
+def load_pretrained(
+    path: Path, kind: WeightsKind, state: TrainerState, cluster: Cluster, section: CheckpointSection
+) -> LoadReport:
+    """Fill the parameters from what lies at `path`, cast to float32; moments stay as they are. A call of all ranks.
+
+    Each rank reads what its boxes need and no more. What else a trainer has saved in the folder is named in the log.
+
+    Raises:
+        TrainerError: on every rank; before anything is filled, if it does not hold the configured model.
+    """
+    problem: TrainerError | None = None
+    live = list(state.shards(with_optimizer=False))
+    weights = _Weights((), (), lambda live, _: LoadReport(0, len(live), 0, 0, 0.0))
+    try:
+        _require_finetune(path, kind, section)
+        opens = _open_folder if kind is WeightsKind.folder else _open_file
+        weights = opens(path, state.config, is_first=cluster.rank == 0)
+    except TrainerError as error:
+        problem = error
+    cluster.channel.agree("pretrained/open", problem)
+    _require_same(path, weights.files, cluster.channel)
+    for text in weights.says if cluster.rank == 0 else ():
+        _log.warning(text)
+    try:
+        line = ProgressLine(f"loading {path}", sum(tensor.local.nbytes for tensor in live))
+        report = weights.fill(live, line.add)
+    except TrainerError as error:
+        problem = error
+    cluster.channel.agree("pretrained/fill", problem)
+    check_replicas(live, cluster.channel, "pretrained/replicas")
+    return report
+
+
+def _open_folder(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
+    folder = open_folder(path, Files())
+    says = [*differences(folder.model, model, where=path / CONFIG), *left_behind(path)]
+    places = stored_places(folder, model)
+    if is_first:
+        check_tied(folder, model)
+    files = sorted({path / place.file for place in places.values()})
+    return _Weights(says, files, lambda live, progress: hf.fill(folder, places, live, progress=progress))
+
+
+def _open_file(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
+    del is_first  # a file of a tied model has one table
+    file = open_file(path, Files())
+    says = differences(file.model, model, where=path, kind=WeightsKind.file.value)
+    return _Weights(says, [path], lambda live, progress: llmc.fill(file, live, progress=progress))
+
+
+def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> None:
+    """Refuse to begin with weights of which this rank sees others than rank 0. A call of all ranks.
+
+    Compared are the names and sizes of the files, and samples of each from its first to its last bytes.
+
+    Raises:
+        MismatchError: on every rank, naming the host.
+    """
+    problem: TrainerError | None = None
+    digest = b""
+    try:
+        digest = _digest_of_samples(files)
+    except OSError as error:
+        problem = unreadable(error, where=path)
+    channel.agree("pretrained/samples", problem)
+    expected = channel.broadcast("pretrained/digest", digest)
+    if digest != expected:
+        problem = MismatchError(
+            "This host sees other weights than rank 0 under the same path",
+            where=on_this_host(path),
+            expected=f"digest {expected.hex()}",
+            found=f"digest {digest.hex()}",
+            fix="No training was done. Mount the same file system at this path on every host, or copy the same files.",
+        )
+    channel.agree("pretrained/same", problem)
+
+
+def _digest_of_samples(files: Sequence[Path]) -> bytes:
+    found = xxhash.xxh3_64()
+    for path in files:
+        with os.fdopen(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            found.update(f"{path.name} {size}\n".encode())
+            last = max(0, size - _SAMPLE_BYTES)
+            for at in sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)}):
+                found.update(os.pread(file.fileno(), _SAMPLE_BYTES, at))
+    return found.digest()
+
+
+def _require_finetune(path: Path, kind: WeightsKind, section: CheckpointSection) -> None:
+    if not section.finetune:
+        owner = "transformers" if kind is WeightsKind.folder else "llm.c"
+        raise MismatchError(
+            f"The {kind.value} holds weights of {owner}, and no run to go on with",
+            where=path,
+            found="no trainer_state.json",
+            fix="To start at iteration 0 from its weights set checkpoint.finetune=true.",
+        )
+    if section.ckpt_step is not None:
+        raise MismatchError(
+            f"An iteration is asked of a {kind.value} that has none",
+            where=path,
+            found=f"checkpoint.ckpt_step={section.ckpt_step}",
+            fix="Leave checkpoint.ckpt_step out.",
+        )

@@ -1,0 +1,18 @@
+"""The formats that can be converted, by the names that the command knows them by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainer.interop.dcp import source as dcp
+from trainer.interop.deepspeed import source as deepspeed
+from trainer.interop.formats import Format
+from trainer.interop.hf import convert as hf
+from trainer.interop.llmc import convert as llmc
+
+FORMATS: Mapping[str, Format] = {
+    "hf": hf.FORMAT,
+    "llmc": llmc.FORMAT,
+    "dcp": dcp.FORMAT,
+    "deepspeed": deepspeed.FORMAT,
+}

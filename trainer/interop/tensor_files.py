@@ -1,0 +1,97 @@
+"""Writes whole tensors into the files of a layout, one after the other. It commits nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from trainer.atomic import cannot_write
+from trainer.checkpoint.format.box import whole
+from trainer.checkpoint.format.layout import FileLayout, Layout, Place
+from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, digest_of
+from trainer.checkpoint.storage.files import Files
+from trainer.errors import CheckpointError
+
+Read = Callable[[str], torch.Tensor]
+
+
+def write_tensor_files(folder: Path, files: Files, layout: Layout, read: Read) -> list[WrittenPiece]:
+    """Write and sync every file of `layout` in a folder that is there; return each tensor as one piece with digests.
+
+    No more than one tensor is in memory at a time, cast to the layout's dtype block by block. A bar on standard error
+    counts the bytes where that is a terminal.
+
+    Raises:
+        CheckpointError: for a tensor of another shape than the layout's, or with values beyond the dtype; with path and
+            errno, if the file system fails.
+    """
+    written = []
+    total = sum(place.spec.total_bytes for place in layout.places.values())
+    with tqdm(total=total, desc=folder.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        for file in layout.files:
+            path = folder / file.name
+            try:
+                files.make_folder(path.parent)
+                written += list(_write_file(path, files, file, read, bar.update))
+            except OSError as error:
+                raise cannot_write(path, error, files) from error
+    return written
+
+
+def _write_file(
+    path: Path, files: Files, file: FileLayout, read: Read, progress: Callable[[int], object]
+) -> Iterator[WrittenPiece]:
+    descriptor = files.open_for_writing(path)
+    try:
+        files.reserve(descriptor, file.total_bytes)
+        files.write(descriptor, [memoryview(file.header)], offset=0)
+        for place in file.places:
+            digests, offset = [], place.offset
+            for block in blocks_of(_checked(read(place.spec.name), place), place.spec.dtype, where=place.spec.name):
+                files.write(descriptor, [block], offset=offset)
+                digests.append(bytes.fromhex(digest_of(block)))
+                offset += block.nbytes
+                progress(block.nbytes)
+            assert all(len(digest) == DIGEST_BYTES for digest in digests)
+            yield WrittenPiece(place.spec.name, whole(place.spec.view), 0, place.spec.total_bytes, b"".join(digests))
+        files.sync(descriptor)
+    finally:
+        files.close(descriptor)
+
+
+def _checked(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    if tuple(tensor.shape) != place.spec.shape:
+        raise CheckpointError(
+            "A tensor has another shape than the model's",
+            where=place.spec.name,
+            expected=list(place.spec.shape),
+            found=list(tensor.shape),
+        )
+    return tensor
+
+
+def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in C order, cast to `dtype`, in blocks of `BLOCK_BYTES`, the last one shorter.
+
+    Raises:
+        CheckpointError: for a tensor that is not of floating point, or a finite value that is infinite in `dtype`.
+    """
+    if not tensor.is_floating_point():
+        raise CheckpointError("A tensor holds no floating-point numbers", where=where, found=tensor.dtype)
+    flat = tensor.detach().reshape(-1)
+    count = BLOCK_BYTES // dtype.itemsize
+    for lo in range(0, flat.numel(), count):
+        values = flat[lo : lo + count]
+        cast = values.to(dtype).contiguous()
+        if dtype.itemsize < values.dtype.itemsize and bool((cast.isinf() & values.isfinite()).any()):
+            raise CheckpointError(
+                "A number is beyond what a dtype holds",
+                where=where,
+                expected=f"at most {torch.finfo(dtype).max}, the largest of {dtype}",
+                found=float(values.abs().max()),
+                fix="Take bfloat16 or float32.",
+            )
+        yield memoryview(cast.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,138 @@
+"""What people and schedulers ask of a running job: to end, or to save now. All ranks agree on it once an iteration."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.launch.signals import SignalHandler
+
+_log = logging.getLogger(__name__)
+
+SAVE_NOW = "save_now"
+_LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ControlFlags:
+    """What is asked for after an iteration: by one rank of itself, or by any rank, once all agree."""
+
+    stop: bool = False
+    save: bool = False
+    give_up: bool = False
+
+    def flags(self) -> list[float]:
+        """Return it as numbers, to travel with an iteration's figures."""
+        return [float(self.stop), float(self.save), float(self.give_up)]
+
+    @staticmethod
+    def of(flags: Sequence[float]) -> ControlFlags:
+        """Return what the greatest flags over all ranks ask for."""
+        stop, save, give_up = (vote > 0 for vote in flags)
+        return ControlFlags(stop, save, give_up)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlRules:
+    """When time alone asks for something; minutes, 0 for never. `give_up_after` failed saves in a row end the run."""
+
+    exit_duration_in_mins: float = 0.0
+    save_interval_mins: float = 0.0
+    give_up_after: int = 0
+
+
+class RunControl:
+    """The wishes that reach one rank. Clock and files are looked at on rank 0 only: ranks would not see them alike.
+
+    Args:
+        folder: the checkpoint folder, in which a file named `save_now` asks for a save; None for none.
+    """
+
+    def __init__(
+        self,
+        rules: ControlRules,
+        watch: SignalHandler | None,
+        *,
+        rank: int,
+        folder: Path | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rules, self._watch, self._rank, self._clock = rules, watch, rank, clock
+        self._file = None if folder is None else folder / SAVE_NOW
+        self._started = self._saved = clock()
+        self._looked = clock() - _LOOK_EVERY_S
+        self._is_touched = False
+        self._ignored: tuple[int, int] | None = None
+
+    def begin(self) -> None:
+        """Say that the first iteration begins."""
+        if self._watch is not None:
+            self._watch.await_iteration()
+        self._saved = self._clock()
+
+    def now(self, *, failed_saves: int = 0) -> ControlFlags:
+        """Return what is asked of this rank, where the last `failed_saves` saves have failed."""
+        limit = self._rules.give_up_after
+        give_up = 0 < limit <= failed_saves
+        if self._rank:
+            return ControlFlags(stop=self.is_signalled(), give_up=give_up)
+        now = self._clock()
+        duration, interval = self._rules.exit_duration_in_mins, self._rules.save_interval_mins
+        is_over = 0 < 60 * duration <= now - self._started
+        is_due = 0 < 60 * interval <= now - self._saved
+        return ControlFlags(self.is_signalled() or is_over, is_due or self._look(now), give_up)
+
+    def saving(self) -> None:
+        """Say that a save begins: what asked for one is served."""
+        self._saved = self._clock()
+        if self._is_touched and self._file is not None:
+            self._is_touched = False
+            try:
+                self._file.unlink(missing_ok=True)
+            except OSError as error:  # it has asked for this save, and must not ask for another one every second
+                self._ignore(f"it cannot be removed: {error.strerror}")
+
+    def reason(self) -> str:
+        """Return why the job is to end, as far as this rank knows."""
+        return self._signal or "its time is over, or another rank was asked to"
+
+    def is_signalled(self) -> bool:
+        """Return whether a signal has come to this rank."""
+        return self._signal is not None
+
+    @property
+    def _signal(self) -> str | None:
+        return None if self._watch is None else self._watch.name
+
+    def _look(self, now: float) -> bool:
+        if self._file is not None and now - self._looked >= _LOOK_EVERY_S and not self._is_touched:
+            self._looked = now
+            with contextlib.suppress(OSError):
+                status = self._file.lstat()
+                is_new = _identity(status) != self._ignored
+                if is_new and stat.S_ISDIR(status.st_mode):
+                    self._ignore("it is a folder, and a file of this name asks for a save")
+                self._is_touched = is_new and not stat.S_ISDIR(status.st_mode)
+        return self._is_touched
+
+    def _ignore(self, reason: str) -> None:
+        """Ignore what is in the file's place from now on, until it is touched again or replaced."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._ignored = _identity(self._file.lstat())
+                _log.warning("%s is ignored: %s", self._file, reason)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_ino, status.st_mtime_ns
+
+
+def should_exit(iteration: int, exit_interval: int) -> bool:
+    """Return whether `train.exit_interval` asks to save and exit after `iteration`; 0 never does."""
+    return exit_interval > 0 and iteration % exit_interval == 0

@@ -1,0 +1,92 @@
+"""The variables with which torchrun tells a rank who it is. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer.errors import LaunchError
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What torchrun tells a rank; a plain `python` is a world of one."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+    has_agent_store: bool
+
+    @property
+    def store_host(self) -> str:
+        """Return which process has the store, in words."""
+        return "torchrun's agent on the first node" if self.has_agent_store else "rank 0"
+
+    @staticmethod
+    def read(variables: Mapping[str, str]) -> Environment:
+        """Read torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
+
+        Raises:
+            LaunchError: for a variable that is not a number or is outside its range, or a world without an address.
+        """
+        number = {name: _number(name, variables.get(name, default)) for name, default in _NUMBERS.items()}
+        for name, (least, most) in _ranges(number).items():
+            if not least <= number[name] <= most:
+                raise LaunchError(
+                    f"The environment variable {name} is out of range",
+                    expected=f"{least} to {most}",
+                    found=number[name],
+                    fix="Launch with torchrun, or unset torchrun's variables for a single process.",
+                )
+        if number["WORLD_SIZE"] > 1 and "MASTER_ADDR" not in variables:
+            raise LaunchError("WORLD_SIZE is set but MASTER_ADDR is not", fix="Launch with torchrun.")
+        return Environment(
+            number["RANK"],
+            number["WORLD_SIZE"],
+            number["LOCAL_RANK"],
+            number["LOCAL_WORLD_SIZE"],
+            variables.get("MASTER_ADDR", "localhost"),
+            number["MASTER_PORT"],
+            variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Return the ranks on this host, this one among them: torchrun numbers them one after the other."""
+        first = self.rank - self.local_rank
+        return tuple(range(first, min(first + self.local_world_size, self.world_size)))
+
+
+_NUMBERS = {
+    "WORLD_SIZE": "1",
+    "RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_PORT": "0",
+}
+_MOST_RANKS = 1 << 20
+
+
+def _ranges(number: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return the least and the greatest value of each variable, the sizes before the numbers that depend on them."""
+    return {
+        "WORLD_SIZE": (1, _MOST_RANKS),
+        "RANK": (0, number["WORLD_SIZE"] - 1),
+        "LOCAL_WORLD_SIZE": (1, number["WORLD_SIZE"]),
+        "LOCAL_RANK": (0, number["WORLD_SIZE"] - 1),
+        "MASTER_PORT": (0, 65535),
+    }
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(
+            f"The environment variable {name} is not a number",
+            found=repr(text),
+            fix="Launch with torchrun, or unset torchrun's variables for a single process.",
+        ) from None

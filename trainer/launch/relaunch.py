@@ -1,0 +1,116 @@
+"""Knows a launch again that its launcher has started anew: what the command says of the beginning acts once a launch.
+
+Rank 0 only. Which checkpoint is loaded is the business of `restore.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from trainer.checkpoint.format import json_file
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.storage.files import Files, replace_file
+from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.errors import CheckpointError
+
+RECORD = "launch.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a launch goes by.
+
+    Args:
+        names: its names, which it keeps when its launcher starts it again; none where nobody would.
+        earlier: those of them under which this very launch may have run before.
+    """
+
+    names: tuple[str, ...] = ()
+    earlier: tuple[str, ...] = ()
+
+
+def identify(variables: Mapping[str, str], agent_store: Store | None) -> Launch:
+    """Return what torchrun and SLURM tell of this launch.
+
+    torchrun's agent keeps its store for as long as the launch lives, so a random name in that store tells this launch
+    from all others, whatever their rdzv-id. Where the ranks cannot see the store, the rdzv-id and a count of restarts
+    above zero have to do. A SLURM job keeps its number when it is requeued, and SLURM counts how often that was.
+
+    Args:
+        variables: the environment.
+        agent_store: the store of torchrun's agent, if this rank is connected to it.
+
+    Raises:
+        DistError: if that store is gone.
+    """
+    names, earlier = [], []
+    run = variables.get("TORCHELASTIC_RUN_ID")
+    if run is not None and agent_store is not None:
+        drawn = bytes(agent_store.compare_set(f"reprise/launch/{run}", "", secrets.token_hex(8))).decode()
+        names.append(f"torchrun/{run}/{drawn}")
+        earlier.append(names[-1])
+    elif run is not None:
+        names.append(f"torchrun/{run}")
+        earlier += names if _count(variables, "TORCHELASTIC_RESTART_COUNT") else []
+    job = variables.get("SLURM_JOB_ID")
+    if job is not None:
+        names.append(f"slurm/{variables.get('SLURM_CLUSTER_NAME', '')}/{job}")
+        earlier += names[-1:] if _count(variables, "SLURM_RESTART_COUNT") else []
+    return Launch(tuple(names), tuple(earlier))
+
+
+def _count(variables: Mapping[str, str], name: str) -> int:
+    text = variables.get(name, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def has_committed(folder: CheckpointFolder, launch: Launch) -> bool:
+    """Return whether this launch has run before and committed a checkpoint beyond the iteration at which it began.
+
+    Raises:
+        CheckpointError: if the record of it is malformed: a wrong guess would put checkpoints out of the way.
+    """
+    found = _read(folder.root / RECORD) if launch.earlier else None
+    if found is None or not set(launch.earlier) & set(found["launches"]):
+        return False
+    return any(iteration > found["began_at"] for iteration in folder.committed())
+
+
+def note(folder: CheckpointFolder, launch: Launch, iteration: int | None) -> None:
+    """Write down, durably, where this launch began.
+
+    Args:
+        iteration: where, -1 for a fresh start; None if it goes on, and only its new names are added.
+
+    Raises:
+        OSError: if the folder cannot be written.
+        CheckpointError: as `has_committed`.
+    """
+    path = folder.root / RECORD
+    record: Json = {"launches": list(launch.names), "began_at": iteration}
+    if iteration is None:
+        found = _read(path) or {"launches": [], "began_at": -1}
+        if set(launch.names) <= set(found["launches"]):
+            return
+        record = {**found, "launches": [*found["launches"], *(n for n in launch.names if n not in found["launches"])]}
+    replace_file(Files(), path, json_file.to_bytes(record))
+
+
+def _read(path: Path) -> Json | None:
+    if not path.exists():
+        return None
+    found = json_file.read(path)
+    names, began_at = found.get("launches"), found.get("began_at")
+    if type(began_at) is not int or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            "The record of a launch is malformed",
+            where=path,
+            expected="names and an iteration",
+            fix="Delete it: then the next start does what checkpoint.load and checkpoint.ckpt_step say.",
+        )
+    return found

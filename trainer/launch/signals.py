@@ -1,0 +1,113 @@
+"""Hears the signals that ask a job to end, on a thread of its own. What the loop does about it is told elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Launchers and terminals may send a signal twice in a row; only a later one is a person losing patience.
+_SECOND_S = 2.0
+_EXIT_GRACE_S = 1.0
+
+
+class SignalHandler:
+    """Takes the first signal as a wish to end, and a second one, at least two seconds later, as an order.
+
+    Python runs a signal's handler on the main thread only between two instructions, and that thread may stand in a
+    collective for minutes. So the interpreter writes the number of each signal to a socket at once
+    (`signal.set_wakeup_fd`), and a thread reads it.
+
+    Args:
+        notice_s: how long after the first signal the process may still be there.
+        exit_grace: called before the process is left for good, with the reason.
+        leave: ends the process with a status.
+    """
+
+    def __init__(
+        self,
+        notice_s: float,
+        *,
+        exit_grace: Callable[[str], object] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+        leave: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._notice_s, self._exit_grace, self._clock, self._leave = notice_s, exit_grace, clock, leave
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._first: tuple[int, float] | None = None
+        self._is_awaited = False
+        self._is_over = threading.Event()
+
+    def start(self) -> None:
+        """Begin to listen. Main thread."""
+        for number in SIGNALS:
+            signal.signal(number, _heard)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def await_iteration(self) -> None:
+        """Say that from now on somebody asks `name` after every iteration; before, a signal ends the process."""
+        self._is_awaited = True
+        if self._first is not None:
+            self._end(128 + self._first[0], f"received {self.name} before the first iteration")
+
+    def leave_within(self, seconds: float, status: int) -> None:
+        """Leave with `status` after a while, whatever hangs by then; to be called where the process ends anyway."""
+        timer = threading.Timer(seconds, self._leave, (status,))
+        timer.daemon = True
+        timer.start()
+
+    def stop(self) -> None:
+        """Stop listening: the process ends by itself. Main thread."""
+        self._is_over.set()
+        signal.set_wakeup_fd(-1)
+        self._writer.close()
+
+    @property
+    def name(self) -> str | None:
+        """Return the name of the signal that asked the job to end, or None."""
+        return None if self._first is None else signal.Signals(self._first[0]).name
+
+    def heard(self, number: int) -> None:
+        """Take a signal. Called by the listening thread."""
+        now = self._clock()
+        if number not in SIGNALS:
+            return
+        if self._first is None:
+            self._first = number, now
+            if not self._is_awaited:
+                self._end(128 + number, f"received {self.name} before the first iteration")
+            threading.Thread(target=self._enforce, name="notice", daemon=True).start()
+        elif now - self._first[1] >= _SECOND_S:
+            self._end(128 + number, f"received {signal.Signals(number).name} after {self.name}")
+
+    def _listen(self) -> None:
+        while data := self._reader.recv(64):
+            for number in data:
+                self.heard(number)
+
+    def _enforce(self) -> None:
+        if not self._is_over.wait(self._notice_s):
+            self._end(
+                1,
+                f"{self.name} gave {self._notice_s:.0f} s (train.exit_signal_save_seconds), the state was not saved "
+                "within; committed checkpoints are untouched",
+            )
+
+    def _end(self, status: int, reason: str) -> None:
+        print(f"leaving at once: {reason}", file=sys.stderr, flush=True)
+        exit_grace = threading.Thread(target=self._exit_grace, args=(reason,), daemon=True)
+        exit_grace.start()
+        exit_grace.join(_EXIT_GRACE_S)  # whoever is to hear it may hang
+        self._leave(status)
+
+
+def _heard(_number: int, _frame: FrameType | None) -> None:
+    """Be a handler: without one the signal would end the process."""

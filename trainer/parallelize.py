@@ -1,0 +1,176 @@
+"""Builds this rank's pipeline stages and applies tensor, data and pipeline parallelism to them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import DeviceMesh
+
+import models
+from models import Model, Stage, token_loss
+from trainer.checkpoint.format.box import cut
+from trainer.checkpoint.format.layout import TensorKind
+from trainer.checkpoint.tensors.live import Grid, local_of
+from trainer.checkpoint.tensors.memory import memory_of
+from trainer.config.schema import Config, Dtype
+from trainer.errors import CheckpointError
+from trainer.launch.process_group import Cluster
+from trainer.parallel import data, pipeline, tensor
+from trainer.parallel.context import ParallelContext
+from trainer.parallel.pipeline import tied_parameters
+from trainer.state import TrainerState
+from trainer.topology import Topology
+
+
+def build_models(config: Config, device: torch.device, *, topology: Topology, mesh: DeviceMesh | None) -> list[Model]:
+    """Build each stage on `meta`, spread it over the mesh, and give it memory: zeros, to be filled by name.
+
+    Nothing is ever there as a whole: memory is allocated for the local shards only. Tied embeddings are bound again
+    after each step that separates them.
+    """
+    rank = mesh.get_local_rank("pp") if mesh is not None else 0
+    if topology.pp == 1:
+        stages = [Stage.whole(config.model.n_layer)]
+    else:
+        stages = pipeline.stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=rank)
+    return [build_stage(config, device, stage=stage, topology=topology, mesh=mesh) for stage in stages]
+
+
+def build_stage(
+    config: Config, device: torch.device, *, stage: Stage, topology: Topology, mesh: DeviceMesh | None
+) -> Model:
+    """Build one stage on `meta`, spread it over the mesh, and give it memory on `device`: zeros."""
+    dtype = compute_dtype(config)
+    with torch.device("meta"):
+        model = models.build_model(config.model, stage=stage, compute_dtype=dtype)
+    model.activation_checkpointing = config.train.activation_checkpointing
+    if mesh is not None and topology.tp > 1:
+        tensor.shard(model, mesh["tp"], sequence_parallel=topology.sp)
+        model.tie_weights()
+    blocks = list(model.blocks.values())
+    if config.train.compile:
+        for block in blocks:
+            block.compile()
+    if mesh is not None and topology.dp > 1:
+        data.shard(model, blocks, mesh["dp"], zero_stage=config.parallel.zero_stage, compute_dtype=dtype)
+    model.to_empty(device=device)
+    model.tie_weights()
+    for parameter in model.parameters():
+        local_of(parameter).zero_()
+    return model
+
+
+def build_grid(topology: Topology, mesh: DeviceMesh | None) -> Grid:
+    """Return the ranks that hold the same stages as this one, on the axes dp and tp."""
+    if mesh is None:
+        return Grid.flat(1)
+    ranks = np.arange(topology.world_size).reshape(topology.pp, topology.dp, topology.tp)
+    return Grid(ranks[mesh.get_local_rank("pp")], ("dp", "tp"))
+
+
+def build_context(
+    config: Config, state: TrainerState, *, topology: Topology, mesh: DeviceMesh | None, cluster: Cluster
+) -> ParallelContext:
+    """Return the axes of a run. A collective call."""
+    place = topology.coordinate(cluster.rank)
+    loss = _loss(config, mesh if topology.tp > 1 else None)
+    has_tied_ends = topology.pp > 1 and config.model.tie_word_embeddings
+    return ParallelContext(
+        zero_stage=config.parallel.zero_stage,
+        data=mesh["dp"] if mesh is not None and topology.dp > 1 else None,
+        is_tensor_parallel=topology.tp > 1,
+        loss=loss,
+        gather_logits=_whole(config, mesh if topology.tp > 1 else None),
+        pipeline=None if mesh is None or topology.pp == 1 else _build_pipeline(config, state, topology, mesh, loss),
+        embedding_group=pipeline.embedding_group(mesh) if mesh is not None and has_tied_ends else None,
+        reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
+        grad_norm_parameters=_counted(state, cluster.rank),
+    )
+
+
+def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    if mesh is None:
+        return token_loss
+    return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
+
+
+def _whole(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    if mesh is None:
+        return lambda logits: logits
+    return functools.partial(tensor.gather_logits, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
+
+
+def _build_pipeline(
+    config: Config,
+    state: TrainerState,
+    topology: Topology,
+    mesh: DeviceMesh,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> pipeline.Pipeline:
+    lo, hi = cut(0, config.model.padded_vocab_size, index=mesh.get_local_rank("tp"), count=topology.tp)
+    train = config.train
+    shape = pipeline.BatchShape(
+        micro_batches=train.global_batch_size // (train.micro_batch_size * topology.dp),
+        micro_batch_size=train.micro_batch_size,
+        seq_length=train.seq_length,
+        sequence=train.seq_length // (topology.tp if topology.sp else 1),
+        width=config.model.n_embd,
+        rows=hi - lo,
+        dtype=compute_dtype(config),
+    )
+    parts = [part.model for part in state.parts]
+    device = next(parts[0].parameters()).device
+    return pipeline.Pipeline(parts, mesh["pp"], shape, device=device, loss=loss)
+
+
+def _counted(state: TrainerState, rank: int) -> list[torch.nn.Parameter]:
+    """Return the parameters whose gradients this rank counts: each box on the first rank that holds it."""
+    mine = {
+        tensor.spec.name
+        for tensor in state.shards(with_optimizer=False)
+        if tensor.spec.kind is TensorKind.MODEL and tensor.replicas[0] == rank and not tensor.is_copy
+    }
+    return [
+        parameter
+        for part in state.parts
+        for name, parameter in part.model.named_parameters()
+        if name in mine and parameter.requires_grad
+    ]
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of activations and products."""
+    return torch.bfloat16 if config.train.dtype is Dtype.bfloat16 else torch.float32
+
+
+def check_tied_copies(state: TrainerState, ends: dist.ProcessGroup | None) -> None:
+    """Compare the digests of both copies, weights and moments. A collective call of the group `ends`; None is none.
+
+    Raises:
+        CheckpointError: on both stages, if the copies differ: what would be saved is not what trains.
+    """
+    if ends is None:
+        return
+    digest = xxhash.xxh3_64()
+    for part in state.parts:
+        for parameter in tied_parameters(part.model):
+            digest.update(memory_of(local_of(parameter)))
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                digest.update(memory_of(local_of(part.optimizer.state[parameter][key])))
+    own = digest.intdigest() >> 1
+    device = next(state.parts[0].model.parameters()).device
+    low, high = torch.tensor(own, device=device), torch.tensor(own, device=device)
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=ends)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=ends)
+    if int(low) != int(high):
+        raise CheckpointError(
+            "The two copies of a tied parameter differ",
+            where=f"{' and '.join(sum(models.aliases(state.config).items(), ()))}, rank {dist.get_rank()}",
+            expected="the same bits on the first and the last pipeline stage",
+            fix="Nothing was saved; resume from the last checkpoint.",
+        )

@@ -1,0 +1,277 @@
+"""What `trainer_state.json` says of a run, and what may differ when another run loads it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from models import Activation, Family, ModelConfig, RopeScaling, problems, stored_tensors
+from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.format.names import FORMAT
+from trainer.compatibility import Rule, Verdict
+from trainer.config.schema import CheckpointSection, Config
+from trainer.errors import CheckpointError
+from trainer.progress import Progress
+from trainer.schedule import DecayStyle, Schedule
+from trainer.topology import Topology
+
+_ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
+_LOSSES = "checkpoint.keep_best and the best loss compare validation losses that are not measured alike"
+_MASKS = f"{_ROUNDING}, but for other masks where there is dropout"
+
+RULES: tuple[Rule, ...] = (
+    Rule("model", Verdict.REFUSED),
+    Rule("model.activation", Verdict.REFUSED, hint="absent means gelu_tanh"),
+    Rule("model.dropout", Verdict.SAID, says="the loss curve will differ"),
+    Rule("model.initializer_range", Verdict.SAID, says="it acts at the start of a run only"),
+    Rule("model.pad_vocab_multiple", Verdict.SAID, says=_ROUNDING),
+    Rule("topology", Verdict.FLAG, "checkpoint.reshard", _MASKS),
+    Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run goes on with other batches"),
+    Rule("batch.micro_batch_size", Verdict.SAID, says=_MASKS),
+    Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run goes on with other samples"),
+    Rule("data.valid_fingerprint", Verdict.SAID, says=_LOSSES, is_optional=True),
+    Rule("evaluation", Verdict.SAID, says=_LOSSES, is_optional=True),
+    Rule(
+        "seed",
+        Verdict.FLAG,
+        "checkpoint.override_data",
+        says="the run goes on with other samples and other dropout masks",
+        hint="it orders the samples and draws dropout masks",
+    ),
+    Rule("schedule", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
+    Rule(
+        "schedule.decay_iters",
+        Verdict.FLAG,
+        "checkpoint.override_scheduler",
+        says="the loss curve will differ",
+        hint="schedule.lr_decay_iters={saved} extends the run on the saved schedule",
+    ),
+    Rule("clip_grad", Verdict.SAID, says="the loss curve will differ", is_optional=True),
+    Rule("adam", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
+    Rule("optimizer", Verdict.REFUSED),
+    Rule("optimizer.weight_decay", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
+    Rule("precision", Verdict.SAID, says=_ROUNDING),
+    Rule("environment", Verdict.SAID, says=_ROUNDING),
+)
+
+
+def flags_set(section: CheckpointSection) -> set[str]:
+    """Return the flags that allow differences and are set."""
+    names = ("reshard", "override_scheduler", "override_batch_size", "override_data")
+    return {f"checkpoint.{name}" for name in names if getattr(section, name)}
+
+
+def rules_for(section: CheckpointSection) -> Sequence[Rule]:
+    """Return the rules that apply: a fine-tuning run shares the model only."""
+    if section.finetune:
+        return [rule for rule in RULES if rule.field.startswith("model")]
+    if section.use_checkpoint_scheduler:
+        return [rule for rule in RULES if not rule.field.startswith(("schedule", "adam"))]
+    return RULES
+
+
+def compared(saved: Json, current: Json) -> tuple[Json, Json]:
+    """Return two states in the form in which they are compared.
+
+    In the place of the optimizer's groups it has whether each parameter that both states know has weight decay; how
+    much is in `adam`. A member of the optimizer that the saved state leaves out, which it may, is in neither.
+    """
+    theirs, ours = saved.get("optimizer", {}), current["optimizer"]
+    if not isinstance(theirs, Mapping):
+        return saved, current
+    old, new = ({"name": table["name"]} if "name" in theirs else {} for table in (theirs, ours))
+    if "groups" in theirs:
+        there, here = _decays(theirs["groups"]), _decays(ours["groups"])
+        if there is None or here is None:
+            return saved, current
+        both = there.keys() & here.keys()
+        old["weight_decay"], new["weight_decay"] = ({name: known[name] for name in both} for known in (there, here))
+    return {**saved, "optimizer": old}, {**current, "optimizer": new}
+
+
+def _decays(groups: object) -> dict[str, bool] | None:
+    """Return whether each parameter has weight decay: the first group has. None for what are no groups."""
+    if not isinstance(groups, list):
+        return None
+    found = dict[str, bool]()
+    for number, group in enumerate(groups):
+        names = group.get("names") if isinstance(group, Mapping) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return None
+        found |= dict.fromkeys(names, number == 0)
+    return found
+
+
+def no_decay_names(config: ModelConfig) -> frozenset[str]:
+    """Return the parameters without weight decay: biases and norms, all that is no matrix on disk."""
+    return frozenset(name for name, tensor in stored_tensors(config).items() if len(tensor.shape) < 2)
+
+
+def model_record(config: ModelConfig) -> Json:
+    """Return every field of a model as JSON; an activation that is absent is the tanh form of GELU."""
+    table = {**asdict(config), "family": config.family.value, "activation": config.activation.value}
+    if config.activation is Activation.gelu_tanh:
+        del table["activation"]
+    return table
+
+
+def describe(
+    config: Config,
+    *,
+    schedule: Schedule,
+    topology: Topology,
+    fingerprint: str,
+    environment: Json,
+    valid_fingerprint: str | None = None,
+) -> Json:
+    """Return the part of the record that stays the same all through a run.
+
+    Args:
+        fingerprint: of the training data.
+        valid_fingerprint: of the validation data; None where nothing is evaluated.
+    """
+    train, optimizer = config.train, config.optimizer
+    return {
+        "model": model_record(config.model),
+        "topology": {
+            "world_size": topology.world_size,
+            "tp": topology.tp,
+            "pp": topology.pp,
+            "vpp": topology.vpp,
+            "sp": topology.sp,
+            "dp": topology.dp,
+            "zero_stage": config.parallel.zero_stage,
+        },
+        "batch": {
+            "global_batch_size": train.global_batch_size,
+            "seq_length": train.seq_length,
+            "micro_batch_size": train.micro_batch_size,
+        },
+        "data": {
+            "fingerprint": fingerprint,
+            **({"valid_fingerprint": valid_fingerprint} if valid_fingerprint else {}),
+        },
+        "evaluation": _evaluation(config),
+        "clip_grad": train.clip_grad,
+        "seed": train.seed,
+        "schedule": asdict(schedule),
+        "adam": {
+            "weight_decay": optimizer.weight_decay,
+            "beta1": optimizer.adam_beta1,
+            "beta2": optimizer.adam_beta2,
+            "eps": optimizer.adam_eps,
+        },
+        "optimizer": optimizer_record(config.model, optimizer.weight_decay),
+        "precision": {"dtype": train.dtype.value},
+        "environment": environment,
+    }
+
+
+def _evaluation(config: Config) -> Json:
+    train = config.train
+    iters = {"eval_iters": train.eval_iters} if train.eval_interval else {}
+    return {"eval_interval": train.eval_interval, **iters}
+
+
+def optimizer_record(model: ModelConfig, weight_decay: float) -> Json:
+    """Return the optimizer's name and its groups: the parameters with weight decay, then those without."""
+    no_decay, names = no_decay_names(model), list(stored_tensors(model))
+    return {
+        "name": "AdamW",
+        "groups": [
+            {"weight_decay": weight_decay, "names": [name for name in names if name not in no_decay]},
+            {"weight_decay": 0.0, "names": [name for name in names if name in no_decay]},
+        ],
+    }
+
+
+def state_record(progress: Progress, lr: float, description: Json) -> Json:
+    """Return the whole `trainer_state.json`."""
+    return {"format": FORMAT, **progress.record(), "lr": lr, **description}
+
+
+def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
+    """Return the progress that a state file holds; where the sample length is another, the position is in tokens.
+
+    Raises:
+        CheckpointError: if it holds none, or one that no run can come to.
+    """
+    try:
+        saved = Progress.from_record(state)
+        saved_length = _natural(state["batch"]["seq_length"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError("A state file has no progress", where=where, found=repr(error)) from error
+    if saved_length == seq_length:
+        return saved
+    return Progress(saved.iteration, saved.consumed_tokens // seq_length, saved.consumed_tokens, saved.best_loss)
+
+
+def saved_model(state: Json, *, where: object) -> ModelConfig:
+    """Return the model that a state file holds.
+
+    Raises:
+        CheckpointError: if it holds none, or one that cannot be built.
+    """
+    try:
+        values: dict[str, Any] = dict(_table(state["model"]))
+        scaling = values.pop("rope_scaling")
+        values["family"] = Family(values["family"])
+        values["activation"] = Activation(values.get("activation", Activation.gelu_tanh.value))
+        model = ModelConfig(**values, rope_scaling=None if scaling is None else RopeScaling(**scaling))
+        _same_kinds(model)
+        found = problems(model)
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError("A state file has no model", where=where, found=repr(error)) from error
+    if found:
+        raise CheckpointError("A state file has a model that cannot be built", where=where, found="; ".join(found))
+    return model
+
+
+def _same_kinds(model: ModelConfig) -> None:
+    """Refuse members of another type than the schema gives them; an integer does for a float."""
+    for table in (model, model.rope_scaling):
+        for field in () if table is None else fields(table):
+            value = getattr(table, field.name)
+            if field.type in (int, float, bool):
+                is_fit = isinstance(value, int | float) if field.type is float else isinstance(value, field.type)
+                if not is_fit or (isinstance(value, bool) and field.type is not bool):
+                    raise TypeError(f"{field.name} is {value!r}")
+
+
+def saved_schedule(state: Json, *, where: object) -> tuple[Schedule, dict[str, float]]:
+    """Return the learning-rate schedule and the numbers of Adam that a state file holds.
+
+    Raises:
+        CheckpointError: if it does not hold them all, or anything that is no such number.
+    """
+    try:
+        values, adam = _table(state["schedule"]), _table(state["adam"])
+        expected = {field.name for field in fields(Schedule)}
+        if values.keys() != expected:
+            raise ValueError(f"a schedule of {sorted(values)}")
+        names = ("warmup_iters", "decay_iters", "wsd_decay_iters")
+        counts = {name: _natural(values[name]) for name in names}
+        style = DecayStyle(values["style"]).value
+        schedule = Schedule(style=style, lr=_number(values["lr"]), min_lr=_number(values["min_lr"]), **counts)
+        return schedule, {name: _number(adam[name]) for name in ("weight_decay", "beta1", "beta2", "eps")}
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError("A state file has no schedule", where=where, found=repr(error)) from error
+
+
+def _table(value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{value!r} is no object")
+    return value
+
+
+def _natural(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise TypeError(f"{value!r} is no natural number")
+    return value
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
+        raise TypeError(f"{value!r} is no number of a schedule or an optimizer")
+    return value
