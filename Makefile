@@ -1,26 +1,43 @@
 # Two commands do everything: `make demo` shows it, `make test` proves it. Both build .venv first.
-PYTHON ?= python3.11
+# .venv is made by the first of these that is Python 3.11 or newer; `make PYTHON=/path/to/python` names another.
+PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Many tests mostly wait for processes: pytest-xdist deals their files out to two.
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
+# A name on PATH does not always run: pyenv has one for every version that is switched off. Debian's Python makes no
+# environment before python3-venv is installed.
+IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+VERSION := import platform; print("Python", platform.python_version())
+USABLE = $(shell for python in $(PYTHON); do \
+	if "$$python" -c '$(IS_USABLE)' >/dev/null 2>&1; then command -v "$$python"; break; fi; done)
+NONE_USABLE = found no Python 3.11 or newer that makes environments among: $(PYTHON) (`make PYTHON=/path/to/python` names one)
+# How the environment that is there answers: `usable`, `unusable`, or nothing where there is none.
+PRESENT = $(shell if [ -e $(BIN)/python ] || [ -L $(BIN)/python ]; then \
+	$(BIN)/python -c '$(IS_USABLE)' >/dev/null 2>&1 && echo usable || echo unusable; fi)
+NOT_RUNNING = $(VENV)/bin/python does not run or is older than 3.11 (`make clean` removes $(VENV))
+
 .PHONY: setup demo test test-slow test-interop test-soak bench check format clean
 
 setup: $(STAMP)
 
-# An environment that is there is kept, with whatever its user has installed into it; `make clean` removes it.
+# An environment that is there is kept, with what its user has installed into it.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	@$(if $(PRESENT),$(if $(filter usable,$(PRESENT)),$(KEEP),$(error $(NOT_RUNNING))),$(call MAKE_VENV,$(or $(USABLE),$(error $(NONE_USABLE)))))
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,check]'
 	touch $@
+
+KEEP = echo "$$($(BIN)/python -c '$(VERSION)') in $(VENV), which is there already (\`make clean\` removes it)"; \
+	[ -e $(BIN)/pip ] || $(BIN)/python -m ensurepip --default-pip >/dev/null
+MAKE_VENV = echo "$$($(1) -c '$(VERSION)') at $(1) makes $(VENV)" && $(1) -m venv $(VENV)
 
 demo: setup
 	$(BIN)/python -m scripts.demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not slow" --durations=10 $(SIDE_BY_SIDE)
 
 # Every topology against every other, and what else takes minutes of many processes.
 test-slow: setup
@@ -51,4 +68,4 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info
