@@ -30,9 +30,9 @@ class ScheduleSection:
     """
 
     lr_decay_style: DecayStyle = DecayStyle.cosine
-    lr_warmup_iters: int | None = 0
+    lr_warmup_iters: int | None = None
     lr_decay_iters: int | None = None
-    min_lr: float = 0.0
+    min_lr: float = 1e-4
     lr_wsd_decay_iters: int | None = None
 
 

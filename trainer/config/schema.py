@@ -86,7 +86,7 @@ class TrainSection:
 
     train_iters: int = 100
     global_batch_size: int = 8
-    micro_batch_size: int = 8
+    micro_batch_size: int = 4
     seq_length: int = 128
     clip_grad: float = 1.0
     seed: int = 1234
@@ -189,7 +189,7 @@ class CheckpointSection:
     """
 
     save: str | None = "${run.dir}/checkpoints"
-    save_interval: int = 0
+    save_interval: int = 20
     save_interval_mins: float = 0.0
     max_checkpoint_keep: int = 0
     keep_best: int = 0
