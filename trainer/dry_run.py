@@ -19,7 +19,7 @@ from models.config import ModelConfig, Stage, parameter_count
 from models.families import Model
 from trainer.checkpoint.format.box import Box, Image, image, intersect, whole
 from trainer.checkpoint.format.layout import Layout, TensorSpec, build_layout
-from trainer.checkpoint.saving.ownership import Holding, pieces_of
+from trainer.checkpoint.saving.plan import Holding, pieces_of
 from trainer.checkpoint.tensors.live import Grid, placed_box
 from trainer.config.schema import Config, topology_of
 from trainer.parallel.mesh import build_mesh
