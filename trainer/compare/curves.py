@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from trainer.compare.read import QUANTITIES, Curve, Point, Reading, read_curve
 from trainer.errors import DataError
+from trainer.text_table import format_table
 
 __all__ = [
     "Comparison",
@@ -297,8 +298,7 @@ def _table(differences: tuple[CurveDifference, ...]) -> list[str]:
         (str(row.iteration), row.quantity, repr(row.base.value), repr(row.test.value), f"{row.size:.3e}", _ulps(row))
         for row in differences
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return format_table(rows, align=">")
 
 
 def _ulps(difference: CurveDifference) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.errors import DataError
+from trainer.json_value import integer
 from trainer.regular_file import SMALL_BYTES, read_regular
 
 METRICS_FILE = "metrics.jsonl"
@@ -247,11 +248,12 @@ def _read_dtype(config: Path) -> str | None:
 def _point_of_record(record: Mapping[str, object], where: str) -> Point | None:
     if "loss" not in record and "loss_hex" not in record:
         return None
-    iteration = record.get("iteration")
-    if not isinstance(iteration, int) or isinstance(iteration, bool) or iteration < 0:
+    try:
+        iteration = integer(record.get("iteration"))
+    except ValueError as error:
         raise DataError(
-            "A record with a loss has no iteration", where=where, expected="an integer", found=repr(iteration)
-        )
+            "A record with a loss has no iteration", where=where, expected="an integer", found=str(error)
+        ) from error
     loss, grad_norm, lr = (_reading_of_record(record, quantity, where) for quantity in QUANTITIES)
     if loss is None:
         raise DataError("A loss is null", where=where, expected='loss_hex beside it, such as "nan"')

@@ -5,7 +5,6 @@ Drawing them is in `trainer/compare/speed_plot.py`; measuring them is the busine
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,8 +12,9 @@ from statistics import median, quantiles
 from typing import Any
 
 from trainer.compare.read import METRICS_FILE, parse_records, read_run_file
-from trainer.compare.table import format_table
 from trainer.errors import DataError
+from trainer.json_value import finite_number
+from trainer.text_table import format_table
 
 # The first iterations after a start are slow: they fill caches, allocate memory and, where asked for, compile.
 SKIPPED = 5
@@ -273,6 +273,7 @@ def _save(record: Mapping[str, object], where: str) -> TimedSave:
 
 def _number(record: Mapping[str, object], name: str, where: str) -> float:
     value = record.get(name)
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    raise DataError(f"Cannot read {name}", where=where, expected="a number", found=repr(value)[:60])
+    try:
+        return finite_number(value)
+    except ValueError as error:
+        raise DataError(f"Cannot read {name}", where=where, expected="a number", found=repr(value)[:60]) from error

@@ -5,13 +5,14 @@ Comparing is in `trainer/compare/curves.py`, which also has the report of a sing
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.compare.curves import Comparison, Curve
 from trainer.compare.read import LLMC_LOG, METRICS_FILE
+from trainer.json_value import finite
+from trainer.text_table import format_table
 
 Row = dict[str, Any]
 
@@ -57,10 +58,10 @@ def summarize(comparison: Comparison, name: str) -> Row:
         "largest_loss_difference": largest
         and {
             "iteration": largest.iteration,
-            "difference": _finite(largest.size),
-            "base": _finite(largest.base.value),
+            "difference": finite(largest.size),
+            "base": finite(largest.base.value),
             "base_hex": largest.base.value.hex(),
-            "test": _finite(largest.test.value),
+            "test": finite(largest.test.value),
             "test_hex": largest.test.value.hex(),
         },
     }
@@ -100,18 +101,6 @@ def report_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines of columns, the first to the left and the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
 def short_verdict(comparison: Comparison) -> str:
     """Say in few words how a run compares with the base."""
     if comparison.bit_identical:
@@ -148,7 +137,3 @@ def _about(curve: Curve, name: str) -> Row:
         "dtype": curve.dtype,
         "notes": list(curve.notes),
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

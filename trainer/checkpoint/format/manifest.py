@@ -19,6 +19,7 @@ from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.box import Box, image
 from trainer.checkpoint.format.layout import DTYPE_NAMES, MOST_DIMENSIONS, Layout, Place
 from trainer.errors import CheckpointError, MismatchError
+from trainer.json_value import integer
 
 FORMAT = "reprise-manifest/1"
 BLOCK_BYTES = 4 << 20
@@ -245,7 +246,7 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
     for name, entry in table["files"].items():
         is_tensor_file = "header_xxh3_64" in entry
         digest = entry["header_xxh3_64" if is_tensor_file else "xxh3_64"]
-        files[_inside(name)] = FileEntry(_natural(entry["bytes"]), str(digest), is_tensor_file)
+        files[_inside(name)] = FileEntry(_size(entry["bytes"]), str(digest), is_tensor_file)
     if sum(entry.total_bytes for entry in files.values() if not entry.is_tensor_file) > json_file.MAX_BYTES:
         raise ValueError(f"the files that hold no tensors are larger than {json_file.MAX_BYTES} B")
     tensors = {name: _tensor_entry(entry) for name, entry in table["tensors"].items()}
@@ -253,16 +254,16 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
 
 
 def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
-    view = tuple(_natural(n) for n in entry["view"])
+    view = tuple(_size(n) for n in entry["view"])
     if not is_shape(view):
         raise ValueError(f"a view of {len(view)} dimensions has more of them, or of elements, than a tensor can")
-    cuts = tuple(tuple(_natural(n) for n in marks) for marks in entry["cuts"])
+    cuts = tuple(tuple(_size(n) for n in marks) for marks in entry["cuts"])
     if len(cuts) != len(view) or any(
         marks[0] != 0 or marks[-1] != n or list(marks) != sorted(set(marks))
         for marks, n in zip(cuts, view, strict=True)
     ):
         raise ValueError(f"cuts {cuts} do not fit a tensor of {view}")
-    shares = {_cell(key): tuple(_natural(n) for n in offsets) for key, offsets in entry.get("shares", {}).items()}
+    shares = {_cell(key): tuple(_size(n) for n in offsets) for key, offsets in entry.get("shares", {}).items()}
     found = TensorEntry(view, cuts, shares, bytes.fromhex(entry["digests"]))
     # Only the headers know the item size; `reader.read_places` asks again with it.
     if not any(found.fits(itemsize) for itemsize in _ITEMSIZES):
@@ -270,10 +271,8 @@ def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
     return found
 
 
-def _natural(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_ELEMENTS:
-        raise ValueError(f"{value!r} is no natural number that a tensor can have")
-    return value
+def _size(value: object) -> int:
+    return integer(value, most=MOST_ELEMENTS)
 
 
 def _cell(key: str) -> int:
