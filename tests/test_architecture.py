@@ -82,6 +82,8 @@ ONLY_IN = {
     "omegaconf": ("trainer.__main__",),
     "matplotlib": ("trainer.compare.figure",),
     "torch.utils.tensorboard": ("trainer.metrics.run_log",),
+    "tensorboard": ("trainer.metrics.tensorboard_files",),
+    "google.protobuf": ("trainer.metrics.tensorboard_files",),  # what tensorboard writes its events with
     "torch.distributed.tensor": ("trainer.checkpoint.tensors.live", "trainer.parallel"),
 }
 

@@ -26,7 +26,7 @@ from trainer.interop.megatron import refuse_megatron
 from trainer.interop.start import WeightsKind as WeightsKind
 from trainer.interop.start import load_pretrained
 from trainer.launch.relaunch import has_committed, note
-from trainer.metrics.run_log import last_recorded_iteration
+from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.random import fill_initial_values
 from trainer.state import checkpoint_specs
 
