@@ -390,7 +390,7 @@ def test_tests_are_annotated_and_hold_no_path_of_a_machine() -> None:
 
 
 def test_documents_and_configuration_hold_no_path_of_a_machine() -> None:
-    names = ["Makefile", "pyproject.toml", "constraints.txt", "README.md", ".gitignore", ".ci/run"]
+    names = ["Makefile", "pyproject.toml", "constraints.txt", "README.md", "CHANGELOG.md", ".gitignore", ".ci/run"]
     paths = (
         [ROOT / name for name in names] + sorted((ROOT / "docs").glob("*.md")) + sorted(ROOT.glob("configs/**/*.yaml"))
     )

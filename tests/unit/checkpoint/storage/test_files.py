@@ -204,7 +204,7 @@ except OSError as error:
     print(error.strerror)
 print(checkpointer.save(1, contents(1)).error)
 for finding in folder(root):
-    print(finding.decision, finding.found)
+    print(finding.verdict, finding.found)
 checkpointer.close()
 """
 
