@@ -152,7 +152,7 @@ def _find(run: Run) -> bytes:
         return b""
     own = None if section.save is None else Path(section.save)
     folder = None if own is None else CheckpointFolder(own, Files())
-    committed = [] if folder is None else [*folder.committed(), *folder.strange()]  # `Chooser` refuses the latter
+    committed = [] if folder is None else [*folder.committed(), *folder.non_folders()]  # `Chooser` refuses the latter
     if section.load != "auto":
         named = LoadSource.named(Path(section.load)).path
         is_inside = own is not None and own.resolve() in (named.resolve(), *named.resolve().parents)

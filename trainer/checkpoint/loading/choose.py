@@ -52,7 +52,7 @@ def committed_in(folder: CheckpointFolder) -> list[int]:
         OSError: if the folder cannot be listed.
     """
     committed = folder.committed()
-    for iteration in reversed(folder.strange()):
+    for iteration in reversed(folder.non_folders()):
         path = folder.iteration(iteration)
         if iteration > max(committed, default=-1):
             raise CheckpointError(
@@ -167,7 +167,7 @@ class Chooser:
 
     def _exactly(self, folder: CheckpointFolder, iteration: int) -> list[Path]:
         committed, path = folder.committed(), folder.iteration(iteration)
-        if iteration in folder.strange():
+        if iteration in folder.non_folders():
             raise CheckpointError(
                 "An iteration is no folder of its own",
                 where=path,
