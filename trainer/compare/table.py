@@ -1,7 +1,4 @@
-"""Say what several comparisons with one base found: names of the runs, a table, and the same for programs.
-
-Comparing is in `trainer/compare/curves.py`, which also has the report of a single comparison.
-"""
+"""Reports several comparisons with one base: names of the runs, a table, and JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ Row = dict[str, Any]
 
 
 def name_runs(sources: Sequence[str]) -> list[str]:
-    """Name files of runs as shortly as tells them apart: by the run's folder, or the file where it is a text log.
+    """Return the shortest names that tell runs apart: the run's folder, or the file for a text log.
 
-    Names that would be the same grow by the folders above; the same file given again is numbered.
+    Equal names grow by their parent folders; the same file given again is numbered.
     """
     paths = [Path(source).absolute() for source in sources]
     parts = [(path.parent if path.name in (METRICS_FILE, LLMC_LOG) else path).parts for path in paths]
@@ -35,10 +32,10 @@ def name_runs(sources: Sequence[str]) -> list[str]:
 
 
 def summarize(comparison: Comparison, name: str) -> Row:
-    """Return what one comparison found, as members of standard JSON: what is no finite number is null beside its hex.
+    """Return the result of one comparison as members of standard JSON; floats are also given in hex.
 
     Args:
-        comparison: what `compare` found.
+        comparison: the result of `compare`.
         name: the name of its test run.
     """
     different, largest = comparison.different_iterations, comparison.largest
@@ -68,7 +65,7 @@ def summarize(comparison: Comparison, name: str) -> Row:
 
 
 def summarize_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> Row:
-    """Return what comparisons with one base found, for programs; `names` has the base's first."""
+    """Return the results of comparisons with one base as JSON; `names` has the base's first."""
     return {
         "base": _about(comparisons[0].base, names[0]),
         "runs": [summarize(comparison, name) for comparison, name in zip(comparisons, names[1:], strict=True)],
@@ -77,10 +74,10 @@ def summarize_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> Ro
 
 
 def report_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
-    """Say in lines what comparisons with one base found, a row for each; the last line is the verdict.
+    """Return a table with a row for each comparison with one base; its last line is the verdict.
 
     Args:
-        comparisons: what `compare` found, all with the same base.
+        comparisons: results of `compare`, all with the same base.
         names: of the base and of the test runs, in order.
     """
     curves = [comparisons[0].base, *(comparison.test for comparison in comparisons)]
@@ -102,7 +99,7 @@ def report_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
 
 
 def short_verdict(comparison: Comparison) -> str:
-    """Say in few words how a run compares with the base."""
+    """Return a short verdict on a run compared with the base."""
     if comparison.bit_identical:
         return "bit-identical"
     if comparison.equal:

@@ -26,7 +26,7 @@ class Files(FileCalls):
         path.mkdir(exist_ok=True)
 
     def open_for_writing(self, path: Path) -> int:
-        """Open a shared file for writing, creating it if missing and never truncating; several ranks do this at once."""
+        """Open a shared file for writing, creating it if missing, never truncating; several ranks do so at once."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def open_direct(self, path: Path) -> int | None:
