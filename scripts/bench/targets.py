@@ -11,7 +11,7 @@ from scripts.bench.rounds import ROUND, Figure, Rounds
 from scripts.bench.training import BackToBack, Trained
 from scripts.bench.ways import AT_ONCE, BACKGROUND, DIRECT, INLINE, RAW
 
-HEAD = ("", "figure", "measured", "target", "decision")
+HEAD = ("", "figure", "measured", "target", "verdict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class BenchTarget:
         """Return the cells of a table."""
         shown = "-" if self.measured is None else f"{self.measured:.5g}{self.unit}"
         bound = "" if self.most is None else f"<= {self.most:g}{self.unit}"
-        return [self.letter, self.name, shown, bound, self.decision]
+        return [self.letter, self.name, shown, bound, self.verdict]
 
     @property
-    def decision(self) -> str:
+    def verdict(self) -> str:
         """Return whether the bound is kept, in a word."""
         if self.most is None or self.measured is None:
             return ""

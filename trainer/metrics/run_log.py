@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trainer.atomic import make_folders, replace_file, temporary_of
 from trainer.checkpoint.policy import SaveReport
-from trainer.checkpoint.storage.files import Files, make_folders, replace_file, temporary_of
+from trainer.checkpoint.storage.files import Files
 from trainer.launch.run_folder import cannot_write
 from trainer.metrics.progress_bar import RunBar
 from trainer.metrics.tensorboard_files import cut_events, put_before

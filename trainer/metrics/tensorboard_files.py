@@ -13,7 +13,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.checkpoint.storage.files import Files, replace_file, temporary_of
+from trainer.atomic import replace_file, temporary_of
+from trainer.checkpoint.storage.files import Files
 from trainer.regular_file import read_regular
 
 # A record is its length and a checksum of that, its bytes, and a checksum of those, little-endian: TFRecord, in

@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch.utils.tensorboard import SummaryWriter
 
+from trainer.atomic import temporary_of
 from trainer.checkpoint.policy import SaveReport
-from trainer.checkpoint.storage.files import temporary_of
 from trainer.metrics.run_log import IterationRecord, RunLog
 from trainer.metrics.tensorboard_files import _step_of, cut_events, put_before
 

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.checkpoint.storage.files import Files, read_small, replace_file, temporary_of
+from trainer.atomic import replace_file, temporary_of
+from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
+from trainer.regular_file import read_regular
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +102,7 @@ class CheckpointFolder:
     def tracker(self) -> int | None:
         """Return what Megatron's tracker says, a hint only; None if it is missing or unreadable."""
         try:
-            return int(read_small(self.root / TRACKER, _MOST_TRACKER_BYTES))
+            return int(read_regular(self.root / TRACKER, limit_bytes=_MOST_TRACKER_BYTES))
         except (OSError, ValueError):
             return None
 

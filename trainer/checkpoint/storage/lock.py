@@ -16,8 +16,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.checkpoint.storage.files import Files, keep_block, make_folders, read_small
+from trainer.atomic import make_folders
+from trainer.checkpoint.storage.files import Files, keep_block
 from trainer.errors import LockError
+from trainer.regular_file import read_regular
 
 _log = logging.getLogger(__name__)
 
@@ -98,9 +100,10 @@ class FolderLock:
             LockError: if somebody took it over, who may have let it go again since.
         """
         try:
-            read_small(self._path, _MOST_BYTES)
-        except OSError:
-            return
+            read_regular(self._path, limit_bytes=_MOST_BYTES)
+        except OSError as error:
+            if error.errno != errno.EFBIG:  # a file of that size is a lock of nobody
+                return
         holder = self._holder()
         if holder is None or holder.nonce != self._me.nonce:
             raise self._refusal(holder)
@@ -190,7 +193,7 @@ class FolderLock:
 
     def _holder(self) -> Holder | None:
         try:
-            holder = Holder(**json.loads(read_small(self._path, _MOST_BYTES)))
+            holder = Holder(**json.loads(read_regular(self._path, limit_bytes=_MOST_BYTES)))
             time.localtime(holder.started)
         except (OSError, OverflowError, RecursionError, ValueError, TypeError):
             return None

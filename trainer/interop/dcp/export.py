@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from models import aliases, generation_config, hf_config, stored_tensors
 from models.config import ModelConfig
-from trainer.atomic import atomic_output
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.loading.reader import Checkpoint
@@ -29,6 +28,7 @@ from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError, ConfigError, TrainerError
 from trainer.interop.dcp.names import MOMENTS, STEP
 from trainer.interop.formats import ExportOptions
+from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
 from trainer.progress import Progress
 from trainer.run_record import no_decay_names, saved_schedule
@@ -67,7 +67,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
     files, source = Files(), of_checkpoint(checkpoint)
     adam = _saved_adam(checkpoint, source.model) if source.has_optimizer else None
     counters = _counters(checkpoint)
-    with atomic_output(out, files) as partial:
+    with new_output(out, files) as partial:
         files.make_folder(partial)
         _save(source, _state(source.model, adam, counters), partial)
         for name, document in _documents(source.model).items():

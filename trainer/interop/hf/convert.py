@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import models
-from trainer.atomic import atomic_output
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES, build_layout, model_index
@@ -23,6 +22,7 @@ from trainer.errors import CheckpointError
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
+from trainer.interop.new_output import new_output
 from trainer.interop.source import TOKENIZER_FILES, StateSource, of_checkpoint, tokenizer_files_in
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.state import checkpoint_specs
@@ -72,7 +72,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
     if len(layout.files) > 1:
         documents[INDEX] = model_index(layout)
     tokenizer = source.tokenizer if wanted.tokenizer is None else _tokenizer_files(wanted.tokenizer)
-    with atomic_output(out, files) as partial:
+    with new_output(out, files) as partial:
         files.make_folder(partial)
         write_tensor_files(partial, files, layout, source.read)
         for name, document in documents.items():

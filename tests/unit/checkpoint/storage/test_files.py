@@ -16,8 +16,9 @@ import pytest
 
 from tests import ROOT
 from tests.fakes import FailingFiles
+from trainer.atomic import make_folders, replace_file
 from trainer.checkpoint.storage import files as files_module
-from trainer.checkpoint.storage.files import Files, describe_free_space, make_folders, replace_file
+from trainer.checkpoint.storage.files import Files, describe_free_space
 
 
 def views(data: bytes, size: int) -> list[memoryview]:
@@ -203,7 +204,7 @@ except OSError as error:
     print(error.strerror)
 print(checkpointer.save(1, contents(1)).error)
 for finding in folder(root):
-    print(finding.decision, finding.found)
+    print(finding.verdict, finding.found)
 checkpointer.close()
 """
 
