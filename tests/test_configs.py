@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 import trainer.__main__ as command
-from models.config import parameter_count
+from models.families import parameter_count
 from trainer.config.checks import validate
 from trainer.config.schema import Config, topology_of
 from trainer.errors import ConfigError

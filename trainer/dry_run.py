@@ -15,8 +15,9 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake
 
 from models import families
-from models.config import ModelConfig, Stage, parameter_count
-from models.families import Model
+from models.config import ModelConfig, Stage
+from models.families import parameter_count
+from models.network import Model
 from trainer.checkpoint.format.box import Box, Image, image, intersect, whole
 from trainer.checkpoint.format.layout import Layout, TensorSpec, build_layout
 from trainer.checkpoint.saving.ownership import Holding, pieces_of

@@ -12,9 +12,10 @@ import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
 from models import families
+from models.build import build_model
 from models.config import Stage
-from models.families import Model
 from models.layers import token_loss
+from models.network import Model
 from trainer.checkpoint.format.box import cut
 from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.tensors.live import Grid, local_of
@@ -49,7 +50,7 @@ def build_stage(
     """Build one stage on `meta`, spread it over the mesh, and give it memory on `device`: zeros."""
     dtype = compute_dtype(config)
     with torch.device("meta"):
-        model = families.build_model(config.model, stage=stage, compute_dtype=dtype)
+        model = build_model(config.model, stage=stage, compute_dtype=dtype)
     model.activation_checkpointing = config.train.activation_checkpointing
     if mesh is not None and topology.tp > 1:
         tensor.shard(model, mesh["tp"], sequence_parallel=topology.sp)
