@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -25,6 +24,7 @@ from trainer.errors import CheckpointError
 from trainer.launch.process_group import Cluster
 from trainer.parallel import data, pipeline, tensor
 from trainer.parallel.context import ParallelContext
+from trainer.parallel.mesh import stage_grid
 from trainer.parallel.pipeline import tied_parameters
 from trainer.state import TrainerState
 from trainer.topology import Topology
@@ -69,11 +69,10 @@ def build_stage(
 
 
 def build_grid(topology: Topology, mesh: DeviceMesh | None) -> Grid:
-    """Return the ranks that hold the same stages as this one, on the axes dp and tp."""
+    """Return the ranks that hold the same stages as this one."""
     if mesh is None:
         return Grid.flat(1)
-    ranks = np.arange(topology.world_size).reshape(topology.pp, topology.dp, topology.tp)
-    return Grid(ranks[mesh.get_local_rank("pp")], ("dp", "tp"))
+    return stage_grid(topology, mesh.get_local_rank("pp"))
 
 
 def build_context(
