@@ -17,7 +17,8 @@ from trainer.errors import CheckpointError, LockError, ReplicaError, TrainerErro
 from trainer.evaluate import evaluate
 from trainer.generate.during_training import Sampler, sample
 from trainer.launch.control import ControlFlags, should_exit
-from trainer.metrics.run_log import IterationRecord, Slowdown
+from trainer.metrics.iteration_record import IterationRecord
+from trainer.metrics.run_log import Slowdown
 from trainer.parallelize import check_tied_copies
 from trainer.random import dropout_key
 from trainer.step import StepResult, train_step

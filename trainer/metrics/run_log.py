@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 from trainer.checkpoint.policy import SaveReport
 from trainer.checkpoint.storage.files import Files, make_folders, replace_file, temporary_of
 from trainer.launch.run_folder import cannot_write
+from trainer.metrics.iteration_record import IterationRecord, finite_or_none
 from trainer.metrics.progress_bar import RunBar
 from trainer.metrics.tensorboard_files import cut_events, put_before
 from trainer.regular_file import read_regular
@@ -30,45 +29,6 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A
 _METRICS = "metrics.jsonl"
 _EVENTS = "tensorboard"  # the folder of TensorBoard's files
 _VALID_LOSS = "valid/loss"
-
-
-@dataclass(frozen=True, slots=True)
-class IterationRecord:
-    """The figures of one iteration; `checkpoint_seconds` is what saving kept it, or its beginning, beside `seconds`.
-
-    With `is_skipped`, loss or gradients were not finite, and the parameters stayed as they were.
-    """
-
-    iteration: int
-    loss: float
-    grad_norm: float
-    lr: float
-    consumed_samples: int
-    tokens: int
-    seconds: float
-    checkpoint_seconds: float
-    is_skipped: bool = False
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-    def line(self) -> dict[str, object]:
-        """Return the members of its line in `metrics.jsonl`; a number that JSON lacks is null beside its hex form."""
-        return {
-            "iteration": self.iteration,
-            "loss": _finite(self.loss),
-            "loss_hex": self.loss.hex(),
-            "grad_norm": _finite(self.grad_norm),
-            "grad_norm_hex": self.grad_norm.hex(),
-            "lr": self.lr,
-            "lr_hex": self.lr.hex(),
-            "consumed_samples": self.consumed_samples,
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "seconds": round(self.seconds, 6),
-            "checkpoint_seconds": round(self.checkpoint_seconds, 6),
-            **({"skipped": True} if self.is_skipped else {}),
-        }
 
 
 class Slowdown:
@@ -151,16 +111,7 @@ class RunLog:
         """Record one iteration."""
         self._write(record.line() | ({"resumed": True} if self._is_resumed else {}))
         self._is_resumed = False
-        self._scalars(
-            record.iteration,
-            {
-                "train/loss": record.loss,
-                "train/grad_norm": record.grad_norm,
-                "train/lr": record.lr,
-                "train/tokens_per_second": record.tokens_per_second,
-                "checkpoint/blocked_seconds": record.checkpoint_seconds,
-            },
-        )
+        self._scalars(record.iteration, record.scalars())
         if self._bar is not None:
             self._bar.show(loss=record.loss, tokens_per_second=record.tokens_per_second)
         if record.iteration % self._log_interval == 0 or record.iteration == self._train_iters:
@@ -174,7 +125,12 @@ class RunLog:
     def evaluation(self, iteration: int, loss: float, best: float | None) -> None:
         """Record an evaluation."""
         self._write(
-            {"iteration": iteration, "event": "evaluation", "valid_loss": _finite(loss), "valid_loss_hex": loss.hex()}
+            {
+                "iteration": iteration,
+                "event": "evaluation",
+                "valid_loss": finite_or_none(loss),
+                "valid_loss_hex": loss.hex(),
+            }
         )
         self._scalars(iteration, {_VALID_LOSS: loss})
         shown = "none" if best is None else f"{best:.6f}"
@@ -385,7 +341,3 @@ def _parsed(line: str) -> tuple[int | None, object]:
         return (number if isinstance(number, int) else None), members.get("event")
     except (ValueError, KeyError, TypeError, AttributeError):
         return None, None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

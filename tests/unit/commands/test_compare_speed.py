@@ -12,7 +12,8 @@ from trainer.commands.compare_speed import main
 from trainer.compare.speed import Spread, measure, read_timing
 from trainer.compare.speed_plot import running_median
 from trainer.errors import DataError
-from trainer.metrics.run_log import IterationRecord, RunLog
+from trainer.metrics.iteration_record import IterationRecord
+from trainer.metrics.run_log import RunLog
 
 
 def make_run(

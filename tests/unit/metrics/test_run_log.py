@@ -19,7 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer.checkpoint.policy import SaveReport
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import TrainerError
-from trainer.metrics.run_log import IterationRecord, RunLog, cut_after, last_recorded_iteration, peak_flops
+from trainer.metrics.iteration_record import IterationRecord
+from trainer.metrics.run_log import RunLog, cut_after, last_recorded_iteration, peak_flops
 
 
 def record(iteration: int, loss: float = 2.5) -> IterationRecord:

@@ -16,7 +16,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trainer.checkpoint.policy import SaveReport
 from trainer.checkpoint.storage.files import temporary_of
-from trainer.metrics.run_log import IterationRecord, RunLog
+from trainer.metrics.iteration_record import IterationRecord
+from trainer.metrics.run_log import RunLog
 from trainer.metrics.tensorboard_files import _step_of, cut_events, put_before
 
 
