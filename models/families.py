@@ -5,7 +5,7 @@ from enum import Enum
 from math import prod
 
 from models import gpt2_spec, llama3_spec
-from models.config import Family, Initial, ModelConfig, StoredTensor, common_problems, rotary_problems
+from models.config import ADDED, Family, Initial, ModelConfig, StoredTensor, common_problems, rotary_problems
 from models.spec import OUTPUT, FamilySpec
 
 FAMILIES: dict[Family, FamilySpec] = {
@@ -13,6 +13,7 @@ FAMILIES: dict[Family, FamilySpec] = {
     Family.llama3: llama3_spec.SPEC,
 }
 _DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
+_ADDED = {field.name for field in fields(ModelConfig) if field.metadata.get(ADDED)}
 
 
 def spec_of(config: ModelConfig) -> FamilySpec:
@@ -33,7 +34,9 @@ def problems(config: ModelConfig) -> list[str]:
         value, wanted = getattr(config, name), getattr(config, other)
         if value != wanted:
             found.append(f"model.{name}={value}: {family} needs it equal to model.{other}={wanted}")
-    for name, reason in spec.unused.items():
+    found += [f"model.{name}=null: {family} needs it" for name in spec.needs if getattr(config, name) is None]
+    unused = dict.fromkeys(_ADDED - spec.hf.names().keys(), f"{family} has none, leave the key out")
+    for name, reason in (unused | dict(spec.unused)).items():
         value = getattr(config, name)
         if value != _DEFAULTS[name]:
             found.append(f"model.{name}={value.value if isinstance(value, Enum) else value}: {reason}")

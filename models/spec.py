@@ -50,8 +50,10 @@ class FamilySpec:
         last: the stored tensors behind the blocks, without the output layer.
         initial: the initial values of a stored tensor, by its name.
         is_rotary: whether positions are rotations of queries and keys.
-        unused: the fields of `ModelConfig` that must keep their default, and why.
+        unused: the fields of `ModelConfig` that must keep their default, and why; so must those that came later and
+            that `hf` does not name.
         follows: the fields of `ModelConfig` that must equal another one.
+        needs: the fields of `ModelConfig` that may be None, but not here.
     """
 
     network: tuple[str, str]
@@ -66,3 +68,4 @@ class FamilySpec:
     is_rotary: bool
     unused: Mapping[str, str]
     follows: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
