@@ -52,13 +52,3 @@ def imports_of(*command: str) -> set[str]:
         check=True,
     )
     return {line.split("|")[-1].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}
-
-
-def test_torch_comes_with_the_first_name_that_needs_it() -> None:
-    import models
-
-    assert models.build_model is models.families.build_model
-    assert models.token_loss is models.layers.token_loss
-    assert {name for name in models.__all__ if not hasattr(models, name)} == set()
-    with pytest.raises(AttributeError, match="no_such_name"):
-        getattr(models, "no_such_name")  # noqa: B009 - so that no type checker asks for it

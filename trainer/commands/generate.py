@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from models import ModelConfig
+from models.config import ModelConfig
 from trainer.commands.arguments import amount, natural, positive
 from trainer.data.text import BYTES, Encoder, bytes_encoder, open_encoder, prompt_tokens
 from trainer.errors import ConfigError, TrainerError

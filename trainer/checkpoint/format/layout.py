@@ -1,7 +1,7 @@
 """Where every tensor lies on disk: a pure function of names, shapes, dtypes and `file_bytes`.
 
-Every rank computes the same layout alone, so no bytes travel to plan a save. `ownership.py` says
-who writes what.
+Every rank computes the same layout alone, so no bytes travel to plan a save. `saving/plan.py` gives
+every byte its writer.
 
 The files are safetensors (https://github.com/huggingface/safetensors#format): eight bytes of little-endian header
 length, a JSON header, then the data. Ours are padded so that the data starts on a page.
