@@ -43,7 +43,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 _EXIT_GRACE_S = 1.0
 # A rank that fails may wait for a store whose host hangs, or for a disk: not longer than this.
-_LAST_WORDS_S = 40.0
+_LEAVE_WITHIN_S = 40.0
 
 # Lines of Hydra's errors that are of no use here: no key can be appended, and its own folders are none of the user's.
 _LEFT_OUT = ("reference_type", "object_type", "To append to your config", "Config search path:", "provider=")
@@ -123,7 +123,7 @@ def run(raw: DictConfig, environment: Environment) -> None:
         _train(config, resolved, cluster, watch)
         launch.part(cluster)
     except BaseException as error:
-        watch.leave_within(_LAST_WORDS_S, 1)
+        watch.leave_within(_LEAVE_WITHIN_S, 1)
         cause = peers.explain(error, cluster.channel)
         if cause is not None:
             raise LaunchError(cause.rstrip(".")) from error
