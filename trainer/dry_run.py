@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake
 
-import models
-from models import Model, ModelConfig, Stage
+from models import families
+from models.config import ModelConfig, Stage, parameter_count
+from models.families import Model
 from trainer.checkpoint.format.box import Box, Image, image, intersect, whole
 from trainer.checkpoint.format.layout import Layout, TensorSpec, build_layout
-from trainer.checkpoint.saving.ownership import Holding, pieces_of
+from trainer.checkpoint.saving.plan import Holding, pieces_of
 from trainer.checkpoint.tensors.live import Grid, placed_box
 from trainer.config.schema import Config, topology_of
 from trainer.parallel.mesh import build_mesh
@@ -128,7 +129,7 @@ def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
 
 def holdings_of(model: ModelConfig, held: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
     """Return what a coordinate would save, in the order in which a save enumerates it, given its boxes of each part."""
-    copies = models.aliases(model)  # kept on both ends of a pipeline, written by the first
+    copies = families.aliases(model)  # kept on both ends of a pipeline, written by the first
     everybody, scalar = grid.holders({}), image(whole(()), (), 4)
     found = []
     for boxes in held:
@@ -184,7 +185,7 @@ def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology
 def _headline(config: Config, topology: Topology, layout: Layout) -> str:
     sizes = f"tp {topology.tp}, pp {topology.pp}, vpp {topology.vpp}, dp {topology.dp}"
     return (
-        f"{models.parameter_count(config.model):,} parameters on {topology.world_size:,} ranks ({sizes}, "
+        f"{parameter_count(config.model):,} parameters on {topology.world_size:,} ranks ({sizes}, "
         f"zero_stage {config.parallel.zero_stage}); a checkpoint has {layout.total_bytes:,} bytes"
     )
 

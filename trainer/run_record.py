@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from models import Activation, Family, ModelConfig, RopeScaling, problems, stored_tensors
+from models.config import Activation, Family, ModelConfig, RopeScaling, problems
+from models.families import stored_tensors
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT
 from trainer.compatibility import Rule, Verdict

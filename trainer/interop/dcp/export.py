@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from tqdm import tqdm
 
-from models import aliases, generation_config, hf_config, stored_tensors
 from models.config import ModelConfig
+from models.families import aliases, generation_config, hf_config, stored_tensors
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.loading.reader import Checkpoint

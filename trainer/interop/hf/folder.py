@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-import models
-from models import ModelConfig
+from models import families
+from models.config import ModelConfig, StoredTensor
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format import safetensors_file as header
 from trainer.checkpoint.format.layout import Place, TensorKind
@@ -121,7 +121,7 @@ def stored_places(folder: HfFolder, model: ModelConfig) -> dict[str, Place]:
     Raises:
         MismatchError: listing every tensor that is missing, unexpected, of another shape or of another dtype.
     """
-    stored, aliases = models.stored_tensors(model), models.aliases(model)
+    stored, aliases = families.stored_tensors(model), families.aliases(model)
     prefix = next(iter(stored)).split(".")[0] + "."
     found: dict[str, Place] = {}
     problems, left_over = [], set(folder.places)
@@ -149,7 +149,7 @@ def stored_places(folder: HfFolder, model: ModelConfig) -> dict[str, Place]:
     return found
 
 
-def _padded(tensor: models.StoredTensor, model: ModelConfig) -> tuple[int, ...] | None:
+def _padded(tensor: StoredTensor, model: ModelConfig) -> tuple[int, ...] | None:
     """Return the padded shape of a vocabulary table; None for any other tensor."""
     is_table = tensor.shape == (model.vocab_size, model.n_embd)
     return (model.padded_vocab_size, model.n_embd) if is_table else None

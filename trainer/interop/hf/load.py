@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-import models
-from models import ModelConfig
+from models import families
+from models.config import ModelConfig
 from trainer.checkpoint.format.box import Box, in_bytes, whole
 from trainer.checkpoint.format.layout import Place
 from trainer.checkpoint.loading.gather import Gatherer
@@ -65,7 +65,7 @@ def check_tied(folder: HfFolder, model: ModelConfig) -> None:
     Raises:
         MismatchError: if it differs.
     """
-    for alias, name in models.aliases(model).items():
+    for alias, name in families.aliases(model).items():
         if alias not in folder.places:
             continue
         ours = name if name in folder.places else name.split(".", 1)[1]

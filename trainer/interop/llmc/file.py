@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-import models
-from models import Family, ModelConfig
+from models.config import Family, ModelConfig
+from models.config import problems as model_problems
 from trainer.checkpoint.loading.reader import open_tensor_file
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
@@ -132,7 +132,7 @@ def _described(
     model = None
     if not found:
         model = contents.gpt2_model(header) if family is Family.gpt2 else contents.llama3_model(header, items)
-        found = [] if model is None else models.problems(model)
+        found = [] if model is None else model_problems(model)
     if found:
         raise CheckpointError("A file of weights describes no model", where=path, found="; ".join(found))
     parts = [] if model is None else parts_of(model, header[7])
