@@ -22,7 +22,7 @@ EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare runs as the command line says, print a report and return the exit status."""
+    """Run the command line, print a report and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         base, *tests = (_read(path, options) for path in (options.base, *options.tests))

@@ -30,7 +30,7 @@ FINE, SLOWER, UNUSABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare runs as the command line says, print the figures and return the exit status."""
+    """Run the command line, print the figures and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         timings = [read_timing(path).without_first(options.skip) for path in options.runs]

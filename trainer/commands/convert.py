@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says and return the exit status."""
+    """Run the command line and return the exit status."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     options.overrides = [*getattr(options, "overrides", []), *rest]
@@ -95,7 +95,7 @@ def bring_out(options: argparse.Namespace) -> int:
 
 
 def _newest(path: Path) -> Checkpoint:
-    """Return the checkpoint that is named by its own folder, or the newest valid one of a run."""
+    """Return the checkpoint given by its own folder, or the newest valid one of a run."""
     chooser = choose.Chooser(choose.LoadSource.named(path), Files(), lambda _: None)
     return open_checkpoint(chooser.pick(), Files())
 
