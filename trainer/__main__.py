@@ -115,7 +115,7 @@ def run(raw: DictConfig, environment: Environment) -> None:
     peers.start()
     try:
         _train(config, resolved, cluster, watch)
-        launch.part(cluster)
+        launch.final_barrier(cluster)
     except BaseException as error:
         watch.leave_within(_LAST_WORDS_S, 1)
         cause = peers.explain(error, cluster.channel)
@@ -123,7 +123,7 @@ def run(raw: DictConfig, environment: Environment) -> None:
             raise LaunchError(cause.rstrip(".")) from error
         raise
     peers.stop()
-    launch.leave(cluster)
+    launch.destroy(cluster)
     watch.stop()
 
 
