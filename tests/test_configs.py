@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 import trainer.__main__ as command
-from models import parameter_count
+from models.config import parameter_count
+from trainer.checkpoint.policy import SavePolicy
 from trainer.config.checks import validate
-from trainer.config.schema import Config, topology_of
+from trainer.config.schema import CheckpointSection, Config, RunSection, topology_of
 from trainer.errors import ConfigError
 from trainer.schedule import resolve
 from trainer.topology import Topology
@@ -160,6 +162,36 @@ def test_the_default_warm_up_fits_every_length_and_stays_10_where_it_fitted(sche
 def test_every_model_has_its_known_size() -> None:
     assert set(GROUPS["model"]) == set(SIZES)
     assert {name: parameter_count(composed(f"model={name}").model) for name in SIZES} == SIZES
+
+
+def test_the_configuration_without_overrides_is_the_schema_s_defaults() -> None:
+    config, run = composed(), RunSection(dir="runs/default")
+    section = CheckpointSection(save="runs/default/checkpoints")
+    assert config == Config(model=config.model, run=run, checkpoint=section)
+
+
+# Presets of a size or a topology say all of it; an experiment says what it is.
+WHOLE = {"experiment", "model", "parallel"}
+
+
+@pytest.mark.parametrize("group", sorted(set(GROUPS) - WHOLE))
+def test_a_file_of_a_group_holds_only_values_that_differ_from_the_defaults(group: str) -> None:
+    defaults = OmegaConf.to_container(OmegaConf.structured(Config(model=composed().model)), enum_to_str=True)
+    assert isinstance(defaults, dict)
+    for path in sorted((command.CONFIGS / group).glob("*.yaml")):
+        values = OmegaConf.to_container(OmegaConf.load(path))
+        assert isinstance(values, dict)
+        assert {key for key, value in values.items() if defaults[group][key] == value} == set(), path
+
+
+def test_the_library_s_defaults_of_a_save_are_those_of_the_configuration() -> None:
+    """Two differ: a call of the library saves once, and returns when the checkpoint is there."""
+    policy, section = SavePolicy(None), CheckpointSection()
+    shared = {field.name for field in fields(SavePolicy)} & {field.name for field in fields(CheckpointSection)}
+    assert {name for name in shared if getattr(policy, name) != getattr(section, name)} == {
+        "save_interval",
+        "async_save",
+    }
 
 
 def test_every_key_of_the_schema_can_be_set() -> None:

@@ -21,17 +21,18 @@ class ScheduleSection:
     """The learning-rate schedule.
 
     Args:
-        lr_warmup_iters: iterations over which the rate rises linearly from 0; null means 10, or half of
-            `lr_decay_iters` where that is below 10.
-        lr_decay_iters: iteration at which `min_lr` is reached; null means `train.train_iters`.
-        min_lr: the rate from then on.
-        lr_wsd_decay_iters: for wsd, how many iterations before `lr_decay_iters` the decay begins; null means a tenth.
+        lr_decay_style: shape of the decay after warm-up; `wsd` holds the peak rate and then decays linearly.
+        lr_warmup_iters: iterations over which the rate rises linearly from 0; null is 10, or half of `lr_decay_iters`
+            where that is below 10.
+        lr_decay_iters: iteration at which `min_lr` is reached; null is `train.train_iters`.
+        min_lr: learning rate from `lr_decay_iters` on.
+        lr_wsd_decay_iters: with `wsd`: iterations of the decay before `lr_decay_iters`; null is a tenth of that.
     """
 
     lr_decay_style: DecayStyle = DecayStyle.cosine
-    lr_warmup_iters: int | None = 0
+    lr_warmup_iters: int | None = None
     lr_decay_iters: int | None = None
-    min_lr: float = 0.0
+    min_lr: float = 1e-4
     lr_wsd_decay_iters: int | None = None
 
 

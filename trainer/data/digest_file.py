@@ -11,15 +11,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
-import stat
 from pathlib import Path
 
 import xxhash
 
+from trainer.atomic import FileCalls, atomic_output
 from trainer.data.fingerprint import TokenDigest, scan
 from trainer.data.token_file import TokenFile
 from trainer.errors import DataError
+from trainer.regular_file import read_regular
 
 SUFFIX = ".digest"
 # Version, size and times of the file; bytes and dtype of its tokens, their digest, the largest; digest of all before.
@@ -91,17 +91,9 @@ def _line(found: TokenDigest, status: os.stat_result) -> bytes:
 def _read(place: Path, status: os.stat_result) -> TokenDigest | None:
     """Return what is kept of a file of this status; None for all else that may lie there."""
     try:
-        descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        line = _LINE.fullmatch(read_regular(place, limit_bytes=_MOST_BYTES, follows_links=False))
     except OSError:
         return None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
-        line = _LINE.fullmatch(os.pread(descriptor, _MOST_BYTES, 0))
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
     if line is None or xxhash.xxh3_64_hexdigest(line[1]) != line[9].decode():
         return None
     if " ".join(line[number].decode() for number in (2, 3, 4)) != _identity(status):
@@ -119,14 +111,7 @@ def _write(place: Path, line: bytes, *, changed_ns: int) -> None:
         OSError: the place cannot be written.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
-    partial = place.with_name(f"{place.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(descriptor, line)
-        is_younger = os.fstat(descriptor).st_mtime_ns > changed_ns
-        if is_younger:
-            os.replace(partial, place)
-    finally:
-        os.close(descriptor)
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+    with atomic_output(place, FileCalls(), replaces=True) as partial:
+        partial.write_bytes(line)
+        if partial.stat().st_mtime_ns <= changed_ns:
+            partial.unlink()

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from trainer.atomic import FileCalls, atomic_output
 from trainer.data.blocks import (
     BLOCK_BYTES,
     HASHES,
@@ -32,13 +31,16 @@ from trainer.data.blocks import (
 from trainer.data.bpe import train_bpe
 from trainer.data.encoding import Encode, Encoded, dtype_of, encoding
 from trainer.data.text import Document, as_characters, open_encoder
-from trainer.data.token_file import MAX_TOKENS, TokenArray, sync_folder, write_token_file
+from trainer.data.token_file import MAX_TOKENS, TokenArray, write_token_file
 from trainer.errors import DataError
 
 TOKENIZER = "tokenizer.json"
 FILE_TOKENS = 1 << 30
 # A run that reads the folder keeps digests of the token files in it, see `trainer.data.digest_file`.
-_OURS = re.compile(r"(train|valid)_\d{6}\.bin|tokenizer\.json|\.(train|valid)_\d{6}\.bin\.digest(\.[0-9a-f]{16})?")
+_OURS = re.compile(
+    r"(train|valid)_\d{6}\.bin|tokenizer\.json|\.(train|valid)_\d{6}\.bin\.digest(\.[0-9a-f]{16})?"
+    r"|\.\.(train|valid)_\d{6}\.bin\.digest\.\d+-[0-9a-f]{8}\.partial"
+)
 
 # Told what is going on, how many bytes there are for it to read, and gives the function that counts them.
 Progress = Callable[[str, int], Callable[[int], object]]
@@ -127,7 +129,7 @@ def write_prepared(
     """
     _check(wanted)
     folder = Path(os.path.realpath(folder))
-    with appearing_folder(folder, [*inputs, *filter(None, [wanted.tokenizer])], replace=replace) as partial:
+    with prepared_folder(folder, [*inputs, *filter(None, [wanted.tokenizer])], replace=replace) as partial:
         parts = _split(inputs, wanted)
         tokenizer = wanted.tokenizer
         if wanted.train_vocab_size:
@@ -145,7 +147,7 @@ def write_prepared(
 
 
 @contextmanager
-def appearing_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Iterator[Path]:
+def prepared_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Iterator[Path]:
     """Give a new folder to write to, which gets the name `folder`, a real path, if all goes well, and else is removed.
 
     Args:
@@ -155,14 +157,13 @@ def appearing_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> It
     Raises:
         DataError: the folder cannot be made, or what lies there is not to be replaced.
     """
-    partial = folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
     try:
         _refuse_to_overwrite(folder, replace=replace)
-        _refuse_to_replace_what_is_read(folder, read)
-        partial.mkdir(parents=True)
-        yield partial
-        sync_folder(partial)
-        _put_in_place(partial, folder)
+        _refuse_to_replace_inputs(folder, read)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_output(folder, FileCalls(), replaces=True) as partial:
+            partial.mkdir()
+            yield partial
     except OSError as error:
         raise DataError(
             "Token files cannot be made",
@@ -170,8 +171,6 @@ def appearing_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> It
             found=error.strerror or str(error),
             fix="Check space and permissions, or name another folder.",
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _check(wanted: PrepareOptions) -> None:
@@ -210,7 +209,7 @@ def _refuse_to_overwrite(folder: Path, *, replace: bool) -> None:
         raise DataError("A folder is there already", where=folder, fix="Name another one, or replace it with --force.")
 
 
-def _refuse_to_replace_what_is_read(folder: Path, paths: Iterable[Path]) -> None:
+def _refuse_to_replace_inputs(folder: Path, paths: Iterable[Path]) -> None:
     for path in paths:
         if folder in Path(os.path.realpath(path)).parents:
             raise DataError(
@@ -262,10 +261,7 @@ def _train(part: _Part, wanted: PrepareOptions, path: Path, progress: Progress) 
             yield from (as_characters(Document(block.path, text, block.offset)) for text in texts(block, part.rule))
             count(len(block.data))
 
-    with path.open("xb") as file:
-        file.write(train_bpe(found(), wanted.train_vocab_size))
-        file.flush()
-        os.fsync(file.fileno())
+    FileCalls().write_whole(path, train_bpe(found(), wanted.train_vocab_size))
 
 
 def _write_side(
@@ -343,15 +339,3 @@ def _blocks(part: _Part, wanted: PrepareOptions) -> Iterator[TextBlock]:
 
 def _total(part: _Part) -> int:
     return sum(span.hi - span.lo for span in part.spans)
-
-
-def _put_in_place(partial: Path, folder: Path) -> None:
-    """Give the finished folder its name; what had it, all of it ours, goes out of the way first and is then removed."""
-    old = partial.with_suffix(".replaced")
-    has_old = folder.is_dir() and any(folder.iterdir())
-    if has_old:
-        os.rename(folder, old)
-    os.rename(partial, folder)
-    sync_folder(folder.parent)
-    if has_old:
-        shutil.rmtree(old)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trainer.data.encoding import Encoded
-from trainer.data.prepared import FILE_TOKENS, Prepared, Progress, appearing_folder, check_file_tokens, write_side
+from trainer.data.prepared import FILE_TOKENS, Prepared, Progress, check_file_tokens, prepared_folder, write_side
 from trainer.data.text import BYTES, open_encoder
 from trainer.data.token_file import MAGICS
 from trainer.errors import DataError
@@ -64,7 +64,7 @@ def write_raw(
     encoder = None if raw.tokenizer is None else open_encoder(raw.tokenizer)
     tokenizer = None if raw.tokenizer is None or str(raw.tokenizer) == BYTES else raw.tokenizer.absolute()
     sides, largest = [], -1
-    with appearing_folder(folder, [*read, *filter(None, [tokenizer])], replace=force) as partial:
+    with prepared_folder(folder, [*read, *filter(None, [tokenizer])], replace=force) as partial:
         for name, paths in inputs.items():
             count = progress(name, sum(_checked_size(path, form.itemsize) for path in paths))
             arrays = _Arrays(paths, form)

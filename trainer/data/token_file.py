@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import secrets
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from trainer.atomic import FileCalls, atomic_output
 from trainer.errors import DataError
 from trainer.regular_file import open_regular
 
@@ -150,15 +150,11 @@ def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: n
     form = next((form for form in _FORMATS if form.dtype == np.dtype(dtype).newbyteorder("<")), None)
     if form is None:
         raise ValueError(f"token files hold uint16 or uint32, not {np.dtype(dtype)}")
-    # The nonce keeps hosts apart that share the folder and happen to use the same process id.
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
-        with partial.open("xb") as file:
+        with atomic_output(path, FileCalls(), replaces=True) as partial, partial.open("xb") as file:
             _write_tokens(path, file, chunks, form)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync_folder(path.parent)
     except OSError as error:
         raise DataError(
             "a token file cannot be written",
@@ -166,17 +162,6 @@ def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: n
             found=error.strerror or str(error),
             fix="Check space and permissions, or name another folder.",
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_header(path: Path, header: bytes, size_bytes: int) -> tuple[_Format, int]:

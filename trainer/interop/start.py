@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from models import ModelConfig
+from models.config import ModelConfig
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.loading.loader import LoadReport
 from trainer.checkpoint.loading.replicas import check_replicas
@@ -37,7 +37,7 @@ from trainer.state import TrainerState
 
 _log = logging.getLogger(__name__)
 
-# So many stretches of a file are compared between hosts, each of so many bytes.
+# So many extents of a file are compared between hosts, each of so many bytes.
 _SAMPLES, _SAMPLE_BYTES = 16, 256 << 10
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from trainer.atomic import cannot_write
 from trainer.checkpoint.format.box import whole
 from trainer.checkpoint.format.layout import FileLayout, Layout, Place
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, digest_of
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
+from trainer.interop.new_output import cannot_write
 
 Read = Callable[[str], torch.Tensor]
 

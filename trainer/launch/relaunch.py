@@ -12,9 +12,10 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from trainer.atomic import replace_file
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.json_file import Json
-from trainer.checkpoint.storage.files import Files, replace_file
+from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.errors import CheckpointError
 

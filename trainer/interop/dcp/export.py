@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from tqdm import tqdm
 
-from models import aliases, generation_config, hf_config, stored_tensors
 from models.config import ModelConfig
-from trainer.atomic import atomic_output
+from models.families import aliases, generation_config, hf_config, stored_tensors
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.loading.reader import Checkpoint
@@ -29,7 +28,9 @@ from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError, ConfigError, TrainerError
 from trainer.interop.dcp.names import MOMENTS, STEP
 from trainer.interop.formats import ExportOptions
+from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
+from trainer.json_value import finite_number
 from trainer.progress import Progress
 from trainer.run_record import no_decay_names, saved_schedule
 
@@ -67,7 +68,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
     files, source = Files(), of_checkpoint(checkpoint)
     adam = _saved_adam(checkpoint, source.model) if source.has_optimizer else None
     counters = _counters(checkpoint)
-    with atomic_output(out, files) as partial:
+    with new_output(out, files) as partial:
         files.make_folder(partial)
         _save(source, _state(source.model, adam, counters), partial)
         for name, document in _documents(source.model).items():
@@ -87,11 +88,12 @@ def _counters(checkpoint: Checkpoint) -> dict[str, int]:
 def _saved_adam(checkpoint: Checkpoint, config: ModelConfig) -> _Adam:
     where = checkpoint.path / STATE
     _, adam = saved_schedule(checkpoint.state, where=where)
-    lr = checkpoint.state.get("lr")
-    if isinstance(lr, bool) or not isinstance(lr, int | float):
-        raise CheckpointError("A state file has no learning rate", where=where, found=repr(lr))
+    try:
+        lr = finite_number(checkpoint.state.get("lr"))
+    except ValueError as error:
+        raise CheckpointError("A state file has no learning rate", where=where, found=str(error)) from error
     betas = (adam["beta1"], adam["beta2"])
-    return _Adam(float(lr), betas, adam["eps"], adam["weight_decay"], no_decay_names(config))
+    return _Adam(lr, betas, adam["eps"], adam["weight_decay"], no_decay_names(config))
 
 
 def _documents(model: ModelConfig) -> dict[str, dict[str, object]]:

@@ -10,8 +10,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-import models
-from trainer.atomic import atomic_output
+from models import families
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES, build_layout, model_index
@@ -23,6 +22,7 @@ from trainer.errors import CheckpointError
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
+from trainer.interop.new_output import new_output
 from trainer.interop.source import TOKENIZER_FILES, StateSource, of_checkpoint, tokenizer_files_in
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.state import checkpoint_specs
@@ -66,13 +66,13 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
     specs = [replace(spec, dtype=wanted.dtype) for spec in checkpoint_specs(source.model, with_optimizer=False)]
     layout = build_layout(specs, file_bytes=FILE_BYTES)
     documents: dict[str, Json] = {
-        CONFIG: {**models.hf_config(source.model), "dtype": str(wanted.dtype).removeprefix("torch.")},
-        "generation_config.json": models.generation_config(source.model),
+        CONFIG: {**families.hf_config(source.model), "dtype": str(wanted.dtype).removeprefix("torch.")},
+        "generation_config.json": families.generation_config(source.model),
     }
     if len(layout.files) > 1:
         documents[INDEX] = model_index(layout)
     tokenizer = source.tokenizer if wanted.tokenizer is None else _tokenizer_files(wanted.tokenizer)
-    with atomic_output(out, files) as partial:
+    with new_output(out, files) as partial:
         files.make_folder(partial)
         write_tensor_files(partial, files, layout, source.read)
         for name, document in documents.items():

@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import models
-from models import Family, ModelConfig
-from trainer.atomic import atomic_output
+from models import families
+from models.config import Family, ModelConfig
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import ConfigError, MismatchError
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.llmc.contents import HEADER_BYTES, MAGICS, VERSIONS, LlmcTensor, gpt2_header, llama3_header
 from trainer.interop.llmc.file import HEADER, open_file, parts_of, read_whole
+from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
 from trainer.interop.tensor_files import blocks_of
 
@@ -47,9 +47,9 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
         raise ConfigError("A file of weights has no room for a tokenizer", where=out, fix="Leave --tokenizer out.")
     header, parts = _describing(source.model, wanted.dtype, where=checkpoint.path)
     total = HEADER_BYTES + sum(math.prod(part.shape) for part in parts) * wanted.dtype.itemsize
-    aliases = models.aliases(source.model)
+    aliases = families.aliases(source.model)
     bar = tqdm(total=total, desc=out.name, unit="B", unit_scale=True, disable=None, leave=False)
-    with atomic_output(out, files) as partial, bar:
+    with new_output(out, files) as partial, bar:
         descriptor = files.open_for_writing(partial)
         try:
             files.reserve(descriptor, total)

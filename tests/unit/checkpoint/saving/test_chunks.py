@@ -13,8 +13,7 @@ from trainer.checkpoint.format.box import Box, image
 from trainer.checkpoint.format.layout import PAGE_BYTES, TensorKind, TensorSpec, build_layout
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES
 from trainer.checkpoint.saving import chunks as chunking
-from trainer.checkpoint.saving.chunks import CHUNK_BYTES, PieceDigests, cut
-from trainer.checkpoint.saving.ownership import Piece
+from trainer.checkpoint.saving.chunks import CHUNK_BYTES, Piece, PieceDigests, cut
 from trainer.checkpoint.saving.plan import plan
 
 SPECS = sample_specs()
@@ -23,7 +22,7 @@ LARGE = TensorSpec(TensorKind.MODEL, "large", (5_000_001,), torch.float32, (5_00
 
 @pytest.fixture(autouse=True, params=[1 << 40, 1 << 14])
 def _extents(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunking, "STRETCH_BYTES", request.param)
+    monkeypatch.setattr(chunking, "EXTENT_BYTES", request.param)
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=lambda sharding: sharding.name)

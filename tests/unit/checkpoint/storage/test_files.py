@@ -16,8 +16,9 @@ import pytest
 
 from tests import ROOT
 from tests.fakes import FailingFiles
+from trainer.atomic import make_folders, replace_file
 from trainer.checkpoint.storage import files as files_module
-from trainer.checkpoint.storage.files import Files, describe_free_space, make_folders, replace_file
+from trainer.checkpoint.storage.files import Files, describe_free_space
 
 
 def views(data: bytes, size: int) -> list[memoryview]:
