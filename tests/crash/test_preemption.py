@@ -208,7 +208,7 @@ def test_a_second_signal_later_ends_the_process_at_once_and_its_peers_soon(tmp_p
     ended = running.ended()
     assert ended.statuses == (128 + TERM, 1), ended.text
     assert 2.0 <= seconds < 4.0
-    assert "leaving at once: received SIGTERM after SIGTERM" in ended.outputs[0]
+    assert "exiting at once: received SIGTERM after SIGTERM" in ended.outputs[0]
     assert "rank 0" in ended.outputs[1].lower()
     assert list((run / "checkpoints").glob("iter_*")) == []
 
@@ -236,5 +236,5 @@ def test_a_run_whose_time_is_over_saves_and_the_next_goes_on(unbroken: dict[str,
     run = tmp_path / "run"
     ended = run_ok(run, [*BASE, "train.exit_duration_in_mins=0.0005"], ranks=2)
     assert saved(run) == [1]
-    assert "stopping after iteration 1: its time is over" in ended.outputs[0]
+    assert "stopping after iteration 1: its time limit is reached" in ended.outputs[0]
     assert_resumes(run, unbroken["zero1"], "zero1")

@@ -79,8 +79,8 @@ def test_a_stopped_rank_0_ends_its_peer_and_itself_and_the_run_goes_on(
         running.join(BOUND_S)
     ended = running.ended()
     assert ended.statuses == (1, 1), ended.text
-    assert "rank 1 leaves: the store's host, rank 0, has not answered" in ended.outputs[1]
-    assert "Rank 1 does not answer: it was killed, or hangs" in ended.outputs[0]
+    assert "rank 1 exits: the store's host, rank 0, has not answered" in ended.outputs[1]
+    assert "Rank 1 does not answer: it was killed or is hung" in ended.outputs[0]
     assert all_files(run / FIRST) == before
     assert_goes_on(run, unbroken)
 

@@ -127,7 +127,7 @@ def _measure(arguments: list[str]) -> None:
     sizes = {"held": held, "tensors": len(shards), "shared": shared}
     row = {**sizes, "read": read, "load": peak_load, "save": peak_save}
     Path(f"{output}.{rank}").write_text(json.dumps(row))
-    launch.stop(cluster)
+    launch.shutdown(cluster)
 
 
 def _reread(run: Run, source: str) -> int:

@@ -58,7 +58,7 @@ def _train_and_digest(arguments: list[str]) -> None:
         if not is_dtensor(parameter)
     }
     Path(f"{output}.{os.environ['RANK']}").write_text(json.dumps(replicated))
-    launch.stop(cluster)
+    launch.shutdown(cluster)
 
 
 def test_replicas_of_a_tensor_parallel_run_stay_equal_under_dropout(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def _logits_after_a_forward(arguments: list[str]) -> None:
     if cluster.rank == 0:
         save_file({"windows": windows.contiguous(), "logits": logits.contiguous()}, arguments[0])
     built.checkpointer.close()
-    trainer_launch.stop(cluster)
+    trainer_launch.shutdown(cluster)
 
 
 @pytest.mark.parametrize("zero_stage", range(4))

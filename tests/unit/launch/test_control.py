@@ -120,7 +120,7 @@ def test_a_signal_on_any_rank_asks_for_the_end() -> None:
     asked.begin()
     assert not asked.is_signalled()
     assert not asked.now().stop
-    watch.heard(signal.SIGTERM)
+    watch.receive(signal.SIGTERM)
     assert asked.is_signalled()
     assert asked.now() == ControlFlags(stop=True)
     assert asked.reason() == "SIGTERM"
@@ -155,7 +155,7 @@ def test_a_folder_in_the_place_of_the_file_asks_for_no_save_and_is_told_once(
     (tmp_path / SAVE_NOW).mkdir()
     assert saves_asked(asked, clock, 5) == 0
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / SAVE_NOW} is ignored: it is a folder, and a file of this name asks for a save"
+        f"{tmp_path / SAVE_NOW} is ignored: it is a folder; a file of this name requests a save"
     ]
     (tmp_path / SAVE_NOW).rmdir()
     (tmp_path / SAVE_NOW).touch()

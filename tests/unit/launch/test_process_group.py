@@ -90,5 +90,5 @@ def test_the_threads_of_a_rank(
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "1.5", ",", "\u0663", "99999999999"])
 def test_a_number_of_threads_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match="OMP_NUM_THREADS cannot be used"):
+    with pytest.raises(LaunchError, match="OMP_NUM_THREADS is not valid"):
         launch.thread_count({"OMP_NUM_THREADS": text})

@@ -415,7 +415,7 @@ def save_as_rank(arguments: list[str]) -> None:
     checkpointer.close()
     assert checkpointer.last_error is None
     print(f"wrote {files.writes.total()} times")
-    launch.stop(cluster)
+    launch.shutdown(cluster)
 
 
 def test_processes_of_one_host_write_whole_strips(tmp_path: Path, expected: dict[str, bytes]) -> None:
