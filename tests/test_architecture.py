@@ -95,6 +95,39 @@ HANDED_ON = {
     ("trainer.interop.torch_file", "Exception"),
 }
 
+# Words that named something once, and the field's word for it. None comes back as a word of a name.
+RETIRED: dict[str, str] = {
+    "appearing": "atomic_output",
+    "ballot": "commit_state",
+    "board": "store_channel",
+    "cut_token_loss": "vocab_parallel_cross_entropy",
+    "doomed": "expired",
+    "excuse": "already_committed",
+    "farewell": "exit_grace",
+    "last_words": "exit_grace",
+    "lend_table": "tied_embedding",
+    "meeting": "rendezvous",
+    "neighbours": "local_ranks",
+    "outlook": "in_doubt",
+    "peer_watch": "watchdog",
+    "pulse": "heartbeat",
+    "signal_watch": "signal_handler",
+    "stretch": "extent",
+    "stretches": "extents",
+    "strip": "stripe",
+    "whole_logits": "gather_logits",
+}
+# The same for names of classes, where the word alone is an ordinary one.
+RETIRED_CLASSES: dict[str, str] = {
+    "Asked": "ControlFlags",
+    "Axes": "ParallelContext",
+    "Feed": "BatchLoader",
+    "Flight": "SaveJob",
+    "Poll": "SharedCommitState",
+    "Requests": "RunControl",
+    "Wanted": "ExportOptions",
+}
+
 PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 PICKLING_CALLS = {
     "all_gather_object",
@@ -343,6 +376,42 @@ def names_of_files(sources: Sequence[Source]) -> list[str]:
     return [f"{source.module} is a drawer, not an idea" for source in sources if source.module.split(".")[-1] in dull]
 
 
+def unique_classes(sources: Sequence[Source]) -> list[str]:
+    """The name of a public class means one thing."""
+    homes: dict[str, list[str]] = {}
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(source.module)
+    return [f"{name} is a class of {' and of '.join(where)}" for name, where in homes.items() if len(where) > 1]
+
+
+def retired_words(sources: Sequence[Source]) -> list[str]:
+    """Nothing is named with a word that has given way to the field's."""
+    found = []
+    for source in sources:
+        names = {*defined_names(source), source.module.split(".")[-1]}
+        classes = {node.name.lstrip("_") for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)}
+        for name in sorted(names):
+            spelled = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+            for word, better in RETIRED.items():
+                if re.search(rf"(?<![a-z0-9]){word}s?(?![a-z0-9])", spelled):
+                    found.append(f"{source.module} names {name}: {word} has given way to {better}")
+        for name in sorted(classes & RETIRED_CLASSES.keys()):
+            found.append(f"{source.module} names a class {name}, which has given way to {RETIRED_CLASSES[name]}")
+    return found
+
+
+def defined_names(source: Source) -> Iterator[str]:
+    """Yield the names that a source gives: of classes, functions, arguments, variables and attributes."""
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+
+
 def clean_text(sources: Sequence[Source]) -> list[str]:
     """No path of somebody's machine and no note to come back to."""
     patterns = {
@@ -369,6 +438,8 @@ RULES: tuple[Rule, ...] = (
     nothing_runs_code,
     narrow_handlers,
     names_of_files,
+    unique_classes,
+    retired_words,
     clean_text,
 )
 
@@ -468,6 +539,15 @@ BROKEN = [
     (narrow_handlers, "trainer.loop", "try:\n    f()\nexcept Exception:\n    pass\n", "catches Exception"),
     (narrow_handlers, "trainer.loop", "try:\n    f()\nexcept (OSError, BaseException):\n    pass\n", "BaseException"),
     (names_of_files, "trainer.utils", "", "drawer"),
+    (unique_classes, "trainer.metrics.second", _DOC + "class BatchLoader: ...\n", "BatchLoader is a class of"),
+    (retired_words, "trainer.loop", "class Ballot: ...\n", "trainer.loop names Ballot"),
+    (retired_words, "trainer.loop", "class _LendTable: ...\n", "trainer.loop names _LendTable"),
+    (retired_words, "trainer.loop", "class _Flight: ...\n", "a class Flight"),
+    (retired_words, "trainer.loop", "def _doomed_names() -> None: ...\n", "names _doomed_names"),
+    (retired_words, "trainer.loop", "def f(neighbours: int) -> None: ...\n", "names neighbours"),
+    (retired_words, "trainer.loop", "x.board, y = 1, 2\n", "names board"),
+    (retired_words, "trainer.loop", "MOST_STRIPS = 2\n", "names MOST_STRIPS"),
+    (retired_words, "trainer.launch.farewell", _DOC, "names farewell"),
     (clean_text, "trainer.loop", "PATH = '/ho" + "me/me/data'\n", "a path"),
     (clean_text, "trainer.loop", "x = 1  # TO" + "DO: two\n", "a note"),
 ]

@@ -215,7 +215,7 @@ def _named(path: Path) -> bytes:
                 expected=f"weights of llm.c, with {WEIGHTS}",
                 found=found,
                 fix="Name a run, a checkpoint, a model folder of transformers or such a file with checkpoint.load; "
-                "trainer.commands.convert imports other formats.",
+                "`reprise convert import` reads other formats.",
             )
         return b"f" + str(path).encode()
     return b"p" + str(path).encode() if is_folder(path) else _NAMED + str(LoadSource.named(path).path).encode()

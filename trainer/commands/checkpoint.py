@@ -1,4 +1,4 @@
-"""Look into checkpoints and look after them: `python -m trainer.commands.checkpoint ls|show|verify|diff|prune`.
+"""List, show, verify, compare and delete checkpoints: `reprise checkpoint ls|show|verify|diff|prune`.
 
 Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged or differs, 2 when
 the command cannot be carried out: a file that cannot be read now is not damaged.
@@ -48,17 +48,17 @@ Row = dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says, print it and return the exit status."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(format="checkpoint: %(message)s", stream=sys.stderr)
+    logging.basicConfig(format="reprise checkpoint: %(message)s", stream=sys.stderr)
     call: Callable[[argparse.Namespace], int] = options.call
     try:
         return call(options)
     except TrainerError as error:
-        print(f"checkpoint: {error}", file=sys.stderr)
+        print(f"reprise checkpoint: {error}", file=sys.stderr)
     except BrokenPipeError:  # the reader has seen enough
         sys.stdout = None
         return FINE
     except OSError as error:
-        print(f"checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"reprise checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
     return IMPOSSIBLE
 
 
@@ -201,7 +201,7 @@ def prune(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="checkpoint", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="reprise checkpoint", description=(__doc__ or "").split("\n\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, call: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:

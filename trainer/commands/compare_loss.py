@@ -1,4 +1,4 @@
-"""Compare the training losses of runs with those of one: `python scripts/compare_loss.py BASE TEST [TEST ...]`.
+"""Compare the training losses of runs with those of one: `reprise compare-loss BASE TEST [TEST ...]`.
 
 Each argument is a run folder, a metrics.jsonl or a text log. The exit status is 0 when all curves are equal to BASE, 1
 when one differs, 2 when an input cannot be used.
@@ -30,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparisons = [_compare(base, test, options) for test in tests]
         if options.plot:
             _plot(comparisons, names, options.plot)
-            print(f"compare_loss: wrote {options.plot}", file=sys.stderr)
+            print(f"reprise compare-loss: wrote {options.plot}", file=sys.stderr)
     except TrainerError as error:
-        print(f"compare_loss: {error}", file=sys.stderr)
+        print(f"reprise compare-loss: {error}", file=sys.stderr)
         return UNUSABLE
     if options.json:
         print(json.dumps(summarize_all(comparisons, names), allow_nan=False))
@@ -71,7 +71,7 @@ def _tolerance(options: argparse.Namespace, base: Curve, test: Curve) -> Toleran
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="compare_loss",
+        prog="reprise compare-loss",
         description="Compare the training losses of runs with those of one, iteration by iteration.",
         epilog="Exit status: 0 all equal to BASE, 1 one differs, 2 unusable input.",
     )

@@ -37,7 +37,7 @@ from trainer.state import TrainerState
 
 _log = logging.getLogger(__name__)
 
-# So many stretches of a file are compared between hosts, each of so many bytes.
+# So many extents of a file are compared between hosts, each of so many bytes.
 _SAMPLES, _SAMPLE_BYTES = 16, 256 << 10
 
 

@@ -13,7 +13,7 @@ from trainer.checkpoint.format.layout import PAGE_BYTES, Layout
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES
 
 # A file is written in extents of about this size, several at once.
-STRETCH_BYTES = 128 << 20
+EXTENT_BYTES = 128 << 20
 # A training step that comes in the middle waits for the one chunk of each thread that is under way.
 CHUNK_BYTES = 8 << 20
 
@@ -90,7 +90,7 @@ def _extents(placed: list[_Placed]) -> Iterator[list[_Placed]]:
     for item in placed:
         extent.append(item)
         size += item.piece.hi - item.piece.lo
-        if size >= STRETCH_BYTES:
+        if size >= EXTENT_BYTES:
             yield extent
             extent, size = [], 0
     if extent:

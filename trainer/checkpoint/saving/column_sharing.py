@@ -27,7 +27,7 @@ from trainer.checkpoint.format.layout import Layout
 from trainer.checkpoint.format.manifest import WrittenPiece
 from trainer.checkpoint.format.report import decode, encode
 from trainer.checkpoint.saving.chunks import Piece
-from trainer.checkpoint.saving.stripes import COUNTERS_AT, STRIPS_AT, Stripe, Strips, shared_bytes, stripes_of
+from trainer.checkpoint.saving.stripes import COUNTERS_AT, STRIPES_AT, Stripe, Stripes, shared_bytes, stripes_of
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.arena import populate
 from trainer.errors import CheckpointError, LaunchError
@@ -46,7 +46,7 @@ class SharedMemory:
         self.address = address
         self._descriptor = descriptor
         self._lock = threading.Lock()
-        self._memory = np.frombuffer(mmap.mmap(descriptor, STRIPS_AT), np.uint8)
+        self._memory = np.frombuffer(mmap.mmap(descriptor, STRIPES_AT), np.uint8)
 
     @staticmethod
     def make() -> SharedMemory:
@@ -59,7 +59,7 @@ class SharedMemory:
         descriptor = os.memfd_create(_NAME)
         with contextlib.ExitStack() as on_error:
             on_error.callback(os.close, descriptor)
-            os.ftruncate(descriptor, STRIPS_AT)
+            os.ftruncate(descriptor, STRIPES_AT)
             os.pwrite(descriptor, name, 0)
             found = SharedMemory(descriptor, b"%d %d %s" % (os.getpid(), descriptor, name.hex().encode()))
             on_error.pop_all()
@@ -124,7 +124,7 @@ class SharedMemory:
 
     @property
     def _counters(self) -> npt.NDArray[np.uint32]:
-        return self._memory[COUNTERS_AT:STRIPS_AT].view(np.uint32)
+        return self._memory[COUNTERS_AT:STRIPES_AT].view(np.uint32)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -144,7 +144,7 @@ class Sharing:
             do not all look for the same.
     """
 
-    def __init__(self, memory: SharedMemory, stripes: Strips, layout: Layout, *, turn: float) -> None:
+    def __init__(self, memory: SharedMemory, stripes: Stripes, layout: Layout, *, turn: float) -> None:
         self.files = {layout.places[tensor].file for tensor in stripes}
         self._memory, self._stripes = memory, stripes
         order = [(tensor, stripe) for tensor, found in stripes.items() for stripe in found]
@@ -182,7 +182,7 @@ class LocalRanks:
         self._ranks = tuple(ranks) if len(ranks) > 1 else (channel.rank,)
         self._memory: SharedMemory | None = None
         self._stays_out = False
-        self._table: tuple[Layout, bytes, Strips] | None = None
+        self._table: tuple[Layout, bytes, Stripes] | None = None
         self._lock = threading.Lock()
         self._spoken = ""  # the last attempt about which this rank has said something
         self._posted: list[str] = []

@@ -14,11 +14,11 @@ from trainer.checkpoint.format.box import Image
 from trainer.checkpoint.format.layout import PAGE_BYTES, Layout
 from trainer.checkpoint.saving.chunks import Piece
 
-STRIP_BYTES = 4 << 20
+STRIPE_BYTES = 4 << 20
 # The shared memory begins with a page that names it and a counter of four bytes for each stripe.
-MOST_STRIPS = 1 << 16
+MAX_STRIPES = 1 << 16
 COUNTERS_AT = PAGE_BYTES
-STRIPS_AT = COUNTERS_AT + 4 * MOST_STRIPS
+STRIPES_AT = COUNTERS_AT + 4 * MAX_STRIPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class Stripe:
         return self.hi - self.lo
 
 
-Strips = Mapping[str, Sequence[Stripe]]  # by tensor, in the tensor's order
+Stripes = Mapping[str, Sequence[Stripe]]  # by tensor, in the tensor's order
 
 
-def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Strips:
+def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Stripes:
     """Return the stripes that these pieces fill to the last byte, and nobody else's: the same for the same pieces.
 
     Args:
@@ -54,22 +54,22 @@ def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Strips:
         for number, count in _shares(piece, place.spec.image(piece.box), place.offset):
             filled[piece.name][number] += count
     found: dict[str, list[Stripe]] = {}
-    number, end = 0, STRIPS_AT
+    number, end = 0, STRIPES_AT
     for name in sorted(filled):
         place = layout.places[name]
         for index, count in sorted(filled[name].items()):
-            lo = max(0, index * STRIP_BYTES - place.offset)
-            hi = min(place.spec.total_bytes, (index + 1) * STRIP_BYTES - place.offset)
-            if count == hi - lo and number < MOST_STRIPS:
+            lo = max(0, index * STRIPE_BYTES - place.offset)
+            hi = min(place.spec.total_bytes, (index + 1) * STRIPE_BYTES - place.offset)
+            if count == hi - lo and number < MAX_STRIPES:
                 start = end + (place.offset + lo - end) % PAGE_BYTES
                 found.setdefault(name, []).append(Stripe(number, lo, hi, start))
                 number, end = number + 1, start + hi - lo
     return found
 
 
-def shared_bytes(stripes: Strips) -> int:
+def shared_bytes(stripes: Stripes) -> int:
     """Return the size of the memory that has room for all stripes."""
-    return max((stripe.place + stripe.size for found in stripes.values() for stripe in found), default=STRIPS_AT)
+    return max((stripe.place + stripe.size for found in stripes.values() for stripe in found), default=STRIPES_AT)
 
 
 def cut_by_stripes(
@@ -90,10 +90,10 @@ def cut_by_stripes(
 
 def _shares(piece: Piece, packed: Image, at: int) -> Iterator[tuple[int, int]]:
     """Yield the numbers of the extents of the file that a piece reaches, and how many of its bytes lie in each."""
-    first = (at + packed.start) // STRIP_BYTES
-    last = (at + packed.start + packed.extent - 1) // STRIP_BYTES
+    first = (at + packed.start) // STRIPE_BYTES
+    last = (at + packed.start + packed.extent - 1) // STRIPE_BYTES
     for number in range(first, last + 1):
-        lo = max(piece.lo, packed.before(number * STRIP_BYTES - at))
-        hi = min(piece.hi, packed.before((number + 1) * STRIP_BYTES - at))
+        lo = max(piece.lo, packed.before(number * STRIPE_BYTES - at))
+        hi = min(piece.hi, packed.before((number + 1) * STRIPE_BYTES - at))
         if lo < hi:
             yield number, hi - lo

@@ -82,7 +82,7 @@ class Writer:
                     for extent in chunks.get(file.name, ()) or ((),)
                 ]
             _raise_first(jobs)
-            stripes = partial(self._write_strips, targets, snapshot, has_failed)
+            stripes = partial(self._write_stripes, targets, snapshot, has_failed)
             _raise_first([pool.submit(stripes) for _ in range(self.threads)])
             _raise_first([pool.submit(partial(self._sync, target)) for target in targets.values()])
         return Written(
@@ -114,7 +114,7 @@ class Writer:
             has_failed.set()
             raise
 
-    def _write_strips(self, targets: Mapping[str, _Target], snapshot: Snapshot, has_failed: threading.Event) -> None:
+    def _write_stripes(self, targets: Mapping[str, _Target], snapshot: Snapshot, has_failed: threading.Event) -> None:
         """Write stripes that the host's ranks have filled, this one or another."""
         for tensor, stripe, data in () if self.sharing is None else self.sharing.full():
             self._go_on(snapshot, has_failed)

@@ -31,14 +31,14 @@ Chain = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class FlatPlace:
-    """Where a parameter lies: stretches (chain, first, last + 1) of chains of tensors, end to end, padding last.
+    """Where a parameter lies: extents (chain, first, last + 1) of chains of tensors, end to end, padding last.
 
     Args:
         step: how often the optimizer has changed it; None where it has no moments.
     """
 
     shape: tuple[int, ...]
-    stretches: tuple[tuple[int, int, int], ...]
+    extents: tuple[tuple[int, int, int], ...]
     step: float | None
 
 
@@ -52,7 +52,7 @@ class Flats:
     def read(self, key: str, name: str) -> torch.Tensor:
         """Return a parameter's weights or one of its moments, in its shape; a view where it lies in one piece."""
         place = self.places[name]
-        pieces = [p for chain, lo, hi in place.stretches for p in _cut(self.chains[key][chain], lo, hi)]
+        pieces = [p for chain, lo, hi in place.extents for p in _cut(self.chains[key][chain], lo, hi)]
         joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
         return joined[: prod(place.shape)].view(place.shape)
 
@@ -100,7 +100,7 @@ class Flats:
         lengths = {key: [sum(t.numel() for t in chain) for chain in chains] for key, chains in self.chains.items()}
         for name, place in self.places.items():
             for key in (WEIGHTS, *(MOMENTS if place.step is not None else ())):
-                found = sum(max(0, min(hi, lengths[key][chain]) - lo) for chain, lo, hi in place.stretches)
+                found = sum(max(0, min(hi, lengths[key][chain]) - lo) for chain, lo, hi in place.extents)
                 if found < prod(place.shape):
                     raise CheckpointError(
                         "A buffer of DeepSpeed is shorter than its parameters",
@@ -188,8 +188,8 @@ def _locate_cut_one_by_one(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_
     for group in _shapes(saved.models[0], "param_shapes", path):
         for name, shape in group.items():
             part = _part(shape, saved)
-            stretches = tuple((rank, offset, offset + part) for rank in range(len(saved.optimizers)))
-            flats.places[name] = FlatPlace(shape, stretches, step)
+            extents = tuple((rank, offset, offset + part) for rank in range(len(saved.optimizers)))
+            flats.places[name] = FlatPlace(shape, extents, step)
             offset += part
     lengths = {sum(tensor.numel() for tensor in chain) for chain in flats.chains[WEIGHTS]}
     if lengths != {offset}:

@@ -43,7 +43,7 @@ SMALL_CHUNK = 1 << 16
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", SMALL_CHUNK)
-    monkeypatch.setattr(chunks, "STRETCH_BYTES", 4 * SMALL_CHUNK)
+    monkeypatch.setattr(chunks, "EXTENT_BYTES", 4 * SMALL_CHUNK)
 
 
 _SEEDED = threading.Lock()

@@ -22,7 +22,7 @@ LARGE = TensorSpec(TensorKind.MODEL, "large", (5_000_001,), torch.float32, (5_00
 
 @pytest.fixture(autouse=True, params=[1 << 40, 1 << 14])
 def _extents(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunking, "STRETCH_BYTES", request.param)
+    monkeypatch.setattr(chunking, "EXTENT_BYTES", request.param)
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=lambda sharding: sharding.name)

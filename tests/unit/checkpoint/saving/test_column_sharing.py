@@ -27,7 +27,7 @@ from trainer.checkpoint.saving import stripes as striping
 from trainer.checkpoint.saving.chunks import Piece, cut
 from trainer.checkpoint.saving.column_sharing import LocalRanks, SharedMemory, Sharing
 from trainer.checkpoint.saving.plan import plan
-from trainer.checkpoint.saving.stripes import STRIPS_AT, Stripe
+from trainer.checkpoint.saving.stripes import STRIPES_AT, Stripe
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.tensors.live import Contents
@@ -44,7 +44,7 @@ ALONE = Sharding("one rank")
 
 @pytest.fixture(autouse=True)
 def _strip_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(striping, "STRIP_BYTES", 1 << 16)
+    monkeypatch.setattr(striping, "STRIPE_BYTES", 1 << 16)
 
 
 class CountingFiles(Files):
@@ -358,8 +358,8 @@ def test_memory_is_had_by_address_only_where_that_is_still_the_same() -> None:
 
 def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
     memory = SharedMemory.make()
-    stripe = Stripe(3, 0, 4096, STRIPS_AT)
-    memory.reach(STRIPS_AT + 4096)
+    stripe = Stripe(3, 0, 4096, STRIPES_AT)
+    memory.reach(STRIPES_AT + 4096)
     others = [SharedMemory.open(memory.address) for _ in range(3)]
     claims: list[memoryview] = []
     start = threading.Barrier(8)
@@ -367,7 +367,7 @@ def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
     def begin_rename(number: int) -> None:
         mine = others[number % 3]
         assert mine is not None
-        mine.reach(STRIPS_AT + 4096)
+        mine.reach(STRIPES_AT + 4096)
         start.wait()
         for _ in range(200):
             if (found := mine.begin_rename(stripe)) is not None:
@@ -402,7 +402,7 @@ def test_a_strip_that_nobody_writes_is_never_committed(tmp_path: Path, monkeypat
 
 def save_as_rank(arguments: list[str]) -> None:
     """Be one of two processes that save columns, and say how often it wrote."""
-    striping.STRIP_BYTES = 1 << 16
+    striping.STRIPE_BYTES = 1 << 16
     cluster = launch.start("cpu", deterministic=False)
     files = CountingFiles()
     policy = SavePolicy(Path(arguments[0]), async_save=True)
