@@ -27,9 +27,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer",
         "trainer.atomic",
         "trainer.errors",
+        "trainer.json_value",
         "trainer.progress",
         "trainer.regular_file",
         "trainer.schedule",
+        "trainer.text_table",
         "trainer.topology",
     ),
     ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
@@ -67,7 +69,7 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 # What a package may import besides the standard library and itself.
-FOUNDATION = {"trainer.atomic", "trainer.errors", "trainer.regular_file"}
+FOUNDATION = {"trainer.atomic", "trainer.errors", "trainer.json_value", "trainer.regular_file"}
 ALLOWED: dict[str, frozenset[str]] = {
     "models": frozenset({"torch"}),
     "trainer.data": frozenset({"numpy", "torch", "xxhash", "tokenizers", *FOUNDATION}),
@@ -80,6 +82,8 @@ ONLY_IN = {
     "omegaconf": ("trainer.__main__",),
     "matplotlib": ("trainer.compare.figure",),
     "torch.utils.tensorboard": ("trainer.metrics.run_log",),
+    "tensorboard": ("trainer.metrics.tensorboard_files",),
+    "google.protobuf": ("trainer.metrics.tensorboard_files",),  # what tensorboard writes its events with
     "torch.distributed.tensor": ("trainer.checkpoint.tensors.live", "trainer.parallel"),
 }
 

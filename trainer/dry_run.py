@@ -26,9 +26,11 @@ from trainer.parallel.mesh import build_mesh
 from trainer.parallel.pipeline import stages_of
 from trainer.parallelize import build_stage, compute_dtype
 from trainer.state import checkpoint_specs
+from trainer.text_table import format_table
 from trainer.topology import Topology
 
 _GIB = 1 << 30
+_WRITTEN = "written (least to most over dp)"
 
 Boxes: TypeAlias = Mapping[str, tuple[Box, tuple[int, ...]]]
 
@@ -72,9 +74,9 @@ def report(config: Config, world_size: int) -> str:
     topology = topology_of(config, world_size)
     layout = build_layout(list(checkpoint_specs(config.model, with_optimizer=True)))
     rows = list(_rows(config, topology, layout))
-    header = f"{'pp':>3} {'tp':>3}  {'layers':<16} {'parameters':>15} {'state':>9} {'working':>9} {'activations':>11}"
-    lines = [_headline(config, topology, layout), "", f"{header} {'memory':>9}  written (least to most over dp)"]
-    lines += [_line(*row) for row in rows]
+    header = ("pp", "tp", "layers", "parameters", "state", "working", "activations", "memory", _WRITTEN)
+    lines = [_headline(config, topology, layout), ""]
+    lines += format_table([header, *(_cells(*row) for row in rows)], align=">><>>>>><")
     most = max(load.written_bytes for *_, loads in rows for load in loads)
     lines += ["", f"most written by one rank / mean: {most * world_size / layout.total_bytes:.3f}"]
     if topology.pp > 1 and config.parallel.zero_stage >= 2 and topology.dp > 1:
@@ -188,15 +190,14 @@ def _headline(config: Config, topology: Topology, layout: Layout) -> str:
     )
 
 
-def _line(simulated: Simulated, tp: int, loads: Sequence[Load]) -> str:
+def _cells(simulated: Simulated, tp: int, loads: Sequence[Load]) -> list[str]:
     layers = " ".join(_span(part.stage) for part in simulated.parts)
     most = max(loads, key=lambda load: load.total_bytes)
     written = sorted(load.written_bytes for load in loads)
-    state, working, total = (n / _GIB for n in (most.state_bytes, most.working_bytes, most.total_bytes))
-    return (
-        f"{simulated.pp:>3} {tp:>3}  {layers:<16} {most.parameters:>15,} {state:>5.2f} GiB {working:>5.2f} GiB "
-        f"{most.activation_bytes / _GIB:>7.2f} GiB {total:>5.2f} GiB  {written[0]:,} to {written[-1]:,}"
-    )
+    sizes = (most.state_bytes, most.working_bytes, most.activation_bytes, most.total_bytes)
+    memory = [f"{size / _GIB:.2f} GiB" for size in sizes]
+    span = f"{written[0]:,} to {written[-1]:,}"
+    return [str(simulated.pp), str(tp), layers, f"{most.parameters:,}", *memory, span]
 
 
 def _span(stage: Stage) -> str:

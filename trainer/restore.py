@@ -26,7 +26,7 @@ from trainer.interop.megatron import refuse_megatron
 from trainer.interop.start import WeightsKind as WeightsKind
 from trainer.interop.start import load_pretrained
 from trainer.launch.relaunch import has_committed, note
-from trainer.metrics.run_log import last_recorded_iteration
+from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.random import fill_initial_values
 from trainer.state import checkpoint_specs
 
@@ -152,7 +152,7 @@ def _find(run: Run) -> bytes:
         return b""
     own = None if section.save is None else Path(section.save)
     folder = None if own is None else CheckpointFolder(own, Files())
-    committed = [] if folder is None else [*folder.committed(), *folder.strange()]  # `Chooser` refuses the latter
+    committed = [] if folder is None else [*folder.committed(), *folder.non_folders()]  # `Chooser` refuses the latter
     if section.load != "auto":
         named = LoadSource.named(Path(section.load)).path
         is_inside = own is not None and own.resolve() in (named.resolve(), *named.resolve().parents)

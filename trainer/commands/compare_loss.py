@@ -7,7 +7,6 @@ when one differs, 2 when an input cannot be used.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, c
 from trainer.compare.plot import plot_comparison, plot_comparisons
 from trainer.compare.table import name_runs, report_all, summarize_all
 from trainer.errors import TrainerError
+from trainer.json_value import dumps
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"reprise compare-loss: {error}", file=sys.stderr)
         return UNUSABLE
     if options.json:
-        print(json.dumps(summarize_all(comparisons, names), allow_nan=False))
+        print(dumps(summarize_all(comparisons, names)))
     elif len(comparisons) == 1:
         print(report(comparisons[0], max_rows=options.max_rows))
     else:

@@ -7,7 +7,6 @@ than the first by more than --threshold, 1 when one is, 2 when an input cannot b
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +24,7 @@ from trainer.compare.speed import (
 from trainer.compare.speed_plot import plot_speeds
 from trainer.compare.table import name_runs
 from trainer.errors import TrainerError
+from trainer.json_value import dumps
 
 FINE, SLOWER, UNUSABLE = 0, 1, 2
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = SLOWER if slower_runs(speeds, options.threshold) else FINE
     if options.json:
         summary = summarize_speeds(speeds, timings, skipped=options.skip, threshold=options.threshold)
-        print(json.dumps(summary, allow_nan=False))
+        print(dumps(summary))
         return status
     for note in dict.fromkeys(note for timing in timings for note in timing.notes):
         print(f"note: {note}")

@@ -15,7 +15,7 @@ from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format import safetensors_file as header
 from trainer.checkpoint.format.layout import Place, TensorKind
 from trainer.checkpoint.format.names import INDEX, MANIFEST
-from trainer.checkpoint.loading.reader import opened, read_header
+from trainer.checkpoint.loading.reader import open_tensor_file, read_header
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import is_iteration_name
 from trainer.errors import CheckpointError, MismatchError
@@ -187,7 +187,7 @@ def _read_header(root: Path, name: str, files: Files) -> list[Place]:
         size = files.size(path)
     except OSError as error:
         raise CheckpointError("A file is missing", where=root / name, found=error.strerror) from error
-    with opened(files, path) as file:
+    with open_tensor_file(files, path) as file:
         data = read_header(file, size, where=root / name)
     table, length = json_file.parse(data[8:], where=root / name), len(data) - 8
     specs = header.parse(table, TensorKind.MODEL, data_bytes=size - 8 - length, where=root / name)

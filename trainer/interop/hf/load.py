@@ -14,7 +14,7 @@ from trainer.checkpoint.format.box import Box, in_bytes, whole
 from trainer.checkpoint.format.layout import Place
 from trainer.checkpoint.loading.gather import Gatherer
 from trainer.checkpoint.loading.loader import LoadReport
-from trainer.checkpoint.loading.reader import opened
+from trainer.checkpoint.loading.reader import open_tensor_file
 from trainer.checkpoint.loading.target import Target
 from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.errors import MismatchError
@@ -40,7 +40,7 @@ def fill(
     read_bytes = filled_bytes = 0
     for tensor in sorted(live, key=lambda t: (places[t.spec.name].file, places[t.spec.name].offset)):
         place, target, check = places[tensor.spec.name], Target(tensor, tensor.box), FiniteCheck()
-        with opened(folder.files, (folder.path / place.file).resolve()) as file:
+        with open_tensor_file(folder.files, (folder.path / place.file).resolve()) as file:
             for found, values in read_floats(file, place, tensor.box, gatherer=gatherer):
                 check.add(torch.from_numpy(values))
                 part = in_bytes(found, values.itemsize)
