@@ -28,12 +28,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.atomic",
         "trainer.errors",
         "trainer.json_value",
-        "trainer.progress",
         "trainer.regular_file",
-        "trainer.schedule",
         "trainer.text_table",
-        "trainer.topology",
     ),
+    ("trainer.progress", "trainer.schedule", "trainer.topology"),
     ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
     ("trainer.compatibility", "trainer.config", "trainer.launch"),
     (
