@@ -4,11 +4,8 @@ A configuration is composed there too: the parser of overrides fills its tables 
 forked later finds them full. No tensor is computed: autograd's threads would not live on in a rank.
 """
 
-import importlib.readers
-import importlib.resources
 import multiprocessing.synchronize  # noqa: F401
 
-import hydra
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.profiler
@@ -20,6 +17,6 @@ import trainer.launch.process_group
 import trainer.launch.relaunch
 import trainer.launch.watchdog
 import trainer.loop
-import trainer.restore  # noqa: F401
+import trainer.restore
 
 trainer.__main__.compose(["model=gpt2_tiny", "train.train_iters=3", "run.dir=/dev/null", "optimizer.lr=0.001"])

@@ -45,7 +45,7 @@ def train_poisoned(arguments: list[str]) -> None:
     """Run the trainer's command; on one rank an element of some gradients is infinite in one iteration."""
     told = json.loads(arguments[0])
     is_here = int(os.environ.get("RANK", "0")) == told["rank"]
-    compute = trainer.step._forward_backward
+    compute = trainer.step.forward_backward
 
     def poison(state: TrainerState, *rest: Any) -> torch.Tensor:
         loss = compute(state, *rest)
@@ -55,7 +55,7 @@ def train_poisoned(arguments: list[str]) -> None:
                 local_of(named[name].grad).view(-1)[0] = torch.inf  # type: ignore[arg-type]
         return loss
 
-    trainer.step._forward_backward = poison
+    trainer.step.forward_backward = poison
     sys.argv = ["trainer", *arguments[1:]]
     trainer.__main__.main()
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.faults.ranks import free_port
 from scripts.faults.soak_kill import descendants
 from tests.crash.moments import KILLED, Gate, describe
-from tests.harness import TINY, curve, free_port, run_ok, tensor_files
+from tests.harness import TINY, curve, run_ok, tensor_files
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,8 @@ import pytest
 import torch
 
 from models import aliases, hf_config, stored_tensors
-from tests.harness import TINY, compose, curve, free_port, run_ok, tensor_files
+from scripts.faults.ranks import free_port
+from tests.harness import TINY, compose, curve, run_ok, tensor_files
 from tests.interop.deepspeed_build import built_extensions
 from tests.interop.deepspeed_layout import MOMENTS, State, Way, groups_of, write
 from trainer.build import describe_alone

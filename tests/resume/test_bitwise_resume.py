@@ -9,7 +9,7 @@ import pytest
 from tests.harness import ALL_CORES, TINY, curve, launch, run_ok, tensor_files
 
 FAMILIES = {"gpt2": "model=gpt2_tiny", "llama3": "model=llama3_tiny"}
-# Killed in the middle of an interval: iterations are done twice on both sides of an evaluation, and of the warm-up's end.
+# Killed between two saves, so that three iterations are trained twice; evaluations lie before and after them.
 SAVED, KILLED, END = 8, 11, 16
 LAUNCHES = [(1, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
 
