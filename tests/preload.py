@@ -19,4 +19,4 @@ import trainer.launch.watchdog
 import trainer.loop
 import trainer.restore
 
-trainer.__main__.compose(["model=gpt2_tiny", "train.train_iters=3", "run.dir=/dev/null", "optimizer.lr=0.001"])
+trainer.__main__.compose(["model=gpt2_tiny", "train.train_iters=3", "optimizer.lr=0.001"])

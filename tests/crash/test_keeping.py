@@ -98,7 +98,7 @@ def test_the_best_by_validation_loss_stay_also_over_a_resume(tmp_path: Path, ran
     assert (state["valid_loss"], state["best_loss"]) == (1.0, 1.0)
 
 
-def test_what_was_not_evaluated_when_it_was_saved_is_not_among_the_best(tmp_path: Path) -> None:
+def test_a_save_without_an_evaluation_is_not_among_the_best(tmp_path: Path) -> None:
     run = tmp_path / "run"
     keep = ("checkpoint.keep_best=2", "checkpoint.max_checkpoint_keep=1", "train.eval_interval=2")
     train(run, {"losses": LOSSES}, *keep)

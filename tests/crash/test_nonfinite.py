@@ -96,7 +96,7 @@ def test_a_run_stops_names_the_parameter_and_saves_nothing_of_it(tmp_path: Path,
 
 
 @pytest.mark.parametrize("layout", slow_but_for_one_rank())
-def test_a_skipped_iteration_changes_no_bit_and_a_resume_is_the_unbroken_run(tmp_path: Path, layout: str) -> None:
+def test_a_skipped_iteration_changes_no_bit_and_resumes_bitwise(tmp_path: Path, layout: str) -> None:
     ranks, topology, *_ = LAYOUTS[layout]
     whole, run, every = tmp_path / "whole", tmp_path / "run", "checkpoint.save_interval=1"
     ended = poisoned(whole, layout, [SKIP, every], iteration=3)
