@@ -1,6 +1,6 @@
 """What is done with a model of either family: building it, and what its tensors, files and costs are.
 
-The architectures live in `gpt2` and `llama3`; users import these names from `models`.
+The architectures are in `gpt2` and `llama3`.
 """
 
 from typing import TypeAlias

@@ -28,11 +28,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer",
         "trainer.atomic",
         "trainer.errors",
-        "trainer.progress",
+        "trainer.json_value",
         "trainer.regular_file",
-        "trainer.schedule",
-        "trainer.topology",
+        "trainer.text_table",
     ),
+    ("trainer.progress", "trainer.schedule", "trainer.topology"),
     ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
     ("trainer.compatibility", "trainer.config", "trainer.launch"),
     (
@@ -68,7 +68,7 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 # What a package may import besides the standard library and itself.
-FOUNDATION = {"trainer.atomic", "trainer.errors", "trainer.regular_file"}
+FOUNDATION = {"trainer.atomic", "trainer.errors", "trainer.json_value", "trainer.regular_file"}
 ALLOWED: dict[str, frozenset[str]] = {
     "models": frozenset({"torch"}),
     "trainer.data": frozenset({"numpy", "torch", "xxhash", "tokenizers", *FOUNDATION}),
@@ -81,6 +81,8 @@ ONLY_IN = {
     "omegaconf": ("trainer.__main__",),
     "matplotlib": ("trainer.compare.figure",),
     "torch.utils.tensorboard": ("trainer.metrics.run_log",),
+    "tensorboard": ("trainer.metrics.tensorboard_files",),
+    "google.protobuf": ("trainer.metrics.tensorboard_files",),  # what tensorboard writes its events with
     "torch.distributed.tensor": ("trainer.checkpoint.tensors.live", "trainer.parallel"),
 }
 

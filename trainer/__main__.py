@@ -1,4 +1,4 @@
-"""The command: `python -m trainer KEY=VALUE ...`, or `torchrun --nproc-per-node N -m trainer KEY=VALUE ...`.
+"""Training: `reprise train KEY=VALUE ...`, or `torchrun --nproc-per-node N -m trainer KEY=VALUE ...` on several ranks.
 
 Hydra is used here and nowhere else.
 """
@@ -51,17 +51,22 @@ _LEFT_OUT = ("reference_type", "object_type", "To append to your config", "Confi
 ConfigStore.instance().store(name="schema", node=Config)
 
 
-def main() -> None:
-    """Train as configured; exit with status 1 and one paragraph if that cannot be."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as the command line configures it and return 0; exit with status 1 and one paragraph if that cannot be.
+
+    Args:
+        arguments: the words after `reprise train`; None reads those of the process, after `python -m trainer`.
+    """
+    if arguments is not None:
+        sys.argv = ["reprise train", *arguments]  # which Hydra reads
     closed, rank = streams.replace_closed(), 0
     try:
         environment = Environment.read(os.environ)
         rank = environment.rank
         raw = _composed_command()
-        if raw is None:
-            return
-        _start_log(rank, is_silent="stdout" in closed)
-        run(raw, environment)
+        if raw is not None:
+            _start_log(rank, is_silent="stdout" in closed)
+            run(raw, environment)
     except SystemExit:  # argparse has said why
         raise
     except BaseException as error:  # noqa: BLE001 - told and handed on as the exit status
@@ -74,6 +79,7 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+    return 0
 
 
 def _start_log(rank: int, *, is_silent: bool) -> None:
@@ -155,7 +161,10 @@ def _composed_command() -> DictConfig | None:
     found: list[DictConfig] = []
     command = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(found.append)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
-    _reported(command, arguments.overrides)
+    try:
+        _reported(command, arguments.overrides)
+    except BrokenPipeError:  # the reader of `--help` has seen enough
+        sys.stdout = None
     return found[0] if found else None
 
 
@@ -170,6 +179,8 @@ def _reported(call: Callable[[], _T], overrides: Sequence[str]) -> _T:
         said = _told(error)
         fix = "Give one value per key: the trainer has no multirun." if "--multirun" in said else None
         raise ConfigError("The configuration cannot be composed", found=said, fix=fix) from error
+    except BrokenPipeError:
+        raise
     except Exception as error:
         where = " ".join(overrides) or None
         raise ConfigError("The configuration cannot be composed", where=where, found=_told(error)) from error

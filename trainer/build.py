@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-import models
+from models import families
 from trainer import run_record as record
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Json
@@ -229,7 +229,7 @@ def _build_requests(config: Config, cluster: Cluster, watch: SignalHandler | Non
 def _build_log(config: Config, cluster: Cluster) -> RunLog:
     device = cluster.device
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    flops = models.flops_per_token(config.model, config.train.seq_length)
+    flops = families.flops_per_token(config.model, config.train.seq_length)
     return RunLog(
         Path(config.run.dir),
         train_iters=config.train.train_iters,

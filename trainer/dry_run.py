@@ -14,20 +14,23 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake
 
-import models
-from models import Model, ModelConfig, Stage
+from models import families
+from models.config import ModelConfig, Stage, parameter_count
+from models.families import Model
 from trainer.checkpoint.format.box import Box, Image, image, intersect, whole
 from trainer.checkpoint.format.layout import Layout, TensorSpec, build_layout
-from trainer.checkpoint.saving.ownership import Holding, pieces_of
+from trainer.checkpoint.saving.plan import Holding, pieces_of
 from trainer.checkpoint.tensors.live import Grid, placed_box
 from trainer.config.schema import Config, topology_of
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.pipeline import stages_of
 from trainer.parallelize import build_stage, compute_dtype
 from trainer.state import checkpoint_specs
+from trainer.text_table import format_table
 from trainer.topology import Topology
 
 _GIB = 1 << 30
+_WRITTEN = "written (least to most over dp)"
 
 Boxes: TypeAlias = Mapping[str, tuple[Box, tuple[int, ...]]]
 
@@ -71,9 +74,9 @@ def report(config: Config, world_size: int) -> str:
     topology = topology_of(config, world_size)
     layout = build_layout(list(checkpoint_specs(config.model, with_optimizer=True)))
     rows = list(_rows(config, topology, layout))
-    header = f"{'pp':>3} {'tp':>3}  {'layers':<16} {'parameters':>15} {'state':>9} {'working':>9} {'activations':>11}"
-    lines = [_headline(config, topology, layout), "", f"{header} {'memory':>9}  written (least to most over dp)"]
-    lines += [_line(*row) for row in rows]
+    header = ("pp", "tp", "layers", "parameters", "state", "working", "activations", "memory", _WRITTEN)
+    lines = [_headline(config, topology, layout), ""]
+    lines += format_table([header, *(_cells(*row) for row in rows)], align=">><>>>>><")
     most = max(load.written_bytes for *_, loads in rows for load in loads)
     lines += ["", f"most written by one rank / mean: {most * world_size / layout.total_bytes:.3f}"]
     if topology.pp > 1 and config.parallel.zero_stage >= 2 and topology.dp > 1:
@@ -126,7 +129,7 @@ def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
 
 def holdings_of(model: ModelConfig, held: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
     """Return what a coordinate would save, in the order in which a save enumerates it, given its boxes of each part."""
-    copies = models.aliases(model)  # kept on both ends of a pipeline, written by the first
+    copies = families.aliases(model)  # kept on both ends of a pipeline, written by the first
     everybody, scalar = grid.holders({}), image(whole(()), (), 4)
     found = []
     for boxes in held:
@@ -182,20 +185,19 @@ def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology
 def _headline(config: Config, topology: Topology, layout: Layout) -> str:
     sizes = f"tp {topology.tp}, pp {topology.pp}, vpp {topology.vpp}, dp {topology.dp}"
     return (
-        f"{models.parameter_count(config.model):,} parameters on {topology.world_size:,} ranks ({sizes}, "
+        f"{parameter_count(config.model):,} parameters on {topology.world_size:,} ranks ({sizes}, "
         f"zero_stage {config.parallel.zero_stage}); a checkpoint has {layout.total_bytes:,} bytes"
     )
 
 
-def _line(simulated: Simulated, tp: int, loads: Sequence[Load]) -> str:
+def _cells(simulated: Simulated, tp: int, loads: Sequence[Load]) -> list[str]:
     layers = " ".join(_span(part.stage) for part in simulated.parts)
     most = max(loads, key=lambda load: load.total_bytes)
     written = sorted(load.written_bytes for load in loads)
-    state, working, total = (n / _GIB for n in (most.state_bytes, most.working_bytes, most.total_bytes))
-    return (
-        f"{simulated.pp:>3} {tp:>3}  {layers:<16} {most.parameters:>15,} {state:>5.2f} GiB {working:>5.2f} GiB "
-        f"{most.activation_bytes / _GIB:>7.2f} GiB {total:>5.2f} GiB  {written[0]:,} to {written[-1]:,}"
-    )
+    sizes = (most.state_bytes, most.working_bytes, most.activation_bytes, most.total_bytes)
+    memory = [f"{size / _GIB:.2f} GiB" for size in sizes]
+    span = f"{written[0]:,} to {written[-1]:,}"
+    return [str(simulated.pp), str(tp), layers, f"{most.parameters:,}", *memory, span]
 
 
 def _span(stage: Stage) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import models
+from models import families
 from trainer import run_record as record
 from trainer.build import Run
 from trainer.checkpoint.format.json_file import Document
@@ -167,8 +167,8 @@ def _save(run: Run, slowdown: Slowdown) -> None:
     if run.log is not None:
         run.log.sync()
     documents: dict[str, Document] = {
-        "config.json": models.hf_config(run.config.model),
-        "generation_config.json": models.generation_config(run.config.model),
+        "config.json": families.hf_config(run.config.model),
+        "generation_config.json": families.generation_config(run.config.model),
         "trainer_state.json": record.state_record(progress, run.schedule.at(progress.iteration), run.description),
         **run.tokenizer,
     }

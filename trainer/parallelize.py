@@ -11,8 +11,10 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
-import models
-from models import Model, Stage, token_loss
+from models import families
+from models.config import Stage
+from models.families import Model
+from models.layers import token_loss
 from trainer.checkpoint.format.box import cut
 from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.tensors.live import Grid, local_of
@@ -47,7 +49,7 @@ def build_stage(
     """Build one stage on `meta`, spread it over the mesh, and give it memory on `device`: zeros."""
     dtype = compute_dtype(config)
     with torch.device("meta"):
-        model = models.build_model(config.model, stage=stage, compute_dtype=dtype)
+        model = families.build_model(config.model, stage=stage, compute_dtype=dtype)
     model.activation_checkpointing = config.train.activation_checkpointing
     if mesh is not None and topology.tp > 1:
         tensor.shard(model, mesh["tp"], sequence_parallel=topology.sp)
@@ -170,7 +172,7 @@ def check_tied_copies(state: TrainerState, ends: dist.ProcessGroup | None) -> No
     if int(low) != int(high):
         raise CheckpointError(
             "The two copies of a tied parameter differ",
-            where=f"{' and '.join(sum(models.aliases(state.config).items(), ()))}, rank {dist.get_rank()}",
+            where=f"{' and '.join(sum(families.aliases(state.config).items(), ()))}, rank {dist.get_rank()}",
             expected="the same bits on the first and the last pipeline stage",
             fix="Nothing was saved; resume from the last checkpoint.",
         )

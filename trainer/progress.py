@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-_MOST = 2**63 - 1  # what numpy and torch count with
+from trainer.json_value import finite_number, integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Progress:
     def from_record(record: Mapping[str, object]) -> Progress:
         """Return the progress that a `trainer_state.json` holds."""
         return Progress(
-            _integer(record["iteration"]),
-            _integer(record["consumed_samples"]),
-            _integer(record["consumed_tokens"]),
+            integer(record["iteration"]),
+            integer(record["consumed_samples"]),
+            integer(record["consumed_tokens"]),
             _loss(record["best_loss"]),
             _loss(record.get("valid_loss")),
             record.get("owes_evaluation") is True,
@@ -69,18 +69,4 @@ class Progress:
 
 
 def _loss(value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST:
-        return float(value)
-    if not isinstance(value, float) or not math.isfinite(value):
-        raise TypeError(f"{value!r} is no loss")
-    return value
-
-
-def _integer(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is no integer")
-    if not 0 <= value <= _MOST:
-        raise ValueError(f"{value!r} is no number of iterations, samples or tokens")
-    return value
+    return None if value is None else finite_number(value)

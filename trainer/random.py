@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
-from models import Initial, InitialKind
+from models.config import Initial, InitialKind
 from trainer.checkpoint.tensors.live import LiveTensor
 
 # Rows of a tensor that are drawn together: a rank draws only the blocks that its box cuts.

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import models
+from models import families
 from trainer import run_record as record
 from trainer.build import Run
 from trainer.checkpoint.loading.choose import LoadSource
@@ -26,7 +26,7 @@ from trainer.interop.megatron import refuse_megatron
 from trainer.interop.start import WeightsKind as WeightsKind
 from trainer.interop.start import load_pretrained
 from trainer.launch.relaunch import has_committed, note
-from trainer.metrics.run_log import last_recorded_iteration
+from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.random import fill_initial_values
 from trainer.state import checkpoint_specs
 
@@ -51,7 +51,7 @@ def restore(run: Run) -> bool:
     run.checkpointer.start()
     origin = _agree_on_origin(run)
     if origin is None:
-        initial = models.initial_values(run.config.model)
+        initial = families.initial_values(run.config.model)
         fill_initial_values(run.state.shards(with_optimizer=False), initial, run.config.train.seed)
         if run.cluster.rank == 0:
             _log.info(f"starting fresh, seed {run.config.train.seed}")
@@ -152,7 +152,7 @@ def _find(run: Run) -> bytes:
         return b""
     own = None if section.save is None else Path(section.save)
     folder = None if own is None else CheckpointFolder(own, Files())
-    committed = [] if folder is None else [*folder.committed(), *folder.strange()]  # `Chooser` refuses the latter
+    committed = [] if folder is None else [*folder.committed(), *folder.non_folders()]  # `Chooser` refuses the latter
     if section.load != "auto":
         named = LoadSource.named(Path(section.load)).path
         is_inside = own is not None and own.resolve() in (named.resolve(), *named.resolve().parents)
@@ -215,7 +215,7 @@ def _named(path: Path) -> bytes:
                 expected=f"weights of llm.c, with {WEIGHTS}",
                 found=found,
                 fix="Name a run, a checkpoint, a model folder of transformers or such a file with checkpoint.load; "
-                "trainer.commands.convert imports other formats.",
+                "`reprise convert import` reads other formats.",
             )
         return b"f" + str(path).encode()
     return b"p" + str(path).encode() if is_folder(path) else _NAMED + str(LoadSource.named(path).path).encode()
@@ -292,7 +292,7 @@ def _rebind(run: Run) -> None:
     for part in run.state.parts:
         part.model.tie_weights()
         named = dict(part.model.named_parameters(remove_duplicate=False))
-        for alias, name in models.aliases(run.config.model).items():
+        for alias, name in families.aliases(run.config.model).items():
             both_here = alias in named and name in named
             if both_here and local_of(named[alias]).data_ptr() != local_of(named[name]).data_ptr():
                 raise CheckpointError("Tied parameters are two tensors", where=f"{alias} and {name}")

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from models import Activation, Family, ModelConfig, RopeScaling, problems, stored_tensors
+from models.config import Activation, Family, ModelConfig, RopeScaling, problems
+from models.families import stored_tensors
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT
 from trainer.compatibility import Rule, Verdict
 from trainer.config.schema import CheckpointSection, Config
 from trainer.errors import CheckpointError
+from trainer.json_value import finite_number, integer
 from trainer.progress import Progress
 from trainer.schedule import DecayStyle, Schedule
 from trainer.topology import Topology
@@ -199,7 +201,7 @@ def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
     """
     try:
         saved = Progress.from_record(state)
-        saved_length = _natural(state["batch"]["seq_length"])
+        saved_length = integer(state["batch"]["seq_length"])
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError("A state file has no progress", where=where, found=repr(error)) from error
     if saved_length == seq_length:
@@ -251,10 +253,17 @@ def saved_schedule(state: Json, *, where: object) -> tuple[Schedule, dict[str, f
         if values.keys() != expected:
             raise ValueError(f"a schedule of {sorted(values)}")
         names = ("warmup_iters", "decay_iters", "wsd_decay_iters")
-        counts = {name: _natural(values[name]) for name in names}
+        counts = {name: integer(values[name]) for name in names}
         style = DecayStyle(values["style"]).value
-        schedule = Schedule(style=style, lr=_number(values["lr"]), min_lr=_number(values["min_lr"]), **counts)
-        return schedule, {name: _number(adam[name]) for name in ("weight_decay", "beta1", "beta2", "eps")}
+        schedule = Schedule(
+            style=style,
+            lr=finite_number(values["lr"], least=0),
+            min_lr=finite_number(values["min_lr"], least=0),
+            **counts,
+        )
+        return schedule, {
+            name: finite_number(adam[name], least=0) for name in ("weight_decay", "beta1", "beta2", "eps")
+        }
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError("A state file has no schedule", where=where, found=repr(error)) from error
 
@@ -262,16 +271,4 @@ def saved_schedule(state: Json, *, where: object) -> tuple[Schedule, dict[str, f
 def _table(value: object) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         raise TypeError(f"{value!r} is no object")
-    return value
-
-
-def _natural(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise TypeError(f"{value!r} is no natural number")
-    return value
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
-        raise TypeError(f"{value!r} is no number of a schedule or an optimizer")
     return value

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models import aliases, stored_tensors
+from models.families import aliases, stored_tensors
 from trainer.checkpoint.tensors.live import local_of, parameter_names
 from trainer.errors import NonFiniteError
 from trainer.launch.process_group import Cluster

@@ -28,8 +28,8 @@ from trainer.checkpoint.format import manifest
 from trainer.checkpoint.format.layout import Layout, build_layout
 from trainer.checkpoint.format.manifest import DIGEST_BYTES, FileEntry, Manifest, TensorEntry, WrittenPiece, block_count
 from trainer.checkpoint.format.report import decode, encode
-from trainer.checkpoint.saving.ownership import Piece, pieces_of
-from trainer.checkpoint.saving.plan import plan
+from trainer.checkpoint.saving.chunks import Piece
+from trainer.checkpoint.saving.plan import pieces_of, plan
 from trainer.checkpoint.tensors.live import is_dtensor
 from trainer.config.schema import Config, topology_of
 from trainer.dry_run import Simulated, boxes_at, holdings_of, simulate

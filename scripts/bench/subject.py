@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-import models
-from models import Family, ModelConfig
+from models import families
+from models.config import Family, ModelConfig
 from trainer import run_record as record
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import STATE
@@ -97,8 +97,8 @@ class Subject:
         """Return what the trainer would save after `iteration`."""
         progress = Progress(iteration, SAMPLES * iteration, SAMPLES * SEQ_LENGTH * iteration)
         documents: dict[str, Json] = {
-            "config.json": models.hf_config(self.config.model),
-            "generation_config.json": models.generation_config(self.config.model),
+            "config.json": families.hf_config(self.config.model),
+            "generation_config.json": families.generation_config(self.config.model),
             STATE: record.state_record(progress, 1e-3, {}),
         }
         return self.state.contents(documents, with_optimizer=True)

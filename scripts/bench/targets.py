@@ -11,7 +11,7 @@ from scripts.bench.rounds import ROUND, Figure, Rounds
 from scripts.bench.training import BackToBack, Trained
 from scripts.bench.ways import AT_ONCE, BACKGROUND, DIRECT, INLINE, RAW
 
-HEAD = ("", "figure", "measured", "target", "verdict")
+HEAD = ("", "figure", "measured", "target", "result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class BenchTarget:
         """Return the cells of a table."""
         shown = "-" if self.measured is None else f"{self.measured:.5g}{self.unit}"
         bound = "" if self.most is None else f"<= {self.most:g}{self.unit}"
-        return [self.letter, self.name, shown, bound, self.verdict]
+        return [self.letter, self.name, shown, bound, self.result]
 
     @property
-    def verdict(self) -> str:
-        """Return whether the bound is kept, in a word."""
+    def result(self) -> str:
+        """Return whether the bound is met, in one word."""
         if self.most is None or self.measured is None:
             return ""
-        return "kept" if self.measured <= self.most else "MISSED"
+        return "met" if self.measured <= self.most else "MISSED"
 
 
 def of_rounds(found: Rounds, *, total_bytes: int) -> list[BenchTarget]:
@@ -75,7 +75,7 @@ def of_back_to_back(found: BackToBack) -> list[BenchTarget]:
     """Return what saves that follow each other at once wait for."""
     return [
         BenchTarget("d", "saves back to back: blocked", found.blocked_s, unit=" s"),
-        BenchTarget("d", "saves back to back: waited for the one before", found.waited_s, unit=" s"),
+        BenchTarget("d", "saves back to back: wait for the previous one", found.waited_s, unit=" s"),
         BenchTarget("d", "saves back to back: durable", found.seconds, unit=" s"),
     ]
 

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import models
-from models import Family, ModelConfig
+from models import families
+from models.config import Family, ModelConfig
 from trainer import run_record as record
 from trainer.config.schema import Config, Dtype, OptimizerSection, TrainSection, topology_of
 from trainer.launch import process_group as launch
@@ -210,7 +210,7 @@ def _our_step(config: Config, values: Mapping[str, torch.Tensor], cluster: launc
 
 
 def _their_model(config: Config, device: torch.device, attention: str | None = None) -> nn.Module:
-    table = {**models.hf_config(config.model), "attn_implementation": attention}
+    table = {**families.hf_config(config.model), "attn_implementation": attention}
     model: nn.Module = GPT2LMHeadModel(GPT2Config.from_dict(table))
     return model.to(device).train()
 

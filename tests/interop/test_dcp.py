@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from models import stored_tensors
+from models.families import stored_tensors
 from tests.harness import all_files, call_on_ranks, compose, curve, run_ok, tensor_files
 from tests.interop.dcp_producers import (
     GPT2,

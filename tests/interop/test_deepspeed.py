@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from models import aliases, hf_config, stored_tensors
+from models.families import aliases, hf_config, stored_tensors
 from scripts.faults.ranks import free_port
 from tests.harness import TINY, compose, curve, run_ok, tensor_files
 from tests.interop.deepspeed_build import built_extensions

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models import ModelConfig, hf_config
+from models.config import ModelConfig
+from models.families import hf_config
 from tests.harness import TINY, run_ok
 from tests.unit.model_samples import FAMILIES, VARIANTS, open_with_transformers, random_values, save_as_transformers
 from trainer.commands.generate import main

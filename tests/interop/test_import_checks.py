@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models import aliases, stored_tensors
+from models.families import aliases, stored_tensors
 from tests.harness import TINY, compose, launch, run_ok
 from tests.interop.deepspeed_layout import MOMENTS, State, Way, write
 from tests.interop.test_llmc import GPT2_HEADER, gpt2_order, make_gpt2, write_file

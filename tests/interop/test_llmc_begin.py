@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import stored_tensors
+from models.families import stored_tensors
 from tests.harness import TINY, compose, curve, launch, run_ok, tensor_files
 from tests.interop.test_llmc import (
     GPT2_HEADER,

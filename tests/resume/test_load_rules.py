@@ -300,7 +300,7 @@ def _logits_after_a_forward(arguments: list[str]) -> None:
     config = compose(arguments[1:])
     cluster = trainer_launch.start("cpu", deterministic=False)
     built = build(config, cluster)
-    windows = built.train.train_batch(0, 1)[0][:, :-1]
+    windows = built.train_data.train_batch(0, 1)[0][:, :-1]
     with torch.no_grad():
         built.state.parts[0].model(windows)
         restore(built)

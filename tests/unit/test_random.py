@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import Initial, InitialKind
+from models.config import Initial, InitialKind
 from trainer.checkpoint.format.box import Box
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.tensors.live import LiveTensor

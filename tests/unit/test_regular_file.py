@@ -15,7 +15,8 @@ import pytest
 from trainer.commands import compare_loss, compare_speed
 from trainer.data.text import load_encoder
 from trainer.errors import DataError, TrainerError
-from trainer.metrics.run_log import RunLog, last_recorded_iteration
+from trainer.metrics.jsonl_file import last_recorded_iteration
+from trainer.metrics.run_log import RunLog
 from trainer.regular_file import read_regular
 
 RECORD = '{"iteration": 1, "loss": 2.0, "seconds": 1.0, "tokens_per_second": 5.0}\n'

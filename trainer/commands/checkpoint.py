@@ -1,4 +1,4 @@
-"""Look into checkpoints and look after them: `python -m trainer.commands.checkpoint ls|show|verify|diff|prune`.
+"""List, show, verify, compare and delete checkpoints: `reprise checkpoint ls|show|verify|diff|prune`.
 
 Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged or differs, 2 when
 the command cannot be carried out: a file that cannot be read now is not damaged.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import secrets
 import sys
 import time
@@ -37,6 +36,8 @@ from trainer.checkpoint.storage.folder import HOLD, CheckpointFolder, is_iterati
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.commands.arguments import natural, positive
 from trainer.errors import CheckpointError, TrainerError, UnreadableError
+from trainer.json_value import dumps
+from trainer.text_table import format_table
 
 FINE, BAD, IMPOSSIBLE = 0, 1, 2
 WIDEST = 60  # of a list in a table
@@ -48,17 +49,17 @@ Row = dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says, print it and return the exit status."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(format="checkpoint: %(message)s", stream=sys.stderr)
+    logging.basicConfig(format="reprise checkpoint: %(message)s", stream=sys.stderr)
     call: Callable[[argparse.Namespace], int] = options.call
     try:
         return call(options)
     except TrainerError as error:
-        print(f"checkpoint: {error}", file=sys.stderr)
+        print(f"reprise checkpoint: {error}", file=sys.stderr)
     except BrokenPipeError:  # the reader has seen enough
         sys.stdout = None
         return FINE
     except OSError as error:
-        print(f"checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"reprise checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
     return IMPOSSIBLE
 
 
@@ -89,7 +90,7 @@ def show(options: argparse.Namespace) -> int:
     files = [{"file": name, "bytes": entry.total_bytes} for name, entry in checkpoint.manifest.files.items()]
     aliases = dict(checkpoint.manifest.aliases)
     if options.json:
-        print(_json({"state": checkpoint.state, "files": files, "tensors": tensors, "aliases": aliases}))
+        print(dumps({"state": checkpoint.state, "files": files, "tensors": tensors, "aliases": aliases}))
         return FINE
     print(f"{checkpoint.path}\n")
     _print(options, [{"field": name, "value": value} for name, value in _flat(checkpoint.state)])
@@ -160,7 +161,7 @@ def diff(options: argparse.Namespace) -> int:
     state = [{"field": name, "A": ours, "B": theirs} for name, ours, theirs in state_differences(a.state, b.state)]
     equal = sum(row["found"] == "equal" for row in tensors)
     if options.json:
-        print(_json({"equal_tensors": equal, "tensors": tensors, "state": state}))
+        print(dumps({"equal_tensors": equal, "tensors": tensors, "state": state}))
     else:
         unequal = [row for row in tensors if options.all or row["found"] != "equal"]
         _print(options, unequal)
@@ -201,7 +202,7 @@ def prune(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="checkpoint", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="reprise checkpoint", description=(__doc__ or "").split("\n\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, call: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
@@ -346,27 +347,12 @@ def _flat(table: Row, path: str = "") -> list[tuple[str, Any]]:
 def _print(options: argparse.Namespace, rows: Sequence[Row]) -> None:
     """Print rows of equal columns as JSON or as a table."""
     if options.json:
-        print(_json(rows))
+        print(dumps(rows))
         return
     if not rows:
         return
-    lines = [list(rows[0]), *([_cell(name, value) for name, value in row.items()] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _json(value: object) -> str:
-    """Return standard JSON, which has no infinity and no NaN: null stands for them."""
-    return json.dumps(_finite(value), allow_nan=False)
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(member) for key, member in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(member) for member in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    cells = [list(rows[0]), *([_cell(name, value) for name, value in row.items()] for row in rows)]
+    print("\n".join(format_table(cells, align="<")))
 
 
 def _cell(name: str, value: object) -> str:

@@ -1,4 +1,4 @@
-"""Bring checkpoints of other programs in, and ours out to them: `reprise convert import|export FORMAT ...`.
+"""Import and export the checkpoints of other programs: `reprise convert import|export FORMAT ...`.
 
 Needs no GPU and no process group. The exit status is 0 when it is done and 2 when it cannot be done.
 """
@@ -39,15 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(odd)}")
     if options.overrides and options.call is bring_out:
         parser.error("an export takes no overrides")
-    logging.basicConfig(format="convert: %(message)s", stream=sys.stderr)
+    logging.basicConfig(format="reprise convert: %(message)s", stream=sys.stderr)
     logging.getLogger("trainer.interop").setLevel(logging.INFO)
     call: Callable[[argparse.Namespace], int] = options.call
     try:
         return call(options)
     except TrainerError as error:
-        print(f"convert: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"reprise convert: {type(error).__name__}: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"convert: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"reprise convert: {error.filename}: {error.strerror}", file=sys.stderr)
     return IMPOSSIBLE
 
 
@@ -101,7 +101,7 @@ def _newest(path: Path) -> Checkpoint:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="convert", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="reprise convert", description=(__doc__ or "").split("\n\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_imports(commands.add_parser("import", help=bring_in.__doc__, description=bring_in.__doc__))
     _add_exports(commands.add_parser("export", help=bring_out.__doc__, description=bring_out.__doc__))

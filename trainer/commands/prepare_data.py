@@ -40,11 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made = _prepare(options, bars)
     except TrainerError as error:
         bars.close()
-        print(f"prepare_data: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"reprise prepare-data: {type(error).__name__}: {error}", file=sys.stderr)
         return IMPOSSIBLE
     except KeyboardInterrupt:
         bars.close()
-        print("prepare_data: interrupted, nothing is left", file=sys.stderr)
+        print("reprise prepare-data: interrupted, nothing is left", file=sys.stderr)
         return INTERRUPTED
     bars.close()
     for side in made.sides:
@@ -169,7 +169,7 @@ def _form(options: argparse.Namespace, inputs: Sequence[Path]) -> TextForm:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="prepare_data", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="reprise prepare-data", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files or quoted globs, read in this order")
     parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="the folder to make")
     parser.add_argument(

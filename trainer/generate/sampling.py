@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from models import Model
+from models.families import Model
 from models.layers import splitmix64
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-import models
-from models import Model, ModelConfig
+from models import families
+from models.config import ModelConfig
+from models.families import Model
 from trainer.checkpoint.loading.choose import Chooser, LoadSource
 from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.storage.files import Files
@@ -48,10 +49,10 @@ def open_model(path: Path, device: torch.device) -> tuple[Model, Path]:
 def _filled(config: ModelConfig, read: Callable[[str], torch.Tensor], device: torch.device) -> Model:
     config = replace(config, pad_vocab_multiple=1)
     with torch.device("meta"):
-        model = models.build_model(config)
+        model = families.build_model(config)
     model.to_empty(device=device)
     model.tie_weights()
-    names = models.aliases(config)
+    names = families.aliases(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(read(names.get(name, name)).reshape(parameter.shape))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-import models
+from models import families
+from models.config import problems as model_problems
 from trainer import run_record as record
 from trainer.build import describe_alone, tokenizer_of
 from trainer.checkpoint.commit import protocol as commit
@@ -73,7 +74,7 @@ def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consu
 
 def _check(config: Config) -> None:
     """Refuse a configuration with which nothing can be written. Keys of training are the business of the run."""
-    found = models.problems(config.model)
+    found = model_problems(config.model)
     values = {
         "train.seq_length": config.train.seq_length,
         "train.global_batch_size": config.train.global_batch_size,
@@ -112,7 +113,7 @@ def _write(
     try:
         files.make_folder(partial)
         written = write_tensor_files(partial, files, attempt.layout, _finite(source))
-        aliases = models.aliases(config.model)
+        aliases = families.aliases(config.model)
         commit.publish(attempt, written, documents=documents, aliases=aliases, lock=lock, begin_rename=lambda: None)
     finally:
         files.remove_tree(partial)  # gone, once it has its name
@@ -149,8 +150,8 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
     lr = schedule.at(source.iteration) if source.iteration else 0.0  # the first iteration is 1
     progress = Progress(source.iteration, samples, samples * train.seq_length)
     return {
-        "config.json": models.hf_config(config.model),
-        "generation_config.json": models.generation_config(config.model),
+        "config.json": families.hf_config(config.model),
+        "generation_config.json": families.generation_config(config.model),
         STATE: record.state_record(progress, lr, description),
         **_tokenizer(source, config),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from models import Family, ModelConfig
+from models.config import Family, ModelConfig
 from trainer.run_record import model_record
 
 # Every field is overridden, but an override cannot give rope_scaling to a group that has none.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from models import ModelConfig
+from models.config import ModelConfig
 from trainer.checkpoint.format.box import whole
 from trainer.checkpoint.loading.loader import fill
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
@@ -41,8 +41,8 @@ class StateSource:
     Args:
         iteration: optimizer steps done; 0 for weights alone.
         read: gives a CPU tensor of the stored shape, of any floating dtype, by our stored name, which is transformers'
-            (`models.stored_tensors`); moments are `exp_avg.<name>` and `exp_avg_sq.<name>`, steps `step.<name>`. Called
-            once for each tensor, in the order of our files.
+            (`families.stored_tensors`); moments are `exp_avg.<name>` and `exp_avg_sq.<name>`, steps `step.<name>`.
+            Called once for each tensor, in the order of our files.
         tokenizer: the files of the tokenizer that lie beside the model, by name.
     """
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from models import ModelConfig
+from models.config import ModelConfig
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.loading.loader import LoadReport
 from trainer.checkpoint.loading.replicas import check_replicas

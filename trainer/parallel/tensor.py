@@ -26,8 +26,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models import GPT2, Llama3, Model, token_loss
-from models.layers import Dropout, FusedConv1D
+from models.families import Model
+from models.gpt2 import GPT2
+from models.layers import Dropout, FusedConv1D, token_loss
+from models.llama3 import Llama3
 
 __all__ = [
     "gather_logits",

@@ -150,7 +150,7 @@ def test_a_plot_is_written_for_any_curves(tmp_path: Path, compare_loss: Run, oth
     pytest.importorskip("matplotlib")
     result = compare_loss(make_run(tmp_path / "a", CURVE), make_run(tmp_path / "b", other), "--plot", "out.png")
     assert result.returncode in (0, 1)
-    assert result.stderr == "compare_loss: wrote out.png\n"
+    assert result.stderr == "reprise compare-loss: wrote out.png\n"
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -207,7 +207,7 @@ def test_a_plot_of_several_runs_is_written_for_any_curves(tmp_path: Path, compar
     for chosen in (runs, runs[:2], runs[3:]):
         result = compare_loss(base, *chosen, "--plot", "out.png")
         assert result.returncode in (0, 1)
-        assert result.stderr == "compare_loss: wrote out.png\n"
+        assert result.stderr == "reprise compare-loss: wrote out.png\n"
         assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "out.png").unlink()
 

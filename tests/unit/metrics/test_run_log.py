@@ -19,7 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer.checkpoint.policy import SaveReport
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import TrainerError
-from trainer.metrics.run_log import IterationRecord, RunLog, cut_after, last_recorded_iteration, peak_flops
+from trainer.json_value import dumps
+from trainer.metrics.jsonl_file import cut_after, last_recorded_iteration
+from trainer.metrics.run_log import IterationRecord, RunLog, peak_flops
 
 
 def record(iteration: int, loss: float = 2.5) -> IterationRecord:
@@ -180,7 +182,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_in_words(tmp_path: Path)
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_is_null_beside_its_exact_form(loss: float) -> None:
-    line = json.loads(json.dumps(record(1, loss).line(), allow_nan=False))
+    line = json.loads(dumps(record(1, loss).line()))
     assert line["loss"] is None
     assert line["loss_hex"] == loss.hex()
 

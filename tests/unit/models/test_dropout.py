@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models import Stage, build_model, token_loss
-from models.layers import Dropout, Site, site_seed, splitmix64
+from models.config import Stage
+from models.families import build_model
+from models.layers import Dropout, Site, site_seed, splitmix64, token_loss
 from tests.unit.model_samples import GPT2, backward, fill, random_values, samples, stored_gradients
 
 

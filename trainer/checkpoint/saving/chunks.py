@@ -8,15 +8,24 @@ from dataclasses import dataclass
 
 import xxhash
 
-from trainer.checkpoint.format.box import Image
+from trainer.checkpoint.format.box import Box, Image
 from trainer.checkpoint.format.layout import PAGE_BYTES, Layout
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES
-from trainer.checkpoint.saving.ownership import Piece
 
 # A file is written in extents of about this size, several at once.
 EXTENT_BYTES = 128 << 20
 # A training step that comes in the middle waits for the one chunk of each thread that is under way.
 CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box, or a share of one, with one writer: bytes `[lo, hi)` of the packed image of `box`."""
+
+    name: str
+    box: Box
+    lo: int
+    hi: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from trainer.checkpoint.format.box import Image
 from trainer.checkpoint.format.layout import Layout
 from trainer.checkpoint.format.manifest import WrittenPiece
 from trainer.checkpoint.format.report import decode, encode
-from trainer.checkpoint.saving.ownership import Piece
+from trainer.checkpoint.saving.chunks import Piece
 from trainer.checkpoint.saving.stripes import COUNTERS_AT, STRIPES_AT, Stripe, Stripes, shared_bytes, stripes_of
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.arena import populate

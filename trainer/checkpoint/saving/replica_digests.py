@@ -15,7 +15,7 @@ import xxhash
 
 from trainer.checkpoint.commit.inventory import SharedDigests
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Written
-from trainer.checkpoint.saving.ownership import Piece
+from trainer.checkpoint.saving.chunks import Piece
 from trainer.checkpoint.tensors.memory import DeviceMemory, HostMemory, Memory
 
 SharedPieces = Mapping[tuple[int, ...], Mapping[str, Sequence[Piece]]]

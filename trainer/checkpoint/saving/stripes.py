@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trainer.checkpoint.format.box import Image
 from trainer.checkpoint.format.layout import PAGE_BYTES, Layout
-from trainer.checkpoint.saving.ownership import Piece
+from trainer.checkpoint.saving.chunks import Piece
 
 STRIPE_BYTES = 4 << 20
 # The shared memory begins with a page that names it and a counter of four bytes for each stripe.

@@ -16,9 +16,8 @@ import numpy as np
 from trainer.checkpoint.format.box import Image
 from trainer.checkpoint.format.layout import PAGE_BYTES, FileLayout, Layout
 from trainer.checkpoint.format.manifest import Written, WrittenPiece
-from trainer.checkpoint.saving.chunks import CHUNK_BYTES, Chunk, PieceDigests
+from trainer.checkpoint.saving.chunks import CHUNK_BYTES, Chunk, Piece, PieceDigests
 from trainer.checkpoint.saving.column_sharing import Sharing
-from trainer.checkpoint.saving.ownership import Piece
 from trainer.checkpoint.saving.snapshot import DIRECT_BYTES, Snapshot
 from trainer.checkpoint.saving.stripes import cut_by_stripes
 from trainer.checkpoint.storage.files import Files, describe_free_space

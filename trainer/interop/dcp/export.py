@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from tqdm import tqdm
 
-from models import aliases, generation_config, hf_config, stored_tensors
 from models.config import ModelConfig
+from models.families import aliases, generation_config, hf_config, stored_tensors
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.loading.reader import Checkpoint
@@ -30,6 +30,7 @@ from trainer.interop.dcp.names import MOMENTS, STEP
 from trainer.interop.formats import ExportOptions
 from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
+from trainer.json_value import finite_number
 from trainer.progress import Progress
 from trainer.run_record import no_decay_names, saved_schedule
 
@@ -87,11 +88,12 @@ def _counters(checkpoint: Checkpoint) -> dict[str, int]:
 def _saved_adam(checkpoint: Checkpoint, config: ModelConfig) -> _Adam:
     where = checkpoint.path / STATE
     _, adam = saved_schedule(checkpoint.state, where=where)
-    lr = checkpoint.state.get("lr")
-    if isinstance(lr, bool) or not isinstance(lr, int | float):
-        raise CheckpointError("A state file has no learning rate", where=where, found=repr(lr))
+    try:
+        lr = finite_number(checkpoint.state.get("lr"))
+    except ValueError as error:
+        raise CheckpointError("A state file has no learning rate", where=where, found=str(error)) from error
     betas = (adam["beta1"], adam["beta2"])
-    return _Adam(float(lr), betas, adam["eps"], adam["weight_decay"], no_decay_names(config))
+    return _Adam(lr, betas, adam["eps"], adam["weight_decay"], no_decay_names(config))
 
 
 def _documents(model: ModelConfig) -> dict[str, dict[str, object]]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from models import aliases, stored_tensors
 from models.config import Family, ModelConfig
+from models.families import aliases, stored_tensors
 from trainer.errors import MismatchError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -23,11 +23,11 @@ from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.hf.config import read_model
 from trainer.interop.hf.folder import CONFIG
 from trainer.interop.source import StateSource
+from trainer.json_value import step_count
 
 _log = logging.getLogger(__name__)
 
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-_MOST_STEPS = 2**63
 # A number of the optimizer's parameter groups, whether these are told by number or by parameter.
 _SETTING = re.compile(r"(?:^|\.)param_groups\..*\.(lr|betas|eps|weight_decay)$")
 _MOST_SETTINGS_READ = 4096
@@ -80,15 +80,15 @@ def _steps(folder: DcpFolder, found: FoundKeys) -> dict[str, torch.Tensor]:
     steps = dict[str, torch.Tensor]()
     for name, (key, _) in found.keys.items():
         if name.startswith(f"{STEP}."):
-            steps[name] = torch.tensor(_natural(folder.read_value(key), where=f"{folder.path}, {key}"))
+            steps[name] = torch.tensor(_step(folder.read_value(key), where=f"{folder.path}, {key}"))
     return steps
 
 
-def _natural(value: object, *, where: str) -> float:
-    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
-    if not (0 <= number < _MOST_STEPS and number == int(number)):
-        raise CheckpointError("A step is no natural number", where=where, found=repr(value))
-    return number
+def _step(value: object, *, where: str) -> float:
+    try:
+        return step_count(value)
+    except ValueError as error:
+        raise CheckpointError("A step is no natural number", where=where, found=repr(value)) from error
 
 
 def _read(folder: DcpFolder, found: FoundKeys, steps: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

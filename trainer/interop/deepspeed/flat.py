@@ -21,6 +21,7 @@ import torch
 from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, take
 from trainer.interop.deepspeed.numbered import Numbered, names_of
+from trainer.json_value import step_count
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = "weights"
@@ -342,9 +343,10 @@ def _step(entry: Table, where: object) -> float:
     step = entry.get("step")
     if isinstance(step, torch.Tensor) and step.numel() == 1:
         step = step.item()
-    if isinstance(step, bool) or not isinstance(step, int | float) or not 0 <= step < 2**63 or step != int(step):
-        raise _damaged(where, "step", repr(step))
-    return float(step)
+    try:
+        return step_count(step)
+    except ValueError as error:
+        raise _damaged(where, "step", repr(step)) from error
 
 
 def _damaged(where: object, key: str, found: str) -> CheckpointError:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from models import ModelConfig, aliases, stored_tensors
+from models.config import ModelConfig
+from models.families import aliases, stored_tensors
 from trainer.checkpoint.format import json_file
 from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Whole, is_plain, locate

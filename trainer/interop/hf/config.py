@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from models import Activation, Family, ModelConfig, RopeScaling
-from models import problems as model_problems
+from models.config import Activation, Family, ModelConfig, RopeScaling
+from models.config import problems as model_problems
 from trainer.checkpoint.format.json_file import Json
 from trainer.errors import MismatchError
 

@@ -10,7 +10,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-import models
+from models import families
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES, build_layout, model_index
@@ -66,8 +66,8 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
     specs = [replace(spec, dtype=wanted.dtype) for spec in checkpoint_specs(source.model, with_optimizer=False)]
     layout = build_layout(specs, file_bytes=FILE_BYTES)
     documents: dict[str, Json] = {
-        CONFIG: {**models.hf_config(source.model), "dtype": str(wanted.dtype).removeprefix("torch.")},
-        "generation_config.json": models.generation_config(source.model),
+        CONFIG: {**families.hf_config(source.model), "dtype": str(wanted.dtype).removeprefix("torch.")},
+        "generation_config.json": families.generation_config(source.model),
     }
     if len(layout.files) > 1:
         documents[INDEX] = model_index(layout)

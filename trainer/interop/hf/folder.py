@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-import models
-from models import ModelConfig
+from models import families
+from models.config import ModelConfig, StoredTensor
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format import safetensors_file as header
 from trainer.checkpoint.format.layout import Place, TensorKind
 from trainer.checkpoint.format.names import INDEX, MANIFEST
-from trainer.checkpoint.loading.reader import opened, read_header
+from trainer.checkpoint.loading.reader import open_tensor_file, read_header
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import is_iteration_name
 from trainer.errors import CheckpointError, MismatchError
@@ -121,7 +121,7 @@ def stored_places(folder: HfFolder, model: ModelConfig) -> dict[str, Place]:
     Raises:
         MismatchError: listing every tensor that is missing, unexpected, of another shape or of another dtype.
     """
-    stored, aliases = models.stored_tensors(model), models.aliases(model)
+    stored, aliases = families.stored_tensors(model), families.aliases(model)
     prefix = next(iter(stored)).split(".")[0] + "."
     found: dict[str, Place] = {}
     problems, left_over = [], set(folder.places)
@@ -149,7 +149,7 @@ def stored_places(folder: HfFolder, model: ModelConfig) -> dict[str, Place]:
     return found
 
 
-def _padded(tensor: models.StoredTensor, model: ModelConfig) -> tuple[int, ...] | None:
+def _padded(tensor: StoredTensor, model: ModelConfig) -> tuple[int, ...] | None:
     """Return the shape of a table of the vocabulary with its padding; None for what is none."""
     is_table = tensor.shape == (model.vocab_size, model.n_embd)
     return (model.padded_vocab_size, model.n_embd) if is_table else None
@@ -187,7 +187,7 @@ def _read_header(root: Path, name: str, files: Files) -> list[Place]:
         size = files.size(path)
     except OSError as error:
         raise CheckpointError("A file is missing", where=root / name, found=error.strerror) from error
-    with opened(files, path) as file:
+    with open_tensor_file(files, path) as file:
         data = read_header(file, size, where=root / name)
     table, length = json_file.parse(data[8:], where=root / name), len(data) - 8
     specs = header.parse(table, TensorKind.MODEL, data_bytes=size - 8 - length, where=root / name)

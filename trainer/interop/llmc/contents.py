@@ -15,7 +15,7 @@ from enum import Enum
 import numpy as np
 import torch
 
-from models import Activation, Family, ModelConfig, RopeScaling
+from models.config import Activation, Family, ModelConfig, RopeScaling
 
 HEADER_BYTES = 1024
 MAGICS = {20240326: Family.gpt2, 20240803: Family.llama3}

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import models
-from models import Family, ModelConfig
+from models import families
+from models.config import Family, ModelConfig
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import ConfigError, MismatchError
@@ -47,7 +47,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
         raise ConfigError("A file of weights has no room for a tokenizer", where=out, fix="Leave --tokenizer out.")
     header, parts = _describing(source.model, wanted.dtype, where=checkpoint.path)
     total = HEADER_BYTES + sum(math.prod(part.shape) for part in parts) * wanted.dtype.itemsize
-    aliases = models.aliases(source.model)
+    aliases = families.aliases(source.model)
     bar = tqdm(total=total, desc=out.name, unit="B", unit_scale=True, disable=None, leave=False)
     with new_output(out, files) as partial, bar:
         descriptor = files.open_for_writing(partial)

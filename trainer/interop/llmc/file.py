@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-import models
-from models import Family, ModelConfig
-from trainer.checkpoint.loading.reader import opened
+from models.config import Family, ModelConfig
+from models.config import problems as model_problems
+from trainer.checkpoint.loading.reader import open_tensor_file
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
 from trainer.interop.llmc import contents
@@ -79,7 +79,7 @@ def read_whole(file: WeightsFile, name: str) -> torch.Tensor:
     """Return a tensor as we store it, in the file's dtype, without the rows that pad its vocabulary."""
     part, offset = file.parts[name]
     tensor = torch.empty((part.rows, *part.shape[1:]), dtype=file.dtype)
-    with opened(file.files, file.path.resolve()) as source:
+    with open_tensor_file(file.files, file.path.resolve()) as source:
         source.read(memoryview(tensor.view(-1).view(torch.uint8).numpy()), offset)  # type: ignore[arg-type]
     return part.to_ours(tensor)
 
@@ -95,7 +95,7 @@ def parts_of(model: ModelConfig, padded_vocab_size: int) -> list[LlmcTensor]:
 
 def _read_header(path: Path, files: Files, size: int) -> list[int]:
     data = bytearray(min(size, HEADER_BYTES))
-    with opened(files, path.resolve()) as file:
+    with open_tensor_file(files, path.resolve()) as file:
         file.read(memoryview(data), 0)
     if int.from_bytes(data[:4], "little") not in MAGICS:
         raise CheckpointError("A file is none of llm.c's weights", where=path, expected=WEIGHTS, found=_told(data))
@@ -132,7 +132,7 @@ def _described(
     model = None
     if not found:
         model = contents.gpt2_model(header) if family is Family.gpt2 else contents.llama3_model(header, items)
-        found = [] if model is None else models.problems(model)
+        found = [] if model is None else model_problems(model)
     if found:
         raise CheckpointError("A file of weights describes no model", where=path, found="; ".join(found))
     parts = [] if model is None else parts_of(model, header[7])

@@ -13,8 +13,7 @@ from trainer.checkpoint.format.box import Box, image
 from trainer.checkpoint.format.layout import PAGE_BYTES, TensorKind, TensorSpec, build_layout
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES
 from trainer.checkpoint.saving import chunks as chunking
-from trainer.checkpoint.saving.chunks import CHUNK_BYTES, PieceDigests, cut
-from trainer.checkpoint.saving.ownership import Piece
+from trainer.checkpoint.saving.chunks import CHUNK_BYTES, Piece, PieceDigests, cut
 from trainer.checkpoint.saving.plan import plan
 
 SPECS = sample_specs()

@@ -24,9 +24,8 @@ from trainer.checkpoint.policy import SavePolicy, SaveReport
 from trainer.checkpoint.saving import column_sharing as sharing_module
 from trainer.checkpoint.saving import plan as planning
 from trainer.checkpoint.saving import stripes as striping
-from trainer.checkpoint.saving.chunks import cut
+from trainer.checkpoint.saving.chunks import Piece, cut
 from trainer.checkpoint.saving.column_sharing import LocalRanks, SharedMemory, Sharing
-from trainer.checkpoint.saving.ownership import Piece
 from trainer.checkpoint.saving.plan import plan
 from trainer.checkpoint.saving.stripes import STRIPES_AT, Stripe
 from trainer.checkpoint.storage.files import Files

@@ -10,8 +10,7 @@ import pytest
 from tests.fakes import SHARDINGS, Axis, Sharding, sample_specs, sample_state
 from trainer.checkpoint.format.layout import PAGE_BYTES, Layout, build_layout
 from trainer.checkpoint.saving import stripes as striping
-from trainer.checkpoint.saving.chunks import cut
-from trainer.checkpoint.saving.ownership import Piece
+from trainer.checkpoint.saving.chunks import Piece, cut
 from trainer.checkpoint.saving.plan import columns_of, plan
 from trainer.checkpoint.saving.stripes import STRIPES_AT, Stripes, cut_by_stripes, shared_bytes, stripes_of
 
