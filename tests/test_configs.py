@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 import trainer.__main__ as command
-from models.config import parameter_count
+from models.families import parameter_count
 from trainer.checkpoint.policy import SavePolicy
 from trainer.config.checks import validate
 from trainer.config.schema import CheckpointSection, Config, RunSection, topology_of

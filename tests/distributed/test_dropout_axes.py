@@ -74,7 +74,7 @@ def test_tensor_parallel_replicas_stay_equal_under_dropout(tmp_path: Path) -> No
 
 def test_masks_differ_only_where_ranks_hold_different_parts() -> None:
     """Seen from the sites: heads always lie on different ranks, residuals only under sequence parallelism."""
-    from models.families import build_model
+    from models.build import build_model
     from models.layers import Dropout
     from trainer.parallel.tensor import shards_of_dropout
 

@@ -26,8 +26,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from models.build import build_model
 from models.config import Activation
-from models.families import build_model
 from tests.harness import TINY, compose, launch, run_ok
 from tests.unit.model_samples import fill
 from trainer.build import Run, build

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from models.build import build_model
 from models.config import Activation
-from models.families import build_model
 from tests.harness import TINY, compose, run_ok
 from tests.unit.model_samples import fill
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from models.build import build_model
 from models.config import Stage
-from models.families import build_model
 from models.layers import Dropout, Site, site_seed, splitmix64, token_loss
 from tests.unit.model_samples import GPT2, backward, fill, random_values, samples, stored_gradients
 

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from models.build import build_model
 from models.config import Family, InitialKind, ModelConfig, Stage
-from models.families import aliases, build_model, hf_config, initial_values, stored_tensors
+from models.families import aliases, hf_config, initial_values, stored_tensors
 from models.layers import Embedding, token_loss
 from tests.unit.model_samples import (
     FAMILIES,

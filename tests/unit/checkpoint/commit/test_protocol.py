@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from models.families import build_model
+from models.build import build_model
 from tests.fakes import Axis as Cut
 from tests.fakes import Sharding, all_ranks, run_ranks, tcp_store
 from tests.unit.model_samples import GPT2, fill, random_values

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from models.families import build_model
+from models.build import build_model
 from tests import ROOT
 from tests.fakes import JOIN_S, FailingFiles, StuckFiles, run_ranks
 from tests.unit.model_samples import GPT2, fill, random_values

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from models.families import build_model
+from models.build import build_model
 from tests.unit.model_samples import GPT2, fill, random_values
 from trainer.checkpoint.format.layout import PAGE_BYTES, build_layout
 from trainer.checkpoint.tensors.live import Grid
