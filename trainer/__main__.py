@@ -121,7 +121,7 @@ def run(raw: DictConfig, environment: Environment) -> None:
     peers.start()
     try:
         _train(config, resolved, cluster, watch)
-        launch.part(cluster)
+        launch.final_barrier(cluster)
     except BaseException as error:
         watch.leave_within(_LEAVE_WITHIN_S, 1)
         cause = peers.explain(error, cluster.channel)
@@ -129,7 +129,7 @@ def run(raw: DictConfig, environment: Environment) -> None:
             raise LaunchError(cause.rstrip(".")) from error
         raise
     peers.stop()
-    launch.leave(cluster)
+    launch.destroy(cluster)
     watch.stop()
 
 

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found[name] = _Rank(subject, options.folder / name, name).run(options.rounds)
     if cluster.rank == 0:
         options.output.write_text(json.dumps(found))
-    launch.stop(cluster)
+    launch.shutdown(cluster)
 
 
 class _Rank:

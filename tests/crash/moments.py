@@ -147,13 +147,13 @@ def train_with_gate(arguments: list[str]) -> None:
 
 
 def _build(gate: Gate) -> None:
-    heard = SignalHandler.heard
+    heard = SignalHandler.receive
 
     def say(self: SignalHandler, number: int) -> None:
         heard(self, number)
         Path(gate.folder, f"heard.{os.environ.get('RANK', '0')}").touch()
 
-    SignalHandler.heard = say  # type: ignore[method-assign]
+    SignalHandler.receive = say  # type: ignore[method-assign]
     _GATES[gate.moment](gate)
 
 
@@ -169,7 +169,7 @@ def _before(owner: Any, name: str, stand: Callable[..., None]) -> None:
 
 
 def _gate_meet(gate: Gate) -> None:
-    _before(trainer.launch.process_group, "meet", lambda *_, **__: gate.stand())
+    _before(trainer.launch.process_group, "rendezvous", lambda *_, **__: gate.stand())
 
 
 def _gate_group(gate: Gate) -> None:
@@ -236,11 +236,11 @@ def _gate_publish(gate: Gate) -> None:
 
 
 def _gate_exit(gate: Gate) -> None:
-    _before(trainer.launch.process_group, "part", lambda *_: gate.stand())
+    _before(trainer.launch.process_group, "final_barrier", lambda *_: gate.stand())
 
 
 def _gate_exit_grace(gate: Gate) -> None:
-    _before(trainer.launch.process_group, "leave", lambda *_: gate.stand())
+    _before(trainer.launch.process_group, "destroy", lambda *_: gate.stand())
 
 
 def _note_feed(gate: Gate) -> None:

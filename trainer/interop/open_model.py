@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from models import families
+from models.build import build_model
 from models.config import ModelConfig
-from models.families import Model
+from models.network import Model
 from trainer.checkpoint.loading.choose import Chooser, LoadSource
 from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.storage.files import Files
@@ -49,7 +50,7 @@ def open_model(path: Path, device: torch.device) -> tuple[Model, Path]:
 def _filled(config: ModelConfig, read: Callable[[str], torch.Tensor], device: torch.device) -> Model:
     config = replace(config, pad_vocab_multiple=1)
     with torch.device("meta"):
-        model = families.build_model(config)
+        model = build_model(config)
     model.to_empty(device=device)
     model.tie_weights()
     names = families.aliases(config)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from models import families
-from models.config import problems as model_problems
+from models.families import problems as model_problems
 from trainer import run_record as record
 from trainer.build import describe_alone, tokenizer_of
 from trainer.checkpoint.commit import protocol as commit

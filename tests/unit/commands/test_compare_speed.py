@@ -58,7 +58,7 @@ def test_the_figures_are_those_of_the_iterations_after_the_first(tmp_path: Path)
     assert speed.tokens_per_second_overall == 900 / 5.5
 
 
-def test_iterations_that_were_faster_beside_a_save_earn_it_no_time(tmp_path: Path) -> None:
+def test_iterations_faster_beside_a_save_earn_it_no_time(tmp_path: Path) -> None:
     speed = measure(read_timing(make_run(tmp_path / "a", [1.0], {1: (0.0, -0.5)})))
     assert (speed.slowdown_s, speed.checkpoint_share) == (0.0, 0.0)
 
@@ -97,7 +97,7 @@ SLOWER_BY = {0.1: 0.5 / 0.9, 0.109: 0.5 / 0.891, 0.2: 0.625, 0.21: 0.5 / 0.79, 0
         (0.21, ["--threshold", "0.2"], 1), (0.5, ["--threshold", "0"], 1), (0.5, ["--threshold", "0.6"], 0),
     ],
 )  # fmt: skip
-def test_a_run_that_is_slower_by_more_than_the_threshold_exits_with_1(
+def test_a_run_slower_than_the_threshold_exits_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float, options: list[str], status: int
 ) -> None:
     base, test = make_run(tmp_path / "a", [0.5] * 9), make_run(tmp_path / "b", [SLOWER_BY[share]] * 9)

@@ -95,9 +95,8 @@ def _scheme(
     shapes: Mapping[str, Shape], config: ModelConfig, *, where: object
 ) -> tuple[str, dict[str, list[KeyOrigin]], str]:
     """Return the naming scheme of the folder, the origins under its names, and their prefix."""
-    schemes = {"transformers": _transformers(config)}
-    if config.family is Family.llama3:
-        schemes["torchtitan"] = _torchtitan(config)
+    named = {"transformers": _transformers, **_OTHER_SCHEMES.get(config.family, {})}
+    schemes = {scheme: origins_of(config) for scheme, origins_of in named.items()}
     for scheme, origins in schemes.items():
         anchors = [origin.name for origin in next(iter(origins.values()))]
         prefixes = {key.removesuffix(a) for key in shapes for a in anchors if key == a or key.endswith("." + a)}
@@ -272,9 +271,12 @@ def _torchtitan(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
     return found
 
 
+_OTHER_SCHEMES = {Family.llama3: {"torchtitan": _torchtitan}}
+
+
 def _titan_attention(config: ModelConfig, layer: str, part: str, shape: Shape) -> list[KeyOrigin]:
     theirs = _TITAN_ATTENTION[part]
-    take = _whole if theirs == "wv" else (lambda tensor: halves_from_pairs(tensor, config.head_dim))
+    take = _whole if theirs == "wv" else (lambda tensor: halves_from_pairs(tensor, config.head_width))
     return [KeyOrigin(f"layers.{layer}.attention.{inner}{theirs}.weight", shape, take) for inner in ("", "qkv_linear.")]
 
 

@@ -69,7 +69,7 @@ class TestTheLoggedDisk:
     def disk(self, tmp_path: Path, image: Path) -> LoggedDisk:
         return LoggedDisk(os.open(image, os.O_RDWR), os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
 
-    def test_a_flush_covers_what_was_answered_before_it_was_asked_for(self, disk: LoggedDisk, tmp_path: Path) -> None:
+    def test_a_flush_covers_writes_answered_before_its_request(self, disk: LoggedDisk, tmp_path: Path) -> None:
         disk.answer_all([writing(0, page("a"))])
         disk.answer_all([writing(PAGE, page("b")), syncing(), writing(0, page("c"))])
         disk.answer_all([syncing()])
@@ -82,7 +82,7 @@ class TestTheLoggedDisk:
             (LogKind.FLUSH, 4),
         ]
 
-    def test_what_is_written_is_read_again_and_what_is_said_has_its_place(
+    def test_writes_are_read_back_and_notes_keep_their_place(
         self, disk: LoggedDisk, image: Path, tmp_path: Path
     ) -> None:
         answers = disk.answer_all([writing(PAGE, page("a")), writing(0, b"saved\n", node=SAID_NODE)])
@@ -91,7 +91,7 @@ class TestTheLoggedDisk:
         assert disk.answer_all([reading])[0][16:] == page("a") == image.read_bytes()[PAGE : 2 * PAGE]
         assert [bytes(entry.data) for entry in read(tmp_path / "log")] == [page("a"), b"saved\n"]
 
-    def test_what_a_disk_does_without_is_refused_and_what_wants_no_answer_gets_none(self, disk: LoggedDisk) -> None:
+    def test_unsupported_requests_are_refused_and_silent_ones_pass(self, disk: LoggedDisk) -> None:
         fallocate = Request(43, 7, DISK_NODE, b"")
         forget = Request(Opcode.FORGET, 8, DISK_NODE, b"")
         assert [struct.unpack("<IiQ", answer) for answer in disk.answer_all([fallocate, forget])] == [(16, -38, 7)]
@@ -125,9 +125,7 @@ class TestACut:
         expected = b"".join(page(letter) for letter in content.replace(".", "\0"))
         assert disk_after(list(self.LOG), Cut(entries, survival, 0), tmp_path) == expected
 
-    def test_of_some_survivors_every_subset_and_torn_writes_come_and_what_was_flushed_stays(
-        self, tmp_path: Path
-    ) -> None:
+    def test_every_subset_of_unflushed_writes_comes_and_flushed_stay(self, tmp_path: Path) -> None:
         seen, torn = set(), 0
         for seed in range(200):
             data = disk_after(list(self.LOG), Cut(5, Survival.some, seed), tmp_path)
@@ -179,7 +177,7 @@ class TestACut:
 
 
 @pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="mkfs.ext4 is not installed")
-def test_an_ext4_superblock_of_which_half_was_written_is_repaired(tmp_path: Path) -> None:
+def test_a_half_written_ext4_superblock_is_repaired(tmp_path: Path) -> None:
     def is_clean() -> bool:
         return subprocess.run(["e2fsck", "-f", "-n", str(image)], capture_output=True, check=False).returncode == 0
 
@@ -217,7 +215,7 @@ class TestWhatIsLookedFor:
             ([], [2], []),
         ],
     )
-    def test_a_save_that_was_told_is_there_or_newer_ones_have_taken_its_place(
+    def test_a_reported_save_is_there_or_replaced_by_newer_ones(
         self, told: list[int], committed: list[int], missing: list[int]
     ) -> None:
         assert lost(told, committed, keep=2) == missing
@@ -246,7 +244,7 @@ class TestWhatIsLookedFor:
         metrics.write_bytes(b"\n".join([save % 2, *others, save % 4, save[:20]]))
         assert recorded_saves(metrics) == [2, 4]
 
-    def test_cuts_come_in_the_order_of_the_log_many_right_after_a_save_was_told(self) -> None:
+    def test_cuts_follow_the_log_and_many_come_right_after_a_save(self) -> None:
         log = [Entry(LogKind.FLUSH, 0)] * 50
         found = list(cuts(Recording(Start(Path()), log, [(10, 2), (30, 4)]), 300, random.Random(0)))
         places = [cut.entries for cut in found]
