@@ -409,7 +409,7 @@ def test_damaged_files_are_refused_by_name(folder: Path, tmp_path: Path) -> None
         index.write_text(json.dumps({**table, "weight_map": {**table["weight_map"], name: bad}}))
         assert str(bad) in refuse(shards)
     index.write_text(json.dumps({**table, "weight_map": {**table["weight_map"], "odd.weight": file}}))
-    assert "A tensor is not where the index says" in refuse(shards)
+    assert "A tensor is not in the file of the index" in refuse(shards)
 
 
 def test_the_run_goes_on_from_its_own_checkpoint_once_it_has_one(folder: Path, tmp_path: Path) -> None:
@@ -508,7 +508,7 @@ def test_a_number_beyond_the_dtype_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert convert.main(["import", "hf", str(folder), str(tmp_path / "run"), *TINY]) == 0
     assert convert.main(["export", "hf", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float16"]) == 2
     text = capsys.readouterr().err
-    assert "A number is beyond what a dtype holds (transformer.ln_f.bias)" in text
+    assert "A number is out of a dtype's range (transformer.ln_f.bias)" in text
     assert "found 100000.0. Take bfloat16 or float32." in text
 
 
