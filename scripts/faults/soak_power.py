@@ -1,4 +1,4 @@
-"""Cut the power of a disk that a training job saves to, anywhere, and prove that nothing saved was lost:
+"""PowerCut the power of a disk that a training job saves to, anywhere, and prove that nothing saved was lost:
 
     python -m scripts.faults.soak_power 500
     python -m scripts.faults.soak_power 1000 --on ext4-writeback --resume-every 20
@@ -32,7 +32,7 @@ from scripts.faults.power import mounting
 from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FILE_SYSTEMS, CannotMount, FileSystem
 from scripts.faults.power.recording import TIMEOUT_S, RecordedSoak, Recording, Start, record
-from scripts.faults.power.replay import Cut, Replay, Survival, copy_sparse
+from scripts.faults.power.replay import PowerCut, Replay, Survival, copy_sparse
 from scripts.faults.soak_kill import TEMPORARY, contents_of, curve_of
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
 from trainer.checkpoint.loading.verify import verify_share
@@ -77,7 +77,7 @@ class Unbroken:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Soak as the command line says, print a summary of each file system and return the exit status."""
-    parser = argparse.ArgumentParser(prog="soak_power", description="Cut the power of a disk that a job saves to.")
+    parser = argparse.ArgumentParser(prog="soak_power", description="PowerCut the power of a disk that a job saves to.")
     parser.add_argument("cuts", type=int, help="how many on each file system")
     parser.add_argument("--on", nargs="*", default=[*FILE_SYSTEMS], choices=[*FILE_SYSTEMS], metavar="FILE_SYSTEM")
     parser.add_argument("--recordings", type=int, default=2, help="jobs on each file system")
@@ -154,7 +154,7 @@ def cut_in_the_middle(recording: Recording, disk: Path, chance: random.Random) -
     middle = recording.saved[len(recording.saved) // 4 : -1]
     if not middle:
         return None
-    cut = Cut(chance.randint(middle[0][0], middle[-1][0]) + 1, chance.choice([*Survival]), chance.getrandbits(32))
+    cut = PowerCut(chance.randint(middle[0][0], middle[-1][0]) + 1, chance.choice([*Survival]), chance.getrandbits(32))
     flushed = disk.with_suffix(".flushed")
     copy_sparse(recording.start.disk, flushed)
     replay = Replay(recording.entries, flushed)
@@ -165,7 +165,7 @@ def cut_in_the_middle(recording: Recording, disk: Path, chance: random.Random) -
     return Start(disk, tuple(recording.told(cut)))
 
 
-def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[Cut]:
+def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[PowerCut]:
     """Yield so many cuts in the order of the log: a third right after a save was told, the others anywhere."""
     places = []
     for number in range(count):
@@ -174,7 +174,7 @@ def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[Cu
         else:
             place = chance.randint(0, len(recording.entries))
         places.append((place, chance.choice([*Survival]), chance.getrandbits(32)))
-    yield from (Cut(*found) for found in sorted(places, key=lambda found: found[0]))
+    yield from (PowerCut(*found) for found in sorted(places, key=lambda found: found[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class Trial:
     unbroken: Unbroken
     tally: PowerTally
 
-    def go(self, recording: Recording, tried: Iterable[Cut]) -> None:
+    def go(self, recording: Recording, tried: Iterable[PowerCut]) -> None:
         """Try cuts in the order of the log; stop where there are too many problems."""
         flushed, image = self.folder / "flushed", self.folder / "image"
         copy_sparse(recording.start.disk, flushed)

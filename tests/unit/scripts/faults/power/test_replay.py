@@ -15,7 +15,7 @@ from scripts.faults.power.block_log import Entry, LogKind, decode, encode, read
 from scripts.faults.power.logged_disk import LoggedDisk, Opcode, Request
 from scripts.faults.power.mounting import FILE_SYSTEMS, make, repair
 from scripts.faults.power.recording import Recording, Start, saved_in
-from scripts.faults.power.replay import SECTOR_BYTES, Cut, Replay, Survival, copy_sparse, survivors
+from scripts.faults.power.replay import SECTOR_BYTES, PowerCut, Replay, Survival, copy_sparse, survivors
 from scripts.faults.soak_power import cut_in_the_middle, cuts, lost, recorded_saves
 
 PAGE = 4096
@@ -34,7 +34,7 @@ def syncing() -> Request:
     return Request(Opcode.FSYNC, 2, DISK_NODE, b"")
 
 
-def disk_after(log: list[Entry], cut: Cut, folder: Path, *, pages: int = 4) -> bytes:
+def disk_after(log: list[Entry], cut: PowerCut, folder: Path, *, pages: int = 4) -> bytes:
     """Return the content of a disk, which was all zeros, after a cut."""
     flushed = folder / "flushed"
     flushed.write_bytes(bytes(pages * PAGE))
@@ -123,12 +123,12 @@ class TestACut:
         self, tmp_path: Path, entries: int, survival: Survival, content: str
     ) -> None:
         expected = b"".join(page(letter) for letter in content.replace(".", "\0"))
-        assert disk_after(list(self.LOG), Cut(entries, survival, 0), tmp_path) == expected
+        assert disk_after(list(self.LOG), PowerCut(entries, survival, 0), tmp_path) == expected
 
     def test_every_subset_of_unflushed_writes_comes_and_flushed_stay(self, tmp_path: Path) -> None:
         seen, torn = set(), 0
         for seed in range(200):
-            data = disk_after(list(self.LOG), Cut(5, Survival.some, seed), tmp_path)
+            data = disk_after(list(self.LOG), PowerCut(5, Survival.some, seed), tmp_path)
             sectors = [data[at : at + SECTOR_BYTES] for at in range(0, len(data), SECTOR_BYTES)]
             assert all(len(set(sector)) == 1 for sector in sectors)  # a sector is whole or not there
             letters = [{sector[:1] for sector in sectors[at : at + 8]} for at in range(0, 32, 8)]
@@ -142,12 +142,12 @@ class TestACut:
         assert torn > 10
 
     def test_the_same_cut_makes_the_same_disk(self, tmp_path: Path) -> None:
-        cut = Cut(5, Survival.some, 11)
+        cut = PowerCut(5, Survival.some, 11)
         assert disk_after(list(self.LOG), cut, tmp_path) == disk_after(list(self.LOG), cut, tmp_path)
 
     def test_of_two_writes_to_one_place_the_later_one_lies_on_top(self) -> None:
         writes = [Entry(LogKind.WRITE, 0, page("a")), Entry(LogKind.WRITE, 0, page("b"))]
-        assert [bytes(data[:1]) for _, data in survivors(writes, Cut(2, Survival.all, 0))] == [b"a", b"b"]
+        assert [bytes(data[:1]) for _, data in survivors(writes, PowerCut(2, Survival.all, 0))] == [b"a", b"b"]
 
     def test_a_log_makes_the_disks_of_many_cuts_on_the_way(self, tmp_path: Path) -> None:
         flushed, image = tmp_path / "many", tmp_path / "image"
@@ -156,7 +156,7 @@ class TestACut:
         for entries in range(len(self.LOG) + 1):
             replay.advance(entries)
             for survival in Survival:
-                cut = Cut(entries, survival, entries)
+                cut = PowerCut(entries, survival, entries)
                 replay.make(cut, image)
                 found = image.read_bytes()
                 assert found == disk_after(list(self.LOG), cut, tmp_path)
@@ -201,7 +201,7 @@ class TestWhatIsLookedFor:
         saved = saved_in(log)
         assert saved == [(2, 2), (3, 4)]
         recording = Recording(Start(Path(), (1,)), log, saved)
-        told = [recording.told(Cut(entries, Survival.none, 0)) for entries in range(5)]
+        told = [recording.told(PowerCut(entries, Survival.none, 0)) for entries in range(5)]
         assert told == [[1], [1], [1], [1, 2], [1, 2, 4]]
 
     @pytest.mark.parametrize(
