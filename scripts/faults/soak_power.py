@@ -1,4 +1,4 @@
-"""PowerCut the power of a disk that a training job saves to, anywhere, and prove that nothing saved was lost:
+"""Cut the power of a disk that a training job saves to, anywhere, and prove that nothing saved was lost:
 
     python -m scripts.faults.soak_power 500
     python -m scripts.faults.soak_power 1000 --on ext4-writeback --resume-every 20
@@ -77,7 +77,7 @@ class Unbroken:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Soak as the command line says, print a summary of each file system and return the exit status."""
-    parser = argparse.ArgumentParser(prog="soak_power", description="PowerCut the power of a disk that a job saves to.")
+    parser = argparse.ArgumentParser(prog="soak_power", description="Cut the power of a disk that a job saves to.")
     parser.add_argument("cuts", type=int, help="how many on each file system")
     parser.add_argument("--on", nargs="*", default=[*FILE_SYSTEMS], choices=[*FILE_SYSTEMS], metavar="FILE_SYSTEM")
     parser.add_argument("--recordings", type=int, default=2, help="jobs on each file system")
