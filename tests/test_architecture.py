@@ -452,11 +452,14 @@ def public_seams(sources: Sequence[Source]) -> list[str]:
             match node:
                 case ast.Assign(targets=[ast.Attribute() as target]):
                     name = ast.unparse(target)
-                case ast.Call(func=ast.Attribute(attr="setattr"), args=[owner, ast.Constant(value=str(attr)), *_]):
+                case (
+                    ast.Call(func=ast.Attribute(attr="setattr"), args=[owner, ast.Constant(value=str(attr)), *_])
+                    | ast.Call(func=ast.Name(), args=[ast.Attribute() as owner, ast.Constant(value=str(attr)), *_])
+                ):
                     name = f"{ast.unparse(owner)}.{attr}"
                 case _:
                     continue
-            if re.search(r"(?:^|\.)(?:loop|step|__main__|build|restore)\._", name):
+            if re.search(r"(?:^|\.)(?:loop|step|__main__|build|restore|evaluate|data\.loader|BatchLoader)\._", name):
                 found.append(f"{source.module} replaces {name}")
     return found
 
