@@ -1,6 +1,6 @@
-"""What a launch would put on every rank, computed on one machine: parameters, bytes, memory, what a save would write.
+"""The parameters, memory and checkpoint bytes of every rank of a launch, computed on one machine.
 
-The stages are really built, on `meta` under torch's fake process group; nothing is allocated and nobody is asked.
+The stages are built on the `meta` device under torch's fake process group, without memory or communication.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Boxes: TypeAlias = Mapping[str, tuple[Box, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one coordinate holds and does: counts of elements and bytes.
+    """The load of one coordinate, in elements and bytes.
 
     Args:
         state_bytes: parameters and moments at rest, float32.
         working_bytes: gathered parameters and gradients at the peak of an iteration.
-        activation_bytes: an estimate of what the backward passes in flight keep.
+        activation_bytes: an estimate of the activations kept for the backward passes in flight.
         written_bytes: its share of a checkpoint.
     """
 
@@ -59,7 +59,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The stages of one pipeline rank, built on `meta` as the first of the ranks of `grid` has them."""
+    """The stages of one pipeline rank, built on `meta` for the first rank of `grid`."""
 
     pp: int
     parts: Sequence[Model]
@@ -67,9 +67,9 @@ class Simulated:
 
 
 def report(config: Config, world_size: int) -> str:
-    """Return a table with a row per pipeline and tensor-parallel coordinate; its figures are the most over dp.
+    """Return a table with a row per pipeline and tensor-parallel coordinate; its figures are maxima over dp.
 
-    Chunks are cut as `torch.chunk` cuts, so the first data-parallel coordinate holds the most and the last the least.
+    Shards are those of `torch.chunk`, so the first data-parallel coordinate holds the most and the last the least.
     """
     topology = topology_of(config, world_size)
     layout = build_layout(list(checkpoint_specs(config.model, with_optimizer=True)))
@@ -82,14 +82,16 @@ def report(config: Config, world_size: int) -> str:
     if topology.pp > 1 and config.parallel.zero_stage >= 2 and topology.dp > 1:
         lines.append(
             f"zero_stage={config.parallel.zero_stage} with a pipeline: torch's schedules keep a stage's parameters and "
-            "gradients whole during an iteration, as stage 1 does; what rests between iterations stays sharded."
+            "gradients unsharded during an iteration, as stage 1 does; the state between iterations is sharded."
         )
     return "\n".join(lines)
 
 
 def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
-    """Yield the stages of every pipeline rank. This process is in a process group of torch's meanwhile, and may not
-    have been before."""
+    """Yield the stages of every pipeline rank.
+
+    This process must not be in a process group; the fake one exists while the generator runs.
+    """
     inner = replace(topology, pp=1)
     dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=inner.world_size)
     try:
@@ -121,14 +123,14 @@ def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: L
 
 
 def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
-    """Return what a coordinate holds of the parameters of a part: each one's box and the ranks with the same box."""
+    """Return the box of each parameter of a part at a coordinate, and the ranks with the same box."""
     coordinate = {"dp": dp, "tp": tp}
     return {name: placed_box(name, p, coordinate, grid) for name, p in part.named_parameters()}
 
 
 def holdings_of(model: ModelConfig, held: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
-    """Return what a coordinate would save, in the order in which a save enumerates it, given its boxes of each part."""
-    copies = families.aliases(model)  # kept on both ends of a pipeline, written by the first
+    """Return the holdings that a coordinate would save, in the order of a save, given its boxes of each part."""
+    copies = families.aliases(model)  # held by the first and the last stage, written by the first
     everybody, scalar = grid.holders({}), image(whole(()), (), 4)
     found = []
     for boxes in held:
@@ -150,8 +152,9 @@ def _stored_image(box: Box, spec: TensorSpec) -> Image:
 def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, parameters: int) -> int:
     """Return gathered parameters in the compute dtype and gradients in float32, at their peak.
 
-    Stage 3 without a pipeline gathers one block at a time, two with the next one prefetched, and keeps sharded
-    gradients; otherwise a stage's parameters are whole; its gradients are too, but for stage 2 without a pipeline.
+    ZeRO stage 3 without a pipeline gathers one block at a time, two with the prefetched one, and keeps gradients
+    sharded. Otherwise the parameters of a pipeline stage are unsharded. Its gradients are too, except with ZeRO stage 2
+    without a pipeline.
     """
     stage, itemsize = config.parallel.zero_stage, compute_dtype(config).itemsize
     if topology.dp == 1 or stage == 0:
@@ -168,7 +171,7 @@ def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology
 
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 1 without
     its attention matrix, which fused kernels do not keep; equation 4 for sequence parallelism (10 of the 34 are not
-    cut by tensor parallelism alone). With activation checkpointing only the 2 bytes of a block's input.
+    sharded by tensor parallelism alone). With activation checkpointing only the 2 bytes of a block's input.
     """
     train = config.train
     scale = compute_dtype(config).itemsize / 2

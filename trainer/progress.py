@@ -1,4 +1,4 @@
-"""How far a run has come, in integers: all that a resume needs besides the tensors."""
+"""The progress of a run in integers: all that a resume needs besides the tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Progress:
     """Finished iterations, the samples and tokens they consumed, and the validation loss.
 
     Args:
-        best_loss: the best one so far; None before one.
-        valid_loss: that of this very iteration; None if it was not evaluated.
-        owes_evaluation: whether the evaluation after this iteration was broken off, and is to be done on resuming.
+        best_loss: the lowest validation loss so far; None before the first evaluation.
+        valid_loss: the validation loss of this iteration; None if it was not evaluated.
+        owes_evaluation: whether the evaluation after this iteration was interrupted; the resumed run does it first.
     """
 
     iteration: int = 0
@@ -27,17 +27,17 @@ class Progress:
     owes_evaluation: bool = False
 
     def after_iteration(self, samples: int, tokens: int) -> Progress:
-        """Return the progress after one more iteration of so many samples and tokens."""
+        """Return the progress after one more iteration with these numbers of samples and tokens."""
         return Progress(
             self.iteration + 1, self.consumed_samples + samples, self.consumed_tokens + tokens, self.best_loss
         )
 
     def without_evaluation(self) -> Progress:
-        """Return the progress where the evaluation was broken off."""
+        """Return the progress with an interrupted evaluation."""
         return replace(self, owes_evaluation=True)
 
     def after_evaluation(self, loss: float) -> Progress:
-        """Return the progress after an evaluation; a loss that is no number never becomes the best."""
+        """Return the progress after an evaluation; a loss that is not finite never becomes the best."""
         best = self.best_loss
         if math.isfinite(loss) and (best is None or loss < best):
             best = loss
@@ -45,7 +45,7 @@ class Progress:
         return replace(self, best_loss=best, valid_loss=valid_loss, owes_evaluation=False)
 
     def record(self) -> dict[str, object]:
-        """Return the members of `trainer_state.json` that hold it."""
+        """Return the progress as members of `trainer_state.json`."""
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the iteration, so that a resume needs no state of it. Pure."""
+"""The learning rate as a function of the iteration, so that a resume needs no scheduler state. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ScheduleSection:
     lr_wsd_decay_iters: int | None = None
 
 
-_WARMUP_ITERS = 10  # the default's, where the schedule is as long
+_WARMUP_ITERS = 10  # the default, for schedules of at least this length
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Schedule:
 
 
 def resolve(section: ScheduleSection, train_iters: int, lr: float) -> Schedule:
-    """Return the schedule that a section means for a run of `train_iters` with peak rate `lr`."""
+    """Return the schedule of a section for a run of `train_iters` with peak rate `lr`."""
     decay_iters = train_iters if section.lr_decay_iters is None else section.lr_decay_iters
     wsd = decay_iters // 10 if section.lr_wsd_decay_iters is None else section.lr_wsd_decay_iters
     return Schedule(
@@ -90,7 +90,7 @@ def _warmup_iters(section: ScheduleSection, decay_iters: int) -> int:
 
 
 def problems(section: ScheduleSection, train_iters: int, lr: float) -> list[str]:
-    """Return every reason why a section is no schedule; each names its key and value."""
+    """Return every problem of a section, each with its key and value."""
     found = []
     decay_iters = train_iters if section.lr_decay_iters is None else section.lr_decay_iters
     warmup = _warmup_iters(section, decay_iters)

@@ -245,7 +245,7 @@ def _gate_exit_grace(gate: Gate) -> None:
 
 def _note_feed(gate: Gate) -> None:
     """Note in a file of this process which samples it is fed."""
-    positions, shuffled = list[int](), BatchLoader.shuffled
+    positions, shuffled = list[int](), BatchLoader.train_batch
     of_micro_batch = BatchLoader._positions
 
     def noted(self: BatchLoader, consumed_samples: int, number: int) -> range:
@@ -266,7 +266,7 @@ def _note_feed(gate: Gate) -> None:
         return windows
 
     BatchLoader._positions = noted  # type: ignore[method-assign]
-    BatchLoader.shuffled = feed  # type: ignore[method-assign]
+    BatchLoader.train_batch = feed  # type: ignore[method-assign]
 
 
 def _stand_if(gate: Gate, is_here: bool) -> None:

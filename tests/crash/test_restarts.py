@@ -125,7 +125,7 @@ def test_what_a_command_says_of_the_beginning_acts_once_a_launch(
         status, text = agent.finish()
     assert status == 0, text
     assert list(Path(kill.folder).glob("reached.*"))
-    assert "this launch was started again: it goes on from its own newest checkpoint" in text
+    assert "this launch was restarted: it resumes from its own newest checkpoint" in text
     # Iteration 4 is there for certain once the seventh begins, that of 6 perhaps.
     assert re.search("iteration (4|6) from", text), text
     once = [f"iter_{number:07d}.superseded-1" for number in abandoned]
@@ -136,7 +136,7 @@ def test_what_a_command_says_of_the_beginning_acts_once_a_launch(
     with started(options, [], run, command) as agent:
         status, text = agent.finish()
     assert status == 0, text
-    assert "this launch was started again" not in text
+    assert "this launch was restarted" not in text
     assert len(superseded(run)) > len(once)
 
 

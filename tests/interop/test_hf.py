@@ -409,14 +409,14 @@ def test_damaged_files_are_refused_by_name(folder: Path, tmp_path: Path) -> None
         index.write_text(json.dumps({**table, "weight_map": {**table["weight_map"], name: bad}}))
         assert str(bad) in refuse(shards)
     index.write_text(json.dumps({**table, "weight_map": {**table["weight_map"], "odd.weight": file}}))
-    assert "A tensor is not where the index says" in refuse(shards)
+    assert "A tensor is not in the file of the index" in refuse(shards)
 
 
 def test_the_run_goes_on_from_its_own_checkpoint_once_it_has_one(folder: Path, tmp_path: Path) -> None:
     command = [*OURS_GPT2, f"checkpoint.load={folder}"]
     run_ok(tmp_path / "run", command)
     text = run_ok(tmp_path / "run", [*command, "train.train_iters=2", "checkpoint.override_scheduler=true"]).text
-    assert "goes on from its own checkpoints" in text
+    assert "resumes from its own checkpoints" in text
     assert ": iteration 1 from" in text
 
 
@@ -508,7 +508,7 @@ def test_a_number_beyond_the_dtype_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert convert.main(["import", "hf", str(folder), str(tmp_path / "run"), *TINY]) == 0
     assert convert.main(["export", "hf", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float16"]) == 2
     text = capsys.readouterr().err
-    assert "A number is beyond what a dtype holds (transformer.ln_f.bias)" in text
+    assert "A number is out of a dtype's range (transformer.ln_f.bias)" in text
     assert "found 100000.0. Take bfloat16 or float32." in text
 
 
@@ -531,7 +531,7 @@ def test_wrong_command_lines_are_refused_with_the_reason(
 def test_a_path_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
     ended = launch(tmp_path / "run", [*OURS_GPT2, f"checkpoint.load={'a' * 300}"])
     assert ended.statuses == (1,)
-    assert "CheckpointError: A path cannot be looked at" in ended.text
+    assert "CheckpointError: A path cannot be read" in ended.text
     assert "Traceback" not in ended.text
 
 
@@ -543,7 +543,7 @@ def test_weights_imported_into_a_run_s_own_folder_begin_it_once(folder: Path, tm
     assert "iteration 0 from" in first.text
     assert "step     1/" in first.text
     second = run_ok(run, again)
-    assert "goes on from its own checkpoints" in second.text
+    assert "resumes from its own checkpoints" in second.text
     assert "step     1/" not in second.text
     assert sorted(path.name for path in (run / "checkpoints").glob("iter_*")) == [f"iter_{n:07d}" for n in range(3)]
 

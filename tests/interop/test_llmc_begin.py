@@ -98,7 +98,7 @@ def test_the_same_command_goes_on_from_the_run_s_own_checkpoint(tmp_path: Path) 
     command = [*GPT2, f"checkpoint.load={written(tmp_path / 'model.bin', 'gpt2')}", "checkpoint.save_interval=1"]
     assert "weights from" in run_ok(tmp_path / "run", [*command, "train.exit_interval=1"]).text
     text = run_ok(tmp_path / "run", command).text
-    assert "goes on from its own checkpoints" in text
+    assert "resumes from its own checkpoints" in text
     assert ": iteration 1 from" in text
 
 
@@ -141,7 +141,7 @@ def test_a_file_of_another_format_is_refused_with_those_accepted(tmp_path: Path,
     content, found = FOREIGN[case]
     path.write_bytes(content)
     text = refusal(path)
-    assert f"A file is of no format that a run can begin with ({path})" in text
+    assert f"A run cannot start from a file of this format ({path})" in text
     assert "20240326 or 20240803" in text
     assert found in text
     assert "a model folder of transformers" in text

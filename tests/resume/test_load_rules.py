@@ -185,7 +185,7 @@ def test_a_ckpt_step_that_was_never_saved_is_refused(run: Path) -> None:
 def test_a_ckpt_step_of_a_run_that_saved_nothing_is_refused(tmp_path: Path) -> None:
     ended = launch(tmp_path / "run", [*BASE, "checkpoint.ckpt_step=4"])
     assert ended.statuses == (1,)
-    assert f"An iteration was never saved ({tmp_path / 'run/checkpoints'})" in ended.text
+    assert f"The requested iteration was never saved ({tmp_path / 'run/checkpoints'})" in ended.text
     assert "checkpoint.ckpt_step" in ended.text
 
 
@@ -332,7 +332,7 @@ def test_a_run_begun_elsewhere_resumes_from_its_own_checkpoints(finished: Path, 
     first = run_ok(tmp_path / "stopped", [*begin, "train.exit_interval=4"])
     assert "step     1/" in first.text
     again = run_ok(tmp_path / "stopped", begin)
-    assert "goes on from its own checkpoints" in again.text
+    assert "resumes from its own checkpoints" in again.text
     assert "iteration 4 from" in again.text
     assert curve(tmp_path / "stopped") == curve(tmp_path / "unbroken")
 

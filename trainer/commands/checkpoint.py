@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
     pruned.add_argument("--keep", type=positive, required=True, metavar="K", help="how many of the newest stay")
     pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of it stay too")
-    pruned.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    pruned.add_argument("--dry-run", action="store_true", help="list the checkpoints to delete, and delete none")
     return parser
 
 

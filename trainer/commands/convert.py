@@ -114,7 +114,7 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
         if found.read is None:
             continue
         one = formats.add_parser(name, help=found.summary, description=found.summary)
-        one.add_argument("source", type=local_path, metavar="SOURCE", help="what the other program saved")
+        one.add_argument("source", type=local_path, metavar="SOURCE", help="the other program's checkpoint")
         one.add_argument(
             "folder", type=local_path, metavar="FOLDER", help="the checkpoint folder of the run that goes on"
         )
@@ -139,7 +139,7 @@ def _add_exports(parser: argparse.ArgumentParser) -> None:
         one.add_argument(
             "checkpoint", type=local_path, metavar="CHECKPOINT", help="an iter_ folder, or a run for its newest"
         )
-        one.add_argument("out", type=local_path, metavar="OUT", help="what is written; it must not be there yet")
+        one.add_argument("out", type=local_path, metavar="OUT", help="path to write to, which must not exist yet")
         one.add_argument("--dtype", choices=DTYPES, default="float32", help="of the tensors that are written")
         one.add_argument("--tokenizer", type=Path, metavar="PATH", help="a file or a folder of tokenizer files to add")
         one.set_defaults(call=bring_out)

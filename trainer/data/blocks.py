@@ -161,5 +161,5 @@ def _shrunk(span: Span, *, found: int) -> DataError:
         where=span.path,
         expected=f"{span.hi} bytes",
         found=f"{found} bytes",
-        fix="Start again when nobody writes to it.",
+        fix="Start again when no other program writes to it.",
     )

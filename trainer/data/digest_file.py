@@ -54,7 +54,7 @@ def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> Toke
             where=file.path,
             expected=f"{before.st_size} bytes",
             found=f"{after.st_size} bytes, or another time of change",
-            fix="Start again when nobody writes to it.",
+            fix="Start again when no other program writes to it.",
         )
     for place in places:
         # On a file system without a right to write the next place is tried; without any, the next start reads again.

@@ -309,7 +309,7 @@ def _read(source: TextSource) -> bytes:
             where=source.path,
             expected=f"{source.size_bytes} bytes",
             found=f"{len(text)} bytes, or another time of change",
-            fix="Start again when nobody writes to it.",
+            fix="Start again when no other program writes to it.",
         )
     return text
 

@@ -96,7 +96,7 @@ class TokenFile:
             where=self.path,
             expected=f"{HEADER_BYTES + self.nbytes} bytes",
             found=f"{self.status().st_size} bytes",
-            fix="Write or copy it again, and start again when nobody writes to it.",
+            fix="Write or copy it again, and start again when no other program writes to it.",
         )
 
 
@@ -188,7 +188,7 @@ def _check_header(path: Path, header: bytes, size_bytes: int) -> tuple[_Format, 
     if body_bytes != count * form.dtype.itemsize:
         whole, rest = divmod(body_bytes, form.dtype.itemsize)
         raise DataError(
-            "the size of a token file is not what its header says",
+            "the size of a token file differs from its header",
             where=path,
             expected=f"{count} tokens of {form.dtype.itemsize} bytes",
             found=f"{whole} tokens" + (f" and {rest} odd bytes" if rest else ""),

@@ -140,7 +140,7 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
         raise MismatchError(
             "The source holds another model than the one configured",
             found=error.found,
-            fix="\nLeave model= and model.KEY=VALUE out: the source says which model it is.",
+            fix="\nLeave model= and model.KEY=VALUE out: the source names its model.",
         ) from None
     train = config.train
     samples = source.iteration * train.global_batch_size if consumed_samples is None else consumed_samples

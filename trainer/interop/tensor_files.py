@@ -88,7 +88,7 @@ def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterat
         cast = values.to(dtype).contiguous()
         if dtype.itemsize < values.dtype.itemsize and bool((cast.isinf() & values.isfinite()).any()):
             raise CheckpointError(
-                "A number is beyond what a dtype holds",
+                "A number is out of a dtype's range",
                 where=where,
                 expected=f"at most {torch.finfo(dtype).max}, the largest of {dtype}",
                 found=float(values.abs().max()),

@@ -171,13 +171,13 @@ def test_a_torn_last_line_is_said_in_a_note(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("step 1/2 | train loss 2.0 | norm 1.0 | lr 1e-3 | 500.0 ms | 200 tokens/s\n", "A text log does not tell"),
+        ("step 1/2 | train loss 2.0 | norm 1.0 | lr 1e-3 | 500.0 ms | 200 tokens/s\n", "A text log has no timing"),
         ('{"iteration": 1, "loss": 2.0}\n', "There is no time of an iteration"),
         ('{"iteration": 1, "loss": 2.0, "seconds": 0, "tokens_per_second": 1}\n', "An iteration took no time"),
         ('{"iteration": 1, "loss": 2.0, "seconds": "1", "tokens_per_second": 1}\n', "Cannot read seconds"),
         ('{"iteration": 1, "event": "save", "seconds": 1}\n', "Cannot read blocked_seconds"),
         ('{"iteration": 1}\n[]\n', "line 2"),
-        ("", "A text log does not tell"),
+        ("", "A text log has no timing"),
     ],
 )
 def test_a_file_without_times_is_refused_with_its_reason(

@@ -63,7 +63,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
         raise ConfigError(
             "A DCP folder is written in float32 and without a tokenizer",
             where=out,
-            fix="Leave --dtype and --tokenizer out: dcp.load casts to the dtype of what it fills.",
+            fix="Leave --dtype and --tokenizer out: dcp.load casts to the dtype of the tensors it fills.",
         )
     files, source = Files(), of_checkpoint(checkpoint)
     adam = _saved_adam(checkpoint, source.model) if source.has_optimizer else None
@@ -221,5 +221,5 @@ def _reason(failed: BaseException, folder: Path) -> BaseException:
     reason: BaseException | None = failed
     while reason is not None and not isinstance(reason, OSError | TrainerError):
         reason = reason.__cause__ or reason.__context__
-    told = f"{type(failed).__name__}: {failed}"
-    return reason or CheckpointError("Writing failed", where=folder, found=told, fix="Nothing was written.")
+    message = f"{type(failed).__name__}: {failed}"
+    return reason or CheckpointError("Writing failed", where=folder, found=message, fix="Nothing was written.")

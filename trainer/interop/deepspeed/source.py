@@ -126,7 +126,7 @@ class _Reader:
         if own is not None and not torch.equal(found.to(own.dtype), own):
             require_finite(found, where=name)  # NaN is never equal to itself
             raise CheckpointError(
-                "The optimizer's copy of a parameter is not what the model has",
+                "The optimizer's copy of a parameter differs from the model's",
                 where=f"{self.saved.path}, {name}",
                 fix="The weights were changed beside DeepSpeed, or the files are of several saves.",
             )

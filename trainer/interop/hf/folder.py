@@ -82,7 +82,7 @@ def open_folder(path: Path, files: Files) -> HfFolder:
             places[place.spec.name] = place
     for name, file in wanted.items():
         if name not in places or places[name].file != file:
-            raise CheckpointError("A tensor is not where the index says", where=index, expected=f"{name} in {file}")
+            raise CheckpointError("A tensor is not in the file of the index", where=index, expected=f"{name} in {file}")
     if model.n_layer > len(places):
         raise MismatchError(
             "A folder has fewer tensors than layers", where=path / CONFIG, expected=model.n_layer, found=len(places)
@@ -162,7 +162,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name, file in table.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(
-                "An index names what is no safetensors file in its folder", where=f"{index}, {name}", found=repr(file)
+                "An index names a file that is not safetensors",
+                where=f"{index}, {name}",
+                found=repr(file),
             )
     return table
 
