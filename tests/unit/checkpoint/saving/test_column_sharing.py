@@ -196,7 +196,7 @@ def test_unopenable_memory_fails_the_save_the_next_writes_rows(
 ) -> None:
     monkeypatch.setattr(SharedMemory, "open", staticmethod(lambda _: None))
     for reports in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
-        assert "that of rank 0" in str(reports[0].error)
+        assert "the memory of rank 0" in str(reports[0].error)
         assert reports[1].error is None
     assert tensor_files(tmp_path / "iter_0000002") == expected
 
@@ -256,7 +256,7 @@ def test_a_rank_either_refuses_or_joins(tmp_path: Path) -> None:
         try:
             return local_ranks.join(attempt(tmp_path, 2), pieces, may_share=True) is None
         except CheckpointError as error:
-            return "has given the save up" in str(error)
+            return "has given up the save" in str(error)
 
     assert run_ranks(2, run) == [True, True]
 
