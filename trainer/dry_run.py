@@ -6,23 +6,23 @@ The stages are built on the `meta` device under torch's fake process group, with
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake
 
 from models import families
-from models.config import ModelConfig, Stage, parameter_count
-from models.families import Model
+from models.config import ModelConfig, Stage
+from models.families import parameter_count
+from models.network import Model
 from trainer.checkpoint.format.box import Box, Image, image, intersect, whole
 from trainer.checkpoint.format.layout import Layout, TensorSpec, build_layout
 from trainer.checkpoint.saving.plan import Holding, pieces_of
 from trainer.checkpoint.tensors.live import Grid, placed_box
 from trainer.config.schema import Config, topology_of
-from trainer.parallel.mesh import build_mesh
+from trainer.parallel.mesh import build_mesh, stage_grid
 from trainer.parallel.pipeline import stages_of
 from trainer.parallelize import build_stage, compute_dtype
 from trainer.state import checkpoint_specs
@@ -92,8 +92,7 @@ def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
 
     This process must not be in a process group; the fake one exists while the generator runs.
     """
-    inner = Topology(1, topology.dp, topology.tp, vpp=topology.vpp, sp=topology.sp)
-    ranks = np.arange(topology.world_size).reshape(topology.pp, topology.dp, topology.tp)
+    inner = replace(topology, pp=1)
     dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=inner.world_size)
     try:
         mesh = build_mesh(inner, "cpu") if inner.world_size > 1 else None
@@ -101,7 +100,7 @@ def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
             stages = stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=pp)
             meta = torch.device("meta")
             parts = [build_stage(config, meta, stage=stage, topology=inner, mesh=mesh) for stage in stages]
-            yield Simulated(pp, parts, Grid(ranks[pp], ("dp", "tp")))
+            yield Simulated(pp, parts, stage_grid(topology, pp))
     finally:
         dist.destroy_process_group()
 

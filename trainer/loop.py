@@ -71,7 +71,7 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
     """Train one iteration, record it and the finished saves, and return the control flags of all ranks."""
     saving_s, is_saving = run.checkpointer.take_blocked_s(), run.checkpointer.is_saving
     start = time.perf_counter()
-    result = _iterate(run)
+    result = iterate(run)
     held_back_s = run.checkpointer.take_blocked_s()
     seconds = time.perf_counter() - start - held_back_s
     slowdown.add(seconds, is_saving=is_saving)
@@ -80,7 +80,8 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
     return ControlFlags.of(result.flags)
 
 
-def _iterate(run: Run) -> StepResult:
+def iterate(run: Run) -> StepResult:
+    """Train one iteration on its batch and count it. A call of all ranks."""
     state, settings = run.state, run.config.train
     progress = state.progress
     iteration = progress.iteration + 1

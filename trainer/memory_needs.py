@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from models.config import parameter_count
+from models.families import parameter_count
 from trainer.config.schema import Config, topology_of
 from trainer.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Opens files that users name, and refuses pipes and devices: opening or reading one of these may never end."""
+"""Opens regular files named by users, and refuses pipes and devices, on which opening or reading may block forever."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def read_regular(path: Path, *, limit_bytes: int | None = None, follows_links: b
 
 
 def is_url(text: str) -> bool:
-    """Return whether a path begins with a scheme, as `s3://` or `file://`."""
+    """Return whether a path begins with a scheme, such as `s3://` or `file://`."""
     return _URL.match(text.strip()) is not None

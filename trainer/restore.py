@@ -61,7 +61,7 @@ def restore(run: Run) -> bool:
         report = load_pretrained(path, origin.weights, run.state, run.cluster, run.config.checkpoint)
         _log_load(run, report, "weights", path)
     else:
-        _load(run, origin)
+        load_from(run, origin)
     _rebind(run)
     began_at = run.state.progress.iteration if origin is not None else -1
     run.checkpointer.rewind(began_at)
@@ -222,7 +222,8 @@ def _named(path: Path) -> bytes:
     return b"p" + str(path).encode() if is_folder(path) else _NAMED + str(LoadSource.named(path).path).encode()
 
 
-def _load(run: Run, origin: Origin) -> None:
+def load_from(run: Run, origin: Origin) -> None:
+    """Load the checkpoint that `origin` names into the run. A call of all ranks."""
     section = run.config.checkpoint
     if origin.goes_on:
         section = replace(section, finetune=False, no_load_optim=section.no_load_optim and section.no_save_optim)

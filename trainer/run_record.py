@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from enum import Enum
 from typing import Any
 
-from models.config import Activation, Family, ModelConfig, RopeScaling, problems
-from models.families import stored_tensors
+from models.config import ADDED, Activation, Family, ModelConfig, RopeScaling
+from models.families import problems, stored_tensors
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT
 from trainer.compatibility import Rule, Verdict
@@ -111,10 +112,14 @@ def no_decay_names(config: ModelConfig) -> frozenset[str]:
 
 
 def model_record(config: ModelConfig) -> Json:
-    """Return every field of a model as JSON; an activation that is absent is the tanh form of GELU."""
-    table = {**asdict(config), "family": config.family.value, "activation": config.activation.value}
-    if config.activation is Activation.gelu_tanh:
-        del table["activation"]
+    """Return every field of a model as JSON; one that came after the first format is absent where it has its default.
+
+    So an activation that is absent is the tanh form of GELU.
+    """
+    table = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(config).items()}
+    for field in fields(config):
+        if field.metadata.get(ADDED) and getattr(config, field.name) == field.default:
+            del table[field.name]
     return table
 
 
@@ -218,7 +223,7 @@ def saved_model(state: Json, *, where: object) -> ModelConfig:
     try:
         values: dict[str, Any] = dict(_table(state["model"]))
         scaling = values.pop("rope_scaling")
-        values["family"] = Family(values["family"])
+        values["family"] = _family(values["family"])
         values["activation"] = Activation(values.get("activation", Activation.gelu_tanh.value))
         model = ModelConfig(**values, rope_scaling=None if scaling is None else RopeScaling(**scaling))
         _same_kinds(model)
@@ -228,6 +233,13 @@ def saved_model(state: Json, *, where: object) -> ModelConfig:
     if found:
         raise CheckpointError("A state file has a model that cannot be built", where=where, found="; ".join(found))
     return model
+
+
+def _family(name: object) -> Family:
+    known = [family.value for family in Family]
+    if name not in known:
+        raise ValueError(f"model.family is {name!r}, known are {', '.join(known)}")
+    return Family(name)
 
 
 def _same_kinds(model: ModelConfig) -> None:

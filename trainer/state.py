@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from models.config import ModelConfig
-from models.families import Model, aliases, stored_tensors
+from models.families import aliases, stored_tensors
+from models.network import Model
 from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec, build_layout
 from trainer.checkpoint.tensors.file_aligned import zeros_like_files

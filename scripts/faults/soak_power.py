@@ -35,7 +35,7 @@ from scripts.faults.power import mounting
 from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FILE_SYSTEMS, CannotMount, FileSystem
 from scripts.faults.power.recording import TIMEOUT_S, RecordedSoak, Recording, Start, record
-from scripts.faults.power.replay import Cut, Replay, Survival, copy_sparse
+from scripts.faults.power.replay import PowerCut, Replay, Survival, copy_sparse
 from scripts.faults.soak_kill import TEMPORARY, contents_of, curve_of
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
 from trainer.checkpoint.loading.verify import verify_share
@@ -157,7 +157,7 @@ def cut_in_the_middle(recording: Recording, disk: Path, chance: random.Random) -
     middle = recording.saved[len(recording.saved) // 4 : -1]
     if not middle:
         return None
-    cut = Cut(chance.randint(middle[0][0], middle[-1][0]) + 1, chance.choice([*Survival]), chance.getrandbits(32))
+    cut = PowerCut(chance.randint(middle[0][0], middle[-1][0]) + 1, chance.choice([*Survival]), chance.getrandbits(32))
     flushed = disk.with_suffix(".flushed")
     copy_sparse(recording.start.disk, flushed)
     replay = Replay(recording.entries, flushed)
@@ -168,7 +168,7 @@ def cut_in_the_middle(recording: Recording, disk: Path, chance: random.Random) -
     return Start(disk, tuple(recording.told(cut)))
 
 
-def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[Cut]:
+def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[PowerCut]:
     """Yield cuts in the order of the log: a third right after a reported save, the others anywhere."""
     places = []
     for number in range(count):
@@ -177,7 +177,7 @@ def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[Cu
         else:
             place = chance.randint(0, len(recording.entries))
         places.append((place, chance.choice([*Survival]), chance.getrandbits(32)))
-    yield from (Cut(*found) for found in sorted(places, key=lambda found: found[0]))
+    yield from (PowerCut(*found) for found in sorted(places, key=lambda found: found[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Trial:
     unbroken: Unbroken
     tally: PowerTally
 
-    def go(self, recording: Recording, tried: Iterable[Cut]) -> None:
+    def go(self, recording: Recording, tried: Iterable[PowerCut]) -> None:
         """Try cuts in the order of the log; stop after too many problems."""
         flushed, image = self.folder / "flushed", self.folder / "image"
         copy_sparse(recording.start.disk, flushed)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.faults.ranks import free_port
 from scripts.faults.soak_kill import descendants
 from tests.crash.moments import KILLED, Gate, describe
-from tests.harness import TINY, curve, free_port, run_ok, tensor_files
+from tests.harness import TINY, curve, run_ok, tensor_files
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +151,7 @@ def fed(folder: Path, first: int, last: int, world_size: int) -> list[int]:
     ]
 
 
-def test_a_job_goes_on_without_a_host_that_is_lost_and_consumes_each_sample_once(tmp_path: Path) -> None:
+def test_a_job_without_a_lost_host_consumes_each_sample_once(tmp_path: Path) -> None:
     whole, run, gates = tmp_path / "whole", tmp_path / "run", tmp_path / "gates"
     run_ok(whole, BASE, ranks=2)
     stand = gate(gates, "forward", 6, [0, 1])

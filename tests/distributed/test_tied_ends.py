@@ -120,7 +120,7 @@ def _train_then_load(folder: Path, *extra: str, ranks: int) -> None:
     assert tensor_files(last) == files
 
 
-def test_both_copies_have_equal_bits_after_training_and_after_a_load(tmp_path: Path) -> None:
+def test_both_copies_have_equal_bits_after_training_and_a_load(tmp_path: Path) -> None:
     _train_then_load(tmp_path / "run", ranks=2)
 
 

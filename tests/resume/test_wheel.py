@@ -65,7 +65,7 @@ def test_the_wheel_holds_the_packages_and_every_configuration(environment: Path,
     assert "Apache License" in licence.read_text()
 
 
-def test_an_installed_command_trains_saves_and_looks_into_the_checkpoint(environment: Path, tmp_path: Path) -> None:
+def test_an_installed_command_trains_saves_and_inspects(environment: Path, tmp_path: Path) -> None:
     few = ["train.train_iters=2", "train.eval_interval=0", "checkpoint.save_interval=1", "data.cache=cache"]
     reprise(environment, tmp_path, "train", "experiment=demo", *few)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "runs"]
@@ -74,7 +74,7 @@ def test_an_installed_command_trains_saves_and_looks_into_the_checkpoint(environ
     assert "whole" in reprise(environment, tmp_path, "checkpoint", "verify", run)
 
 
-def test_an_installed_command_checks_the_machine_and_names_its_version(environment: Path, tmp_path: Path) -> None:
+def test_an_installed_command_checks_the_machine_and_its_version(environment: Path, tmp_path: Path) -> None:
     assert "O_DIRECT" in reprise(environment, tmp_path, "doctor", ".")
     assert reprise(environment, tmp_path, "--version").startswith("reprise ")
     assert list(tmp_path.iterdir()) == []

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models.config import Activation, Family, InitialKind, ModelConfig, RopeScaling
-from models.families import Model, aliases, generation_config, hf_config, initial_values, stored_tensors
+from models.families import aliases, generation_config, hf_config, initial_values, stored_tensors
 from models.layers import token_loss
+from models.network import Model
 
 GPT2 = ModelConfig(
     family=Family.gpt2,

@@ -60,7 +60,7 @@ def test_a_regular_file_is_read_whole_also_through_a_link(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("size", [10, 1 << 34])
-def test_a_file_beyond_the_limit_is_refused_before_it_fills_the_memory(tmp_path: Path, size: int) -> None:
+def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, size: int) -> None:
     try:
         with (tmp_path / "file").open("wb") as file:
             file.truncate(size)

@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says, print it and return the exit status."""
+    """Run the command line and return the exit status."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="reprise checkpoint: %(message)s", stream=sys.stderr)
     call: Callable[[argparse.Namespace], int] = options.call
@@ -74,7 +74,7 @@ def list_run(options: argparse.Namespace) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Show what one checkpoint holds."""
+    """Show the content of one checkpoint."""
     checkpoint = open_checkpoint(_one(options.checkpoint), Files())
     places = sorted(read_places(checkpoint).values(), key=lambda place: (place.file, place.offset))
     tensors = [
@@ -127,13 +127,13 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _refuse_link(path: Path) -> None:
-    """Refuse a link that lies in a run's folder; one that is named itself is followed."""
+    """Refuse a link in a run's folder; a link named on the command line is followed."""
     if path.is_symlink():
         raise CheckpointError("An iteration is no checkpoint of this run", where=path, found=kind_of(path))
 
 
 def _refuse_misleading(checkpoint: Checkpoint) -> None:
-    """Refuse files that other readers of the folder would take for the checkpoint's."""
+    """Refuse files that other readers of the folder would mistake for the checkpoint's."""
     found = misleading_files(checkpoint)
     if found:
         raise CheckpointError(
@@ -225,12 +225,12 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
     pruned.add_argument("--keep", type=positive, required=True, metavar="K", help="how many of the newest stay")
     pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of it stay too")
-    pruned.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    pruned.add_argument("--dry-run", action="store_true", help="list the checkpoints to delete, and delete none")
     return parser
 
 
 def _folder(run: Path) -> Path:
-    """Return the checkpoint folder of a run that is named by its own folder or by that one."""
+    """Return the checkpoint folder of a run, given as the run's folder or that folder itself."""
     if not run.is_dir():
         raise no_folder(run)
     return LoadSource.named(run).path
@@ -242,7 +242,7 @@ def _iterations(folder: Path) -> list[Path]:
 
 
 def _one(path: Path) -> Path:
-    """Return the checkpoint that is named by its own folder, or the newest of a run."""
+    """Return the checkpoint given by its own folder, or the newest of a run."""
     if is_iteration_name(path.name):
         return path
     folder = CheckpointFolder(_folder(path), Files())
@@ -263,7 +263,7 @@ def _all(path: Path) -> list[Path]:
 
 
 def _summary(path: Path) -> Row:
-    """Return a line about a checkpoint: what its JSON files, headers and first blocks say of it."""
+    """Return the row of a checkpoint, from its JSON files, headers and first blocks."""
     row: Row = {"checkpoint": path.name, "iteration": iteration_of(path), "bytes": _bytes(path)}
     row["age"] = time.time() - _written_at(path)
     row["topology"], row["loss"] = "", None
@@ -285,7 +285,7 @@ def _summary(path: Path) -> Row:
 
 
 def _status(findings: Iterable[str]) -> int:
-    """Return the exit status: damage counts more than what nobody knows."""
+    """Return the exit status: damage takes precedence over unreadable checkpoints."""
     found = set(findings) - {"yes", "whole"}
     if not found:
         return FINE
@@ -303,7 +303,7 @@ def _is_valid(path: Path) -> bool:
 
 
 def _topology(checkpoint: Checkpoint) -> str:
-    """Return the number of ranks and the axes longer than one, in words; what is no topology of ours, as it is."""
+    """Return the number of ranks and the axes longer than one, in words; an unknown topology is shown as it is."""
     found = checkpoint.state.get("topology", {})
     if not isinstance(found, dict) or any(type(found.get(name, 1)) is not int for name in _SIZES):
         return _short(found)
@@ -325,7 +325,7 @@ def _bytes(path: Path) -> int:
 
 
 def _written_at(path: Path) -> float:
-    """Return when a checkpoint was written, in Unix time: its folder changes when a `hold` is put there."""
+    """Return the time a checkpoint was written, in Unix time. Not the folder's time: a `hold` file changes that."""
     manifest = path / MANIFEST
     return (manifest if manifest.exists() else path).lstat().st_mtime
 

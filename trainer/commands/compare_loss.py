@@ -22,7 +22,7 @@ EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare runs as the command line says, print a report and return the exit status."""
+    """Run the command line, print a report and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         base, *tests = (_read(path, options) for path in (options.base, *options.tests))
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("float32", "bfloat16"),
         default=None,
-        help="which threshold to use; without it, as config.yaml beside metrics.jsonl says, else float32",
+        help="which threshold to use; default: that of config.yaml beside metrics.jsonl, else float32",
     )
     parser.add_argument(
         "--bitwise", action="store_true", help="loss, grad_norm and lr must have equal bits; needs metrics.jsonl"
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="differing values in the table of a single TEST (%(default)d)",
     )
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 

@@ -30,7 +30,7 @@ FINE, SLOWER, UNUSABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare runs as the command line says, print the figures and return the exit status."""
+    """Run the command line, print the figures and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         timings = [read_timing(path).without_first(options.skip) for path in options.runs]
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="reprise compare-speed",
-        description="Compare how fast runs were, and what saving cost them.",
+        description="Compare the speed of runs, and the cost of their saves.",
         epilog="Exit status: 0 none is slower than the first, 1 one is, 2 unusable input.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder or metrics.jsonl; the first is the base")

@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says and return the exit status."""
+    """Run the command line and return the exit status."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     options.overrides = [*getattr(options, "overrides", []), *rest]
@@ -95,7 +95,7 @@ def bring_out(options: argparse.Namespace) -> int:
 
 
 def _newest(path: Path) -> Checkpoint:
-    """Return the checkpoint that is named by its own folder, or the newest valid one of a run."""
+    """Return the checkpoint given by its own folder, or the newest valid one of a run."""
     chooser = choose.Chooser(choose.LoadSource.named(path), Files(), lambda _: None)
     return open_checkpoint(chooser.pick(), Files())
 
@@ -114,7 +114,7 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
         if found.read is None:
             continue
         one = formats.add_parser(name, help=found.summary, description=found.summary)
-        one.add_argument("source", type=local_path, metavar="SOURCE", help="what the other program saved")
+        one.add_argument("source", type=local_path, metavar="SOURCE", help="the other program's checkpoint")
         one.add_argument(
             "folder", type=local_path, metavar="FOLDER", help="the checkpoint folder of the run that goes on"
         )
@@ -139,7 +139,7 @@ def _add_exports(parser: argparse.ArgumentParser) -> None:
         one.add_argument(
             "checkpoint", type=local_path, metavar="CHECKPOINT", help="an iter_ folder, or a run for its newest"
         )
-        one.add_argument("out", type=local_path, metavar="OUT", help="what is written; it must not be there yet")
+        one.add_argument("out", type=local_path, metavar="OUT", help="path to write to, which must not exist yet")
         one.add_argument("--dtype", choices=DTYPES, default="float32", help="of the tensors that are written")
         one.add_argument("--tokenizer", type=Path, metavar="PATH", help="a file or a folder of tokenizer files to add")
         one.set_defaults(call=bring_out)

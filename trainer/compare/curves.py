@@ -268,7 +268,7 @@ def _about(side: str, curve: Curve) -> str:
 
 def _hint(comparison: Comparison) -> str:
     if comparison.missing_in_test[0] < comparison.test.points[0].iteration:
-        return " (--allow-missing-prefix allows what is missing before the first iteration of test)"
+        return " (--allow-missing-prefix allows iterations missing before the first one of test)"
     return ""
 
 

@@ -133,7 +133,7 @@ def read_timing(path: str | Path) -> Timing:
     file, text, is_metrics = read_run_file(path, what="the times of a run")
     if not is_metrics:
         raise DataError(
-            "A text log does not tell what saves cost",
+            "A text log has no timing of saves",
             where=file,
             expected=f"a run folder with {METRICS_FILE}, or such a file",
         )

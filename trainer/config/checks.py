@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from models.config import ModelConfig, parameter_count
-from models.config import problems as model_problems
+from models.config import ModelConfig
+from models.families import parameter_count
+from models.families import problems as model_problems
 from trainer.config.schema import CheckpointSection, Config, OptimizerSection, topology_of
 from trainer.config.values import number_problems, path_problems
 from trainer.data.section import DataKind

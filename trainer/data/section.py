@@ -1,4 +1,4 @@
-"""The section `data` of a configuration, and what can be wrong with it. Reads no files; `trainer.data.corpus` does."""
+"""The section `data` of a configuration, and its validation. Reads no files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class DataKind(Enum):
-    """Where tokens come from."""
+    """The source of tokens."""
 
     stdlib = "stdlib"
     text = "text"
@@ -15,7 +15,7 @@ class DataKind(Enum):
 
 
 class DigestSource(Enum):
-    """Where a start takes the digests of token files from."""
+    """The source of the digests of token files at a start."""
 
     sidecar = "sidecar"
     full = "full"
@@ -63,7 +63,7 @@ _NEEDED_KEY = {DataKind.text: "path", DataKind.token_file: "train"}
 
 
 def problems(section: DataSection) -> list[str]:
-    """Return what is wrong with the section on its own, one sentence a problem; reads no files."""
+    """Return the problems of the section on its own, one sentence each; reads no files."""
     found = []
     allowed = _KEYS_OF_KIND[section.kind]
     for key in ("path", "tokenizer", "train", "valid"):

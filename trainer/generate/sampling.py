@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from models.families import Model
 from models.layers import splitmix64
+from models.network import Model
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from models.config import Stage
-from models.families import Model, aliases
+from models.families import aliases
+from models.network import Model
 from trainer.checkpoint.tensors.live import local_of
 
 

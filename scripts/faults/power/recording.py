@@ -13,7 +13,7 @@ from scripts.faults.power import block_log, mounting
 from scripts.faults.power.block_log import Entry, LogKind
 from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FileSystem
-from scripts.faults.power.replay import Cut, copy_sparse
+from scripts.faults.power.replay import PowerCut, copy_sparse
 
 TIMEOUT_S = 300.0  # of a job
 _SAID = re.compile(r"saved iteration (\d+) in ")
@@ -90,7 +90,7 @@ class Recording:
     entries: list[Entry]
     saved: list[tuple[int, int]]
 
-    def told(self, cut: Cut) -> list[int]:
+    def told(self, cut: PowerCut) -> list[int]:
         """Return the iterations reported as saved before a cut."""
         return sorted({*self.start.told, *(iteration for at, iteration in self.saved if at < cut.entries)})
 

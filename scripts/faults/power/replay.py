@@ -25,7 +25,7 @@ class Survival(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PowerCut:
     """A power cut after the first `entries` entries of a log; `seed` selects the surviving data."""
 
     entries: int
@@ -33,7 +33,7 @@ class Cut:
     seed: int
 
 
-def survivors(writes: Sequence[Entry], cut: Cut) -> Iterator[tuple[int, bytes | memoryview]]:
+def survivors(writes: Sequence[Entry], cut: PowerCut) -> Iterator[tuple[int, bytes | memoryview]]:
     """Yield offset and bytes of the surviving parts of unflushed writes, in order."""
     if cut.survival is Survival.none:
         return
@@ -84,7 +84,7 @@ class Replay:
                     os.pwrite(self._flushed, write.data, write.at)
             self._at += 1
 
-    def make(self, cut: Cut, image: Path) -> None:
+    def make(self, cut: PowerCut, image: Path) -> None:
         """Write the disk after `cut`, to which the log has advanced, to a new file `image`."""
         image.unlink(missing_ok=True)
         copy_sparse(self._path, image)

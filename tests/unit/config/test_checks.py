@@ -103,7 +103,7 @@ def test_all_problems_are_one_message() -> None:
         assert key in str(caught.value)
 
 
-def test_the_record_names_the_groups_and_leaves_no_field_without_a_rule() -> None:
+def test_the_record_has_a_rule_for_every_field() -> None:
     found = config()
     found.train.dtype = Dtype.bfloat16
     schedule = resolve(found.schedule, found.train.train_iters, found.optimizer.lr)

@@ -177,7 +177,7 @@ def test_surrogates_in_an_override_are_refused() -> None:
         validate(config, 1)
 
 
-def test_the_memory_of_a_host_is_that_of_its_control_group_and_its_swap() -> None:
+def test_a_host_s_memory_is_that_of_its_control_group_and_swap() -> None:
     meminfo = "MemTotal:       2048 kB\nMemFree:  1 kB\nSwapTotal:      1024 kB\n"
     assert host_bytes(meminfo) == 3 << 20
     assert host_bytes(meminfo, "1048576\n") == 2 << 20
@@ -230,7 +230,7 @@ def test_the_command_prints_one_message_and_makes_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_saving_is_switched_off_by_one_key_and_a_line_names_the_keys_that_are_not_used() -> None:
+def test_one_key_switches_saving_off_and_unused_keys_are_named() -> None:
     config = compose(["experiment=demo", "checkpoint.save=null", "checkpoint.max_checkpoint_keep=2"])
     validate(config, 1)
     (line,) = unused_keys(config)

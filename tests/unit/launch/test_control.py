@@ -84,7 +84,7 @@ def test_only_rank_0_looks_at_clock_and_files(tmp_path: Path) -> None:
         assert asked.now() == expected
 
 
-def test_a_touched_file_asks_for_one_save_and_is_gone_when_that_begins(tmp_path: Path) -> None:
+def test_a_touched_file_asks_for_one_save_and_is_then_gone(tmp_path: Path) -> None:
     clock = Clock()
     asked = requests(ControlRules(), clock, folder=tmp_path)
     asked.begin()
@@ -147,7 +147,7 @@ def saves_asked(asked: RunControl, clock: Clock, seconds: int) -> int:
     return count
 
 
-def test_a_folder_in_the_place_of_the_file_asks_for_no_save_and_is_told_once(
+def test_a_folder_in_its_place_asks_for_no_save_and_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -162,7 +162,7 @@ def test_a_folder_in_the_place_of_the_file_asks_for_no_save_and_is_told_once(
     assert saves_asked(asked, clock, 5) == 1
 
 
-def test_a_file_that_cannot_be_removed_asks_for_one_save_each_time_it_is_touched(
+def test_an_unremovable_file_asks_for_one_save_each_touch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object, **__: object) -> None:

@@ -58,9 +58,7 @@ print(json.dumps([cluster.threads, torch.get_num_threads(), len(os.sched_getaffi
 
 
 @pytest.mark.parametrize(("text", "threads"), [("3", 3), (None, None)])
-def test_a_process_on_its_own_computes_with_as_many_threads_as_omp_num_threads_says(
-    text: str | None, threads: int | None
-) -> None:
+def test_a_single_process_honors_omp_num_threads(text: str | None, threads: int | None) -> None:
     """Run in a process of its own, because torch reads the variable when it is imported."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     if text is not None:

@@ -64,7 +64,7 @@ def await_true(is_true: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen in time")
 
 
-def test_rank_0_names_those_who_did_not_come_and_tells_the_others() -> None:
+def test_rank_0_names_the_missing_ranks_to_the_others() -> None:
     first, second = together(HashStore(), [0, 2], 5, timeout_s=0.5)
     assert "Rank 1, 3, 4 did not join within 0 s" in str(first) or "Rank 1, 3, 4 did not join within 1 s" in str(first)
     assert isinstance(second, LaunchError)

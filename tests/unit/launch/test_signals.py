@@ -70,7 +70,7 @@ def test_a_signal_before_the_first_iteration_is_an_order(number: signal.Signals)
     assert case.exit_graces == [f"received {number.name} before the first iteration"]
 
 
-def test_a_signal_that_comes_just_before_the_first_iteration_is_not_forgotten() -> None:
+def test_a_signal_just_before_the_first_iteration_counts() -> None:
     case = Case()
     case.watch._first = int(TERM), case.now  # taken, and not yet judged
     case.watch.await_iteration()
@@ -84,7 +84,7 @@ def test_other_signals_mean_nothing() -> None:
     assert (case.watch.name, case.statuses) == (None, [])
 
 
-def test_who_is_not_through_within_the_notice_is_left_with_status_1() -> None:
+def test_a_process_not_done_within_the_notice_exits_with_1() -> None:
     case = Case(notice_s=0.01)
     case.watch.await_iteration()
     case.watch.receive(TERM)

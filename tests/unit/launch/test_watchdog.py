@@ -69,7 +69,7 @@ def test_an_error_of_ones_own_follows_from_nobody() -> None:
     assert first.watch.explain(CheckpointError("No"), second.channel) is None
 
 
-def test_what_all_ranks_know_follows_from_nobody_whoever_says_it_first() -> None:
+def test_an_error_of_all_ranks_has_no_cause_among_them() -> None:
     ranks = [Rank(store := HashStore(), 0), Rank(store, 1)]
     problem = CheckpointError("The disk is full")
     known = run_ranks(2, lambda channel: channel.agree("k", None if channel.rank else problem))
@@ -79,7 +79,7 @@ def test_what_all_ranks_know_follows_from_nobody_whoever_says_it_first() -> None
     assert ranks[0].watch.explain(known[0], ranks[0].channel) is None
 
 
-def test_a_lost_connection_follows_from_the_rank_that_does_not_answer() -> None:
+def test_a_lost_connection_is_caused_by_the_silent_rank() -> None:
     store = HashStore()
     ranks = [Rank(store, rank, world_size=3) for rank in range(3)]
     ranks[0].watch.start()  # alive, and watching; rank 1 is not
@@ -109,7 +109,7 @@ def test_a_rank_that_shows_no_sign_of_life_is_named_to_all(capsys: pytest.Captur
     assert "rank 1 exits: Rank 2 sent no heartbeat" in said
 
 
-def test_a_rank_that_stops_to_show_signs_of_life_is_lost_and_one_that_shows_them_is_not() -> None:
+def test_a_rank_is_lost_once_its_heartbeat_stops() -> None:
     store = HashStore()
     channels = [StoreChannel(store, rank, world_size=2, timeout_s=0.0) for rank in range(2)]
     first, second = (peers._Heartbeat(channel, 8.0, look_s=1.0) for channel in channels)
@@ -193,7 +193,7 @@ class Suspended:
         return 3600.0 * self.looks
 
 
-def test_time_in_which_a_process_was_stopped_itself_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_while_a_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Suspended()
     store = Brittle()
     store.flows.clear()

@@ -96,7 +96,7 @@ def _refuse_constant(name: str) -> None:
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"{digits[:40]} is beyond what a float holds")
+        raise ValueError(f"{digits[:40]} is out of the range of a float")
     return value
 
 

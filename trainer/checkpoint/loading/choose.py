@@ -60,7 +60,7 @@ def committed_in(folder: CheckpointFolder) -> list[int]:
                 where=path,
                 expected="a folder",
                 found=kind_of(path),
-                fix="Put the folder itself there, or remove the link; or name what it leads to in checkpoint.load.",
+                fix="Put the folder itself there, or remove the link; or name its target in checkpoint.load.",
             )
         _log.warning("%s is %s and no checkpoint of this run: it is left alone", path, kind_of(path))
     return committed
@@ -173,7 +173,7 @@ class Chooser:
                 where=path,
                 expected="one of " + (", ".join(map(str, committed)) or "none"),
                 found=kind_of(path),
-                fix="Put the folder itself there, or name what the link leads to in checkpoint.load.",
+                fix="Put the folder itself there, or name the link's target in checkpoint.load.",
             )
         if iteration not in committed:
             raise CheckpointError(

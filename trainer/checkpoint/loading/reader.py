@@ -169,7 +169,7 @@ def _refuse_links(root: Path, name: str, files: Files) -> None:
     for part in name.split("/")[:-1]:
         folder /= part
         if not files.is_folder(folder):
-            raise CheckpointError("A file of a checkpoint lies in what is no folder", where=folder, expected="a folder")
+            raise CheckpointError("A file's parent is not a folder", where=folder, expected="a folder")
 
 
 def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files) -> bytes:
@@ -255,7 +255,7 @@ def _as_written(checkpoint: Checkpoint, spec: TensorSpec, *, where: Path) -> Ten
         raise CheckpointError(
             "A header and the manifest disagree",
             where=f"{where}, tensor {spec.name}",
-            expected=f"what fits shape {list(spec.shape)} of {spec.dtype}",
+            expected=f"cuts, shares and digests for shape {list(spec.shape)} of {spec.dtype}",
             found="no entry" if entry is None else f"view {list(entry.view)}, {len(entry.digests)} B of digests",
         )
     return replace(spec, view=entry.view)

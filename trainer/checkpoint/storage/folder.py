@@ -214,7 +214,7 @@ class CheckpointFolder:
         try:
             self.files.rename(aside, self._free_name(target))
         except OSError as error:
-            _log.error("what was %s waits as %s for the next start: %s", target, aside, error)
+            _log.error("the replaced %s waits as %s for the next start: %s", target, aside, error)
 
     def _settle(self, path: Path) -> None:
         match = _REPLACED.fullmatch(path.name)

@@ -64,7 +64,7 @@ def unchanged(folder: Path) -> Iterator[Callable[[], None]]:
             raise CheckpointError(
                 "The checkpoint folder of this host became another one during a save",
                 where=on_this_host(folder),
-                fix="Nothing was saved. Look at what mounts and unmounts file systems on this host.",
+                fix="Nothing was saved. Check for services that mount and unmount file systems on this host.",
             )
 
         yield require

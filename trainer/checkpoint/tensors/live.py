@@ -301,7 +301,7 @@ def _locate(
     local = local_of(tensor)
     if tuple(local.shape) != box.shape:
         raise CheckpointError(
-            "A shard has another shape than its placement says", where=name, expected=box, found=local.shape
+            "The shape of a shard contradicts its placement", where=name, expected=box, found=local.shape
         )
     kept = intersect(box, whole(layout.view))
     if kept != box:

@@ -1,7 +1,4 @@
-"""Reads what FSDP2, DDP and torchtitan save with torch.distributed.checkpoint. `dcp_export` writes such folders.
-
-Names are the business of `dcp_names`, files that of `dcp_folder`.
-"""
+"""Reads checkpoints that FSDP2, DDP and torchtitan save with torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -34,14 +31,14 @@ _MOST_SETTINGS_READ = 4096
 
 
 def read_source(path: Path, asked: ImportOptions) -> StateSource:
-    """Open a DCP folder that holds a model under transformers' or torchtitan's names, alone or with AdamW's state.
+    """Open a DCP folder with a model under transformers' or torchtitan's names, alone or with AdamW's state.
 
-    The model is the one that a `config.json` beside describes, else the one that is asked for. What lies in the folder
-    besides is told in the log. No more than two tensors are in memory at a time.
+    The model is the one of a `config.json` in the folder, otherwise the configured one. Other content of the folder is
+    logged. At most two tensors are in memory at a time.
 
     Raises:
-        CheckpointError: if `path` is no such folder, is damaged, or pickles are not trusted.
-        MismatchError: if the model in it is another one.
+        CheckpointError: if `path` is not such a folder, is damaged, or pickles are not trusted.
+        MismatchError: if it holds another model.
     """
     folder = open_folder(path, trust_pickle=asked.trusts_pickle)
     config = path / CONFIG
@@ -56,7 +53,7 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
 
 
 def _scalars(folder: DcpFolder) -> Iterable[str]:
-    """Yield the keys of steps that are Python's numbers, as some optimizers keep them."""
+    """Yield the keys of steps that are Python numbers, as some optimizers keep them."""
     return (key for key in folder.values if key.endswith(f".{STEP}"))
 
 
@@ -107,7 +104,7 @@ def _read(folder: DcpFolder, found: FoundKeys, steps: Mapping[str, torch.Tensor]
 
 
 def _tell(folder: DcpFolder, found: FoundKeys) -> None:
-    """Log whose names they are, what the optimizer was set to, and what is not carried over."""
+    """Log the naming scheme, the optimizer's settings, and the content that is not carried over."""
     keys = found.rest | folder.values - {key for key, _ in found.keys.values()}
     moments = "weights and moments" if found.has_optimizer else "weights alone"
     _log.info(f"{folder.path}: {moments} under {possessive(found.scheme)} names")
@@ -128,7 +125,7 @@ def _tell(folder: DcpFolder, found: FoundKeys) -> None:
 
 
 def _settings(folder: DcpFolder) -> dict[str, set[str]]:
-    """Return the values of the settings that a resume should have again, as far as they are plain."""
+    """Return the values of the settings that a resume should have again, if they are plain."""
     settings = dict[str, set[str]]()
     named = [(match[1], key) for key in sorted(folder.values) if (match := _SETTING.search(key))]
     for name, key in named[:_MOST_SETTINGS_READ]:

@@ -1,4 +1,4 @@
-"""Reads tensors of a transformers folder, box by box, as float32. Where they lie is told elsewhere."""
+"""Reads tensors of a transformers folder, box by box, as float32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fill(
     *,
     progress: Callable[[int], None] = lambda _: None,
 ) -> LoadReport:
-    """Read what each box of `live`, float32, needs into its memory; `progress` is told how many more bytes are there.
+    """Read the bytes of each box of `live`, float32, into its memory; `progress` gets the number of new bytes.
 
     Raises:
         CheckpointError: if a file cannot be read or ends early, or a number in it is NaN or infinite.
@@ -60,10 +60,10 @@ def read_whole(folder: HfFolder, place: Place) -> torch.Tensor:
 
 
 def check_tied(folder: HfFolder, model: ModelConfig) -> None:
-    """Refuse an output layer that is stored beside the embedding it is tied to and is another tensor.
+    """Refuse a stored output layer that differs from the embedding it is tied to.
 
     Raises:
-        MismatchError: if it is.
+        MismatchError: if it differs.
     """
     for alias, name in families.aliases(model).items():
         if alias not in folder.places:

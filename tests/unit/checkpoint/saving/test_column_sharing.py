@@ -151,7 +151,7 @@ def test_a_rank_without_the_memory_for_it_has_all_write_rows(tmp_path: Path, exp
     assert tensor_files(tmp_path / "iter_0000001") == expected
 
 
-def test_a_rank_that_fails_fails_the_save_and_the_next_one_is_whole(tmp_path: Path, expected: dict[str, bytes]) -> None:
+def test_a_failing_rank_fails_the_save_and_the_next_is_complete(tmp_path: Path, expected: dict[str, bytes]) -> None:
     failing = FailingFiles("write", errno.EIO, after=2)
     failing.is_armed = True
 
@@ -178,7 +178,7 @@ def test_a_rank_that_fails_fails_the_save_and_the_next_one_is_whole(tmp_path: Pa
     assert tensor_files(tmp_path / "iter_0000002") == expected
 
 
-def test_where_there_is_no_memory_the_save_fails_and_the_next_one_writes_rows(
+def test_without_memory_the_save_fails_and_the_next_writes_rows(
     tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse_memory(*_: int) -> None:
@@ -191,7 +191,7 @@ def test_where_there_is_no_memory_the_save_fails_and_the_next_one_writes_rows(
     assert tensor_files(tmp_path / "iter_0000002") == expected
 
 
-def test_memory_that_cannot_be_opened_fails_the_save_and_the_next_one_writes_rows(
+def test_unopenable_memory_fails_the_save_the_next_writes_rows(
     tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedMemory, "open", staticmethod(lambda _: None))
@@ -245,7 +245,7 @@ def test_a_rank_that_refuses_ends_the_wait_of_the_others(tmp_path: Path, culprit
     assert run_ranks(3, run, timeout_s=20.0) == [None] * 3
 
 
-def test_a_rank_that_has_refused_does_not_join_and_one_that_joins_is_not_refused_for(tmp_path: Path) -> None:
+def test_a_rank_either_refuses_or_joins(tmp_path: Path) -> None:
     def run(channel: StoreChannel) -> bool:
         local_ranks = met(channel, [0, 1])
         pieces = columns_of(COLUMNS, channel.rank)
@@ -300,7 +300,7 @@ def test_a_rank_that_is_alone_on_its_host_asks_nobody(tmp_path: Path) -> None:
         assert met(single_rank_channel(), ranks).join(attempt(tmp_path), [], may_share=True) is None
 
 
-def test_one_rank_without_columns_does_not_keep_the_others_from_sharing(tmp_path: Path) -> None:
+def test_one_rank_without_columns_lets_the_others_share(tmp_path: Path) -> None:
     def run(channel: StoreChannel) -> int:
         pieces = columns_of(COLUMNS, channel.rank) if channel.rank < 2 else []
         sharing = met(channel, [0, 1, 2]).join(attempt(tmp_path), pieces, may_share=True)
@@ -343,7 +343,7 @@ def columns_of(sharding: Sharding, rank: int) -> list[Piece]:
     return planning.columns_of(cut(plan(sharding.live(rank, SPECS, STATE_BYTES), layout, rank), layout))
 
 
-def test_memory_is_had_by_address_only_where_that_is_still_the_same() -> None:
+def test_memory_is_taken_by_address_only_while_unchanged() -> None:
     first = SharedMemory.make()
     assert SharedMemory.open(first.address) is not None
     pid, number, name = first.address.split()

@@ -102,7 +102,7 @@ def test_what_exceeds_the_counters_is_in_no_strip(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("sharding", OF_COLUMNS, ids=lambda sharding: sharding.name)
-def test_a_piece_is_cut_by_stripes_without_gap_and_each_part_lies_in_its_strip(sharding: Sharding) -> None:
+def test_a_piece_is_cut_by_stripes_without_a_gap(sharding: Sharding) -> None:
     pieces = columns(sharding, range(sharding.world_size - 1))
     stripes = stripes_of(pieces, LAYOUT)
     for piece in pieces:
