@@ -1,4 +1,4 @@
-"""Jobs of the trainer, forked from a process that has torch imported: they start in no time."""
+"""Jobs of the trainer, forked from a process that has imported torch, for a fast start."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PowerJob:
             self.kill()
 
     def kill(self) -> None:
-        """End all ranks with SIGKILL; they are gone when this returns."""
+        """Kill all ranks and wait for their end."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
