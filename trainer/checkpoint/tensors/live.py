@@ -148,7 +148,7 @@ def live_tensors(
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return every parameter with its canonical name, in model order; a tied parameter has its first registered name."""
+    """Return every parameter with its canonical name, in model order; a tied one has its first registered name."""
     return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
 
 
