@@ -1,7 +1,7 @@
-"""The small modules and functions that all families are built of.
+"""Modules and functions shared by all model families.
 
-Parameters are float32 masters, allocated and not filled; each is cast to the dtype of the activations where it is used,
-which does nothing when a wrapper has cast it already. No architecture lives here.
+Parameters are uninitialized float32 master weights. Each module casts them to the dtype of its input, a no-op if a
+wrapper such as FSDP has cast them already.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def splitmix64(state: int) -> int:
 
 
 def seed_site(key: int, site: Site, *, layer: int, shard: int, device: torch.device) -> None:
-    """Seed the default generator of `device` for the mask that is drawn next."""
+    """Seed the default generator of `device` for the next mask."""
     seed = site_seed(key, site, layer=layer, shard=shard)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
@@ -61,9 +61,9 @@ def seed_site(key: int, site: Site, *, layer: int, shard: int, device: torch.dev
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask is a function of a key, the site and the shard: never of what was drawn before.
+    """Dropout whose mask depends only on the key, site, layer and shard, not on earlier draws.
 
-    `shard` is 0 unless tensor parallelism sets it from outside, where ranks hold different parts of the activation.
+    `shard` is 0 unless tensor parallelism sets it because ranks hold different parts of the activation.
     """
 
     def __init__(self, p: float, site: Site, *, layer: int) -> None:
@@ -74,7 +74,7 @@ class Dropout(nn.Module):
         self.shard = 0
 
     def seed(self, key: int | None, device: torch.device) -> float:
-        """Seed the mask that the caller draws next and return its probability: 0 without a key."""
+        """Seed the generator for the caller's next mask and return its drop probability, 0 without a key."""
         if key is None or self.p == 0:
             return 0.0
         self._seed(key, device)
@@ -82,7 +82,7 @@ class Dropout(nn.Module):
 
     @_uncompiled
     def _seed(self, key: int, device: torch.device) -> None:
-        # Site and layer are read here and not before, so that one compiled graph serves every layer.
+        # Site and layer are read outside the compiled graph, so that one graph serves every layer.
         seed_site(key, self.site, layer=self.layer, shard=self.shard, device=device)
 
     def forward(self, x: Tensor, key: int | None) -> Tensor:
@@ -96,9 +96,9 @@ class Dropout(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors, `weight` [rows, width], as transformers stores it.
+    """An embedding table, `weight` [rows, width], in the orientation of transformers.
 
-    `fuses_tied_gradient` is set if the output layer shares it.
+    `fuses_tied_gradient` is set by `tie` if the output layer shares the table and both gradients can be added in place.
     """
 
     def __init__(self, rows: int, width: int) -> None:
@@ -109,10 +109,10 @@ class Embedding(nn.Embedding):
         """Leave the values as allocated."""
 
     def look_up(self, tokens: Tensor, output: nn.Linear | None) -> tuple[Tensor, Tensor | None]:
-        """Return the vectors of `tokens` [...], as [..., width], and the table for `output`, where it is lent.
+        """Return the vectors [..., width] of `tokens` [...], and the table for `output` or None.
 
-        Whoever gets the table must use that in place of the weight. Nothing is lent where the weight of `output` is
-        another by now, or where hooks wait for this module to be called.
+        A caller that gets a table must pass it to `output` in place of its weight. None if gradients are not fused,
+        if `output` has another weight by now, or if this module has hooks, which need a call of the module.
         """
         hooks = self._forward_pre_hooks, self._forward_hooks, self._backward_pre_hooks, self._backward_hooks
         if not self.fuses_tied_gradient or output is None or output.weight is not self.weight or any(hooks):
@@ -121,11 +121,11 @@ class Embedding(nn.Embedding):
 
 
 class _TiedEmbedding(torch.autograd.Function):
-    """Looks tokens up in a table and hands the table on, so that the gradients of both uses come back together.
+    """Looks tokens up and returns the table for the output layer, so that one backward gets both gradients.
 
-    They come as the output's whole table and the rows of a few tokens, which are added to it, in place unless there is
-    to be a graph of the gradient. Two uses of a Parameter would have autograd fill a second table for those rows, and
-    add all of it.
+    The backward adds the gradient rows of the tokens to the output's full gradient, in place unless a graph of the
+    gradient is requested. With two separate uses of a Parameter, autograd would allocate a second full table for these
+    rows and add it entirely.
     """
 
     @staticmethod
@@ -145,14 +145,14 @@ class _TiedEmbedding(torch.autograd.Function):
 
 
 def tie(embedding: Embedding, output: nn.Linear) -> None:
-    """Make the output's weight the embedding's Parameter itself."""
+    """Tie the output layer to the embedding: both use the same Parameter."""
     output.weight = embedding.weight
-    # A DTensor's rows lie on several ranks, and on CUDA torch sorts tokens before it adds their rows.
+    # Not for a DTensor, whose rows are sharded, and not on CUDA, where torch sorts tokens before it adds their rows.
     embedding.fuses_tied_gradient = type(embedding.weight.data) is Tensor and embedding.weight.device.type == "cpu"
 
 
 class Linear(nn.Linear):
-    """A projection without bias, `weight` [out, in]."""
+    """A linear projection without bias, `weight` [out, in]."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -181,8 +181,8 @@ class Conv1D(nn.Module):
 class FusedConv1D(nn.Module):
     """Several projections of one input in one product, `weight` [in, parts, out] and `bias` [parts, out].
 
-    In C order these are the bytes of GPT-2's [in, parts * out] and [parts * out]; with the parts in a dimension of
-    their own, cutting the last dimension gives every rank the same heads of each part.
+    In C order these are the bytes of GPT-2's [in, parts * out] and [parts * out]. A separate dimension for the parts
+    means that sharding the last dimension gives every rank the same heads of each part.
     """
 
     def __init__(self, in_features: int, parts: int, out_features: int) -> None:
@@ -197,7 +197,7 @@ class FusedConv1D(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation, `weight` and `bias` [width]."""
+    """Layer normalization, `weight` and `bias` [width]."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -206,12 +206,12 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of `x`."""
+        """Normalize the last dimension of `x`."""
         return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation in float32, `weight` [width]. Source: `LlamaRMSNorm` of transformers."""
+    """Root-mean-square normalization in float32, `weight` [width]. Source: `LlamaRMSNorm` of transformers."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -219,12 +219,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of `x`."""
+        """Normalize the last dimension of `x`."""
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class OutputLayer(nn.Linear):
-    """The projection onto the vocabulary, `weight` [rows, width], with the columns of padding rows masked."""
+    """The projection to the vocabulary, `weight` [rows, width]; logits of padding rows are masked."""
 
     def __init__(self, width: int, rows: int, vocab_size: int) -> None:
         super().__init__(width, rows, bias=False)
@@ -234,24 +234,26 @@ class OutputLayer(nn.Linear):
         """Leave the values as allocated."""
 
     def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
-        """Map [..., width] to logits [..., rows]; -inf in the columns of padding, which get no gradient.
+        """Map [..., width] to logits [..., rows]. Padding rows get -inf and no gradient.
 
-        `table` is what `Embedding.look_up` gave in place of the weight.
+        Args:
+            table: the table returned by `Embedding.look_up`, used in place of the weight.
         """
         weight = (self.weight if table is None else table).to(x.dtype)
         padding = weight.shape[0] - self.vocab_size  # a DTensor's shape is that of the whole table
         if padding == 0:
             return F.linear(x, weight)
-        # As a bias of the product the mask costs no pass over the logits, which are the largest tensor of the model.
+        # As the bias of the product, the mask needs no extra pass over the logits, the largest activation of the model.
         mask = torch.cat((x.new_zeros(self.vocab_size), x.new_full((padding,), -torch.inf)))
         return F.linear(x, weight, mask)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """Attend to the own and earlier positions.
+    """Return causal attention, [B, T, heads * head_dim].
 
-    `q` is [B, T, heads, head_dim], `k` and `v` are [B, T, kv_heads, head_dim] with kv_heads a divisor of heads. Returns
-    [B, T, heads * head_dim].
+    Args:
+        q: [B, T, heads, head_dim].
+        k: [B, T, kv_heads, head_dim], where kv_heads divides heads; `v` has the same shape.
     """
     grouped = k.shape[2] != q.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -260,17 +262,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) ->
 
 
 def run_block(block: nn.Module, *inputs: object, recompute: bool) -> Tensor:
-    """Run one block; with `recompute` keep only its inputs for the backward pass and run it again there."""
+    """Run one block; with `recompute`, keep only its inputs and run it again in the backward pass."""
     if not (recompute and torch.is_grad_enabled()):
         return cast(Tensor, block(*inputs))
-    # Every dropout site seeds its own generator from its arguments, so there is no generator state to restore.
+    # Every dropout site seeds the generator from its arguments, so there is no generator state to restore.
     return cast(Tensor, checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False))
 
 
 def as_key(key: int | Tensor | None) -> int | None:
     """Return a dropout key as an integer.
 
-    Pipeline schedules split tensors, not integers, over micro batches: there a key comes as one int64 element.
+    Pipeline schedules split only tensors over micro batches, so they pass a key as a tensor of one int64 element.
     """
     return int(key) if isinstance(key, Tensor) else key
 
@@ -278,6 +280,6 @@ def as_key(key: int | Tensor | None) -> int | None:
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy, 0-d float32.
 
-    `logits` is [B, T, vocabulary], `targets` int64 [B, T]; targets of -100 are left out. NaN when all are left out.
+    `logits` is [B, T, vocabulary], `targets` int64 [B, T]. Targets of -100 are ignored; NaN if all are.
     """
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)

@@ -31,10 +31,9 @@ from trainer.topology import Topology
 
 
 def build_models(config: Config, device: torch.device, *, topology: Topology, mesh: DeviceMesh | None) -> list[Model]:
-    """Build each stage on `meta`, spread it over the mesh, and give it memory: zeros, to be filled by name.
+    """Build this rank's stages with zero-filled parameters.
 
-    Nothing is ever there as a whole: memory is allocated for the local shards only. Tied embeddings are bound again
-    after each step that separates them.
+    Each stage is built on `meta` and sharded before memory is allocated, so only local shards take memory.
     """
     rank = mesh.get_local_rank("pp") if mesh is not None else 0
     if topology.pp == 1:
@@ -47,7 +46,10 @@ def build_models(config: Config, device: torch.device, *, topology: Topology, me
 def build_stage(
     config: Config, device: torch.device, *, stage: Stage, topology: Topology, mesh: DeviceMesh | None
 ) -> Model:
-    """Build one stage on `meta`, spread it over the mesh, and give it memory on `device`: zeros."""
+    """Build one stage on `meta`, shard it over the mesh, and allocate zeros on `device`.
+
+    Tied embeddings are tied again after every operation that separates them.
+    """
     dtype = compute_dtype(config)
     with torch.device("meta"):
         model = build_model(config.model, stage=stage, compute_dtype=dtype)
@@ -69,7 +71,7 @@ def build_stage(
 
 
 def build_grid(topology: Topology, mesh: DeviceMesh | None) -> Grid:
-    """Return the ranks that hold the same stages as this one."""
+    """Return the grid of the ranks that hold the same stages as this rank."""
     if mesh is None:
         return Grid.flat(1)
     return stage_grid(topology, mesh.get_local_rank("pp"))
@@ -78,7 +80,7 @@ def build_grid(topology: Topology, mesh: DeviceMesh | None) -> Grid:
 def build_context(
     config: Config, state: TrainerState, *, topology: Topology, mesh: DeviceMesh | None, cluster: Cluster
 ) -> ParallelContext:
-    """Return the axes of a run. A collective call."""
+    """Return the parallel context of a run. A collective call."""
     place = topology.coordinate(cluster.rank)
     loss = _loss(config, mesh if topology.tp > 1 else None)
     has_tied_ends = topology.pp > 1 and config.model.tie_word_embeddings
@@ -131,7 +133,7 @@ def _build_pipeline(
 
 
 def _counted(state: TrainerState, rank: int) -> list[torch.nn.Parameter]:
-    """Return the parameters whose gradients this rank counts: each box on the first rank that holds it."""
+    """Return the parameters that this rank counts in the gradient norm: each box counts on its first holder."""
     mine = {
         tensor.spec.name
         for tensor in state.shards(with_optimizer=False)
@@ -146,15 +148,18 @@ def _counted(state: TrainerState, rank: int) -> list[torch.nn.Parameter]:
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    """Return the dtype of activations and products."""
+    """Return the dtype of activations and matrix products."""
     return torch.bfloat16 if config.train.dtype is Dtype.bfloat16 else torch.float32
 
 
 def check_tied_copies(state: TrainerState, ends: dist.ProcessGroup | None) -> None:
-    """Compare the digests of both copies, weights and moments. A collective call of the group `ends`; None is none.
+    """Compare the digests of both copies of a tied embedding, weights and moments. A collective call of `ends`.
+
+    Args:
+        ends: the group of the first and last stage; None skips the check.
 
     Raises:
-        CheckpointError: on both stages, if the copies differ: what would be saved is not what trains.
+        CheckpointError: on both stages, if the copies differ: a checkpoint would hold only the first.
     """
     if ends is None:
         return

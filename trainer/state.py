@@ -1,4 +1,4 @@
-"""The state of a run: model, optimizer and progress as one object, and the one enumeration of its tensors."""
+"""The state of a run (model, optimizer and progress) and the enumeration of its tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainer.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """One stage of the model with the optimizer of its parameters; a rank has one, or one per virtual stage."""
+    """One stage of the model and its optimizer; a rank has one part, or one per virtual stage."""
 
     model: Model
     optimizer: torch.optim.Optimizer
@@ -41,7 +41,7 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True)
 class _Enumerated:
-    """The tensors of a state, and the marks by which one sees that they are the same still."""
+    """The tensors of a state, valid while `marks` equals the state's `memory_marks`."""
 
     marks: tuple[Marks, ...]
     specs: tuple[TensorSpec, ...]
@@ -50,10 +50,10 @@ class _Enumerated:
 
 @dataclass(slots=True)
 class TrainerState:
-    """Everything that changes while training.
+    """All state that training changes.
 
     Args:
-        grid: the ranks that hold the same stages as this one.
+        grid: the ranks that hold the same stages as this rank.
     """
 
     config: ModelConfig
@@ -63,10 +63,10 @@ class TrainerState:
     _enumerated: dict[bool, _Enumerated] = field(default_factory=dict, repr=False)
 
     def shards(self, *, with_optimizer: bool = True) -> Iterator[LiveTensor]:
-        """Yield this rank's part of every tensor, by the name it has on disk. Saving reads them, loading fills them.
+        """Yield this rank's part of every tensor, under its name on disk. Saving reads the parts, loading fills them.
 
         Raises:
-            CheckpointError: for a trainable parameter that the optimizer does not know.
+            CheckpointError: for a trainable parameter without optimizer state.
         """
         stored = {name: Stored(t.shape, t.view) for name, t in stored_tensors(self.config).items()}
         names = aliases(self.config)
@@ -85,7 +85,7 @@ class TrainerState:
                 yield from group["params"]
 
     def contents(self, documents: Mapping[str, Document], *, with_optimizer: bool) -> Contents:
-        """Return what a checkpoint of this state holds, with the same `specs` and `live` while no tensor moves."""
+        """Return the contents of a checkpoint. `specs` and `live` are the same objects until a tensor moves."""
         optimizers = tuple(part.optimizer for part in self.parts)
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
         known = self._enumerated.get(with_optimizer)
@@ -97,7 +97,7 @@ class TrainerState:
 
 
 def build_part(config: ModelConfig, model: Model, settings: AdamSettings, *, grid: Grid, file_bytes: int) -> ModelPart:
-    """Return a stage and its optimizer, in memory from which they can be written without a copy. Values are kept.
+    """Return a stage and its optimizer, in memory laid out so that saving needs no copy. Values are kept.
 
     Args:
         grid: the ranks that hold the stage.
@@ -116,7 +116,7 @@ def build_part(config: ModelConfig, model: Model, settings: AdamSettings, *, gri
 
 
 def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:
-    """Return a tied tensor that lives under its second name, on another stage than the first, as a copy of that."""
+    """Return the tensor itself or, for the last stage's copy of a tied one, a copy under the stored name."""
     for alias, name in names.items():
         prefix, found, rest = tensor.spec.name.partition(alias)
         if found and not rest:
@@ -128,7 +128,9 @@ def _refuse_unknown(part: ModelPart) -> None:
     known = set(part.optimizer.state)
     unknown = [name for name, p in part.model.named_parameters() if p.requires_grad and p not in known]
     if unknown:
-        raise CheckpointError("The optimizer does not know a parameter", where=unknown[0], found=f"{len(unknown)} such")
+        raise CheckpointError(
+            "The optimizer has no state for a parameter", where=unknown[0], found=f"{len(unknown)} such"
+        )
 
 
 def checkpoint_specs(config: ModelConfig, *, with_optimizer: bool) -> Iterator[TensorSpec]:

@@ -1,4 +1,4 @@
-"""One training iteration: gradients of a global batch, their norm, one optimizer step. Nothing is saved or logged."""
+"""One training iteration: the gradients of a global batch, their norm, and one optimizer step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from trainer.state import TrainerState
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an iteration found, the same bits on every rank.
+    """The result of an iteration, bit-identical on every rank.
 
     Args:
-        loss: the mean over the global batch.
-        grad_norm: before clipping.
-        flags: the greatest of each of the numbers that the ranks gave.
-        skipped: why the parameters stayed as they were, since loss or norm is not finite; None where they did not.
+        loss: mean over the global batch.
+        grad_norm: L2 norm of all gradients before clipping.
+        flags: the element-wise maximum of the flags of all ranks.
+        skipped: the error that made the iteration leave the parameters unchanged (`skips_nonfinite`), or None.
     """
 
     loss: float
@@ -56,11 +56,11 @@ def train_step(
     Args:
         micro_batches: int64 windows [micro_batch_size, seq_length + 1] on the device.
         keys: the dropout key of each micro batch.
-        flags: gives numbers on which all ranks are to agree, as many on each; asked when the gradients are there.
-        skips_nonfinite: leave the parameters as they are where loss or gradient norm is not finite.
+        flags: called after the backward pass; returns numbers to reduce over the ranks, equally many on each.
+        skips_nonfinite: if loss or gradient norm is not finite, leave the parameters unchanged instead of raising.
 
     Raises:
-        NonFiniteError: on every rank, before anything has changed, in that case otherwise.
+        NonFiniteError: on every rank, before any parameter changes, if loss or gradient norm is not finite.
     """
     parameters = list(state.parameters())
     for part in state.parts:
@@ -86,9 +86,9 @@ def train_step(
 
 
 class _Figures(NamedTuple):
-    """One rank's figures of an iteration, gathered from all ranks in one message; a new one is a field more.
+    """One rank's figures of an iteration, gathered from all ranks in one message, followed by the flags.
 
-    `reports_loss` is 1 where the loss counts in the mean, else 0. The flags travel behind.
+    `reports_loss` is 1 if the loss counts in the mean, else 0.
     """
 
     loss: float
@@ -104,7 +104,7 @@ def _gather(cluster: Cluster, own: _Figures, flags: Sequence[float]) -> tuple[li
 
 
 def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Cluster) -> NonFiniteError:
-    """Return the error of an iteration, naming the first parameter in model order whose gradient is not finite."""
+    """Return the error that names the first parameter in model order with a non-finite gradient. A collective call."""
     names = list(stored_tensors(state.config))
     second = aliases(state.config)
     found = [
@@ -119,8 +119,8 @@ def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Clust
         "Loss or gradients are not finite",
         where=f"iteration {state.progress.iteration + 1}, {place}",
         found=f"loss {loss}, gradient norm {grad_norm}",
-        fix="Nothing of this iteration was kept or saved. Lower optimizer.lr or mend the data, then resume; "
-        "train.on_nonfinite=skip leaves such iterations out.",
+        fix="Nothing of this iteration was kept or saved. Lower optimizer.lr or fix the data, then resume; "
+        "train.on_nonfinite=skip skips such iterations.",
     )
 
 
@@ -142,7 +142,7 @@ def forward_backward(
 
 
 def _finish_gradients(state: TrainerState, parameters: Sequence[nn.Parameter], context: ParallelContext) -> None:
-    """Bring every gradient to the sum or mean over all axes that it is to be."""
+    """Reduce every gradient over the axes on which it is still partial. A collective call."""
     if context.is_tensor_parallel:
         for part in state.parts:
             reduce_partial_gradients(part.model)

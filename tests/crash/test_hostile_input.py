@@ -157,7 +157,7 @@ def test_an_iteration_that_is_a_link_out_of_the_run_is_none(
 ) -> None:
     shutil.move(inputs.checkpoint, tmp_path / "elsewhere")
     inputs.checkpoint.symlink_to(tmp_path / "elsewhere")
-    with bounded(tried[1]), pytest.raises(TrainerError, match="is no folder of its own"):
+    with bounded(tried[1]), pytest.raises(TrainerError, match="is not a folder"):
         load(inputs.checkpoint.parent, inputs.fresh()[0])
     inputs.checkpoint.unlink()
 

@@ -352,7 +352,7 @@ def test_a_newest_link_stops_the_start_and_its_target_stays(run: Path, tmp_path:
     (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("6\n")  # else the start mends it
     for _ in range(2):
         message = refuse(run, *BASE)
-        assert "The newest iteration of a run is no folder of its own" in message
+        assert "The newest iteration of a run is not a folder" in message
         assert f"{iteration(run, 8)}), expected a folder, found a link to {elsewhere}" in message
         for number in (2, 4, 6):  # a link alone is no fresh start either
             shutil.rmtree(iteration(run, number), ignore_errors=True)

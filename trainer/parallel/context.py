@@ -1,4 +1,4 @@
-"""The axes of a run that are longer than 1, as training and evaluation need them. Who makes them is told elsewhere."""
+"""The parallel axes of a run, as training and evaluation use them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from trainer.parallel.tensor import loss_parallel
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """The axes that are longer than 1, as an iteration needs them.
+    """The parallel axes of size greater than 1, with the groups and functions of one iteration.
 
     Args:
         data: the data-parallel mesh, or None.
-        is_tensor_parallel: whether weights, and with them the logits, are cut over ranks.
+        is_tensor_parallel: whether weights, and with them the logits, are sharded over ranks.
         loss: the mean cross entropy of this rank's logits and targets.
-        gather_logits: makes logits [batch, rows] of one position whole where the vocabulary is cut; collective then.
+        gather_logits: gathers the logits [batch, local rows] of one position over the vocabulary; a collective call
+            with tensor parallelism, the identity without.
         pipeline: this rank's stages, or None.
         embedding_group: the group over which tied embeddings of the first and last stage sum their gradients, or None.
-        reports_loss: whether this rank's losses count in the mean; replicas count once.
-        grad_norm_parameters: this rank's parameters that count in the gradient norm; replicas count once.
+        reports_loss: whether this rank's losses count in the mean; of replicas, one rank does.
+        grad_norm_parameters: this rank's parameters that count in the gradient norm; of replicas, one rank's do.
     """
 
     zero_stage: int
@@ -41,7 +42,7 @@ class ParallelContext:
     grad_norm_parameters: Sequence[nn.Parameter]
 
     def loss_context(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which a loss over cut logits is computed and differentiated."""
+        """Return the context in which a loss over sharded logits is computed and differentiated."""
         if not self.is_tensor_parallel:
             return contextlib.nullcontext()
         return loss_parallel()

@@ -1,7 +1,4 @@
-"""Data parallelism: ZeRO stages 1 to 3 by torch's FSDP2, stage 0 by reducing whole gradients.
-
-An axis of size 1 is not applied at all. Which samples a rank reads is told elsewhere.
-"""
+"""Data parallelism: ZeRO stages 1 to 3 with torch's FSDP2, stage 0 with an all-reduce of full gradients."""
 
 from __future__ import annotations
 
@@ -24,14 +21,14 @@ _BUCKET_BYTES = 25 << 20
 def shard(
     model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, *, zero_stage: int, compute_dtype: torch.dtype
 ) -> None:
-    """Shard a model by rows of each parameter over a one-dimensional mesh; stage 0 leaves it as it is.
+    """Shard the rows of each parameter over a one-dimensional mesh; stage 0 leaves the model unchanged.
 
-    Every block is a group of its own. The rest, both ends of tied embeddings among it, is one group: separate groups
-    would break the tie.
+    Every block is its own FSDP group. All other parameters form one group, because separate groups would untie the
+    embedding from the output layer.
     """
     if zero_stage == 0:
         return
-    # Logits cut over tensor-parallel ranks are a view; FSDP2 warns of in-place changes of them, and nobody makes any.
+    # Logits sharded over tensor-parallel ranks are a view. FSDP2 warns about in-place changes of views; none are made.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     reshard_after_forward = zero_stage == 3
@@ -41,13 +38,13 @@ def shard(
 
 
 def set_gradient_sync(model: nn.Module, *, zero_stage: int, is_last_micro_batch: bool) -> None:
-    """Say whether the next backward pass reduces gradients: stage 1 only after the last micro batch."""
+    """Set whether the next backward pass reduces gradients. Stage 1 reduces after the last micro batch only."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(zero_stage >= 2 or is_last_micro_batch)
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Average whole gradients over a one-dimensional mesh, in place, in buckets. A collective call."""
+    """Average full gradients over a one-dimensional mesh, in place, in buckets. A collective call."""
     bucket: list[torch.Tensor] = []
     size = 0
     for parameter in parameters:

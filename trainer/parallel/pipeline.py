@@ -1,4 +1,4 @@
-"""Pipeline parallelism: which layers a stage holds, and torch's 1F1B and interleaved schedules over the stages.
+"""Pipeline parallelism: the layers of each stage, and torch's 1F1B and interleaved schedules over the stages.
 
 Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
 """
@@ -23,11 +23,11 @@ from trainer.checkpoint.tensors.live import local_of
 
 
 def divide_layers(n_layer: int, stages: int) -> list[range]:
-    """Return the layers of each stage: equal shares, and one layer more for each of `n_layer % stages` in the middle.
+    """Return the layers of each stage: equal shares, and one more layer for `n_layer % stages` stages in the middle.
 
-    The ends also hold the embedding and the output layer. Of an uneven number of others the last stage is one: it
-    computes the loss too. LLaMA-3 405B has 126 layers so that 16 stages carry alike (Grattafiori et al. 2024, "The
-    Llama 3 Herd of Models", section 3.3.2).
+    The first and last stages get fewer layers, because they also hold the embedding and the output layer. If the number
+    of smaller stages is odd, one more of them is at the end, where the loss is computed. LLaMA-3 405B has 126 layers to
+    balance 16 stages in the same way (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2).
     """
     share, more = divmod(n_layer, stages)
     first = (stages - more) // 2
@@ -36,7 +36,7 @@ def divide_layers(n_layer: int, stages: int) -> list[range]:
 
 
 def stages_of(n_layer: int, *, pp: int, vpp: int, rank: int) -> list[Stage]:
-    """Return the stages that pipeline rank `rank` holds: numbers rank, rank + pp, ... of pp * vpp."""
+    """Return the stages of pipeline rank `rank`: numbers rank, rank + pp, ... of pp * vpp."""
     layers = divide_layers(n_layer, pp * vpp)
     last = pp * vpp - 1
     return [Stage(layers[n], first=n == 0, last=n == last) for n in range(rank, pp * vpp, pp)]
@@ -44,8 +44,13 @@ def stages_of(n_layer: int, *, pp: int, vpp: int, rank: int) -> list[Stage]:
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """Sizes of what travels between stages: `width` is n_embd; `sequence` and `rows` are
-    what this rank has of seq_length and of the vocabulary."""
+    """Sizes of the activations between stages.
+
+    Args:
+        sequence: this rank's part of `seq_length`.
+        width: n_embd.
+        rows: this rank's rows of the padded vocabulary.
+    """
 
     micro_batches: int
     micro_batch_size: int
@@ -57,9 +62,10 @@ class BatchShape:
 
 
 class Pipeline:
-    """The stages of one rank under a schedule; every rank of the pipeline makes the same calls.
+    """The stages of one rank and their schedule. Every rank of the pipeline makes the same calls.
 
-    `loss` is called on the last stage with logits and targets of one micro batch.
+    Args:
+        loss: called on the last stage with the logits and targets of one micro batch.
     """
 
     def __init__(
@@ -104,14 +110,14 @@ class Pipeline:
         return self._run(self._schedule.step, windows, {"dropout_key": keys})
 
     def evaluate(self, windows: torch.Tensor) -> list[torch.Tensor]:
-        """Return the loss of each micro batch on the last stage, else []; shaped as in training."""
+        """Return the loss of each micro batch on the last stage, else []. Windows have the shape of training."""
         return self._run(self._schedule.eval, windows, {})
 
     def logits(self, window: torch.Tensor, at: int) -> torch.Tensor | None:
-        """Return the logits [1, local rows] behind position `at` of one window on the last stage, else None.
+        """Return the logits [1, local rows] at position `at` of one window on the last stage, else None.
 
         Args:
-            window: int64 [1, seq_length + 1]; it goes through in the shape of training, as many times as that takes.
+            window: int64 [1, seq_length + 1]; it is repeated to the batch shape of training.
         """
         found: list[torch.Tensor] = []
 
@@ -179,7 +185,7 @@ def embedding_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def sum_tied_gradients(parts: Sequence[Model], group: dist.ProcessGroup) -> None:
-    """Add up the gradients of both copies of a tied embedding, so that the copies stay equal bits."""
+    """All-reduce the gradients of both copies of a tied embedding, so that the copies stay bit-identical."""
     for part in parts:
         for parameter in tied_parameters(part):
             if parameter.grad is not None:
@@ -187,6 +193,6 @@ def sum_tied_gradients(parts: Sequence[Model], group: dist.ProcessGroup) -> None
 
 
 def tied_parameters(part: Model) -> list[nn.Parameter]:
-    """Return the parameters of a stage that are one end of a tie."""
+    """Return the parameters of a stage that are tied to another parameter."""
     tied = {name for pair in aliases(part.config).items() for name in pair}
     return [parameter for name, parameter in part.named_parameters() if name in tied]

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: the weights of single-device modules cut over one mesh axis, from outside.
+"""Tensor and sequence parallelism: shards the weights of single-device modules over one mesh axis.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", and Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
 Transformer Models" (sequence parallelism), on torch's DTensor styles.
@@ -46,11 +46,11 @@ _HEADS = 2  # the dimension of [batch, sequence, heads, head width] that tensor 
 
 
 def shard(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Cut a model, or one stage of it, over a one-dimensional mesh.
+    """Shard a model, or one stage of it, over a one-dimensional mesh.
 
-    Every attention head lies on one rank, the vocabulary is cut by rows. With `sequence_parallel`, what lies between
-    the cut products (norms, residuals, their dropout) is cut along the sequence. Logits stay cut: the loss is to be
-    computed by `vocab_parallel_cross_entropy`. Afterwards tied weights must be bound again.
+    Attention is sharded by heads and the vocabulary by rows. With `sequence_parallel`, norms, residuals and their
+    dropout are sharded along the sequence. Logits stay sharded; `vocab_parallel_cross_entropy` computes the loss. The
+    caller must tie weights again afterwards.
     """
     parallelize_module(model, mesh, _styles(model, Shard(_SEQUENCE) if sequence_parallel else Replicate()))
     if sequence_parallel:
@@ -60,10 +60,11 @@ def shard(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
 
 
 def shards_of_dropout(model: nn.Module, *, sequence_parallel: bool) -> set[str]:
-    """Return the dropout sites at which ranks hold different parts of one activation, so that masks must differ.
+    """Return the names of the dropout modules whose activations are sharded, so that the ranks' masks must differ.
 
-    Heads are always spread; what lies between the cut products is with sequence parallelism, but for the embedding's
-    dropout, which is drawn before the cut. Everywhere else the ranks hold the same and must draw the same.
+    Attention dropout is always sharded, by heads. With sequence parallelism all other dropout is sharded too, except
+    that of the embedding, which precedes the sharding. At every other site the ranks hold replicas and must draw the
+    same mask.
     """
     sites = {name: module.site for name, module in model.named_modules() if isinstance(module, Dropout)}
     whole = {Site.embedding} if sequence_parallel else set(Site) - {Site.attention}
@@ -73,9 +74,9 @@ def shards_of_dropout(model: nn.Module, *, sequence_parallel: bool) -> set[str]:
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, mesh: DeviceMesh, *, rows: int
 ) -> torch.Tensor:
-    """Return the mean cross entropy of logits whose vocabulary is cut over the mesh, 0-d float32, equal on all ranks.
+    """Return the mean cross entropy of logits sharded over the vocabulary, 0-d float32, equal on all ranks.
 
-    The whole logits are never gathered. To be called, and differentiated, under torch's `loss_parallel`.
+    The logits are never gathered. Forward and backward must run under torch's `loss_parallel`.
 
     Args:
         logits: [batch, sequence, local rows]; targets: int64 [batch, sequence].
@@ -88,7 +89,7 @@ def vocab_parallel_cross_entropy(
 
 
 def gather_logits(logits: torch.Tensor, mesh: DeviceMesh, *, rows: int) -> torch.Tensor:
-    """Return logits [batch, local rows], whose vocabulary is cut over the mesh, with all rows. A collective call.
+    """Gather logits [batch, local rows], sharded over the vocabulary, into [batch, rows]. A collective call.
 
     Args:
         rows: rows of the whole vocabulary, padding included.
@@ -99,7 +100,7 @@ def gather_logits(logits: torch.Tensor, mesh: DeviceMesh, *, rows: int) -> torch
 
 
 def reduce_partial_gradients(model: nn.Module) -> None:
-    """Sum the gradients of weights whole on every rank that each rank has for its part of the sequence only."""
+    """Sum the partial gradients of replicated weights, which each rank has for its part of the sequence only."""
     for parameter in model.parameters():
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, parameter).placements:
@@ -107,7 +108,7 @@ def reduce_partial_gradients(model: nn.Module) -> None:
 
 
 def _styles(model: Model, between: Placement) -> dict[str, ParallelStyle]:
-    """Return torch's style for each module of the family's plan that this stage has; see `Cut` for `between`."""
+    """Return torch's style for each module of the family's plan in this stage; `Cut` defines `between`."""
     spec = families.spec_of(model.config)
     cuts = dict(spec.plan.ends)
     for layer in model.stage.layers:
@@ -118,7 +119,7 @@ def _styles(model: Model, between: Placement) -> dict[str, ParallelStyle]:
 
 
 def _style(cut: Cut, module: nn.Module, between: Placement) -> ParallelStyle | None:
-    """Return the style of one module, None for one that is left as it is."""
+    """Return the style of one module, None for a module that stays unchanged."""
     is_cut = isinstance(between, Shard)
     match cut:
         case Cut.columns if isinstance(module, FusedConv1D):
@@ -144,13 +145,13 @@ def _style(cut: Cut, module: nn.Module, between: Placement) -> ParallelStyle | N
 
 
 def _gathered(between: Placement, *, inputs: int) -> PrepareModuleInput:
-    """Make the first of a module's inputs whole, once for all products that read it."""
+    """Gather the first input of a module, once for all products that read it."""
     rest = (None,) * (inputs - 1)
     return PrepareModuleInput(input_layouts=(between, *rest), desired_input_layouts=(Replicate(), *rest))
 
 
 class Columns(ParallelStyle):
-    """Cut a Conv1D [in, out] by its outputs; a whole input gives an output that is cut in its last dimension."""
+    """Shard a Conv1D [in, out] by outputs: a replicated input gives an output sharded in its last dimension."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         placements = {"weight": Shard(1), "bias": Shard(0)}
@@ -158,7 +159,7 @@ class Columns(ParallelStyle):
 
 
 class Rows(ParallelStyle):
-    """Cut a Conv1D [in, out] by its inputs; the partial products are summed into the layout `output`."""
+    """Shard a Conv1D [in, out] by inputs; the partial products are summed into the layout `output`."""
 
     def __init__(self, output: Placement) -> None:
         super().__init__()
@@ -173,9 +174,10 @@ class Rows(ParallelStyle):
 
 
 class FusedColumns(ParallelStyle):
-    """Cut a FusedConv1D [in, parts, out] by its outputs, so that each rank has the same heads of every part.
+    """Shard a FusedConv1D [in, parts, out] by outputs, so that each rank has the same heads of every part.
 
-    The product runs on local tensors: flattening `parts` and a cut `out` into one dimension is no DTensor layout.
+    The product runs on local tensors, because no DTensor layout describes `parts` and a sharded `out` flattened into
+    one dimension.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -67,7 +67,7 @@ def test_ls_names_what_is_damaged_and_lists_what_is_superseded(
     (folder / "iter_0000010").rename(folder / "iter_0000010.superseded-1")
     assert main(["ls", str(tmp_path / "run"), "--json"]) == BAD
     damaged, superseded = shown(capsys)
-    assert damaged["valid"].startswith("no: A file has another size")
+    assert damaged["valid"].startswith("no: A file has the wrong size")
     assert (superseded["iteration"], superseded["valid"], superseded["notes"]) == (10, "yes", "superseded")
 
 

@@ -32,7 +32,7 @@ class LoadSource:
 
     @staticmethod
     def named(path: Path) -> LoadSource:
-        """Return the source that a user means by a path, which may be the run's own folder."""
+        """Return the source for a path given by a user: a run's own folder, its checkpoint folder or one iteration."""
         inner = path / "checkpoints"
         return LoadSource(inner if inner.is_dir() else path)
 
@@ -56,13 +56,13 @@ def committed_in(folder: CheckpointFolder) -> list[int]:
         path = folder.iteration(iteration)
         if iteration > max(committed, default=-1):
             raise CheckpointError(
-                "The newest iteration of a run is no folder of its own",
+                "The newest iteration of a run is not a folder",
                 where=path,
                 expected="a folder",
                 found=kind_of(path),
-                fix="Put the folder itself there, or remove the link; or name its target in checkpoint.load.",
+                fix="Replace the link by its target or remove it, or set checkpoint.load to the target.",
             )
-        _log.warning("%s is %s and no checkpoint of this run: it is left alone", path, kind_of(path))
+        _log.warning("%s is %s, not a checkpoint of this run, and is ignored", path, kind_of(path))
     return committed
 
 
@@ -71,7 +71,7 @@ class Chooser:
 
     Args:
         check: raises MismatchError for a valid checkpoint of another run, before any tensor file is opened.
-        patience: how long listing the folder is retried; not at all by default.
+        patience: how long listing the folder is retried; no retries by default.
 
     Attributes:
         digest: manifest digest of the checkpoint picked last.
@@ -114,14 +114,14 @@ class Chooser:
             self.digest = checkpoint.digest
             for name in misleading_files(checkpoint):
                 _log.warning(
-                    "%s is no file of the checkpoint, but transformers would read it: move it away", path / name
+                    "%s is not part of the checkpoint, but transformers would read it: move it away", path / name
                 )
             return path
         raise CheckpointError(
             "No valid checkpoint is left",
             where=self._source.path,
             found="; ".join(self._skipped) or "none",
-            fix="Mend one, or start afresh with checkpoint.load=none.",
+            fix="Repair one, or start from scratch with checkpoint.load=none.",
         )
 
     def skip(self, error: TrainerError) -> None:
@@ -145,7 +145,7 @@ class Chooser:
         if (path / MANIFEST).exists() or is_iteration_name(path.name):
             if self._source.iteration is not None:
                 raise CheckpointError(
-                    "An iteration is asked of a folder that is one iteration itself",
+                    "An iteration was requested from a folder that is itself one iteration",
                     where=path,
                     found=f"checkpoint.ckpt_step={self._source.iteration}",
                     fix="Leave checkpoint.ckpt_step out, or name the run's checkpoint folder in checkpoint.load.",
@@ -169,11 +169,11 @@ class Chooser:
         committed, path = folder.committed(), folder.iteration(iteration)
         if iteration in folder.non_folders():
             raise CheckpointError(
-                "An iteration is no folder of its own",
+                "An iteration is not a folder",
                 where=path,
                 expected="one of " + (", ".join(map(str, committed)) or "none"),
                 found=kind_of(path),
-                fix="Put the folder itself there, or name the link's target in checkpoint.load.",
+                fix="Replace the link by its target, or set checkpoint.load to the target.",
             )
         if iteration not in committed:
             raise CheckpointError(

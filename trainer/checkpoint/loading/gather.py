@@ -13,11 +13,11 @@ from trainer.checkpoint.format.box import Image
 Bytes = npt.NDArray[np.uint8]
 Read = Callable[[memoryview, int], None]  # fills a buffer from an offset in the file
 
-# A gap up to this is read along and thrown away. With two threads on warm files, a call for each run took as long as
-# reading 50 KB more (runs of 2 to 28 KB; 3 to 9 times as long for those of tensor parallelism in GPT-2), and what
-# ranks of one host read of each other's runs comes from the page cache.
+# Gaps up to this size are read and discarded. With two threads on warm files, one call per run cost as much as reading
+# 50 KB more (runs of 2 to 28 KB; 3 to 9 times as long for the runs of tensor parallelism in GPT-2). Ranks of one host
+# read each other's runs from the page cache.
 GAP_BYTES = 32 << 10
-# As much is read along at once: it stays in the processor's cache until it is copied.
+# Bytes per read with gaps: small enough to stay in the processor's cache until they are copied.
 SCRATCH_BYTES = 2 << 20
 
 

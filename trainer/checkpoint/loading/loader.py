@@ -22,9 +22,9 @@ from trainer.checkpoint.storage.worker import Worker
 from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.errors import CheckpointError, MismatchError
 
-MOST_THREADS = 4  # two on two cores read as fast as memory is copied; more were slower from a cold disk
+MOST_THREADS = 4  # two on two cores read as fast as memory is copied; more were slower on a cold disk
 PROGRESS_S = 1.0
-# How long a load that is broken off waits for threads that hang in a read.
+# Seconds that an aborted load waits for threads that hang in a read.
 _LEAVE_S = 5.0
 
 
@@ -118,11 +118,11 @@ def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: Li
     if tensor.box == whole(lives):
         return whole(written)
     raise MismatchError(
-        "A tensor was written in other dimensions than its shard lives in",
+        "A sharded tensor has other dimensions than it was written with",
         where=f"{checkpoint.path}, {tensor.spec.name}",
         expected=f"a view as {list(written)}",
         found=f"{list(lives)}",
-        fix="Load it whole.",
+        fix="Load this tensor unsharded.",
     )
 
 

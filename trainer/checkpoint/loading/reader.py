@@ -39,7 +39,9 @@ class Checkpoint:
     manifest: Manifest
     state: Json
     digest: str = ""
-    _places: dict[str, Place] = field(default_factory=dict, repr=False, compare=False)  # once they were read
+    _places: dict[str, Place] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # filled by the first `read_places`
 
     @property
     def iteration(self) -> int:
@@ -63,7 +65,7 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
         found = manifest.from_bytes(content, where=path / MANIFEST)
     except OSError as error:
         raise failed_read(
-            "A folder is no checkpoint", error, where=path, expected=MANIFEST, fix="Name another one."
+            "A folder is not a checkpoint", error, where=path, expected=MANIFEST, fix="Name another one."
         ) from error
     document: bytes | None = None
     for name, entry in found.files.items():
@@ -169,7 +171,7 @@ def _refuse_links(root: Path, name: str, files: Files) -> None:
     for part in name.split("/")[:-1]:
         folder /= part
         if not files.is_folder(folder):
-            raise CheckpointError("A file's parent is not a folder", where=folder, expected="a folder")
+            raise CheckpointError("The parent of a checkpoint file is not a folder", where=folder, expected="a folder")
 
 
 def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files) -> bytes:
@@ -183,7 +185,7 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
         raise failed_read("A file of a checkpoint is missing", error, where=path) from error
     if size != entry.total_bytes:
         raise CheckpointError(
-            "A file has another size", where=path, expected=f"{entry.total_bytes} B", found=f"{size} B"
+            "A file has the wrong size", where=path, expected=f"{entry.total_bytes} B", found=f"{size} B"
         )
     if not entry.is_tensor_file and manifest.digest_of(data) != entry.digest:
         raise CheckpointError(
@@ -215,7 +217,7 @@ def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
                 places[place.spec.name] = place
     if places.keys() != checkpoint.manifest.tensors.keys():
         odd = min(places.keys() ^ checkpoint.manifest.tensors.keys())
-        raise CheckpointError("The headers and the manifest name other tensors", where=checkpoint.path, found=odd)
+        raise CheckpointError("The headers and the manifest name different tensors", where=checkpoint.path, found=odd)
     return places
 
 
@@ -255,7 +257,7 @@ def _as_written(checkpoint: Checkpoint, spec: TensorSpec, *, where: Path) -> Ten
         raise CheckpointError(
             "A header and the manifest disagree",
             where=f"{where}, tensor {spec.name}",
-            expected=f"cuts, shares and digests for shape {list(spec.shape)} of {spec.dtype}",
+            expected=f"an entry for shape {list(spec.shape)} of {spec.dtype}",
             found="no entry" if entry is None else f"view {list(entry.view)}, {len(entry.digests)} B of digests",
         )
     return replace(spec, view=entry.view)

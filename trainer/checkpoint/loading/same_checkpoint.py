@@ -12,10 +12,10 @@ from trainer.errors import CheckpointError, MismatchError, UnreadableError
 
 
 def open_same(path: Path, digest: str, files: Files) -> Checkpoint:
-    """Open the checkpoint picked by rank 0; a network file system may show an older one, or a part, at first.
+    """Open the checkpoint picked by rank 0, with retries: a network file system may first show an older or partial one.
 
-    Rank 0 found it complete, so any problem here means that this host sees something else, not that the checkpoint is
-    damaged. Treating it as damage would make the run fall back to an older one.
+    Rank 0 found the checkpoint complete, so a problem here means that this host reads other files, not that the
+    checkpoint is damaged. Treating it as damage would make the run fall back to an older checkpoint.
 
     Args:
         digest: digest of the manifest that rank 0 read.

@@ -22,7 +22,9 @@ class Target:
         self.box = in_bytes(box, tensor.local.element_size())
         self._staging: torch.Tensor | None = None
         local = tensor.local.detach()
-        if not local.is_contiguous() and tuple(local.shape) != box.shape:  # its items need not lie in those dimensions
+        if (
+            not local.is_contiguous() and tuple(local.shape) != box.shape
+        ):  # its strides may not be expressible in those dimensions
             local = self._staging = torch.empty(box.shape, dtype=local.dtype)
         self._memory = _bytes_of(local, self.box.shape)
         self._array: Bytes | None = self._memory.numpy() if self._memory.device.type == "cpu" else None

@@ -69,8 +69,8 @@ class Contents:
             is saved. `aliases_of` gives only names of the very same tensor; a caller that adds another name guarantees
             that its tensor is equal.
         documents: files beside the tensors, by file name: JSON, or raw bytes. Only rank 0's are written.
-        optimizers: those that change the live tensors; a background save delays their next step while it reads tensors
-            that the step changes. Tensors that none of them changes are copied.
+        optimizers: the optimizers that change the live tensors; a background save delays their next step while it reads
+            tensors that the step changes. Tensors that none of them changes are copied.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -148,7 +148,7 @@ def live_tensors(
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return every parameter with its canonical name, in model order; a tied one has the name registered first."""
+    """Return every parameter with its canonical name, in model order; a tied one has its first registered name."""
     return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
 
 
@@ -280,7 +280,7 @@ def _optimizer_tensors(
 def _is_tensor(key: str, value: object) -> bool:
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(
-            "The optimizer keeps a value that is no tensor",
+            "The optimizer state holds a value that is not a tensor",
             where=f"state {key!r}",
             found=type(value).__name__,
             fix="Use an optimizer of torch.optim, or keep the value as a 0-d tensor.",
@@ -301,7 +301,7 @@ def _locate(
     local = local_of(tensor)
     if tuple(local.shape) != box.shape:
         raise CheckpointError(
-            "The shape of a shard contradicts its placement", where=name, expected=box, found=local.shape
+            "A shard's shape does not match its placement", where=name, expected=box, found=local.shape
         )
     kept = intersect(box, whole(layout.view))
     if kept != box:
@@ -334,7 +334,9 @@ def placed_box(
         if isinstance(placement, Replicate):
             continue
         if not isinstance(placement, Shard | _StridedShard):
-            raise CheckpointError("A tensor's placement is no box", where=name, found=placement, fix="Redistribute it.")
+            raise CheckpointError(
+                "A tensor's placement is not a box", where=name, found=placement, fix="Redistribute it."
+            )
         # In some releases a strided shard is a plain one's subclass, in others it is not.
         strided = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
         splits.append(Split(placement.dim, coordinate[axis_name], mesh.size(axis), strided))
@@ -342,7 +344,7 @@ def placed_box(
     try:
         box = box_of_splits(tuple(tensor.shape), splits)
     except ValueError as error:
-        raise CheckpointError("A tensor's placement is no box", where=name, found=error) from error
+        raise CheckpointError("A tensor's placement is not a box", where=name, found=error) from error
     return box, _grid_of(tensor, grid).holders(fixed)
 
 

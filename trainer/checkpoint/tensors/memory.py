@@ -13,7 +13,7 @@ from trainer.checkpoint.tensors.live import LiveTensor
 
 
 class HostMemory:
-    """The packed image of a box on the host; `is_private` for a copy that nobody changes."""
+    """The packed image of a box on the host; `is_private` marks a copy that never changes."""
 
     is_on_device = False
 
@@ -24,7 +24,7 @@ class HostMemory:
         self.is_private = is_private
 
     def copy_to(self, target: Bytes, lo: int) -> torch.cuda.Event | None:
-        """Copy bytes from `lo` on, without torch, whose threads the training step needs."""
+        """Copy bytes from `lo` on without torch, because the training step needs torch's threads."""
         source = (ctypes.c_ubyte * target.nbytes).from_address(self.address + lo)
         np.copyto(target, np.ctypeslib.as_array(source))
         return None
@@ -43,7 +43,7 @@ class DeviceMemory:
         self.total_bytes = self.bytes.numel()
 
     def copy_to(self, target: Bytes, lo: int) -> torch.cuda.Event | None:
-        """Start copying bytes from `lo` on; return the event of their arrival."""
+        """Start copying bytes from `lo` on; return the event recorded after the copy."""
         with torch.cuda.stream(self._stream):
             torch.from_numpy(target).copy_(self.bytes[lo : lo + target.nbytes], non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -80,9 +80,7 @@ class Sources:
         return self._device is not None
 
     def begin(self) -> dict[str, Memory]:
-        """Return the memory of every tensor by name, in its current state. Main thread, when the state is the one to
-        save.
-        """
+        """Return the memory of every tensor by name, as it is now. Main thread, at the start of a save."""
         copies: dict[str, Memory] = {}
         for tensor in self._copied:
             packed = tensor.local.detach().clone(memory_format=torch.contiguous_format)

@@ -55,7 +55,7 @@ def test_an_older_link_is_named_in_a_line_and_left_alone(run: Path, caplog: pyte
 
 
 def test_ckpt_step_refuses_a_link_and_takes_another_iteration(run: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no folder of its own .*iter_0000030\), expected one of 10, 20"):
+    with pytest.raises(CheckpointError, match=r"is not a folder .*iter_0000030\), expected one of 10, 20"):
         load(run, 30)
     assert load(run, 20)[0] == 20
 
@@ -109,7 +109,7 @@ def test_a_command_that_needs_the_newest_refuses_a_link(
 ) -> None:
     before = folders_in(run)
     assert script.main([*command, str(run)]) == script.IMPOSSIBLE
-    assert "The newest iteration of a run is no folder of its own" in capsys.readouterr().err
+    assert "The newest iteration of a run is not a folder" in capsys.readouterr().err
     assert folders_in(run) == before
 
 

@@ -76,7 +76,7 @@ def test_a_file_transformers_prefers_is_named_by_every_command(
     assert f"{name} is none of its files" in capsys.readouterr().out
     caplog.set_level(logging.WARNING)
     assert load(run)[0] == 20
-    assert f"{stray} is no file of the checkpoint, but transformers would read it" in caplog.text
+    assert f"{stray} is not part of the checkpoint, but transformers would read it" in caplog.text
 
 
 def test_a_checkpoint_with_weights_in_one_file_does_not_mislead(tmp_path: Path) -> None:
