@@ -15,6 +15,7 @@ class Family(Enum):
 
     gpt2 = "gpt2"
     llama3 = "llama3"
+    qwen3 = "qwen3"
 
 
 class Activation(Enum):
@@ -43,7 +44,8 @@ class ModelConfig:
 
     `intermediate_size` is the width inside the MLP, `norm_eps` is added to the variance. `rope_theta` and
     `rope_scaling` belong to families with rotary positions, `dropout` and `activation` to gpt2. `pad_vocab_multiple`
-    rounds the rows of the vocabulary up in memory, never on disk.
+    rounds the rows of the vocabulary up in memory, never on disk. `head_dim` is the width of one attention head where
+    that is not `n_embd / n_head`, in qwen3.
     """
 
     family: Family
@@ -64,11 +66,12 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     pad_vocab_multiple: int = 1
     activation: Activation = field(default=Activation.gelu_tanh, metadata={ADDED: True})
+    head_dim: int | None = field(default=None, metadata={ADDED: True})
 
     @property
     def head_width(self) -> int:
         """Return the width of one attention head."""
-        return self.n_embd // self.n_head
+        return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
 
     @property
     def padded_vocab_size(self) -> int:
@@ -146,7 +149,9 @@ def _size_problems(config: ModelConfig) -> list[str]:
 
 def _head_problems(config: ModelConfig) -> list[str]:
     found = []
-    if config.n_head >= 1 and config.n_embd % config.n_head:
+    if config.head_dim is not None and config.head_dim < 1:
+        found.append(f"model.head_dim={config.head_dim}: must be at least 1")
+    elif config.head_dim is None and config.n_head >= 1 and config.n_embd % config.n_head:
         found.append(f"model.n_head={config.n_head}: must divide model.n_embd={config.n_embd}")
     if config.n_kv_head >= 1 and config.n_head % config.n_kv_head:
         found.append(f"model.n_kv_head={config.n_kv_head}: must divide model.n_head={config.n_head}")
@@ -176,6 +181,8 @@ def rotary_problems(config: ModelConfig) -> list[str]:
         found.append(
             f"model.n_embd={config.n_embd}: rotary positions need an even width per head, "
             f"model.n_head={config.n_head} makes it {config.head_width}"
+            if config.head_dim is None
+            else f"model.head_dim={config.head_dim}: rotary positions need an even width per head"
         )
     return found if config.rope_scaling is None else found + _rope_scaling_problems(config.rope_scaling)
 
