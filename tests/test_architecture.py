@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
     ("trainer.atomic", "trainer.compatibility", "trainer.config", "trainer.launch"),
+    ("trainer.optimizers",),
     (
         "trainer.memory_needs",
         "trainer.metrics",

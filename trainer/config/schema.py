@@ -99,10 +99,17 @@ class TrainSection:
     dry_run_ranks: int = 1
 
 
+class OptimizerName(Enum):
+    """An optimizer."""
+
+    adamw = "adamw"
+
+
 @dataclass
 class OptimizerSection:
-    """AdamW. `weight_decay` acts on matrices, never on biases and norms."""
+    """The optimizer. `weight_decay` acts on matrices, never on biases and norms."""
 
+    name: OptimizerName = OptimizerName.adamw
     lr: float = 1e-3
     weight_decay: float = 0.1
     adam_beta1: float = 0.9

@@ -26,12 +26,14 @@ from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.storage.files import Files
-from trainer.errors import CheckpointError, ConfigError, TrainerError
+from trainer.config.schema import OptimizerSection
+from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerError
 from trainer.interop.dcp.names import MOMENTS, STEP
 from trainer.interop.formats import ExportOptions
 from trainer.interop.source import StateSource, of_checkpoint
+from trainer.optimizers import no_decay_names
 from trainer.progress import Progress
-from trainer.run_record import no_decay_names, saved_schedule
+from trainer.run_record import saved_schedule
 
 _FILE_BYTES = 256 << 20
 
@@ -86,12 +88,22 @@ def _counters(checkpoint: Checkpoint) -> dict[str, int]:
 
 def _saved_adam(checkpoint: Checkpoint, config: ModelConfig) -> _Adam:
     where = checkpoint.path / STATE
-    _, adam = saved_schedule(checkpoint.state, where=where)
+    optimizer = checkpoint.state.get("optimizer")
+    name = optimizer.get("name") if isinstance(optimizer, Mapping) else None
+    if name not in (None, "AdamW"):
+        raise MismatchError(
+            "Only the state of AdamW is exported to DCP",
+            where=where,
+            expected="AdamW",
+            found=name,
+            fix="Save with checkpoint.no_save_optim=true, or export the weights to another format.",
+        )
+    _, adam = saved_schedule(checkpoint.state, OptimizerSection(), where=where)
     lr = checkpoint.state.get("lr")
     if isinstance(lr, bool) or not isinstance(lr, int | float):
         raise CheckpointError("A state file has no learning rate", where=where, found=repr(lr))
-    betas = (adam["beta1"], adam["beta2"])
-    return _Adam(float(lr), betas, adam["eps"], adam["weight_decay"], no_decay_names(config))
+    betas = (adam.adam_beta1, adam.adam_beta2)
+    return _Adam(float(lr), betas, adam.adam_eps, adam.weight_decay, no_decay_names(config))
 
 
 def _documents(model: ModelConfig) -> dict[str, dict[str, object]]:
