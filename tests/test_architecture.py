@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.run_data",
         "trainer.run_record",
     ),
+    ("trainer.muon",),
     ("trainer.state",),
     ("trainer.evaluate", "trainer.generate", "trainer.parallelize", "trainer.step"),
     ("trainer.build", "trainer.dry_run"),

@@ -42,10 +42,22 @@ def _adamw_options(section: OptimizerSection) -> dict[str, object]:
     return {"betas": (section.adam_beta1, section.adam_beta2), "eps": section.adam_eps}
 
 
+def _muon_state(shape: Shape, is_block_matrix: bool) -> dict[str, Shape]:
+    return {"momentum_buffer": shape} if is_block_matrix else _adamw_state(shape, is_block_matrix)
+
+
+def _muon_options(section: OptimizerSection) -> dict[str, object]:
+    return {**_adamw_options(section), **{name: getattr(section, key) for name, key in _MUON.items()}}
+
+
+_MUON = {key: f"muon_{key}" for key in ("momentum", "ns_steps", "match_rms_adamw")}
 _ADAM = {"weight_decay": "weight_decay", "beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_eps"}
 OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
     OptimizerName.adamw: OptimizerSpec(
         "AdamW", ("trainer.optim", "adamw"), _adamw_state, {"adam": _ADAM}, _adamw_options
+    ),
+    OptimizerName.muon: OptimizerSpec(
+        "Muon", ("trainer.muon", "muon"), _muon_state, {"adam": _ADAM, "muon": _MUON}, _muon_options
     ),
 }
 # The sections of `trainer_state.json` that hold the settings of any optimizer.

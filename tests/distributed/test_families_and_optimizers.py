@@ -11,6 +11,7 @@ from tests.harness import TINY, curve, run_ok, tensor_files
 
 CASES: dict[str, list[str]] = {
     "qwen3": ["model=qwen3_tiny", "model.n_kv_head=2", "model.head_dim=14"],
+    "muon": ["model=gpt2_tiny", "model.dropout=0.1", "optimizer=muon"],
 }
 _TP = "parallel.tensor_model_parallel_size=2"
 _ZERO3 = "parallel.zero_stage=3"

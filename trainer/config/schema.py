@@ -100,14 +100,23 @@ class TrainSection:
 
 
 class OptimizerName(Enum):
-    """An optimizer."""
+    """An optimizer; `muon` steps the matrices of the blocks by Muon and all other parameters by AdamW."""
 
     adamw = "adamw"
+    muon = "muon"
 
 
 @dataclass
 class OptimizerSection:
-    """The optimizer. `weight_decay` acts on matrices, never on biases and norms."""
+    """The optimizer. `weight_decay` acts on matrices, never on biases and norms.
+
+    Args:
+        muon_momentum: the share of the momentum that a step keeps; Nesterov's form is used.
+        muon_ns_steps: Newton-Schulz iterations that orthogonalise an update.
+        muon_match_rms_adamw: scale an update of Muon to the size of AdamW's, by 0.2 sqrt(max(rows, columns)), so that
+            `lr` and `weight_decay` of AdamW serve both; false scales by sqrt(max(1, rows / columns)) of the stored
+            matrix. These are `match_rms_adamw` and `original` of torch's `adjust_lr_fn`.
+    """
 
     name: OptimizerName = OptimizerName.adamw
     lr: float = 1e-3
@@ -115,6 +124,9 @@ class OptimizerSection:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
+    muon_momentum: float = 0.95
+    muon_ns_steps: int = 5
+    muon_match_rms_adamw: bool = True
 
 
 @dataclass
