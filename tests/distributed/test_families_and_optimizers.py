@@ -9,6 +9,7 @@ import pytest
 
 from tests.harness import TINY, curve, run_ok, tensor_files
 
+RUN = [*TINY, "schedule.lr_decay_iters=40"]
 CASES: dict[str, list[str]] = {
     "qwen3": ["model=qwen3_tiny", "model.n_kv_head=2", "model.head_dim=14"],
     "muon": ["model=gpt2_tiny", "model.dropout=0.1", "optimizer=muon"],
@@ -31,7 +32,7 @@ def origins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for name, overrides in CASES.items():
         found[name] = tmp_path_factory.mktemp("origin") / name
-        run_ok(found[name], [*overrides, *TINY, f"train.train_iters={START}"])
+        run_ok(found[name], [*overrides, *RUN, f"train.train_iters={START}"])
     return found
 
 
@@ -41,7 +42,7 @@ def test_a_resume_is_bitwise_and_files_are_those_of_one_rank(
     origins: dict[str, Path], tmp_path: Path, case: str, topology: str
 ) -> None:
     ranks, axes = TOPOLOGIES[topology]
-    run = [*CASES[case], *TINY, *axes, "checkpoint.reshard=true"]
+    run = [*CASES[case], *RUN, *axes, "checkpoint.reshard=true"]
     again, broken = tmp_path / "run", tmp_path / "broken"
     run_ok(again, [*run, f"train.train_iters={START}", f"checkpoint.load={origins[case] / FIRST}"], ranks=ranks)
     assert tensor_files(again / FIRST) == tensor_files(origins[case] / FIRST)
@@ -59,8 +60,13 @@ def test_axes_train_the_curve_of_one_rank(origins: dict[str, Path], tmp_path: Pa
     found = {}
     for topology in ("1", "zero3", "tp2"):
         ranks, axes = TOPOLOGIES[topology]
-        end = [f"train.train_iters={END}", f"checkpoint.load={origins[case] / FIRST}", "checkpoint.reshard=true"]
-        run_ok(tmp_path / topology, [*CASES[case], *TINY, *axes, *end], ranks=ranks)
+        end = [
+            "model.dropout=0.0",
+            f"train.train_iters={END}",
+            f"checkpoint.load={origins[case] / FIRST}",
+            "checkpoint.reshard=true",
+        ]
+        run_ok(tmp_path / topology, [*CASES[case], *RUN, *axes, *end], ranks=ranks)
         found[topology] = [float.fromhex(row[1]) for row in curve(tmp_path / topology)]
     for topology, losses in found.items():
         # Sums in another order: float32 rounding, and what the optimizer makes of it in three further iterations.
