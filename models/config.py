@@ -15,6 +15,7 @@ class Family(Enum):
 
     gpt2 = "gpt2"
     llama3 = "llama3"
+    qwen3 = "qwen3"
 
 
 class Activation(Enum):
@@ -67,6 +68,7 @@ class ModelConfig:
         rope_scaling: scaling of the rotary frequencies for long contexts (llama3 only); null does not scale.
         pad_vocab_multiple: round the rows of the vocabulary up to this multiple in memory, never on disk.
         activation: form of the GELU (gpt2 only): `gelu_tanh`, as OpenAI's GPT-2 has it, or `gelu`, exact.
+        head_dim: width of one attention head (qwen3 only); null is `n_embd / n_head`.
     """
 
     family: Family
@@ -87,11 +89,12 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     pad_vocab_multiple: int = 1
     activation: Activation = field(default=Activation.gelu_tanh, metadata={ADDED: True})
+    head_dim: int | None = field(default=None, metadata={ADDED: True})
 
     @property
     def head_width(self) -> int:
         """Return the width of one attention head."""
-        return self.n_embd // self.n_head
+        return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
 
     @property
     def padded_vocab_size(self) -> int:
@@ -169,7 +172,9 @@ def _size_problems(config: ModelConfig) -> list[str]:
 
 def _head_problems(config: ModelConfig) -> list[str]:
     found = []
-    if config.n_head >= 1 and config.n_embd % config.n_head:
+    if config.head_dim is not None and config.head_dim < 1:
+        found.append(f"model.head_dim={config.head_dim}: must be at least 1")
+    elif config.head_dim is None and config.n_head >= 1 and config.n_embd % config.n_head:
         found.append(f"model.n_head={config.n_head}: must divide model.n_embd={config.n_embd}")
     if config.n_kv_head >= 1 and config.n_head % config.n_kv_head:
         found.append(f"model.n_kv_head={config.n_kv_head}: must divide model.n_head={config.n_head}")
@@ -199,6 +204,8 @@ def rotary_problems(config: ModelConfig) -> list[str]:
         found.append(
             f"model.n_embd={config.n_embd}: rotary positions need an even width per head, "
             f"model.n_head={config.n_head} makes it {config.head_width}"
+            if config.head_dim is None
+            else f"model.head_dim={config.head_dim}: rotary positions need an even width per head"
         )
     return found if config.rope_scaling is None else found + _rope_scaling_problems(config.rope_scaling)
 

@@ -4,13 +4,14 @@ from dataclasses import fields
 from enum import Enum
 from math import prod
 
-from models import gpt2_spec, llama3_spec
+from models import gpt2_spec, llama3_spec, qwen3_spec
 from models.config import ADDED, Family, Initial, ModelConfig, StoredTensor, common_problems, rotary_problems
 from models.spec import OUTPUT, FamilySpec
 
 FAMILIES: dict[Family, FamilySpec] = {
     Family.gpt2: gpt2_spec.SPEC,
     Family.llama3: llama3_spec.SPEC,
+    Family.qwen3: qwen3_spec.SPEC,
 }
 _DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
 _ADDED = {field.name for field in fields(ModelConfig) if field.metadata.get(ADDED)}

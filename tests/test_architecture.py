@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.progress", "trainer.schedule", "trainer.topology"),
     ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
     ("trainer.compatibility", "trainer.config", "trainer.launch"),
+    ("trainer.optimizers",),
     (
         "trainer.memory_needs",
         "trainer.metrics",
@@ -44,6 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.run_data",
         "trainer.run_record",
     ),
+    ("trainer.muon",),
     ("trainer.state",),
     ("trainer.evaluate", "trainer.generate", "trainer.parallelize", "trainer.step"),
     ("trainer.build", "trainer.dry_run"),

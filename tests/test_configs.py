@@ -45,6 +45,8 @@ SIZES = {
     "llama3_1b": 1_235_814_400,
     "llama3_8b": 8_030_261_248,
     "llama3_405b": 405_853_388_800,
+    "qwen3_tiny": 257 * 128 + 4 * (2 * 4 * 48 * 128 + 2 * 2 * 48 * 128 + 3 * 128 * 352 + 2 * 128 + 2 * 48) + 128,
+    "qwen3_0.6b": 596_049_920,
 }
 
 
@@ -73,7 +75,7 @@ def test_every_choice_of_every_group_composes_and_can_run(choice: str) -> None:
     validate(composed(choice, *batches, *NEEDED.get(choice, [])), world_size=8)
 
 
-@pytest.mark.parametrize("family", ["gpt2_tiny", "llama3_tiny"])
+@pytest.mark.parametrize("family", ["gpt2_tiny", "llama3_tiny", "qwen3_tiny"])
 @pytest.mark.parametrize("schedule", GROUPS["schedule"])
 @pytest.mark.parametrize("parallel", GROUPS["parallel"])
 def test_groups_combine(family: str, schedule: str, parallel: str) -> None:

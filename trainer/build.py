@@ -26,7 +26,6 @@ from trainer.launch.control import ControlRules, RunControl
 from trainer.launch.process_group import Cluster, thread_count
 from trainer.launch.signals import SignalHandler
 from trainer.metrics.run_log import RunLog, peak_flops
-from trainer.optim import AdamSettings
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
 from trainer.parallelize import build_context, build_grid, build_models
@@ -73,12 +72,11 @@ def build(config: Config, cluster: Cluster, watch: SignalHandler | None = None) 
     data = open_data(config, cluster)
     train, valid = _build_loaders(config, cluster, topology, data)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
-    adam = _adam(config, schedule)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     grid = build_grid(topology, mesh)
     file_bytes = config.checkpoint.file_bytes
-    parts = [build_part(config.model, model, adam, grid=grid, file_bytes=file_bytes) for model in stages]
-    state = TrainerState(config.model, parts, grid)
+    parts = [build_part(config.model, model, config.optimizer, grid=grid, file_bytes=file_bytes) for model in stages]
+    state = TrainerState(config.model, parts, grid, optimizer=config.optimizer.name)
     environment = _environment(config, cluster.device, cluster.threads)
     description = record.describe(
         config,
@@ -184,18 +182,6 @@ def tokenizer_of(config: Config) -> dict[str, bytes]:
     model = config.model
     return tokenizer_files(
         config.data, bos=model.bos_token_id, eos=model.eos_token_id, positions=model.max_position_embeddings
-    )
-
-
-def _adam(config: Config, schedule: Schedule) -> AdamSettings:
-    section = config.optimizer
-    return AdamSettings(
-        lr=schedule.lr,
-        weight_decay=section.weight_decay,
-        beta1=section.adam_beta1,
-        beta2=section.adam_beta2,
-        eps=section.adam_eps,
-        no_decay=record.no_decay_names(config.model),
     )
 
 

@@ -5,6 +5,7 @@ The stages are built on the `meta` device under torch's fake process group, with
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake
 
 from models import families
-from models.config import ModelConfig, Stage
+from models.config import Stage
 from models.families import parameter_count
 from models.network import Model
 from trainer.checkpoint.format.box import Box, Image, image, intersect, whole
@@ -22,6 +23,7 @@ from trainer.checkpoint.format.layout import Layout, TensorSpec, build_layout
 from trainer.checkpoint.saving.plan import Holding, pieces_of
 from trainer.checkpoint.tensors.live import Grid, placed_box
 from trainer.config.schema import Config, topology_of
+from trainer.optimizers import state_tensors
 from trainer.parallel.mesh import build_mesh, stage_grid
 from trainer.parallel.pipeline import stages_of
 from trainer.parallelize import build_stage, compute_dtype
@@ -72,7 +74,7 @@ def report(config: Config, world_size: int) -> str:
     Shards are those of `torch.chunk`, so the first data-parallel coordinate holds the most and the last the least.
     """
     topology = topology_of(config, world_size)
-    layout = build_layout(list(checkpoint_specs(config.model, with_optimizer=True)))
+    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name)))
     rows = list(_rows(config, topology, layout))
     header = ("pp", "tp", "layers", "parameters", "state", "working", "activations", "memory", _WRITTEN)
     lines = [_headline(config, topology, layout), ""]
@@ -115,11 +117,13 @@ def _rows(config: Config, topology: Topology, layout: Layout) -> Iterator[tuple[
 def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: Layout, dp: int, tp: int) -> Load:
     held = [boxes_at(part, simulated.grid, dp=dp, tp=tp) for part in simulated.parts]
     parameters = sum(box.numel for boxes in held for box, _ in boxes.values())
-    pieces = pieces_of(holdings_of(config.model, held, layout, simulated.grid), int(simulated.grid.ranks[dp, tp]))
+    pieces = pieces_of(holdings_of(config, held, layout, simulated.grid), int(simulated.grid.ranks[dp, tp]))
     written = sum(piece.hi - piece.lo for piece in pieces)
     working = _working_bytes(config, simulated.parts, topology, parameters=parameters)
     activations = _activation_bytes(config, simulated.parts, topology)
-    return Load(parameters, parameters * 12, working, activations, written)
+    moments = Counter(t.parameter for t in state_tensors(config.optimizer.name, config.model) if t.stored.shape)
+    state = sum(4 * box.numel * (1 + moments[name]) for boxes in held for name, (box, _) in boxes.items())
+    return Load(parameters, state, working, activations, written)
 
 
 def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
@@ -128,20 +132,22 @@ def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
     return {name: placed_box(name, p, coordinate, grid) for name, p in part.named_parameters()}
 
 
-def holdings_of(model: ModelConfig, held: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
+def holdings_of(config: Config, held: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
     """Return the holdings that a coordinate would save, in the order of a save, given its boxes of each part."""
-    copies = families.aliases(model)  # held by the first and the last stage, written by the first
+    copies = families.aliases(config.model)  # held by the first and the last stage, written by the first
     everybody, scalar = grid.holders({}), image(whole(()), (), 4)
+    kept = list(state_tensors(config.optimizer.name, config.model))
     found = []
     for boxes in held:
-        kept = [(name, *placed) for name, placed in boxes.items() if name not in copies]
-        images = [_stored_image(box, layout.places[name].spec) for name, box, _ in kept]
-        for prefix in ("", "exp_avg.", "exp_avg_sq."):
-            for (name, _, replicas), part in zip(kept, images, strict=True):
-                found.append(Holding(prefix + name, part, layout.places[prefix + name].offset, replicas))
-        for name, _, _ in kept:
-            step = f"step.{name}"
-            found.append(Holding(step, scalar, layout.places[step].offset, everybody))
+        mine = {name: placed for name, placed in boxes.items() if name not in copies}
+        images = {name: _stored_image(box, layout.places[name].spec) for name, (box, _) in mine.items()}
+        found += [Holding(name, images[name], layout.places[name].offset, mine[name][1]) for name in mine]
+        for tensor in kept:
+            if tensor.parameter in mine:
+                is_scalar = not tensor.stored.shape
+                part = scalar if is_scalar else images[tensor.parameter]
+                replicas = everybody if is_scalar else mine[tensor.parameter][1]
+                found.append(Holding(tensor.name, part, layout.places[tensor.name].offset, replicas))
     return found
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from models.families import parameter_count
 from trainer.config.schema import Config, topology_of
 from trainer.errors import ConfigError
+from trainer.optimizers import state_tensors
 
 _GIB = 1 << 30
-_STATE_BYTES = 16  # of a parameter: weight, gradient and two moments, float32
+_FLOAT_BYTES = 4  # of weights, gradients and moments
 _TOKEN_BYTES = 8
 _GPU_NODE = Path("/dev/nvidiactl")
 
@@ -24,7 +26,8 @@ def least_bytes(config: Config, world_size: int) -> int:
     topology = topology_of(config, world_size)
     copies = topology.dp if config.parallel.zero_stage == 0 else 1
     padded = replace(config.model, vocab_size=config.model.padded_vocab_size)
-    state = _STATE_BYTES * parameter_count(padded) * copies // world_size
+    moments = sum(prod(t.stored.shape) for t in state_tensors(config.optimizer.name, padded) if t.stored.shape)
+    state = _FLOAT_BYTES * (2 * parameter_count(padded) + moments) * copies // world_size
     train = config.train
     return state + _TOKEN_BYTES * (train.global_batch_size // topology.dp) * (train.seq_length + 1)
 

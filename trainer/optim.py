@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import nn
 
+from models.config import ModelConfig
 from trainer.checkpoint.tensors.live import is_dtensor, local_of, parameter_names, with_memory
+from trainer.config.schema import OptimizerSection
+from trainer.optimizers import OPTIMIZERS, group_options, no_decay_names
 
 # Squares are summed in float32 within a chunk and in float64 between chunks: as exact as float64, eight times faster.
 _CHUNK = 1 << 16
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build_optimizer(
+    config: ModelConfig, model: nn.Module, section: OptimizerSection, memory: Mapping[str, torch.Tensor] | None = None
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a stage of a model, with all that it keeps there from the start.
+
+    Args:
+        memory: zeros for the local part of what it keeps, by `<key>.<name>`, where that is to lie in memory that was
+            chosen for it.
+    """
+    module, function = OPTIMIZERS[section.name].build
+    build = getattr(import_module(module), function)
+    optimizer: torch.optim.Optimizer = build(config, model, section, memory or {})
+    return optimizer
+
+
+def apply_settings(
+    optimizer: torch.optim.Optimizer, config: ModelConfig, model: nn.Module, section: OptimizerSection
+) -> None:
+    """Give every parameter group the settings of `section`, but for the learning rate."""
+    names, no_decay = parameter_names(model), no_decay_names(config)
+    for group in optimizer.param_groups:
+        group.update(group_options(section, group.keys()))
+        # Which group decays is known by its names: the rate that the command gave it may be 0.
+        group["weight_decay"] = 0.0 if names[group["params"][0]] in no_decay else section.weight_decay
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +57,26 @@ class AdamSettings:
     eps: float
     no_decay: frozenset[str]
 
+    @classmethod
+    def of(cls, config: ModelConfig, section: OptimizerSection) -> AdamSettings:
+        """Return the numbers of a configuration."""
+        numbers = section.lr, section.weight_decay, section.adam_beta1, section.adam_beta2, section.adam_eps
+        return cls(*numbers, no_decay_names(config))
+
+
+def adamw(
+    config: ModelConfig, model: nn.Module, section: OptimizerSection, memory: Mapping[str, torch.Tensor]
+) -> torch.optim.Optimizer:
+    """Return the AdamW of a stage of a model, see `build_optimizer`."""
+    return build_adamw(model, AdamSettings.of(config, section), memory)
+
 
 def build_adamw(
-    model: nn.Module, settings: AdamSettings, memory: Mapping[str, torch.Tensor] | None = None
+    model: nn.Module,
+    settings: AdamSettings,
+    memory: Mapping[str, torch.Tensor] | None = None,
+    *,
+    without: Collection[str] = (),
 ) -> torch.optim.AdamW:
     """Return a fused AdamW over the trainable parameters, with zero moments and steps for every one of them.
 
@@ -39,9 +86,10 @@ def build_adamw(
     Args:
         memory: zeros for the local part of moments, by `exp_avg.<name>` and `exp_avg_sq.<name>`, where they are to lie
             in memory that was chosen for them.
+        without: the parameters that another optimizer changes.
     """
     memory = memory or {}
-    names = {p: name for p, name in parameter_names(model).items() if p.requires_grad}
+    names = {p: name for p, name in parameter_names(model).items() if p.requires_grad and name not in without}
     groups: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for parameter, name in names.items():
         # A fused step takes either plain tensors or DTensors.
@@ -57,12 +105,16 @@ def build_adamw(
         fused=True,
     )
     for parameter in names:
-        moment = parameter.detach()
         optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=local_of(parameter).device)}
-        for key in MOMENTS:
-            local = memory.get(f"{key}.{names[parameter]}")
-            optimizer.state[parameter][key] = torch.zeros_like(moment) if local is None else with_memory(moment, local)
+        for key in _MOMENTS:
+            optimizer.state[parameter][key] = zeros_for(parameter, memory.get(f"{key}.{names[parameter]}"))
     return optimizer
+
+
+def zeros_for(parameter: nn.Parameter, local: torch.Tensor | None) -> torch.Tensor:
+    """Return zeros that are placed as a parameter is, in the local memory that is given for them."""
+    like = parameter.detach()
+    return torch.zeros_like(like) if local is None else with_memory(like, local)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

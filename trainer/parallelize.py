@@ -153,7 +153,7 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 
 def check_tied_copies(state: TrainerState, ends: dist.ProcessGroup | None) -> None:
-    """Compare the digests of both copies of a tied embedding, weights and moments. A collective call of `ends`.
+    """Compare the digests of both copies of a tied embedding, weights and optimizer state. A collective call of `ends`.
 
     Args:
         ends: the group of the first and last stage; None skips the check.
@@ -167,8 +167,8 @@ def check_tied_copies(state: TrainerState, ends: dist.ProcessGroup | None) -> No
     for part in state.parts:
         for parameter in tied_parameters(part.model):
             digest.update(memory_of(local_of(parameter)))
-            for key in ("exp_avg", "exp_avg_sq", "step"):
-                digest.update(memory_of(local_of(part.optimizer.state[parameter][key])))
+            for _, kept in sorted(part.optimizer.state[parameter].items()):
+                digest.update(memory_of(local_of(kept)))
     own = digest.intdigest() >> 1
     device = next(state.parts[0].model.parameters()).device
     low, high = torch.tensor(own, device=device), torch.tensor(own, device=device)

@@ -16,7 +16,7 @@ from trainer.checkpoint.saving.save_job import cannot_write
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import TRACKER, CheckpointFolder
 from trainer.checkpoint.storage.patience import Patience, failed_read
-from trainer.checkpoint.tensors.live import LiveTensor, local_of, parameter_names
+from trainer.checkpoint.tensors.live import LiveTensor, local_of
 from trainer.compatibility import differences, settle
 from trainer.config.schema import CheckpointSection, Verify
 from trainer.errors import CheckpointError, MismatchError, TrainerError
@@ -27,6 +27,8 @@ from trainer.interop.start import WeightsKind as WeightsKind
 from trainer.interop.start import load_pretrained
 from trainer.launch.relaunch import has_committed, note
 from trainer.metrics.jsonl_file import last_recorded_iteration
+from trainer.optim import apply_settings
+from trainer.optimizers import optimizer_record, settings_record
 from trainer.random import fill_initial_values
 from trainer.state import checkpoint_specs
 
@@ -228,7 +230,7 @@ def load_from(run: Run, origin: Origin) -> None:
     if origin.goes_on:
         section = replace(section, finetune=False, no_load_optim=section.no_load_optim and section.no_save_optim)
     with_optimizer = not (section.no_load_optim or section.finetune)
-    specs = list(checkpoint_specs(run.config.model, with_optimizer=with_optimizer))
+    specs = list(checkpoint_specs(run.config.model, run.config.optimizer.name if with_optimizer else None))
 
     def check(checkpoint: Checkpoint) -> None:
         _check_state(run, checkpoint, section)
@@ -268,20 +270,16 @@ def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -
     if not section.finetune:
         record.saved_progress(checkpoint.state, seq_length=run.config.train.seq_length, where=checkpoint.path)
     if section.use_checkpoint_scheduler:
-        record.saved_schedule(checkpoint.state, where=checkpoint.path)
+        record.saved_schedule(checkpoint.state, run.config.optimizer, where=checkpoint.path)
 
 
 def _take_schedule(run: Run, checkpoint: Checkpoint) -> None:
-    run.schedule, adam = record.saved_schedule(checkpoint.state, where=checkpoint.path)
-    no_decay = record.no_decay_names(run.config.model)
+    asked = run.config.optimizer
+    run.schedule, section = record.saved_schedule(checkpoint.state, asked, where=checkpoint.path)
     for part in run.state.parts:
-        names = parameter_names(part.model)
-        for group in part.optimizer.param_groups:
-            group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
-            # The names identify the decaying group: its rate on the command line may be 0.
-            group["weight_decay"] = 0.0 if names[group["params"][0]] in no_decay else adam["weight_decay"]
-    taken = {key: checkpoint.state[key] for key in ("schedule", "adam")}
-    taken["optimizer"] = record.optimizer_record(run.config.model, adam["weight_decay"])
+        apply_settings(part.optimizer, run.config.model, part.model, section)
+    taken = {"schedule": checkpoint.state["schedule"], **settings_record(section)}
+    taken["optimizer"] = optimizer_record(run.config.model, section)
     run.description = {**run.description, **taken}
 
 

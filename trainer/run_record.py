@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from enum import Enum
 from typing import Any
 
 from models.config import ADDED, Activation, Family, ModelConfig, RopeScaling
-from models.families import problems, stored_tensors
+from models.families import problems
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT
 from trainer.compatibility import Rule, Verdict
-from trainer.config.schema import CheckpointSection, Config
+from trainer.config.schema import CheckpointSection, Config, OptimizerSection
 from trainer.errors import CheckpointError
 from trainer.json_value import finite_number, integer
+from trainer.optimizers import OPTIMIZERS, SECTIONS, optimizer_record, settings_record
 from trainer.progress import Progress
 from trainer.schedule import DecayStyle, Schedule
 from trainer.topology import Topology
@@ -51,7 +52,7 @@ RULES: tuple[Rule, ...] = (
         hint="schedule.lr_decay_iters={saved} extends the run on the saved schedule",
     ),
     Rule("clip_grad", Verdict.SAID, says="the loss curve will differ", is_optional=True),
-    Rule("adam", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
+    *(Rule(name, Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ") for name in SECTIONS),
     Rule("optimizer", Verdict.REFUSED),
     Rule("optimizer.weight_decay", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
     Rule("precision", Verdict.SAID, says=_ROUNDING),
@@ -70,7 +71,7 @@ def rules_for(section: CheckpointSection) -> Sequence[Rule]:
     if section.finetune:
         return [rule for rule in RULES if rule.field.startswith("model")]
     if section.use_checkpoint_scheduler:
-        return [rule for rule in RULES if not rule.field.startswith(("schedule", "adam"))]
+        return [rule for rule in RULES if not rule.field.startswith(("schedule", *SECTIONS))]
     return RULES
 
 
@@ -106,11 +107,6 @@ def _decays(groups: object) -> dict[str, bool] | None:
     return found
 
 
-def no_decay_names(config: ModelConfig) -> frozenset[str]:
-    """Return the parameters without weight decay: biases and norms, all that are not matrices on disk."""
-    return frozenset(name for name, tensor in stored_tensors(config).items() if len(tensor.shape) < 2)
-
-
 def model_record(config: ModelConfig) -> Json:
     """Return every field of a model as JSON; one that came after the first format is absent where it has its default.
 
@@ -138,7 +134,7 @@ def describe(
         fingerprint: of the training data.
         valid_fingerprint: of the validation data; None where nothing is evaluated.
     """
-    train, optimizer = config.train, config.optimizer
+    train = config.train
     return {
         "model": model_record(config.model),
         "topology": {
@@ -163,13 +159,8 @@ def describe(
         "clip_grad": train.clip_grad,
         "seed": train.seed,
         "schedule": asdict(schedule),
-        "adam": {
-            "weight_decay": optimizer.weight_decay,
-            "beta1": optimizer.adam_beta1,
-            "beta2": optimizer.adam_beta2,
-            "eps": optimizer.adam_eps,
-        },
-        "optimizer": optimizer_record(config.model, optimizer.weight_decay),
+        **settings_record(config.optimizer),
+        "optimizer": optimizer_record(config.model, config.optimizer),
         "precision": {"dtype": train.dtype.value},
         "environment": environment,
     }
@@ -179,18 +170,6 @@ def _evaluation(config: Config) -> Json:
     train = config.train
     iters = {"eval_iters": train.eval_iters} if train.eval_interval else {}
     return {"eval_interval": train.eval_interval, **iters}
-
-
-def optimizer_record(model: ModelConfig, weight_decay: float) -> Json:
-    """Return the optimizer's name and its groups: the parameters with weight decay, then those without."""
-    no_decay, names = no_decay_names(model), list(stored_tensors(model))
-    return {
-        "name": "AdamW",
-        "groups": [
-            {"weight_decay": weight_decay, "names": [name for name in names if name not in no_decay]},
-            {"weight_decay": 0.0, "names": [name for name in names if name in no_decay]},
-        ],
-    }
 
 
 def state_record(progress: Progress, lr: float, description: Json) -> Json:
@@ -253,14 +232,14 @@ def _same_kinds(model: ModelConfig) -> None:
                     raise TypeError(f"{field.name} is {value!r}")
 
 
-def saved_schedule(state: Json, *, where: object) -> tuple[Schedule, dict[str, float]]:
-    """Return the learning-rate schedule and the Adam settings in a state file.
+def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:
+    """Return the learning-rate schedule that a state file holds, and `section` with the settings that it holds.
 
     Raises:
         CheckpointError: if any of them is missing or not a valid number.
     """
     try:
-        values, adam = _table(state["schedule"]), _table(state["adam"])
+        values = _table(state["schedule"])
         expected = {field.name for field in fields(Schedule)}
         if values.keys() != expected:
             raise ValueError(f"a schedule of {sorted(values)}")
@@ -273,11 +252,26 @@ def saved_schedule(state: Json, *, where: object) -> tuple[Schedule, dict[str, f
             min_lr=finite_number(values["min_lr"], least=0),
             **counts,
         )
-        return schedule, {
-            name: finite_number(adam[name], least=0) for name in ("weight_decay", "beta1", "beta2", "eps")
-        }
+        return schedule, replace(section, **_saved_settings(state, section))
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError("A state file has no schedule", where=where, found=repr(error)) from error
+
+
+def _saved_settings(state: Json, section: OptimizerSection) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, keys in OPTIMIZERS[section.name].numbers.items():
+        table = _table(state[name])
+        for theirs, key in keys.items():
+            match getattr(section, key):
+                case bool():
+                    if not isinstance(table[theirs], bool):
+                        raise TypeError(f"{table[theirs]!r} is not true or false")
+                    found[key] = table[theirs]
+                case int():
+                    found[key] = integer(table[theirs])
+                case _:
+                    found[key] = finite_number(table[theirs], least=0)
+    return found
 
 
 def _table(value: object) -> Mapping[str, object]:

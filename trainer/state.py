@@ -26,8 +26,10 @@ from trainer.checkpoint.tensors.live import (
     memory_marks,
     parameter_names,
 )
+from trainer.config.schema import OptimizerName, OptimizerSection
 from trainer.errors import CheckpointError
-from trainer.optim import MOMENTS, AdamSettings, build_adamw
+from trainer.optim import build_optimizer
+from trainer.optimizers import state_tensors
 from trainer.progress import Progress
 
 
@@ -60,6 +62,7 @@ class TrainerState:
     parts: Sequence[ModelPart]
     grid: Grid
     progress: Progress = field(default_factory=Progress)
+    optimizer: OptimizerName = OptimizerName.adamw
     _enumerated: dict[bool, _Enumerated] = field(default_factory=dict, repr=False)
 
     def shards(self, *, with_optimizer: bool = True) -> Iterator[LiveTensor]:
@@ -90,20 +93,22 @@ class TrainerState:
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
         known = self._enumerated.get(with_optimizer)
         if known is None or known.marks != marks:
-            specs = tuple(checkpoint_specs(self.config, with_optimizer=with_optimizer))
+            specs = tuple(checkpoint_specs(self.config, self.optimizer if with_optimizer else None))
             known = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)))
             self._enumerated[with_optimizer] = known
         return Contents(known.specs, known.live, aliases(self.config), documents, optimizers)
 
 
-def build_part(config: ModelConfig, model: Model, settings: AdamSettings, *, grid: Grid, file_bytes: int) -> ModelPart:
+def build_part(
+    config: ModelConfig, model: Model, section: OptimizerSection, *, grid: Grid, file_bytes: int
+) -> ModelPart:
     """Return a stage and its optimizer, in memory laid out so that saving needs no copy. Values are kept.
 
     Args:
         grid: the ranks that hold the stage.
         file_bytes: the size at which a file of a checkpoint is full.
     """
-    layout = build_layout(tuple(checkpoint_specs(config, with_optimizer=True)), file_bytes=file_bytes)
+    layout = build_layout(tuple(checkpoint_specs(config, section.name)), file_bytes=file_bytes)
     stored = {name: Stored(t.shape, t.view) for name, t in stored_tensors(config).items()}
     parameters = {name: parameter for parameter, name in parameter_names(model).items()}
     live = [t for t in live_tensors(model, None, grid=grid, stored=stored) if t.spec.name in parameters]
@@ -111,8 +116,9 @@ def build_part(config: ModelConfig, model: Model, settings: AdamSettings, *, gri
     plain = [(tensor, local) for tensor, local in pairs if not is_dtensor(parameters[tensor.spec.name])]
     for name, memory in zeros_like_files(plain, ("",), layout).items():
         parameters[name].data = memory.copy_(parameters[name].data)
-    moments = zeros_like_files(pairs, [f"{moment}." for moment in MOMENTS], layout)
-    return ModelPart(model, build_adamw(model, settings, moments))
+    keys = dict.fromkeys(tensor.key for tensor in state_tensors(section.name, config) if tensor.stored.shape)
+    zeros = zeros_like_files(pairs, [f"{key}." for key in keys], layout)
+    return ModelPart(model, build_optimizer(config, model, section, zeros))
 
 
 def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:
@@ -133,15 +139,13 @@ def _refuse_unknown(part: ModelPart) -> None:
         )
 
 
-def checkpoint_specs(config: ModelConfig, *, with_optimizer: bool) -> Iterator[TensorSpec]:
-    """Yield every tensor of a checkpoint in order, computed from the sizes of the model alone."""
-    tensors = stored_tensors(config)
-    for name, tensor in tensors.items():
+def checkpoint_specs(config: ModelConfig, optimizer: OptimizerName | None) -> Iterator[TensorSpec]:
+    """Yield every tensor of a checkpoint in order, computed from the sizes of the model alone.
+
+    Args:
+        optimizer: the one whose state is saved; None for weights alone.
+    """
+    for name, tensor in stored_tensors(config).items():
         yield TensorSpec(TensorKind.MODEL, name, tensor.shape, torch.float32, tensor.view)
-    if not with_optimizer:
-        return
-    for moment in MOMENTS:
-        for name, tensor in tensors.items():
-            yield TensorSpec(TensorKind.OPTIMIZER, f"{moment}.{name}", tensor.shape, torch.float32, tensor.view)
-    for name in tensors:
-        yield TensorSpec(TensorKind.OPTIMIZER, f"step.{name}", (), torch.float32, ())
+    for kept in () if optimizer is None else state_tensors(optimizer, config):
+        yield TensorSpec(TensorKind.OPTIMIZER, kept.name, kept.stored.shape, torch.float32, kept.stored.view)

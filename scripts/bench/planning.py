@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer import run_record as record
 from trainer.__main__ import compose
 from trainer.checkpoint.format import manifest
 from trainer.checkpoint.format.layout import Layout, build_layout
@@ -32,7 +31,7 @@ from trainer.checkpoint.saving.plan import pieces_of, plan
 from trainer.checkpoint.tensors.live import is_dtensor
 from trainer.config.schema import Config, topology_of
 from trainer.dry_run import Simulated, boxes_at, holdings_of, simulate
-from trainer.optim import AdamSettings, build_adamw
+from trainer.optim import build_optimizer
 from trainer.state import ModelPart, TrainerState, checkpoint_specs
 
 _TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
@@ -107,7 +106,7 @@ def measure(case: str) -> PlanningResult:
     """Plan a save on every rank of a case, and combine the plans."""
     ranks, overrides = CASES[case]
     config = compose(overrides)
-    layout = build_layout(list(checkpoint_specs(config.model, with_optimizer=True)))
+    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name)))
     timed: list[list[Seconds]] = []
     written: list[int] = []
     entries: dict[str, TensorEntry] = {}
@@ -179,8 +178,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _state_of_first_rank(config: Config, simulated: Simulated) -> TrainerState:
-    adam = AdamSettings(1e-3, 0.1, 0.9, 0.95, 1e-8, record.no_decay_names(config.model))
-    parts = [ModelPart(model, build_adamw(model, adam)) for model in simulated.parts]
+    parts = [ModelPart(model, build_optimizer(config.model, model, config.optimizer)) for model in simulated.parts]
     return TrainerState(config.model, parts, simulated.grid)
 
 
@@ -190,7 +188,7 @@ def _plans(config: Config, simulated: Simulated, layout: Layout) -> list[list[Pi
     for dp, row in enumerate(simulated.grid.ranks):
         for tp, rank in enumerate(row):
             held = [boxes_at(part, simulated.grid, dp=dp, tp=tp) for part in simulated.parts]
-            plans.append(pieces_of(holdings_of(config.model, held, layout, simulated.grid), int(rank)))
+            plans.append(pieces_of(holdings_of(config, held, layout, simulated.grid), int(rank)))
     return plans
 
 

@@ -18,7 +18,6 @@ from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.tensors.live import Contents, LiveTensor
 from trainer.config.schema import CheckpointSection, Config, ParallelSection, TrainSection, topology_of
 from trainer.launch.process_group import Cluster
-from trainer.optim import AdamSettings
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
 from trainer.parallelize import build_context, build_grid, build_models
@@ -139,11 +138,10 @@ def build_subject(model: ModelConfig, parallel: ParallelSection, cluster: Cluste
     config = Config(model, train=train, parallel=parallel, checkpoint=CheckpointSection())
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
-    adam = AdamSettings(1e-3, 0.1, 0.9, 0.95, 1e-8, record.no_decay_names(model))
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     grid = build_grid(topology, mesh)
     file_bytes = config.checkpoint.file_bytes
-    parts = [build_part(model, stage, adam, grid=grid, file_bytes=file_bytes) for stage in stages]
+    parts = [build_part(model, stage, config.optimizer, grid=grid, file_bytes=file_bytes) for stage in stages]
     state = TrainerState(model, parts, grid)
     subject = Subject(
         config, cluster, state, build_context(config, state, topology=topology, mesh=mesh, cluster=cluster)

@@ -29,10 +29,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from models import families
 from models.config import Family, ModelConfig
-from trainer import run_record as record
 from trainer.config.schema import Config, Dtype, OptimizerSection, TrainSection, topology_of
 from trainer.launch import process_group as launch
 from trainer.optim import AdamSettings, build_adamw
+from trainer.optimizers import no_decay_names
 from trainer.parallelize import build_context, build_grid, build_models
 from trainer.random import dropout_key
 from trainer.state import ModelPart, TrainerState
@@ -192,7 +192,7 @@ def _our_step(config: Config, values: Mapping[str, torch.Tensor], cluster: launc
             parameter.zero_().view(-1)[: value.numel()].copy_(value)  # rows that pad the vocabulary are the last
     section = config.optimizer
     betas = (section.adam_beta1, section.adam_beta2)
-    no_decay = record.no_decay_names(config.model)
+    no_decay = no_decay_names(config.model)
     adam = AdamSettings(section.lr, section.weight_decay, *betas, section.adam_eps, no_decay)
     state = TrainerState(config.model, [ModelPart(model, build_adamw(model, adam))], build_grid(topology, None))
     context = build_context(config, state, topology=topology, mesh=None, cluster=cluster)

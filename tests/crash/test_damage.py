@@ -19,6 +19,7 @@ from trainer.checkpoint.loading.loader import check_tensors
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.tensors.live import LiveTensor
+from trainer.config.schema import OptimizerName
 from trainer.errors import CheckpointError
 from trainer.state import checkpoint_specs
 
@@ -42,7 +43,7 @@ class Loads:
     """Loads whole checkpoints of the run's model into memory of its own."""
 
     def __init__(self) -> None:
-        specs = list(checkpoint_specs(compose(BASE).model, with_optimizer=True))
+        specs = list(checkpoint_specs(compose(BASE).model, OptimizerName.adamw))
         self.live = [LiveTensor(s, whole(s.view), torch.zeros(s.view, dtype=s.dtype), (0,)) for s in specs]
         self.specs = specs
 

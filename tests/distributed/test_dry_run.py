@@ -27,7 +27,7 @@ def _count(arguments: list[str]) -> None:
     config = compose(overrides)
     cluster = launching.start("cpu", deterministic=False)
     run = build(config, cluster)
-    layout = build_layout(list(checkpoint_specs(config.model, with_optimizer=True)))
+    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name)))
     shards = list(run.state.shards())
     held = sum(p.numel() for part in run.state.parts for p in _locals(part.model))
     written = sum(piece.hi - piece.lo for piece in plan(shards, layout, cluster.rank))

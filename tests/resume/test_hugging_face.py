@@ -34,6 +34,7 @@ CASES = {
     ),
     "llama3": (["model=llama3_tiny", "model.n_kv_head=1"], 2, 3),
     "llama3-tied": (["model=llama3_tiny", "model.tie_word_embeddings=true", "checkpoint.no_save_optim=true"], 1, 1),
+    "qwen3": (["model=qwen3_tiny", "model.n_kv_head=1"], 2, 3),
 }
 
 

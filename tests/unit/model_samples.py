@@ -1,4 +1,4 @@
-"""Small models of both families with random values, and the ways to run them that the tests of models share."""
+"""Small models of all families with random values, and the ways to run them that the tests of models share."""
 
 import json
 from dataclasses import replace
@@ -39,6 +39,10 @@ LLAMA3 = replace(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
     ),
 )
+# Heads wider than n_embd / n_head, which 5 does not divide.
+QWEN3 = replace(
+    LLAMA3, family=Family.qwen3, n_embd=62, n_head=5, n_kv_head=1, head_dim=14, rope_scaling=None, norm_eps=1e-6
+)
 VARIANTS = {
     "gpt2-tied": GPT2,
     "gpt2-exact-gelu": replace(GPT2, activation=Activation.gelu),
@@ -47,8 +51,11 @@ VARIANTS = {
     "llama3-tied": replace(LLAMA3, tie_word_embeddings=True),
     "llama3-all-heads": replace(LLAMA3, n_kv_head=6),
     "llama3-unscaled": replace(LLAMA3, rope_scaling=None),
+    "qwen3-untied-grouped": QWEN3,
+    "qwen3-tied": replace(QWEN3, tie_word_embeddings=True),
+    "qwen3-all-heads": replace(QWEN3, n_head=4, n_kv_head=4),
 }
-FAMILIES = {"gpt2": GPT2, "llama3": LLAMA3}
+FAMILIES = {"gpt2": GPT2, "llama3": LLAMA3, "qwen3": QWEN3}
 
 
 def random_values(config: ModelConfig) -> dict[str, Tensor]:

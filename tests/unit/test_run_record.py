@@ -15,7 +15,7 @@ from trainer.compatibility import Verdict, differences, settle
 from trainer.errors import MismatchError
 
 CONFIG = compose(["model=gpt2_tiny", *TINY])
-CURRENT: Json = {"optimizer": record.optimizer_record(CONFIG.model, 0.1)}
+CURRENT: Json = {"optimizer": record.optimizer_record(CONFIG.model, CONFIG.optimizer)}
 BIAS = "transformer.h.1.ln_2.bias"
 
 

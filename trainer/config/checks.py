@@ -179,7 +179,9 @@ def _optimizer_problems(optimizer: OptimizerSection) -> list[str]:
         value = getattr(optimizer, name)
         if value < 0:
             found.append(f"optimizer.{name}={value}: must be at least 0")
-    for name in ("adam_beta1", "adam_beta2"):
+    if not 1 <= optimizer.muon_ns_steps < 100:
+        found.append(f"optimizer.muon_ns_steps={optimizer.muon_ns_steps}: must be at least 1 and below 100")
+    for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
         if not 0 <= getattr(optimizer, name) < 1:
             found.append(f"optimizer.{name}={getattr(optimizer, name)}: must be at least 0 and below 1")
     return found

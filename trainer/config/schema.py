@@ -110,23 +110,42 @@ class TrainSection:
     dry_run_ranks: int = 1
 
 
+class OptimizerName(Enum):
+    """An optimizer; `muon` steps the matrices of the blocks by Muon and all other parameters by AdamW."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
 @dataclass
 class OptimizerSection:
-    """AdamW.
+    """The optimizer.
 
     Args:
+        name: `adamw`, or `muon` for the matrices of the blocks with AdamW for the other parameters.
         lr: peak learning rate.
         weight_decay: decoupled weight decay of matrices; biases and norms have none.
         adam_beta1: decay rate of the first moment, per iteration.
         adam_beta2: decay rate of the second moment, per iteration.
         adam_eps: term added to the denominator of the update.
+
+    Args:
+        muon_momentum: the share of the momentum that a step keeps; Nesterov's form is used.
+        muon_ns_steps: Newton-Schulz iterations that orthogonalise an update.
+        muon_match_rms_adamw: scale an update of Muon to the size of AdamW's, by 0.2 sqrt(max(rows, columns)), so that
+            `lr` and `weight_decay` of AdamW serve both; false scales by sqrt(max(1, rows / columns)) of the stored
+            matrix. These are `match_rms_adamw` and `original` of torch's `adjust_lr_fn`.
     """
 
+    name: OptimizerName = OptimizerName.adamw
     lr: float = 1e-3
     weight_decay: float = 0.1
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
+    muon_momentum: float = 0.95
+    muon_ns_steps: int = 5
+    muon_match_rms_adamw: bool = True
 
 
 @dataclass

@@ -24,7 +24,7 @@ from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.compatibility import differences, settle
-from trainer.config.schema import CheckpointSection, Config, ParallelSection, TrainSection
+from trainer.config.schema import CheckpointSection, Config, OptimizerName, ParallelSection, TrainSection
 from trainer.data.text import bytes_encoder, read_tokenizer
 from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.finite import require_finite
@@ -51,11 +51,18 @@ def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consu
             written; committed checkpoints are untouched.
     """
     config = replace(config, parallel=ParallelSection(zero_stage=config.parallel.zero_stage))
+    if source.has_optimizer and config.optimizer.name is not OptimizerName.adamw:
+        raise ConfigError(
+            "The source holds the state of AdamW",
+            expected="optimizer=adamw",
+            found=f"optimizer.name={config.optimizer.name.value}",
+            fix="Take the weights alone with --weights-only.",
+        )
     _check(config)
     config = replace(config, train=_trainable(config))
     documents = _documents(source, config, consumed_samples)
     files = Files()
-    specs = tuple(checkpoint_specs(config.model, with_optimizer=source.has_optimizer))
+    specs = tuple(checkpoint_specs(config.model, OptimizerName.adamw if source.has_optimizer else None))
     layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
     nonce = secrets.token_hex(4)
     attempt = Attempt(source.iteration, f"{nonce}-1", CheckpointFolder(folder, files), layout)

@@ -23,6 +23,7 @@ from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.manifest import FileEntry, Manifest, digest_of
 from trainer.checkpoint.format.names import INDEX, MANIFEST, STATE
 from trainer.compatibility import differences, settle
+from trainer.config.schema import OptimizerSection
 from trainer.data.fingerprint import check_tokens, fingerprint, scan
 from trainer.data.token_file import open_token_file, write_token_file
 from trainer.errors import TrainerError
@@ -157,7 +158,7 @@ class Inputs:
         state = json_file.parse(data, where=STATE)
         settle(differences(state, _STATE, record.RULES), flags=_FLAGS, where=STATE)
         record.saved_progress(state, seq_length=32, where=STATE)
-        record.saved_schedule(state, where=STATE)[0].at(5)
+        record.saved_schedule(state, OptimizerSection(), where=STATE)[0].at(5)
 
     def _try_tokens(self, data: bytes) -> None:
         self.tokens.write_bytes(data)

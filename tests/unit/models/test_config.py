@@ -12,7 +12,7 @@ from models.build import build_model
 from models.config import Activation, ModelConfig, RopeScaling
 from models.families import flops_per_token, parameter_count, problems, stored_tensors
 from tests import ROOT
-from tests.unit.model_samples import FAMILIES, GPT2, LLAMA3
+from tests.unit.model_samples import FAMILIES, GPT2, LLAMA3, QWEN3
 
 CONFIGS = ROOT / "configs" / "model"
 
@@ -32,7 +32,7 @@ def test_every_shipped_config_is_possible_and_names_no_default(path: Path) -> No
         assert name not in vars(ModelConfig) or vars(ModelConfig)[name] != value, f"{name} repeats its default"
 
 
-# The published sizes: transformers' `num_parameters()` of gpt2, Llama-3.1-8B and Llama-3.2-1B.
+# The published sizes: transformers' `num_parameters()` of gpt2, Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B.
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -42,6 +42,7 @@ def test_every_shipped_config_is_possible_and_names_no_default(path: Path) -> No
         ("gpt2_1558m", 1557611200),
         ("llama3_1b", 1235814400),
         ("llama3_8b", 8030261248),
+        ("qwen3_0.6b", 596049920),
     ],
 )
 def test_published_sizes(name: str, count: int) -> None:
@@ -124,3 +125,11 @@ def test_problems_survive_sizes_of_zero(family: ModelConfig, size: str) -> None:
 def test_build_model_refuses_with_every_reason(family: ModelConfig) -> None:
     with pytest.raises(ValueError, match=r"(?s)model\.n_layer=0.*model\.dropout=2"):
         build_model(replace(family, n_layer=0, dropout=2.0))
+
+
+def test_a_width_of_heads_belongs_to_qwen3_which_needs_it() -> None:
+    assert problems(replace(GPT2, head_dim=10)) == ["model.head_dim=10: gpt2 has none, leave the key out"]
+    assert problems(replace(LLAMA3, head_dim=10)) == ["model.head_dim=10: llama3 has none, leave the key out"]
+    assert "model.head_dim=null: qwen3 needs it" in problems(replace(QWEN3, head_dim=None))
+    assert problems(replace(QWEN3, head_dim=0))[0] == "model.head_dim=0: must be at least 1"
+    assert problems(replace(QWEN3, head_dim=7)) == ["model.head_dim=7: rotary positions need an even width per head"]

@@ -224,6 +224,7 @@ def test_initial_values_follow_transformers(family: ModelConfig, tmp_path: Path)
 LLAMA_CPP = {
     "gpt2": ("n_layer", "n_ctx", "n_embd", "n_head", "layer_norm_epsilon"),
     "llama3": ("num_hidden_layers", "max_position_embeddings", "hidden_size", "num_attention_heads", "vocab_size"),
+    "qwen3": ("num_hidden_layers", "max_position_embeddings", "hidden_size", "num_attention_heads", "head_dim"),
 }
 
 

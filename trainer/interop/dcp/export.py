@@ -25,14 +25,16 @@ from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.storage.files import Files
-from trainer.errors import CheckpointError, ConfigError, TrainerError
+from trainer.config.schema import OptimizerSection
+from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerError
 from trainer.interop.dcp.names import MOMENTS, STEP
 from trainer.interop.formats import ExportOptions
 from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
 from trainer.json_value import finite_number
+from trainer.optimizers import no_decay_names
 from trainer.progress import Progress
-from trainer.run_record import no_decay_names, saved_schedule
+from trainer.run_record import saved_schedule
 
 _FILE_BYTES = 256 << 20
 
@@ -87,13 +89,23 @@ def _counters(checkpoint: Checkpoint) -> dict[str, int]:
 
 def _saved_adam(checkpoint: Checkpoint, config: ModelConfig) -> _Adam:
     where = checkpoint.path / STATE
-    _, adam = saved_schedule(checkpoint.state, where=where)
+    optimizer = checkpoint.state.get("optimizer")
+    name = optimizer.get("name") if isinstance(optimizer, Mapping) else None
+    if name not in (None, "AdamW"):
+        raise MismatchError(
+            "Only the state of AdamW is exported to DCP",
+            where=where,
+            expected="AdamW",
+            found=name,
+            fix="Save with checkpoint.no_save_optim=true, or export the weights to another format.",
+        )
+    _, adam = saved_schedule(checkpoint.state, OptimizerSection(), where=where)
     try:
         lr = finite_number(checkpoint.state.get("lr"))
     except ValueError as error:
         raise CheckpointError("A state file has no learning rate", where=where, found=str(error)) from error
-    betas = (adam["beta1"], adam["beta2"])
-    return _Adam(lr, betas, adam["eps"], adam["weight_decay"], no_decay_names(config))
+    betas = (adam.adam_beta1, adam.adam_beta2)
+    return _Adam(lr, betas, adam.adam_eps, adam.weight_decay, no_decay_names(config))
 
 
 def _documents(model: ModelConfig) -> dict[str, dict[str, object]]:

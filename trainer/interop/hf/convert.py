@@ -63,7 +63,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
             fails.
     """
     files, source = Files(), of_checkpoint(checkpoint)
-    specs = [replace(spec, dtype=wanted.dtype) for spec in checkpoint_specs(source.model, with_optimizer=False)]
+    specs = [replace(spec, dtype=wanted.dtype) for spec in checkpoint_specs(source.model, None)]
     layout = build_layout(specs, file_bytes=FILE_BYTES)
     documents: dict[str, Json] = {
         CONFIG: {**families.hf_config(source.model), "dtype": str(wanted.dtype).removeprefix("torch.")},

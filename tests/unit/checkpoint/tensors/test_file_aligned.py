@@ -11,10 +11,10 @@ from models.build import build_model
 from tests.unit.model_samples import GPT2, fill, random_values
 from trainer.checkpoint.format.layout import PAGE_BYTES, build_layout
 from trainer.checkpoint.tensors.live import Grid
-from trainer.optim import AdamSettings
+from trainer.config.schema import OptimizerName, OptimizerSection
 from trainer.state import TrainerState, build_part, checkpoint_specs
 
-SETTINGS = AdamSettings(0.1, 0.1, 0.9, 0.95, 1e-8, frozenset())
+SETTINGS = OptimizerSection()
 FILE_BYTES = 30_000
 
 
@@ -25,7 +25,7 @@ def test_a_file_aligned_state_is_congruent_and_keeps_its_values(pad_vocab_multip
     before = {name: value.clone() for name, value in model.state_dict().items()}
     part = build_part(config, model, SETTINGS, grid=Grid.flat(1), file_bytes=FILE_BYTES)
     state = TrainerState(config, [part], Grid.flat(1))
-    layout = build_layout(tuple(checkpoint_specs(config, with_optimizer=True)), file_bytes=FILE_BYTES)
+    layout = build_layout(tuple(checkpoint_specs(config, OptimizerName.adamw)), file_bytes=FILE_BYTES)
     live = [tensor for tensor in state.shards() if tensor.local.ndim > 0]
     assert len(live) == 3 * len(list(model.parameters()))
     for tensor in live:

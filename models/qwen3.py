@@ -1,0 +1,43 @@
+"""The network of Qwen3: that of LLaMA-3 with a norm of every query and key head before the rotation."""
+
+from typing import cast
+
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.layers import RMSNorm, causal_attention
+from models.llama3 import Llama3, Llama3Attention, Llama3Block, rotate
+
+
+class Qwen3(Llama3):
+    """A Qwen3 language model, or the stage of one."""
+
+    @staticmethod
+    def build_block(config: ModelConfig) -> nn.Module:
+        """Return one layer."""
+        return Qwen3Block(config)
+
+
+class Qwen3Block(Llama3Block):
+    """One layer: attention and Llama3MLP, each behind its norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.self_attn = Qwen3Attention(config)
+
+
+class Qwen3Attention(Llama3Attention):
+    """Causal grouped-query attention over normalised heads; all heads of a kind share the weight of their norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.q_norm = RMSNorm(config.head_width, config.norm_eps)
+        self.k_norm = RMSNorm(config.head_width, config.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map [B, T, n_embd] to the same shape."""
+        heads = (-1, self.head_dim)
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, heads)), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, heads)), cos, sin)
+        v = self.v_proj(x).unflatten(-1, heads)
+        return cast(Tensor, self.o_proj(causal_attention(q, k, v)))

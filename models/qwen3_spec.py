@@ -1,0 +1,63 @@
+"""Qwen3 as data, under transformers' names and orientation. The network is in `qwen3`.
+
+Sources: Yang et al. 2025, "Qwen3 Technical Report"; `Qwen3ForCausalLM` of transformers.
+"""
+
+from dataclasses import replace
+
+from models import llama3_spec
+from models.config import ModelConfig, StoredTensor
+from models.hf_config import HfConfig, HfConstant, HfField, HfRope
+from models.spec import Cut, TensorParallelPlan
+
+_LIKE = llama3_spec.SPEC
+
+
+def _block(config: ModelConfig) -> dict[str, StoredTensor]:
+    norm = StoredTensor.plain(config.head_width)
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in _LIKE.block(config).items():
+        found[name] = tensor
+        if name == "self_attn.o_proj.weight":
+            found |= {"self_attn.q_norm.weight": norm, "self_attn.k_norm.weight": norm}
+    return found
+
+
+_PLAN = TensorParallelPlan(
+    ends=_LIKE.plan.ends,
+    block={**_LIKE.plan.block, "self_attn.q_norm": Cut.head_norm, "self_attn.k_norm": Cut.head_norm},
+)
+_HF = HfConfig(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    (
+        HfConstant("hidden_act", ("silu", "swish")),
+        HfField("n_layer", "num_hidden_layers", 32),
+        HfField("n_head", "num_attention_heads", 32),
+        HfField("n_kv_head", "num_key_value_heads", 32),
+        HfField("head_dim", "head_dim", 128),
+        HfField("n_embd", "hidden_size", 4096),
+        HfField("intermediate_size", "intermediate_size", 22016),
+        HfField("vocab_size", "vocab_size", 151936),
+        HfField("max_position_embeddings", "max_position_embeddings", 32768),
+        HfField("norm_eps", "rms_norm_eps", 1e-6),
+        HfField("initializer_range", "initializer_range", 0.02),
+        HfConstant("attention_bias", (False,)),
+        HfConstant("use_sliding_window", (False,)),
+        HfRope(),
+        HfField("tie_word_embeddings", "tie_word_embeddings", False),
+    ),
+)
+SPEC = replace(
+    _LIKE,
+    network=("models.qwen3", "Qwen3"),
+    block=_block,
+    plan=_PLAN,
+    hf=_HF,
+    unused={
+        "dropout": "qwen3 has none, leave it 0",
+        "activation": "qwen3 has SwiGLU, leave the key out",
+        "rope_scaling": "qwen3 has none of this form, leave it null",
+    },
+    needs=("head_dim",),
+)
