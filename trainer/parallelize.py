@@ -89,11 +89,11 @@ def build_context(
         data=mesh["dp"] if mesh is not None and topology.dp > 1 else None,
         is_tensor_parallel=topology.tp > 1,
         loss=loss,
-        gather_logits=_whole(config, mesh if topology.tp > 1 else None),
+        gather_logits=_gather_logits(config, mesh if topology.tp > 1 else None),
         pipeline=None if mesh is None or topology.pp == 1 else _build_pipeline(config, state, topology, mesh, loss),
         embedding_group=pipeline.embedding_group(mesh) if mesh is not None and has_tied_ends else None,
         reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
-        grad_norm_parameters=_counted(state, cluster.rank),
+        grad_norm_parameters=_grad_norm_parameters(state, cluster.rank),
     )
 
 
@@ -103,7 +103,7 @@ def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, to
     return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
 
 
-def _whole(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor], torch.Tensor]:
+def _gather_logits(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor], torch.Tensor]:
     if mesh is None:
         return lambda logits: logits
     return functools.partial(tensor.gather_logits, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
@@ -132,7 +132,7 @@ def _build_pipeline(
     return pipeline.Pipeline(parts, mesh["pp"], shape, device=device, loss=loss)
 
 
-def _counted(state: TrainerState, rank: int) -> list[torch.nn.Parameter]:
+def _grad_norm_parameters(state: TrainerState, rank: int) -> list[torch.nn.Parameter]:
     """Return the parameters that this rank counts in the gradient norm: each box counts on its first holder."""
     mine = {
         tensor.spec.name

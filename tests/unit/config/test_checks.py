@@ -9,7 +9,8 @@ from trainer.config.checks import validate
 from trainer.config.schema import CheckpointSection, Config, Dtype
 from trainer.data.section import DataKind
 from trainer.errors import ConfigError
-from trainer.run_record import RULES, describe, flags_set, no_decay_names, rules_for
+from trainer.optimizers import no_decay_names
+from trainer.run_record import RULES, describe, flags_set, rules_for
 from trainer.schedule import resolve
 from trainer.topology import Topology
 

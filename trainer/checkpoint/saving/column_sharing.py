@@ -117,7 +117,7 @@ class SharedMemory:
         """Return whether a stripe holds all its bytes and is not claimed yet."""
         return int(self._counters[stripe.number]) == stripe.size
 
-    def begin_rename(self, stripe: Stripe) -> memoryview | None:
+    def claim(self, stripe: Stripe) -> memoryview | None:
         """Claim a full stripe: return its bytes to exactly one thread of one process, None to every other."""
         with self._locked():
             if not self.is_full(stripe):
@@ -165,7 +165,7 @@ class Sharing:
     def full(self) -> Iterator[tuple[str, Stripe, memoryview]]:
         """Claim full stripes and yield each with its tensor and bytes. The caller must write them."""
         for tensor, stripe in self._order:
-            if self._memory.is_full(stripe) and (data := self._memory.begin_rename(stripe)) is not None:
+            if self._memory.is_full(stripe) and (data := self._memory.claim(stripe)) is not None:
                 yield tensor, stripe, data
 
 

@@ -364,16 +364,16 @@ def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
     claims: list[memoryview] = []
     start = threading.Barrier(8)
 
-    def begin_rename(number: int) -> None:
+    def claim(number: int) -> None:
         mine = others[number % 3]
         assert mine is not None
         mine.reach(STRIPES_AT + 4096)
         start.wait()
         for _ in range(200):
-            if (found := mine.begin_rename(stripe)) is not None:
+            if (found := mine.claim(stripe)) is not None:
                 claims.append(found)
 
-    threads = [threading.Thread(target=begin_rename, args=(number,)) for number in range(8)]
+    threads = [threading.Thread(target=claim, args=(number,)) for number in range(8)]
     memory._counters[stripe.number] = 4096
     for thread in threads:
         thread.start()
@@ -384,16 +384,16 @@ def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
 
 
 def test_a_strip_that_nobody_writes_is_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin_rename, lost = SharedMemory.begin_rename, list[Stripe]()
+    claim, lost = SharedMemory.claim, list[Stripe]()
 
     def lose_one(self: SharedMemory, stripe: Stripe) -> memoryview | None:
-        data = begin_rename(self, stripe)
+        data = claim(self, stripe)
         if data is not None and not lost:
             lost.append(stripe)
             return None
         return data
 
-    monkeypatch.setattr(SharedMemory, "begin_rename", lose_one)
+    monkeypatch.setattr(SharedMemory, "claim", lose_one)
     for reports in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
         assert "have not written every byte once" in str(reports[0].error)
         assert reports[1].error is None
