@@ -30,6 +30,12 @@ class RopeScaling:
     """Stretch rotary frequencies for contexts longer than those of pre-training.
 
     Source: LLaMA 3.1, `apply_scaling` of the reference code; `rope_type: llama3` in transformers.
+
+    Args:
+        factor: factor by which low frequencies are lowered.
+        low_freq_factor: wavelengths above `original_max_position_embeddings` divided by it are scaled in full.
+        high_freq_factor: wavelengths below `original_max_position_embeddings` divided by it are not scaled.
+        original_max_position_embeddings: context length of pre-training, in tokens.
     """
 
     factor: float = 8.0
@@ -42,10 +48,27 @@ class RopeScaling:
 class ModelConfig:
     """Sizes of one model, the same for all families; also the schema of the configuration group `model`.
 
-    `intermediate_size` is the width inside the MLP, `norm_eps` is added to the variance. `rope_theta` and
-    `rope_scaling` belong to families with rotary positions, `dropout` and `activation` to gpt2. `pad_vocab_multiple`
-    rounds the rows of the vocabulary up in memory, never on disk. `head_dim` is the width of one attention head where
-    that is not `n_embd / n_head`, in qwen3.
+    Args:
+        family: architecture of the model.
+        n_layer: transformer blocks.
+        n_head: attention heads.
+        n_kv_head: heads of keys and values; fewer than `n_head` share them (grouped-query attention), which gpt2 does
+            not have.
+        n_embd: width of the residual stream.
+        intermediate_size: width inside the MLP.
+        vocab_size: tokens of the vocabulary.
+        max_position_embeddings: maximum tokens of a sequence.
+        bos_token_id: token that begins a document.
+        eos_token_id: token that ends a document.
+        tie_word_embeddings: use the embedding table as the output layer too.
+        dropout: probability of dropout (gpt2 only).
+        norm_eps: term added to the variance in norms.
+        initializer_range: standard deviation of the initial weights.
+        rope_theta: base of the rotary frequencies (families with rotary positions).
+        rope_scaling: scaling of the rotary frequencies for long contexts (llama3 only); null does not scale.
+        pad_vocab_multiple: round the rows of the vocabulary up to this multiple in memory, never on disk.
+        activation: form of the GELU (gpt2 only): `gelu_tanh`, as OpenAI's GPT-2 has it, or `gelu`, exact.
+        head_dim: width of one attention head where that is not `n_embd / n_head` (qwen3 only, which needs it).
     """
 
     family: Family

@@ -1,4 +1,4 @@
-"""What `trainer_state.json` says of a run, and what may differ when another run loads it. Pure."""
+"""The contents of `trainer_state.json`, and the rules for a run that differs from it. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from trainer.checkpoint.format.names import FORMAT
 from trainer.compatibility import Rule, Verdict
 from trainer.config.schema import CheckpointSection, Config, OptimizerSection
 from trainer.errors import CheckpointError
+from trainer.json_value import finite_number, integer
 from trainer.optimizers import OPTIMIZERS, SECTIONS, optimizer_record, settings_record
 from trainer.progress import Progress
 from trainer.schedule import DecayStyle, Schedule
@@ -21,26 +22,26 @@ from trainer.topology import Topology
 
 _ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
 _LOSSES = "checkpoint.keep_best and the best loss compare validation losses that are not measured alike"
-_MASKS = f"{_ROUNDING}, but for other masks where there is dropout"
+_MASKS = f"{_ROUNDING}, except that dropout draws other masks"
 
 RULES: tuple[Rule, ...] = (
     Rule("model", Verdict.REFUSED),
     Rule("model.activation", Verdict.REFUSED, hint="absent means gelu_tanh"),
     Rule("model.dropout", Verdict.SAID, says="the loss curve will differ"),
-    Rule("model.initializer_range", Verdict.SAID, says="it acts at the start of a run only"),
+    Rule("model.initializer_range", Verdict.SAID, says="it affects only the start of a run"),
     Rule("model.pad_vocab_multiple", Verdict.SAID, says=_ROUNDING),
     Rule("topology", Verdict.FLAG, "checkpoint.reshard", _MASKS),
-    Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run goes on with other batches"),
+    Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run continues with other batches"),
     Rule("batch.micro_batch_size", Verdict.SAID, says=_MASKS),
-    Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run goes on with other samples"),
+    Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
     Rule("data.valid_fingerprint", Verdict.SAID, says=_LOSSES, is_optional=True),
     Rule("evaluation", Verdict.SAID, says=_LOSSES, is_optional=True),
     Rule(
         "seed",
         Verdict.FLAG,
         "checkpoint.override_data",
-        says="the run goes on with other samples and other dropout masks",
-        hint="it orders the samples and draws dropout masks",
+        says="the run continues with other samples and other dropout masks",
+        hint="it determines the order of the samples and the dropout masks",
     ),
     Rule("schedule", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
     Rule(
@@ -60,13 +61,13 @@ RULES: tuple[Rule, ...] = (
 
 
 def flags_set(section: CheckpointSection) -> set[str]:
-    """Return the flags that allow differences and are set."""
+    """Return the set flags that allow differences."""
     names = ("reshard", "override_scheduler", "override_batch_size", "override_data")
     return {f"checkpoint.{name}" for name in names if getattr(section, name)}
 
 
 def rules_for(section: CheckpointSection) -> Sequence[Rule]:
-    """Return the rules that apply: a fine-tuning run shares the model only."""
+    """Return the rules that apply; a fine-tuning run shares only the model."""
     if section.finetune:
         return [rule for rule in RULES if rule.field.startswith("model")]
     if section.use_checkpoint_scheduler:
@@ -77,8 +78,8 @@ def rules_for(section: CheckpointSection) -> Sequence[Rule]:
 def compared(saved: Json, current: Json) -> tuple[Json, Json]:
     """Return two states in the form in which they are compared.
 
-    In the place of the optimizer's groups it has whether each parameter that both states know has weight decay; how
-    much is in `adam`. A member of the optimizer that the saved state leaves out, which it may, is in neither.
+    The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
+    `adam`. A member of the optimizer that the saved state omits is removed from both.
     """
     theirs, ours = saved.get("optimizer", {}), current["optimizer"]
     if not isinstance(theirs, Mapping):
@@ -94,7 +95,7 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
 
 
 def _decays(groups: object) -> dict[str, bool] | None:
-    """Return whether each parameter has weight decay: the first group has. None for what are no groups."""
+    """Return whether each parameter has weight decay, as the first group does. None if the groups are malformed."""
     if not isinstance(groups, list):
         return None
     found = dict[str, bool]()
@@ -127,7 +128,7 @@ def describe(
     environment: Json,
     valid_fingerprint: str | None = None,
 ) -> Json:
-    """Return the part of the record that stays the same all through a run.
+    """Return the part of the record that is constant during a run.
 
     Args:
         fingerprint: of the training data.
@@ -177,14 +178,14 @@ def state_record(progress: Progress, lr: float, description: Json) -> Json:
 
 
 def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
-    """Return the progress that a state file holds; where the sample length is another, the position is in tokens.
+    """Return the progress in a state file; if `seq_length` differs, the position is converted through tokens.
 
     Raises:
-        CheckpointError: if it holds none, or one that no run can come to.
+        CheckpointError: if it is missing or impossible.
     """
     try:
         saved = Progress.from_record(state)
-        saved_length = _natural(state["batch"]["seq_length"])
+        saved_length = integer(state["batch"]["seq_length"])
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError("A state file has no progress", where=where, found=repr(error)) from error
     if saved_length == seq_length:
@@ -193,10 +194,10 @@ def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
 
 
 def saved_model(state: Json, *, where: object) -> ModelConfig:
-    """Return the model that a state file holds.
+    """Return the model in a state file.
 
     Raises:
-        CheckpointError: if it holds none, or one that cannot be built.
+        CheckpointError: if it is missing or cannot be built.
     """
     try:
         values: dict[str, Any] = dict(_table(state["model"]))
@@ -221,7 +222,7 @@ def _family(name: object) -> Family:
 
 
 def _same_kinds(model: ModelConfig) -> None:
-    """Refuse members of another type than the schema gives them; an integer does for a float."""
+    """Refuse members whose type differs from the schema's; an integer is accepted for a float."""
     for table in (model, model.rope_scaling):
         for field in () if table is None else fields(table):
             value = getattr(table, field.name)
@@ -232,10 +233,10 @@ def _same_kinds(model: ModelConfig) -> None:
 
 
 def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:
-    """Return the learning-rate schedule that a state file holds, and `section` with the settings that it holds.
+    """Return the learning-rate schedule in a state file, and `section` with the optimizer settings in it.
 
     Raises:
-        CheckpointError: if it does not hold them all, or anything that is no such number.
+        CheckpointError: if any of them is missing or not a valid number.
     """
     try:
         values = _table(state["schedule"])
@@ -243,9 +244,14 @@ def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> 
         if values.keys() != expected:
             raise ValueError(f"a schedule of {sorted(values)}")
         names = ("warmup_iters", "decay_iters", "wsd_decay_iters")
-        counts = {name: _natural(values[name]) for name in names}
+        counts = {name: integer(values[name]) for name in names}
         style = DecayStyle(values["style"]).value
-        schedule = Schedule(style=style, lr=_number(values["lr"]), min_lr=_number(values["min_lr"]), **counts)
+        schedule = Schedule(
+            style=style,
+            lr=finite_number(values["lr"], least=0),
+            min_lr=finite_number(values["min_lr"], least=0),
+            **counts,
+        )
         return schedule, replace(section, **_saved_settings(state, section))
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError("A state file has no schedule", where=where, found=repr(error)) from error
@@ -256,26 +262,19 @@ def _saved_settings(state: Json, section: OptimizerSection) -> dict[str, Any]:
     for name, keys in OPTIMIZERS[section.name].numbers.items():
         table = _table(state[name])
         for theirs, key in keys.items():
-            is_flag = isinstance(getattr(section, key), bool)
-            if is_flag and not isinstance(table[theirs], bool):
-                raise TypeError(f"{table[theirs]!r} is not true or false")
-            found[key] = table[theirs] if is_flag else _number(table[theirs])
+            match getattr(section, key):
+                case bool() if not isinstance(table[theirs], bool):
+                    raise TypeError(f"{table[theirs]!r} is not true or false")
+                case bool():
+                    found[key] = table[theirs]
+                case int():
+                    found[key] = integer(table[theirs])
+                case _:
+                    found[key] = finite_number(table[theirs], least=0)
     return found
 
 
 def _table(value: object) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         raise TypeError(f"{value!r} is no object")
-    return value
-
-
-def _natural(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise TypeError(f"{value!r} is no natural number")
-    return value
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
-        raise TypeError(f"{value!r} is no number of a schedule or an optimizer")
     return value

@@ -66,7 +66,7 @@ def train_step(
     for part in state.parts:
         part.optimizer.zero_grad(set_to_none=True)
     with context.loss_context():
-        loss = _forward_backward(state, micro_batches, keys, context)
+        loss = forward_backward(state, micro_batches, keys, context)
     _finish_gradients(state, parameters, context)
     own = _Figures(float(loss), float(context.reports_loss), float(squared_norm(context.grad_norm_parameters)))
     rows, asked = _gather(cluster, own, flags())
@@ -124,7 +124,7 @@ def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Clust
     )
 
 
-def _forward_backward(
+def forward_backward(
     state: TrainerState, micro_batches: Sequence[torch.Tensor], keys: Sequence[int], context: ParallelContext
 ) -> torch.Tensor:
     """Accumulate the gradients of the mean loss over the micro batches; return that mean, 0-d float64."""

@@ -29,8 +29,7 @@ from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.tensors.file_aligned import zeros_like_files
 from trainer.checkpoint.tensors.live import Contents, Grid, aliases_of, live_tensors
-from trainer.metrics.iteration_record import IterationRecord
-from trainer.metrics.run_log import RunLog
+from trainer.metrics.run_log import IterationRecord, RunLog
 
 TIMEOUT_S = 20.0
 

@@ -20,7 +20,7 @@ from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.saving import ownership
+from trainer.checkpoint.saving import plan
 from trainer.checkpoint.tensors.live import Contents
 
 ITERATION = 7
@@ -83,7 +83,7 @@ def write(folder: Path, sharding: Sharding = SHARDING) -> Path:
         return report.path
 
     # So that tensors of a few hundred bytes are cut into shares as large ones are.
-    with patch.object(ownership, "SMALL_BYTES", 64):
+    with patch.object(plan, "SMALL_BYTES", 64):
         return all_ranks(sharding.world_size, call)[0]
 
 

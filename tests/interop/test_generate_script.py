@@ -65,7 +65,7 @@ def test_the_end_of_text_ends_it_as_in_transformers(tmp_path: Path) -> None:
     assert len(found) <= 12
 
 
-def test_a_text_longer_than_the_positions_goes_on_with_the_last_of_them(tmp_path: Path) -> None:
+def test_a_text_longer_than_the_context_keeps_its_last_tokens(tmp_path: Path) -> None:
     config = replace(FAMILIES["llama3"], max_position_embeddings=16)
     folder = written(tmp_path / "model", config)
     found = greedy(folder, PROMPT, 30)

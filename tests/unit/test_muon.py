@@ -70,7 +70,7 @@ def test_a_fused_weight_is_one_matrix() -> None:
     torch.testing.assert_close(fused.detach().flatten(1), expected, rtol=0, atol=1e-6)
 
 
-def test_the_rate_of_all_groups_is_one_and_a_step_ends_the_wait_of_a_save() -> None:
+def test_a_step_is_one_step_of_all_groups() -> None:
     model = nn.ModuleDict({"m": build_model(GPT2)})["m"]
     optimizer = build_optimizer(GPT2, model, SECTION)
     called: list[object] = []

@@ -218,7 +218,7 @@ class Checkpointer:
         problem: TrainerError | None = None
         if self._channel.rank == 0 and self._folder is not None:
             try:
-                names = [*self._folder.committed(), *self._folder.strange()]
+                names = [*self._folder.committed(), *self._folder.non_folders()]
                 newer = [found for found in names if found > iteration]
                 for path in self._folder.supersede(newer):
                     _log.info("an abandoned branch of this run is kept as %s", path.name)

@@ -1,4 +1,4 @@
-"""Opens the model of a run, of one checkpoint or of a transformers folder, whole and on one device, to read from."""
+"""Opens the model of a run, a checkpoint or a transformers folder, unsharded on one device, for inference."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from trainer.interop.source import of_checkpoint
 
 
 def open_model(path: Path, device: torch.device) -> tuple[Model, Path]:
-    """Return a model in float32, and the folder that it was read from.
+    """Return a model in float32, and the folder it was read from.
 
     Args:
-        path: a run's folder or its checkpoint folder, for the newest valid one; one iteration; or a folder that
-            transformers' `save_pretrained` wrote.
+        path: a run's folder or its checkpoint folder, for the newest valid checkpoint; one iteration; or a folder
+            written by transformers' `save_pretrained`.
 
     Raises:
-        TrainerError: if there is none, or it is damaged, or not of a family of ours.
+        TrainerError: if there is none, it is damaged, or its family is not supported.
     """
     files = Files()
     if is_folder(path):

@@ -1,4 +1,4 @@
-"""The overrides that make the trainer's command configure a given model."""
+"""The command-line overrides that configure a given model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SCALED_GROUPS = {Family.llama3: "llama3_1b"}
 
 
 def model_overrides(model: ModelConfig, others: Sequence[str] = ()) -> list[str]:
-    """Return overrides that configure `model`, to stand before `others`; none where those choose a model themselves."""
+    """Return overrides that configure `model`, to stand before `others`; none if those choose a model themselves."""
     if any(override.startswith("model=") for override in others):
         return []
     fields = {name: value for name, value in model_record(model).items() if name != "family"}

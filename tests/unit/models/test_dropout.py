@@ -43,7 +43,7 @@ def test_a_dropout_key_decides_every_mask() -> None:
     assert torch.equal(model(tokens, dropout_key=torch.tensor([5])), small)
 
 
-def test_without_a_key_nothing_is_dropped_and_no_generator_is_touched() -> None:
+def test_without_a_key_nothing_is_dropped_or_drawn() -> None:
     config = replace(GPT2, dropout=0.3)
     values, tokens = random_values(config), samples(config)[0]
     generator = torch.get_rng_state()

@@ -13,13 +13,13 @@ from tqdm import tqdm
 
 from models import families
 from models.config import ModelConfig
-from trainer.atomic import atomic_output
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import ConfigError, MismatchError
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.llmc.contents import FAMILIES, HEADER_BYTES, VERSIONS, LlmcTensor
 from trainer.interop.llmc.file import HEADER, open_file, read_whole
+from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
 from trainer.interop.tensor_files import blocks_of
 
@@ -49,7 +49,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
     total = HEADER_BYTES + sum(math.prod(part.shape) for part in parts) * wanted.dtype.itemsize
     aliases = families.aliases(source.model)
     bar = tqdm(total=total, desc=out.name, unit="B", unit_scale=True, disable=None, leave=False)
-    with atomic_output(out, files) as partial, bar:
+    with new_output(out, files) as partial, bar:
         descriptor = files.open_for_writing(partial)
         try:
             files.reserve(descriptor, total)

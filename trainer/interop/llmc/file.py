@@ -12,7 +12,7 @@ import torch
 
 from models.config import ModelConfig
 from models.families import problems as model_problems
-from trainer.checkpoint.loading.reader import opened
+from trainer.checkpoint.loading.reader import open_tensor_file
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
 from trainer.interop.llmc.contents import HEADER_BYTES, MAGICS, VERSIONS, LlmcTensor
@@ -78,14 +78,14 @@ def read_whole(file: WeightsFile, name: str) -> torch.Tensor:
     """Return a tensor as we store it, in the file's dtype, without the rows that pad its vocabulary."""
     part, offset = file.parts[name]
     tensor = torch.empty((part.rows, *part.shape[1:]), dtype=file.dtype)
-    with opened(file.files, file.path.resolve()) as source:
+    with open_tensor_file(file.files, file.path.resolve()) as source:
         source.read(memoryview(tensor.view(-1).view(torch.uint8).numpy()), offset)  # type: ignore[arg-type]
     return part.to_ours(tensor)
 
 
 def _read_header(path: Path, files: Files, size: int) -> list[int]:
     data = bytearray(min(size, HEADER_BYTES))
-    with opened(files, path.resolve()) as file:
+    with open_tensor_file(files, path.resolve()) as file:
         file.read(memoryview(data), 0)
     if int.from_bytes(data[:4], "little") not in MAGICS:
         raise CheckpointError("A file is none of llm.c's weights", where=path, expected=WEIGHTS, found=_told(data))

@@ -102,9 +102,7 @@ class Deaf(StoreChannel):
 
 
 @pytest.mark.parametrize("kind", [StoreChannel, Deaf])
-def test_an_iteration_that_retention_deleted_is_saved_again_by_all_ranks(
-    tmp_path: Path, kind: type[StoreChannel]
-) -> None:
+def test_an_iteration_deleted_by_retention_is_saved_by_all_ranks(tmp_path: Path, kind: type[StoreChannel]) -> None:
     def call(channel: StoreChannel) -> list[bool]:
         channel = kind(channel._source, channel.rank, world_size=2, timeout_s=10.0)
         policy = SavePolicy(tmp_path, retention=Retention(2, save_retain_interval=4), commit_timeout_s=10.0)
@@ -140,9 +138,7 @@ def test_a_deletion_that_fails_is_no_checkpoint_on_any_rank(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
-def test_a_name_that_is_not_durable_is_no_checkpoint_or_one_that_deletes_nothing(
-    tmp_path: Path, is_stuck: bool
-) -> None:
+def test_a_name_that_is_not_durable_deletes_nothing(tmp_path: Path, is_stuck: bool) -> None:
     class Unsynced(Files):
         is_armed = False
 

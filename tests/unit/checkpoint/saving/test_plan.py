@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from trainer.checkpoint.format.box import Box, image, whole
 from trainer.checkpoint.format.layout import PAGE_BYTES
-from trainer.checkpoint.saving.ownership import SMALL_BYTES, Holding, Piece, pieces_of
+from trainer.checkpoint.saving.chunks import Piece
+from trainer.checkpoint.saving.plan import SMALL_BYTES, Holding, pieces_of
 
 
 def everybodys(holdings: list[Holding], world_size: int) -> dict[str, list[tuple[int, Piece]]]:
