@@ -64,11 +64,11 @@ class ModelConfig:
         dropout: probability of dropout (gpt2 only).
         norm_eps: term added to the variance in norms.
         initializer_range: standard deviation of the initial weights.
-        rope_theta: base of the rotary frequencies (llama3 only).
+        rope_theta: base of the rotary frequencies (families with rotary positions).
         rope_scaling: scaling of the rotary frequencies for long contexts (llama3 only); null does not scale.
         pad_vocab_multiple: round the rows of the vocabulary up to this multiple in memory, never on disk.
         activation: form of the GELU (gpt2 only): `gelu_tanh`, as OpenAI's GPT-2 has it, or `gelu`, exact.
-        head_dim: width of one attention head (qwen3 only); null is `n_embd / n_head`.
+        head_dim: width of one attention head where that is not `n_embd / n_head` (qwen3 only, which needs it).
     """
 
     family: Family

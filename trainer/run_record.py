@@ -233,7 +233,7 @@ def _same_kinds(model: ModelConfig) -> None:
 
 
 def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:
-    """Return the learning-rate schedule that a state file holds, and `section` with the settings that it holds.
+    """Return the learning-rate schedule in a state file, and `section` with the optimizer settings in it.
 
     Raises:
         CheckpointError: if any of them is missing or not a valid number.
@@ -263,9 +263,9 @@ def _saved_settings(state: Json, section: OptimizerSection) -> dict[str, Any]:
         table = _table(state[name])
         for theirs, key in keys.items():
             match getattr(section, key):
+                case bool() if not isinstance(table[theirs], bool):
+                    raise TypeError(f"{table[theirs]!r} is not true or false")
                 case bool():
-                    if not isinstance(table[theirs], bool):
-                        raise TypeError(f"{table[theirs]!r} is not true or false")
                     found[key] = table[theirs]
                 case int():
                     found[key] = integer(table[theirs])

@@ -122,15 +122,13 @@ class OptimizerSection:
     """The optimizer.
 
     Args:
-        name: `adamw`, or `muon` for the matrices of the blocks with AdamW for the other parameters.
+        name: `adamw`, or `muon`: Muon for the matrices of the blocks and AdamW for all other parameters.
         lr: peak learning rate.
         weight_decay: decoupled weight decay of matrices; biases and norms have none.
         adam_beta1: decay rate of the first moment, per iteration.
         adam_beta2: decay rate of the second moment, per iteration.
         adam_eps: term added to the denominator of the update.
-
-    Args:
-        muon_momentum: the share of the momentum that a step keeps; Nesterov's form is used.
+        muon_momentum: share of the momentum that a step keeps, in Nesterov's form.
         muon_ns_steps: Newton-Schulz iterations that orthogonalise an update.
         muon_match_rms_adamw: scale an update of Muon to the size of AdamW's, by 0.2 sqrt(max(rows, columns)), so that
             `lr` and `weight_decay` of AdamW serve both; false scales by sqrt(max(1, rows / columns)) of the stored
