@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.checkpoint.commit.channel import StoreChannel
-from trainer.checkpoint.commit.protocol import Attempt
+from trainer.checkpoint.commit.protocol import Attempt, stripes_key
 from trainer.checkpoint.format.box import Image
 from trainer.checkpoint.format.layout import Layout
 from trainer.checkpoint.format.manifest import WrittenPiece
@@ -185,8 +185,6 @@ class LocalRanks:
         self._table: tuple[Layout, bytes, Strips] | None = None
         self._lock = threading.Lock()
         self._spoken = ""  # the last attempt about which this rank has said something
-        self._posted: list[str] = []
-        self._older: list[str] = []  # posted for the save before the last: nobody waits for these any more
 
     def meet(self, channel: StoreChannel, name: str) -> None:
         """Make sure that they are on one host, each by what the others say of themselves. Main thread, all ranks.
@@ -200,17 +198,15 @@ class LocalRanks:
         if channel.world_size == 1:
             return
         here = f"{_host()} {self._ranks}".encode()
-        self._post(channel, f"{name}/{self._rank}", here)
+        channel.put(f"{name}/{self._rank}", here)
         others = [rank for rank in self._ranks if rank != self._rank]
         if any(channel.read(f"{name}/{rank}", sender=f"rank {rank}") != here for rank in others):
             _log.warning("ranks %s are not all on one host, columns are written row by row", self._ranks)
             self._ranks = (self._rank,)
 
-    def part(self, channel: StoreChannel) -> None:
-        """Take down what was said, once all ranks have heard it."""
-        with self._lock:
-            channel.discard([*self._older, *self._posted])
-            self._older, self._posted = [], []
+    def part(self, channel: StoreChannel, name: str) -> None:
+        """Delete the message of `meet`, once all ranks have read it."""
+        channel.delete([f"{name}/{self._rank}"])
 
     def join(self, attempt: Attempt, pieces: Sequence[Piece], *, may_share: bool) -> Sharing | None:
         """Tell each other what is written in rows that lie apart; return None where that goes to the file row by row.
@@ -226,7 +222,8 @@ class LocalRanks:
         """
         if len(self._ranks) < 2:
             return None
-        self._begin(attempt.name)
+        with self._lock:
+            self._require_silence(attempt.name)
         mine = [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, b"") for piece in pieces]
         takes_part = may_share and not self._stays_out
         report = (_JOINS + encode(mine, attempt.layout)) if takes_part else _STAYS_OUT
@@ -235,7 +232,7 @@ class LocalRanks:
             self._speak(self._channel, attempt.name, decision)
         else:
             self._speak(self._channel, attempt.name, report)
-            decision = self._channel.read(_key(attempt.name, self._ranks[0]), sender=f"rank {self._ranks[0]}")
+            decision = self._channel.read(stripes_key(attempt.name, self._ranks[0]), sender=f"rank {self._ranks[0]}")
         if not decision.startswith(_JOINS):
             return None
         address, _, everyone = decision[len(_JOINS) :].partition(b"\n")
@@ -259,8 +256,8 @@ class LocalRanks:
 
     def _decide(self, attempt: Attempt, mine: bytes) -> bytes:
         """Return what all ranks of the host are to do: the memory's address and everybody's pieces, or to stay out."""
-        others = self._ranks[1:]
-        reports = [mine, *(self._channel.read(_key(attempt.name, rank), sender=f"rank {rank}") for rank in others)]
+        keys = {rank: stripes_key(attempt.name, rank) for rank in self._ranks[1:]}
+        reports = [mine, *(self._channel.read(key, sender=f"rank {rank}") for rank, key in keys.items())]
         if not all(report.startswith(_JOINS) for report in reports):
             return _STAYS_OUT
         try:
@@ -303,17 +300,6 @@ class LocalRanks:
             fix="From the next save on they are written row by row, which is slower.",
         )
 
-    def _begin(self, attempt: str) -> None:
-        """Take down what nobody reads any more.
-
-        Raises:
-            CheckpointError: if this attempt was given up before it began.
-        """
-        with self._lock:
-            self._require_silence(attempt)
-            self._channel.discard(self._older)
-            self._older, self._posted = self._posted, []
-
     def _speak(self, channel: StoreChannel, attempt: str, data: bytes) -> None:
         """Say this rank's one word on an attempt, be it of the worker or of the main thread in its place.
 
@@ -323,15 +309,11 @@ class LocalRanks:
         with self._lock:
             self._require_silence(attempt)
             self._spoken = attempt
-            self._post(channel, _key(attempt, self._rank), data)
+            channel.put(stripes_key(attempt, self._rank), data)
 
     def _require_silence(self, attempt: str) -> None:
         if self._spoken == attempt:
             raise CheckpointError("This rank has given the save up")
-
-    def _post(self, channel: StoreChannel, key: str, data: bytes) -> None:
-        channel.put(key, data)
-        self._posted.append(key)
 
 
 def _host() -> str:
@@ -341,7 +323,3 @@ def _host() -> str:
         return f"{boot.read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino} {os.getuid()}"
     except OSError:
         return secrets.token_hex(8)
-
-
-def _key(attempt: str, rank: int) -> str:
-    return f"stripes/{attempt}/{rank}"

@@ -64,7 +64,7 @@ class Snapshot:
         self._changed = threading.Condition()
         self._states = {id(chunk): _State.LIVE for chunk in chunks}
         self._staged: dict[int, tuple[Bytes, torch.cuda.Event | None]] = {}
-        self._is_released = self._is_closed = self._is_given_up = False
+        self._is_released = self._is_closed = self._is_aborted = False
         self._left = sum(not self._is_private(chunk) for chunk in chunks)  # how many of them need live memory
         self._read_count = 0
         self._stage_ahead()
@@ -127,27 +127,27 @@ class Snapshot:
             self._is_closed = True
             self._changed.notify_all()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Say that live memory may change from now on; what is still being written from it must not be committed."""
         with self._changed:
-            self._is_given_up = True
+            self._is_aborted = True
             self._changed.notify_all()
 
     @property
-    def is_given_up(self) -> bool:
-        return self._is_given_up
+    def is_aborted(self) -> bool:
+        return self._is_aborted
 
     def check(self) -> None:
         """Refuse to go on if live memory may have changed while it was read.
 
         Raises:
-            CheckpointError: after `give_up`.
+            CheckpointError: after `abort`.
         """
         with self._changed:
             self._require()
 
     def _require(self) -> None:
-        if self._is_given_up:
+        if self._is_aborted:
             raise CheckpointError(
                 "A save was given up while it was being written: the disk hangs", fix="Training goes on."
             )
@@ -182,10 +182,10 @@ class Snapshot:
 
     def _await_written(self) -> None:
         with self._changed:
-            while self._left and not (self._is_closed or self._is_given_up):
+            while self._left and not (self._is_closed or self._is_aborted):
                 count = self._read_count
                 if not self._changed.wait(self._stall_timeout_s) and count == self._read_count:
-                    self._is_given_up = True
+                    self._is_aborted = True
 
     def _order_device(self) -> None:
         """Let the device's next work wait for the copies, so that the host need not."""
