@@ -210,6 +210,7 @@ class Checkpointer:
             if self._is_async:
                 hooks = [self._hold_back(optimizer, save_job) for optimizer in contents.optimizers]
             job = self._worker.submit(save_job.run)
+            self._staging.touch()
             self._started = _Started(save_job, job, hooks, start, start - asked, time.perf_counter() - start)
             if not self._is_async:
                 self.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
+from scripts.bench import columns as bench_columns
 from scripts.bench import planning as bench_planning
 from scripts.bench import train as bench_train
 
@@ -70,3 +72,13 @@ def test_training_is_not_measured_at_an_unknown_size_nor_without_one_of_the_side
     with pytest.raises(SystemExit, match="the process of reprise ended, status 1"):
         bench_train.main(["tiny", "--rounds", "1", "--dropout", "2"])
     assert not multiprocessing.active_children()
+
+
+def test_ways_to_write_columns_are_measured_beside_a_raw_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench_columns.main(["--mebibytes", "1", "--rounds", "1", "--runs", "2048", "--folder", str(tmp_path)])
+    shown = capsys.readouterr().out
+    for way in (bench_columns.DIRECT, bench_columns.SHARED, bench_columns.MAPPED, bench_columns.RUNS):
+        assert way in shown
+    assert list(tmp_path.iterdir()) == []

@@ -28,6 +28,7 @@ class Staging:
         self._plan: Plan | None = None
         self.arena = Arena(0, is_pinned=False)
         self._is_settled = False  # the arena, for that plan
+        self._is_touched = True
 
     def plan(self, contents: Contents) -> Plan:
         """Return the plan of a save of `contents`, the last one where they are the very same tensors."""
@@ -50,6 +51,16 @@ class Staging:
             return snapshot, ReplicaDigests({}, [], {}, {})
         watched = plan.watched
         return snapshot, ReplicaDigests(plan.shared, plan.pieces, {**memory, **watched.steady}, watched.changing())
+
+    def touch(self) -> None:
+        """Have the pages of a new arena there, after the save that was just submitted.
+
+        The disk has most of that save by the time a step needs copies. Before it, the first save of 124M parameters
+        began when the pages were there, and was durable after 4.2 to 5.5 s instead of 1.2 s.
+        """
+        if not self._is_touched:
+            self._is_touched = True
+            self._worker.submit(self.arena.touch)
 
     def may_share(self, plan: Plan) -> bool:
         """Return whether there may be a second copy of the columns, beside that of the arena."""
@@ -79,4 +90,4 @@ class Staging:
             return
         self.arena.close()
         self.arena = larger
-        self._worker.submit(larger.touch)
+        self._is_touched = False
