@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.checkpoint.storage.files import Files, describe_free_space
+from trainer.checkpoint.storage.files import Files, cannot_write, describe_free_space
 from trainer.errors import CheckpointError
 
 
@@ -30,7 +30,7 @@ def atomic_output(out: Path, files: Files) -> Iterator[Path]:
         files.rename(partial, out)
         files.sync_folder(out.parent)
     except OSError as error:
-        raise cannot_write(out, error, files) from error
+        raise output_failed(out, error, files) from error
     finally:
         if partial.is_dir():
             files.remove_tree(partial)
@@ -45,11 +45,8 @@ def _refuse(out: Path) -> None:
         raise CheckpointError("There is no folder to write to", where=out.parent, fix="Make it, or name another path.")
 
 
-def cannot_write(path: Path, error: OSError, files: Files) -> CheckpointError:
-    """Return what to raise where the file system fails."""
-    return CheckpointError(
-        f"Writing failed: {error.strerror} (errno {error.errno})",
-        where=error.filename or path,
-        found=describe_free_space(files, path.parent),
-        fix="Nothing was committed; make room or mend the disk.",
-    )
+def output_failed(path: Path, error: OSError, files: Files) -> CheckpointError:
+    """Return the error of an output that cannot be written."""
+    found = describe_free_space(files, path.parent)
+    fix = "Nothing was committed; make room or fix the disk."
+    return cannot_write(path, error, what="The output", found=found, fix=fix)

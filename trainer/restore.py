@@ -12,8 +12,7 @@ from trainer.build import Run
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.loader import LoadReport, check_tensors
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
-from trainer.checkpoint.saving.room import cannot_write
-from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.files import Files, cannot_write
 from trainer.checkpoint.storage.folder import TRACKER, CheckpointFolder
 from trainer.checkpoint.storage.patience import Patience, failed_read
 from trainer.checkpoint.tensors.live import LiveTensor, local_of, parameter_names

@@ -86,7 +86,7 @@ def save(
         problem = error
     summary = b"" if contents is None else _summary(document, from_rank0)
     summaries = channel.gather("summaries", summary)
-    channel.agree("given", problem or _difference(summaries))  # the other ranks would wait for one that has given up
+    channel.agree("given", problem or _difference(summaries))  # else the other ranks would wait for one that has failed
     assert contents is not None
     policy = SavePolicy(Path(folder), retention=Retention(max_checkpoint_keep), file_bytes=DEFAULT_FILE_BYTES)
     checkpointer = Checkpointer(policy, channel, nonce=nonce)

@@ -1,4 +1,4 @@
-"""When and how a run is saved, and what a save reports. Values only."""
+"""When and how a run is saved, and the report of a save. Values only."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """When to save where, and what stays.
+    """When to save, where, and which checkpoints stay.
 
     Args:
         folder: the run's checkpoint folder; None means that saving is off.
         save_interval: save at every multiple of it; 0 means only when `save` is called.
         file_bytes: size in bytes at which a safetensors file is full.
-        commit_timeout_s: how long a save may take before it is given up.
+        commit_timeout_s: how long a save may take before it is aborted.
         async_save: write while training goes on.
         staging_bytes: host memory for copies of what an optimizer step would change before it is written; None is what
             the rank writes, and once more what it has of columns: they come together with those of the host's other
             ranks, unless that exceeds it. With less, that step waits for the disk. What may change at any time
             (buffers, frozen parameters) is copied besides.
-        stall_timeout_s: how long that step waits for a disk that writes nothing before the save is given up.
+        stall_timeout_s: how long that step waits for a disk that writes nothing before the save is aborted.
         check_replicas: compare the bits of ranks that hold the same tensor at every so many saves; 0 never.
     """
 
@@ -74,13 +74,13 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What one save did on this rank; `error` is set if the attempt did not become a checkpoint.
+    """The report of one save on this rank; `error` is set if the attempt did not become a checkpoint.
 
     Args:
         seconds: from the call until the checkpoint was committed, or the error.
         blocked_s: how long training stood still for it on this rank.
         waited_s: how long training stood still before it, until the save that was under way had ended.
-        copied_bytes: what was copied so that training could go on.
+        copied_bytes: how many bytes were copied so that training could go on.
     """
 
     iteration: int

@@ -157,11 +157,11 @@ class CheckpointSection:
         verify: the digests that a load checks: `touched` those of the blocks that are read; `full` those of all blocks
             of the checkpoint, shared out between the ranks; `none`.
         file_bytes: size at which a safetensors file is full.
-        commit_timeout_s: how long a save may take before it is given up.
+        commit_timeout_s: how long a save may take before it is aborted.
         async_save: write while training goes on; the next optimizer step copies what is not written by then.
         staging_bytes: host memory for those copies on each rank; null is what the rank writes, and once more what it
             has of tensors cut by columns. With less, the step waits for the disk.
-        stall_timeout_s: how long that step waits for a disk that writes nothing before the save is given up.
+        stall_timeout_s: how long that step waits for a disk that writes nothing before the save is aborted.
         check_replicas: at every so many saves, compare the bits of ranks that hold the same tensor, and commit nothing
             and end the run where two differ; 0 never.
         exit_on_save_failure: end the run after so many failed saves in a row; 0 never.

@@ -18,8 +18,8 @@ from trainer.checkpoint.commit.protocol import Attempt
 from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import STATE
-from trainer.checkpoint.saving.room import cannot_write, require_room
-from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.saving.room import require_room
+from trainer.checkpoint.storage.files import Files, cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.compatibility import differences, settle

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from trainer.atomic import cannot_write
+from trainer.atomic import output_failed
 from trainer.checkpoint.format.box import whole
 from trainer.checkpoint.format.layout import FileLayout, Layout, Place
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, digest_of
@@ -37,7 +37,7 @@ def write_tensor_files(folder: Path, files: Files, layout: Layout, read: Read) -
                 files.make_folder(path.parent)
                 written += list(_write_file(path, files, file, read, bar.update))
             except OSError as error:
-                raise cannot_write(path, error, files) from error
+                raise output_failed(path, error, files) from error
     return written
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a save disagree about, found in their reports and named by the tables of two of them."""
+"""Finds disagreements of the ranks of a save in their reports, and names them by the tables of two ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Disagreement:
 
     @property
     def witnesses(self) -> tuple[int, int]:
-        """Return one rank of each of the first two sides: their tables tell what differs."""
+        """Return one rank of each of the first two sides: their tables show the difference."""
         return self.sides[0][0], self.sides[1][0]
 
 
@@ -87,13 +87,8 @@ def explain(found: Disagreement, tables: Sequence[bytes]) -> TrainerError:
     named = "; ".join(differences[:_MOST_NAMED]) or f"rank {a} and rank {b}"
     count = f"{len(differences)} differences, the first: " if len(differences) > _MOST_NAMED else ""
     if found.is_of_content:
-        return ReplicaError(
-            "Replicas of the same tensor hold different bits",
-            expected="the same bits on all ranks that hold a tensor",
-            found=f"{count}{named}; " + " against ".join(_named(side) for side in found.sides),
-            fix="Nothing was saved; committed checkpoints are untouched. Resume from the newest one. If it happens "
-            "again, the memory of one of these hosts cannot be trusted, or the program lets its replicas drift.",
-        )
+        sides = " against ".join(_named(side) for side in found.sides)
+        return replica_error(f"{count}{named}; {sides}", fix="Nothing was saved; committed checkpoints are untouched. ")
     return CheckpointError(
         "The ranks do not save the same tensors",
         expected="the same table of tensors on every rank",
@@ -103,10 +98,25 @@ def explain(found: Disagreement, tables: Sequence[bytes]) -> TrainerError:
     )
 
 
+def replica_error(found: str, *, fix: str = "") -> ReplicaError:
+    """Return the error of replicas that differ.
+
+    Args:
+        fix: what comes before the common advice.
+    """
+    return ReplicaError(
+        "Replicas of the same tensor hold different bits",
+        expected="the same bits on all ranks that hold a tensor",
+        found=found,
+        fix=f"{fix}Resume from the newest checkpoint. If it happens again, the memory of one of these hosts cannot be "
+        "trusted, or the program lets its replicas drift.",
+    )
+
+
 def _difference(name: str, row: _Row | None, other: _Row | None, ranks: tuple[int, int]) -> str | None:
     """Return how two ranks' rows of one tensor contradict each other, or None.
 
-    Ranks hold other boxes of a tensor by design, or none, but not where both say that the same ranks share theirs.
+    Ranks hold other boxes of a tensor by design, or none, but not where both name the same ranks as holders of theirs.
     """
     if row is None or other is None:
         return f"{name} only on rank {ranks[0] if other is None else ranks[1]}"

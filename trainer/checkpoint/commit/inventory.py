@@ -1,4 +1,4 @@
-"""What one rank believes a checkpoint holds: all its tensors, the boxes of this rank, and digests of shared bytes."""
+"""The inventory of a checkpoint on one rank: all its tensors, the boxes of this rank, and digests of shared bytes."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class TwoPhaseCommit:
         """Return the pieces of all ranks. Rank 0 only.
 
         Raises:
-            CheckpointError: if some rank has counted on another to write its bytes, and that has not.
+            CheckpointError: if some rank has counted on another to write its bytes, which has not.
         """
         layout = self._attempt.layout
         written_bytes = sum(report.written_bytes for report in self._reports)

@@ -1,4 +1,4 @@
-"""Proof, after a load or between iterations, that ranks that hold the same box hold the same bits."""
+"""Checks, after a load or between iterations, that all ranks that hold a box hold the same bits of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import xxhash
 
 from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.disagreement import replica_error
 from trainer.checkpoint.commit.inventory import digest_of_ranks
 from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.checkpoint.tensors.memory import memory_of
@@ -58,7 +59,7 @@ def _digests(live: Sequence[LiveTensor]) -> dict[Group, dict[str, bytes]]:
 
 
 def _first_difference(reports: Sequence[bytes]) -> bytes:
-    """Return the digest of the first group whose members do not agree, or nothing. Rank 0's business."""
+    """Return the digest of the first group whose members do not agree, or nothing. Rank 0 only."""
     known: dict[int, int] = {}
     for report in reports:
         for group, digest in _ROW.iter_unpack(report):
@@ -79,12 +80,5 @@ def _describe(details: Sequence[tuple[int, bytes]], live: Sequence[LiveTensor], 
                 break
         else:
             continue
-        return ReplicaError(
-            "Replicas of the same tensor hold different bits",
-            where=name,
-            expected=f"the same bits on ranks {first_rank} and {rank}",
-            fix="Load the newest checkpoint again; if it happens again, the memory of one of these hosts cannot be "
-            "trusted.",
-        )
-    ranks = [rank for rank, _ in details]
-    return ReplicaError("Replicas of the same tensor hold different bits", found=f"ranks {ranks}")
+        return replica_error(f"other bits of {name} on ranks {first_rank} and {rank}")
+    return replica_error(f"other bits on ranks {[rank for rank, _ in details]}")

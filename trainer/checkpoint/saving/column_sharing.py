@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share, in which columns become whole rows. Where is told in `stripes.py`.
+"""Memory that the ranks of one host share, in which columns become whole rows. `stripes.py` places the rows in it.
 
 No rank waits for another here once all have said what they write: each puts its columns into the stripes and then, when
 it has nothing else to do, writes full stripes until there are none. So all are written: the rank that fills a stripe
@@ -91,7 +91,7 @@ class SharedMemory:
             OSError: if there is no memory for it.
         """
         if self._memory.nbytes < total_bytes:
-            Files().reserve(self._descriptor, total_bytes)  # only ever to the same size, whoever comes first
+            Files().reserve(self._descriptor, total_bytes)  # always to the same size, by any rank first
             self._memory = np.frombuffer(mmap.mmap(self._descriptor, total_bytes), np.uint8)
             populate(self._memory)
 
@@ -169,8 +169,9 @@ class Sharing:
 class LocalRanks:
     """The ranks of one host, seen from one of them, and the memory that they share.
 
-    The first of them decides, for each save, whether columns come together: each of the others tells it what it writes
-    and whether it takes part, and hears what all write, and in which memory. A rank that will not write says so, too.
+    The first of them decides, for each save, whether columns come together. Each of the others sends it the pieces that
+    it writes and whether it takes part, and receives the pieces of all and the memory. A rank that will not write sends
+    that, too.
 
     Args:
         channel: the worker thread's.
@@ -184,16 +185,16 @@ class LocalRanks:
         self._stays_out = False
         self._table: tuple[Layout, bytes, Strips] | None = None
         self._lock = threading.Lock()
-        self._spoken = ""  # the last attempt about which this rank has said something
+        self._answered = ""  # the last attempt on which this rank has sent its message
 
     def meet(self, channel: StoreChannel, name: str) -> None:
-        """Make sure that they are on one host, each by what the others say of themselves. Main thread, all ranks.
+        """Make sure that they are on one host, by an exchange of their hosts. Main thread, all ranks.
 
         Args:
             name: not used before on this channel.
 
         Raises:
-            LaunchError: if one of them says nothing.
+            LaunchError: if one of them sends nothing.
         """
         if channel.world_size == 1:
             return
@@ -209,7 +210,7 @@ class LocalRanks:
         channel.delete([f"{name}/{self._rank}"])
 
     def join(self, attempt: Attempt, pieces: Sequence[Piece], *, may_share: bool) -> Sharing | None:
-        """Tell each other what is written in rows that lie apart; return None where that goes to the file row by row.
+        """Exchange the pieces whose rows lie apart; return None where they go to the file row by row.
 
         All ranks of the host call it, before anything else of the save that can fail. Worker thread.
 
@@ -218,20 +219,20 @@ class LocalRanks:
             may_share: whether this rank has the memory for it.
 
         Raises:
-            TrainerError: if another one says nothing, this one has refused, or there is no memory.
+            TrainerError: if another one sends nothing, this one has refused, or there is no memory.
         """
         if len(self._ranks) < 2:
             return None
         with self._lock:
-            self._require_silence(attempt.name)
+            self._require_unanswered(attempt.name)
         mine = [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, b"") for piece in pieces]
         takes_part = may_share and not self._stays_out
         report = (_JOINS + encode(mine, attempt.layout)) if takes_part else _STAYS_OUT
         if self._rank == self._ranks[0]:
             decision = self._decide(attempt, report)
-            self._speak(self._channel, attempt.name, decision)
+            self._send(self._channel, attempt.name, decision)
         else:
-            self._speak(self._channel, attempt.name, report)
+            self._send(self._channel, attempt.name, report)
             decision = self._channel.read(stripes_key(attempt.name, self._ranks[0]), sender=f"rank {self._ranks[0]}")
         if not decision.startswith(_JOINS):
             return None
@@ -239,17 +240,17 @@ class LocalRanks:
         return self._share(self._open(address), everyone, attempt.layout)
 
     def refuse(self, channel: StoreChannel, attempt: str) -> None:
-        """Tell the ranks of the host that this one writes nothing of an attempt, so that none waits. Main thread."""
+        """Let the ranks of the host know that this one writes nothing of an attempt: none is to wait. Main thread."""
         if len(self._ranks) > 1:
             try:
-                self._speak(channel, attempt, _STAYS_OUT)
-            except CheckpointError:  # it has said that it does, and they will hear that it has failed
+                self._send(channel, attempt, _STAYS_OUT)
+            except CheckpointError:  # it has joined already, and its report will fail the attempt
                 return
             except LaunchError as lost:
-                _log.error("the refusal of %s did not go out: %s", attempt, lost)
+                _log.error("the refusal of %s could not be sent: %s", attempt, lost)
 
     def drop(self) -> None:
-        """Have other memory for the next save: a rank that has failed may still write to this."""
+        """Let go of the memory: a rank that has failed may still write to it, so the next save gets another."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -300,20 +301,20 @@ class LocalRanks:
             fix="From the next save on they are written row by row, which is slower.",
         )
 
-    def _speak(self, channel: StoreChannel, attempt: str, data: bytes) -> None:
-        """Say this rank's one word on an attempt, be it of the worker or of the main thread in its place.
+    def _send(self, channel: StoreChannel, attempt: str, data: bytes) -> None:
+        """Send this rank's one message on an attempt, from the worker or from the main thread in its place.
 
         Raises:
-            CheckpointError: if the other thread has said another.
+            CheckpointError: if the other thread has sent one.
         """
         with self._lock:
-            self._require_silence(attempt)
-            self._spoken = attempt
+            self._require_unanswered(attempt)
+            self._answered = attempt
             channel.put(stripes_key(attempt, self._rank), data)
 
-    def _require_silence(self, attempt: str) -> None:
-        if self._spoken == attempt:
-            raise CheckpointError("This rank has given the save up")
+    def _require_unanswered(self, attempt: str) -> None:
+        if self._answered == attempt:
+            raise CheckpointError("This rank has aborted the save")
 
 
 def _host() -> str:

@@ -7,8 +7,9 @@ import logging
 
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.policy import Retention
-from trainer.checkpoint.saving.room import cannot_write, decide_expired, delete
+from trainer.checkpoint.saving.room import decide_expired, delete
 from trainer.checkpoint.saving.saved_iterations import SavedIterations
+from trainer.checkpoint.storage.files import cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.checkpoint.storage.shared_folder import require_mark

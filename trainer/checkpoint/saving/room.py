@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 from trainer.checkpoint.commit.protocol import Attempt
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.layout import Layout
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.policy import Retention
+from trainer.checkpoint.storage.files import cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.errors import CheckpointError, LockError, TrainerError, UnreadableError
 
 _log = logging.getLogger(__name__)
-
-
-def cannot_write(path: Path, error: OSError) -> CheckpointError:
-    """Return what to raise where the checkpoint folder cannot be written at all."""
-    fix = "Mend the file system, or name another folder with checkpoint.save."
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        fix = "Make room. A run deletes at its start what checkpoint.max_checkpoint_keep does not keep."
-    return CheckpointError(
-        f"The checkpoint folder cannot be written: {error.strerror} (errno {error.errno})",
-        where=error.filename or path,
-        fix=fix,
-    )
 
 
 def decide_expired(

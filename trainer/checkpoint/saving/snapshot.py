@@ -1,4 +1,4 @@
-"""The bytes of a save, as they were when it was asked for, while training goes on. `writer.py` writes them."""
+"""Keeps the bytes of a save as they were when it began, while training goes on. `writer.py` writes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIRECT_BYTES = 512
 
 
 class _State(Enum):
-    """Where the bytes of a chunk are to be had."""
+    """Where the bytes of a chunk are."""
 
     LIVE = auto()  # in live memory only
     READ_IN_PLACE = auto()  # in live memory, from which they are just being written
@@ -76,7 +76,7 @@ class Snapshot:
             bounce: room for a chunk and a page, on page-aligned ground, for bytes that do not lie as the file does.
 
         Raises:
-            CheckpointError: if the snapshot was given up before.
+            CheckpointError: if the snapshot was aborted before.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._states[id(chunk)] is not _State.STAGING)
@@ -101,14 +101,14 @@ class Snapshot:
         return memoryview(copy)  # type: ignore[arg-type]
 
     def done(self, chunk: Chunk) -> None:
-        """Say that a chunk is written, or will not be: `take` may have given live memory."""
+        """Mark a chunk as written, or as never to be: `take` may have returned live memory."""
         self._set(chunk, _State.READ)
 
     def release(self) -> None:
         """Copy what is not written yet, so that live memory may change. Main thread; a second call costs nothing.
 
         It copies from the end while the writers go on from the start. Where the arena is full, it waits until the rest
-        is written; if no chunk is written for `stall_timeout_s`, the snapshot is given up.
+        is written; if no chunk is written for `stall_timeout_s`, the snapshot is aborted.
         """
         if self._is_released:
             return
@@ -122,13 +122,13 @@ class Snapshot:
         self.blocked_s += time.perf_counter() - start
 
     def close(self) -> None:
-        """Say that nothing more will be read, so that no step waits for it."""
+        """End the snapshot: nothing more will be read, so no step waits for it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def abort(self) -> None:
-        """Say that live memory may change from now on; what is still being written from it must not be committed."""
+        """Let live memory change from now on; bytes that are still being written from it must not be committed."""
         with self._changed:
             self._is_aborted = True
             self._changed.notify_all()
@@ -149,7 +149,7 @@ class Snapshot:
     def _require(self) -> None:
         if self._is_aborted:
             raise CheckpointError(
-                "A save was given up while it was being written: the disk hangs", fix="Training goes on."
+                "A save was aborted while it was being written: the disk hangs", fix="Training goes on."
             )
 
     def _stage_ahead(self) -> None:
@@ -225,7 +225,7 @@ class Snapshot:
         return self._memory[part.piece.name].address + part.lo
 
     def _gather(self, chunk: Chunk, target: Bytes) -> torch.cuda.Event | None:
-        """Copy the bytes of a chunk to `target`; return what tells when copies from a device are there."""
+        """Copy the bytes of a chunk to `target`; return the event after which copies from a device are there."""
         at = 0
         event = None
         for part in chunk.parts:

@@ -1,7 +1,7 @@
 """Which extents of tensors the ranks of one host hold together, each of them only columns. Pure arithmetic.
 
 A rank that holds columns has short runs of every row. Ranks of one host put theirs together in memory that they share,
-and what is full is written in one call; who puts them there, and when, is told in `column_sharing.py`.
+and a full stripe is written in one call. `column_sharing.py` fills them.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Writer:
 
     Args:
         threads: how many extents are written at once.
-        progress: told, from any writing thread, how many more bytes are written.
+        progress: called from any writing thread with the number of bytes that it has just written.
         sharing: where columns become whole rows; None where they are written row by row.
     """
 
@@ -173,7 +173,7 @@ class Writer:
 
 
 def writing_failed(path: Path, error: OSError, files: Files, *, root: Path, total_bytes: int) -> CheckpointError:
-    """Return what to raise where a file of a checkpoint in `root`, which takes `total_bytes`, cannot be written."""
+    """Return the error of a file that cannot be written, of a checkpoint in `root` that takes `total_bytes`."""
     problem = f"Writing a checkpoint failed: {error.strerror} (errno {error.errno})"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return CheckpointError(

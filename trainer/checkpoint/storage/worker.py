@@ -1,4 +1,4 @@
-"""Background threads, each of which runs one job at a time. What the jobs do is told elsewhere."""
+"""Background threads, each of which runs one job at a time."""
 
 from __future__ import annotations
 

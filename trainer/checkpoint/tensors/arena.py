@@ -1,4 +1,4 @@
-"""Host memory for bytes on their way to files, on page-aligned ground. What goes in is told elsewhere."""
+"""Host memory for bytes on their way to files, page-aligned like the files."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def test_a_rank_that_has_refused_does_not_join_and_one_that_joins_is_not_refused
         try:
             return local_ranks.join(attempt(tmp_path, 2), pieces, may_share=True) is None
         except CheckpointError as error:
-            return "has given the save up" in str(error)
+            return "has aborted the save" in str(error)
 
     assert run_ranks(2, run) == [True, True]
 
