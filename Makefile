@@ -4,8 +4,9 @@ PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Many tests mostly wait for processes: pytest-xdist deals their files out to two.
-SIDE_BY_SIDE := -n 2 --dist loadfile
+# Many tests mostly wait for processes: pytest-xdist deals their files out to two, in the order of the folders. So the
+# files of few long tests come first, and the two end together on files of many short ones.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 # A name on PATH does not always run: pyenv has one for every version that is switched off. Debian's Python makes no
 # environment before python3-venv is installed.
@@ -41,7 +42,7 @@ test: setup
 
 # Every topology against every other, and what else takes minutes of many processes.
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not soak" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "slow and not soak" --durations=10 $(SIDE_BY_SIDE)
 
 # Checkpoints of other programs, made by these programs themselves; one more of them is installed for it. The tests
 # compile its extension into $(VENV)/build, before any of their deadlines starts.

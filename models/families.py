@@ -1,92 +1,105 @@
-"""What is done with a model of either family: building it, and what its tensors, files and costs are.
+"""The families of models in one table, and all that is known of a model before it is built. Without torch."""
 
-The architectures live in `gpt2` and `llama3`; users import these names from `models`.
-"""
+from dataclasses import fields
+from enum import Enum
+from math import prod
 
-from typing import TypeAlias
+from models import gpt2_spec, llama3_spec
+from models.config import ADDED, Family, Initial, ModelConfig, StoredTensor, common_problems, rotary_problems
+from models.spec import OUTPUT, FamilySpec
 
-import torch
-
-from models import gpt2, llama3
-from models.config import Family, Initial, ModelConfig, Stage, StoredTensor, parameter_count, problems
-from models.gpt2 import GPT2
-from models.llama3 import Llama3
-
-Model: TypeAlias = GPT2 | Llama3
+FAMILIES: dict[Family, FamilySpec] = {
+    Family.gpt2: gpt2_spec.SPEC,
+    Family.llama3: llama3_spec.SPEC,
+}
+_DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
+_ADDED = {field.name for field in fields(ModelConfig) if field.metadata.get(ADDED)}
 
 
-def build_model(
-    config: ModelConfig, *, stage: Stage | None = None, compute_dtype: torch.dtype = torch.float32
-) -> Model:
-    """Build a model, or one stage of it, on torch's current default device with float32 parameters.
+def spec_of(config: ModelConfig) -> FamilySpec:
+    """Return the description of a model's family."""
+    return FAMILIES[config.family]
 
-    The values are whatever the memory held: fill them by `initial_values` or from a checkpoint, padding rows with
-    zeros.
 
-    Raises:
-        ValueError: no model of these sizes can be built; the message lists every reason.
-    """
-    if found := problems(config):
-        raise ValueError("impossible model:\n" + "\n".join(f"  {problem}" for problem in found))
-    stage = stage or Stage.whole(config.n_layer)
-    match config.family:
-        case Family.gpt2:
-            return GPT2(config, stage, compute_dtype)
-        case Family.llama3:
-            return Llama3(config, stage, compute_dtype)
+def family_of_type(model_type: object) -> Family | None:
+    """Return the family that transformers calls `model_type`, or None."""
+    return next((family for family, spec in FAMILIES.items() if spec.hf.model_type == model_type), None)
+
+
+def problems(config: ModelConfig) -> list[str]:
+    """Return every reason why no model of these sizes can be built; each names its key and value."""
+    spec, family = spec_of(config), config.family.value
+    found = common_problems(config)
+    for name, other in spec.follows.items():
+        value, wanted = getattr(config, name), getattr(config, other)
+        if value != wanted:
+            found.append(f"model.{name}={value}: {family} needs it equal to model.{other}={wanted}")
+    found += [f"model.{name}=null: {family} needs it" for name in spec.needs if getattr(config, name) is None]
+    unused = dict.fromkeys(_ADDED - spec.hf.names().keys(), f"{family} has none, leave the key out")
+    for name, reason in (unused | dict(spec.unused)).items():
+        value = getattr(config, name)
+        if value != _DEFAULTS[name]:
+            found.append(f"model.{name}={value.value if isinstance(value, Enum) else value}: {reason}")
+    return found + rotary_problems(config) if spec.is_rotary else found
 
 
 def stored_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     """Return the tensors of the whole model as they lie on disk, in model order, without a tied output weight."""
-    match config.family:
-        case Family.gpt2:
-            return gpt2.stored_tensors(config)
-        case Family.llama3:
-            return llama3.stored_tensors(config)
+    spec = spec_of(config)
+    stored, block = spec.first(config), spec.block(config)
+    for layer in range(config.n_layer):
+        stored |= {f"{spec.blocks}.{layer}.{name}": tensor for name, tensor in block.items()}
+    stored |= spec.last(config)
+    return stored if config.tie_word_embeddings else stored | {OUTPUT: stored[spec.embedding]}
 
 
 def aliases(config: ModelConfig) -> dict[str, str]:
     """Return the names that mean another stored tensor, and that tensor's name."""
-    match config.family:
-        case Family.gpt2:
-            return gpt2.aliases(config)
-        case Family.llama3:
-            return llama3.aliases(config)
+    return {OUTPUT: spec_of(config).embedding} if config.tie_word_embeddings else {}
+
+
+def block_matrices(config: ModelConfig) -> frozenset[str]:
+    """Return the matrices of the blocks: no tables of tokens or positions, no output layer."""
+    block = [name for name, tensor in spec_of(config).block(config).items() if len(tensor.shape) == 2]
+    blocks = spec_of(config).blocks
+    return frozenset(f"{blocks}.{layer}.{name}" for layer in range(config.n_layer) for name in block)
 
 
 def initial_values(config: ModelConfig) -> dict[str, Initial]:
     """Return the initial values of every stored tensor, in model order."""
-    match config.family:
-        case Family.gpt2:
-            return gpt2.initial_values(config)
-        case Family.llama3:
-            return llama3.initial_values(config)
+    initial = spec_of(config).initial
+    return {name: initial(name, config) for name in stored_tensors(config)}
 
 
-def hf_config(config: ModelConfig) -> dict[str, object]:
-    """Return what `config.json` must hold for transformers to open the stored tensors."""
-    match config.family:
-        case Family.gpt2:
-            return gpt2.hf_config(config)
-        case Family.llama3:
-            return llama3.hf_config(config)
+def parameter_count(config: ModelConfig) -> int:
+    """Return the number of stored parameters; a tied table counts once, padding rows not at all."""
+    spec = spec_of(config)
+    output = 0 if config.tie_word_embeddings else config.vocab_size * config.n_embd
+    return _count(spec.first(config)) + config.n_layer * _count(spec.block(config)) + _count(spec.last(config)) + output
 
 
-def generation_config(config: ModelConfig) -> dict[str, object]:
-    """Return what `generation_config.json` must hold for transformers to stop at the end of a text."""
-    return {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+def _count(tensors: dict[str, StoredTensor]) -> int:
+    return sum(prod(tensor.shape) for tensor in tensors.values())
 
 
 def flops_per_token(config: ModelConfig, seq_length: int) -> int:
     """Return the floating-point operations of one token's forward and backward pass, recomputation not counted.
 
-    6 N + 12 n_layer n_embd seq_length, where N leaves out the tables that are only looked up and the causal half of
-    attention is not discounted. Source: Chowdhery et al. 2022, "PaLM", appendix B.
+    6 N + 12 n_layer n_head head_width seq_length, where N leaves out the tables that are only looked up and the causal
+    half of attention is not discounted. Source: Chowdhery et al. 2022, "PaLM", appendix B.
     """
-    match config.family:
-        case Family.gpt2:
-            looked_up = gpt2.looked_up_parameters(config)
-        case Family.llama3:
-            looked_up = llama3.looked_up_parameters(config)
-    multiplied = parameter_count(config) - looked_up
-    return 6 * multiplied + 12 * config.n_layer * config.n_embd * seq_length
+    spec = spec_of(config)
+    # Of the tensors in front of the blocks, only a table that the output layer shares is multiplied with.
+    looked_up = _count({n: t for n, t in spec.first(config).items() if n not in aliases(config).values()})
+    attention = 12 * config.n_layer * config.n_head * config.head_width * seq_length
+    return 6 * (parameter_count(config) - looked_up) + attention
+
+
+def hf_config(config: ModelConfig) -> dict[str, object]:
+    """Return the `config.json` with which transformers opens the stored tensors."""
+    return spec_of(config).hf.write(config)
+
+
+def generation_config(config: ModelConfig) -> dict[str, object]:
+    """Return the `generation_config.json` with which transformers stops at the end of a text."""
+    return {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}

@@ -1,17 +1,12 @@
-"""GPT-2, under transformers' names and orientation.
+"""The network of GPT-2. Its names, shapes and plan are in `gpt2_spec`."""
 
-Sources: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; `GPT2LMHeadModel` of transformers.
-What both families share lives in `layers`.
-"""
-
-from math import sqrt
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.config import Activation, Initial, InitialKind, ModelConfig, Stage, StoredTensor
+from models.config import Activation, ModelConfig, Stage
 from models.layers import (
     Conv1D,
     Dropout,
@@ -25,22 +20,14 @@ from models.layers import (
     run_block,
     tie,
 )
-
-_OUTPUT = "lm_head.weight"
-_EMBEDDING = "transformer.wte.weight"
-# transformers' names, see its `activations.py`.
-HF_ACTIVATIONS = {Activation.gelu_tanh: "gelu_new", Activation.gelu: "gelu"}
+from models.network import Model
 
 
-class GPT2(nn.Module):
+class GPT2(Model):
     """A GPT-2 language model, or the stage of one."""
 
     def __init__(self, config: ModelConfig, stage: Stage, compute_dtype: torch.dtype) -> None:
-        super().__init__()
-        self.config = config
-        self.stage = stage
-        self.compute_dtype = compute_dtype
-        self.activation_checkpointing = False
+        super().__init__(config, stage, compute_dtype)
         width, rows = config.n_embd, config.padded_vocab_size
         parts: dict[str, nn.Module] = {}
         if stage.first:
@@ -61,20 +48,12 @@ class GPT2(nn.Module):
         return cast(nn.ModuleDict, self.transformer["h"])
 
     def tie_weights(self) -> None:
-        """Make the output weight the embedding Parameter itself, where both are here and tied.
-
-        Materialising or wrapping a model separates the two: call again after each.
-        """
+        """See `Model.tie_weights`."""
         if self.config.tie_word_embeddings and self.stage.first and self.stage.last:
             tie(cast(Embedding, self.transformer["wte"]), self.lm_head)
 
     def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None) -> Tensor:
-        """Run this stage.
-
-        `x` is int64 tokens [B, T] on the first stage, else hidden states [B, T, n_embd]. Returns logits
-        [B, T, padded_vocab_size] on the last stage, else hidden states, in the compute dtype. Without a `dropout_key`
-        nothing is dropped.
-        """
+        """Run this stage, see `Model`."""
         key, table = as_key(dropout_key), None
         if self.stage.first:
             output = self.lm_head if self.stage.last else None
@@ -122,7 +101,7 @@ class GPT2Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim = config.head_width
         self.c_attn = FusedConv1D(config.n_embd, 3, config.n_embd)
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
         self.attn_dropout = Dropout(config.dropout, Site.attention, layer=layer)
@@ -150,91 +129,3 @@ class GPT2MLP(nn.Module):
         """Map [B, T, n_embd] to the same shape."""
         hidden = F.gelu(self.c_fc(x), approximate=self.approximate)
         return cast(Tensor, self.dropout(self.c_proj(hidden), key))
-
-
-def stored_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the tensors of the whole model as they lie on disk, in model order."""
-    vocabulary = (config.vocab_size, config.n_embd)
-    positions = (config.max_position_embeddings, config.n_embd)
-    stored = {_EMBEDDING: _plain(*vocabulary), "transformer.wpe.weight": _plain(*positions)}
-    for layer in range(config.n_layer):
-        stored |= {f"transformer.h.{layer}.{name}": tensor for name, tensor in _block_tensors(config).items()}
-    stored |= {"transformer.ln_f.weight": _plain(config.n_embd), "transformer.ln_f.bias": _plain(config.n_embd)}
-    return stored if config.tie_word_embeddings else stored | {_OUTPUT: _plain(*vocabulary)}
-
-
-def _block_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    width, inner = config.n_embd, config.intermediate_size
-    return {
-        "ln_1.weight": _plain(width),
-        "ln_1.bias": _plain(width),
-        "attn.c_attn.weight": StoredTensor(shape=(width, 3 * width), view=(width, 3, width)),
-        "attn.c_attn.bias": StoredTensor(shape=(3 * width,), view=(3, width)),
-        "attn.c_proj.weight": _plain(width, width),
-        "attn.c_proj.bias": _plain(width),
-        "ln_2.weight": _plain(width),
-        "ln_2.bias": _plain(width),
-        "mlp.c_fc.weight": _plain(width, inner),
-        "mlp.c_fc.bias": _plain(inner),
-        "mlp.c_proj.weight": _plain(inner, width),
-        "mlp.c_proj.bias": _plain(width),
-    }
-
-
-def _plain(*shape: int) -> StoredTensor:
-    return StoredTensor(shape=shape, view=shape)
-
-
-def aliases(config: ModelConfig) -> dict[str, str]:
-    """Return the names that mean another stored tensor, and that tensor's name."""
-    return {_OUTPUT: _EMBEDDING} if config.tie_word_embeddings else {}
-
-
-def initial_values(config: ModelConfig) -> dict[str, Initial]:
-    """Return the initial values of every stored tensor.
-
-    Projections into the residual stream get std / sqrt(2 * n_layer), one for each addition to it: section 2.3 of the
-    GPT-2 paper, `GPT2PreTrainedModel._init_weights` of transformers.
-    """
-    return {name: _initial(name, config) for name in stored_tensors(config)}
-
-
-def _initial(name: str, config: ModelConfig) -> Initial:
-    if name.endswith(".bias"):
-        return Initial(InitialKind.zeros)
-    if name.split(".")[-2].startswith("ln_"):
-        return Initial(InitialKind.ones)
-    if name.endswith("c_proj.weight"):
-        return Initial(InitialKind.normal, config.initializer_range / sqrt(2 * config.n_layer))
-    return Initial(InitialKind.normal, config.initializer_range)
-
-
-def looked_up_parameters(config: ModelConfig) -> int:
-    """Return how many parameters are only looked up: no token is multiplied with them."""
-    rows = config.max_position_embeddings + (0 if config.tie_word_embeddings else config.vocab_size)
-    return rows * config.n_embd
-
-
-def hf_config(config: ModelConfig) -> dict[str, object]:
-    """Return transformers' `config.json` of this model."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "dtype": "float32",
-        "activation_function": HF_ACTIVATIONS[config.activation],
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "n_inner": config.intermediate_size,
-        "n_positions": config.max_position_embeddings,
-        "n_ctx": config.max_position_embeddings,  # llama.cpp's converter reads no other name
-        "vocab_size": config.vocab_size,
-        "attn_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
-        "layer_norm_epsilon": config.norm_eps,
-        "initializer_range": config.initializer_range,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-    }

@@ -1,4 +1,4 @@
-"""The small modules and functions that both families are built of.
+"""The small modules and functions that all families are built of.
 
 Parameters are float32 masters, allocated and not filled; each is cast to the dtype of the activations where it is used,
 which does nothing when a wrapper has cast it already. No architecture lives here.

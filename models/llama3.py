@@ -1,10 +1,5 @@
-"""LLaMA-3, under transformers' names and orientation.
+"""The network of LLaMA-3. Its names, shapes and plan are in `llama3_spec`."""
 
-Sources: Dubey et al. 2024, "The Llama 3 Herd of Models"; `LlamaForCausalLM` of transformers. What both families share
-lives in `layers`.
-"""
-
-from dataclasses import asdict
 from math import pi
 from typing import cast
 
@@ -12,30 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.config import Initial, InitialKind, ModelConfig, RopeScaling, Stage, StoredTensor
+from models.config import ModelConfig, RopeScaling, Stage
 from models.layers import Embedding, Linear, OutputLayer, RMSNorm, causal_attention, run_block, tie
-
-_OUTPUT = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
+from models.network import Model
 
 
-class Llama3(nn.Module):
+class Llama3(Model):
     """A LLaMA-3 language model, or the stage of one."""
 
     def __init__(self, config: ModelConfig, stage: Stage, compute_dtype: torch.dtype) -> None:
-        super().__init__()
-        self.config = config
-        self.stage = stage
-        self.compute_dtype = compute_dtype
-        self.activation_checkpointing = False
-        # Into how many parts hidden states are cut along the sequence; sequence parallelism sets it from outside.
-        self.sequence_shards = 1
+        super().__init__(config, stage, compute_dtype)
         self._rotation: tuple[Tensor, Tensor] | None = None
         rows = config.padded_vocab_size
         parts: dict[str, nn.Module] = {}
         if stage.first:
             parts["embed_tokens"] = Embedding(rows, config.n_embd)
-        parts["layers"] = nn.ModuleDict({str(layer): Llama3Block(config) for layer in stage.layers})
+        parts["layers"] = nn.ModuleDict({str(layer): self.build_block(config) for layer in stage.layers})
         if stage.last:
             parts["norm"] = RMSNorm(config.n_embd, config.norm_eps)
         self.model = nn.ModuleDict(parts)
@@ -43,26 +30,23 @@ class Llama3(nn.Module):
             self.lm_head = OutputLayer(config.n_embd, rows, config.vocab_size)
         self.tie_weights()
 
+    @staticmethod
+    def build_block(config: ModelConfig) -> nn.Module:
+        """Return one layer, for families that differ in their layers alone."""
+        return Llama3Block(config)
+
     @property
     def blocks(self) -> nn.ModuleDict:
         """Return the blocks of this stage by global layer number."""
         return cast(nn.ModuleDict, self.model["layers"])
 
     def tie_weights(self) -> None:
-        """Make the output weight the embedding Parameter itself, where both are here and tied.
-
-        Materialising or wrapping a model separates the two: call again after each.
-        """
+        """See `Model.tie_weights`."""
         if self.config.tie_word_embeddings and self.stage.first and self.stage.last:
             tie(cast(Embedding, self.model["embed_tokens"]), self.lm_head)
 
     def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None) -> Tensor:
-        """Run this stage.
-
-        `x` is int64 tokens [B, T] on the first stage, else hidden states [B, T, n_embd]. Returns logits
-        [B, T, padded_vocab_size] on the last stage, else hidden states, in the compute dtype. `dropout_key` is there
-        for both families to be called alike: this one has no dropout.
-        """
+        """Run this stage, see `Model`; there is no dropout, `dropout_key` is not used."""
         (cos, sin), table = self._rotation_for(x), None
         if self.stage.first:
             output = self.lm_head if self.stage.last else None
@@ -104,12 +88,12 @@ class Llama3Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        kv_width = config.n_kv_head * config.head_dim
-        self.q_proj = Linear(config.n_embd, config.n_embd)
+        self.head_dim = config.head_width
+        q_width, kv_width = config.n_head * config.head_width, config.n_kv_head * config.head_width
+        self.q_proj = Linear(config.n_embd, q_width)
         self.k_proj = Linear(config.n_embd, kv_width)
         self.v_proj = Linear(config.n_embd, kv_width)
-        self.o_proj = Linear(config.n_embd, config.n_embd)
+        self.o_proj = Linear(q_width, config.n_embd)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map [B, T, n_embd] to the same shape."""
@@ -162,7 +146,7 @@ def rotation(config: ModelConfig, length: int, *, device: torch.device, dtype: t
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
     """Return the angle per position of every pair of a head, float32 [head_dim / 2] on the CPU, in radians."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    exponents = torch.arange(0, config.head_width, 2, dtype=torch.float32, device="cpu") / config.head_width
     frequencies = 1.0 / config.rope_theta**exponents
     return frequencies if config.rope_scaling is None else scale_frequencies(frequencies, config.rope_scaling)
 
@@ -176,78 +160,3 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = share.clamp(0.0, 1.0)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
-
-
-def stored_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the tensors of the whole model as they lie on disk, in model order."""
-    vocabulary = (config.vocab_size, config.n_embd)
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: vocabulary}
-    for layer in range(config.n_layer):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _block_shapes(config).items()}
-    shapes["model.norm.weight"] = (config.n_embd,)
-    if not config.tie_word_embeddings:
-        shapes[_OUTPUT] = vocabulary
-    return {name: StoredTensor(shape=shape, view=shape) for name, shape in shapes.items()}
-
-
-def _block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    width, inner, kv_width = config.n_embd, config.intermediate_size, config.n_kv_head * config.head_dim
-    return {
-        "self_attn.q_proj.weight": (width, width),
-        "self_attn.k_proj.weight": (kv_width, width),
-        "self_attn.v_proj.weight": (kv_width, width),
-        "self_attn.o_proj.weight": (width, width),
-        "mlp.gate_proj.weight": (inner, width),
-        "mlp.up_proj.weight": (inner, width),
-        "mlp.down_proj.weight": (width, inner),
-        "input_layernorm.weight": (width,),
-        "post_attention_layernorm.weight": (width,),
-    }
-
-
-def aliases(config: ModelConfig) -> dict[str, str]:
-    """Return the names that mean another stored tensor, and that tensor's name."""
-    return {_OUTPUT: _EMBEDDING} if config.tie_word_embeddings else {}
-
-
-def initial_values(config: ModelConfig) -> dict[str, Initial]:
-    """Return the initial values of every stored tensor, those of transformers' `_init_weights`."""
-    normal = Initial(InitialKind.normal, config.initializer_range)
-    return {
-        name: Initial(InitialKind.ones) if name.endswith("norm.weight") else normal for name in stored_tensors(config)
-    }
-
-
-def looked_up_parameters(config: ModelConfig) -> int:
-    """Return how many parameters are only looked up: no token is multiplied with them."""
-    return 0 if config.tie_word_embeddings else config.vocab_size * config.n_embd
-
-
-def hf_config(config: ModelConfig) -> dict[str, object]:
-    """Return transformers' `config.json` of this model, readable by versions 4 and 5."""
-    scaling = None if config.rope_scaling is None else {"rope_type": "llama3", **asdict(config.rope_scaling)}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "float32",
-        "hidden_act": "silu",
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_kv_head,
-        "head_dim": config.head_dim,
-        "hidden_size": config.n_embd,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.norm_eps,
-        "initializer_range": config.initializer_range,
-        "attention_bias": False,
-        "mlp_bias": False,
-        # Version 5 reads the first of these three, version 4 the other two.
-        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-    }

@@ -1,6 +1,6 @@
-"""Show what this project is for: train, train again and be killed, resume with the same command, compare.
+"""Train, train again and get killed, resume with the same command, and compare the two curves.
 
-Exit status 0 if the two loss curves are the same bits, else not 0.
+The exit status is 0 if the two loss curves have equal bits, else not 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KILL_AFTER = 49
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demonstration and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=local_path, default=Path("runs/demo"), help="removed and made anew")
+    parser.add_argument("--folder", type=local_path, default=Path("runs/demo"), help="deleted first, then created")
     folder = parser.parse_args(arguments).folder
     shutil.rmtree(folder, ignore_errors=True)
     unbroken, killed = folder / "unbroken", folder / "killed"
@@ -59,7 +59,7 @@ def kill_inside_iteration(run: Sequence[str], metrics: Path) -> None:
 
 
 def last_row(metrics: Path) -> dict[str, float]:
-    """Return the last training iteration that was recorded whole, or nothing."""
+    """Return the last completely recorded training iteration, or None."""
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return next((row for row in reversed(rows) if "loss" in row), {})

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,6 +24,7 @@ from omegaconf import OmegaConf
 
 import trainer.__main__
 import trainer.loop
+from scripts.faults.ranks import become_rank, free_port
 from trainer.build import Run
 from trainer.config.schema import Config
 from trainer.step import StepResult
@@ -266,13 +266,6 @@ def last_iteration(metrics: Path, event: str | None = None) -> int:
     return max((int(row["iteration"]) for row in rows if row.get("event") == event), default=0)
 
 
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nothing listens on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
 def _train(arguments: list[str]) -> None:
     sys.argv = arguments
     trainer.__main__.main()
@@ -283,18 +276,33 @@ def _train_until_killed(arguments: list[str], *, after: int, awaits_save: bool) 
 
     So the kill comes at the same place however fast the iterations are.
     """
-    iterate = trainer.loop._iterate
 
-    def held(run: Run) -> StepResult:
-        while awaits_save and run.state.progress.iteration + 1 == after and run.checkpointer.is_saving:
+    def await_save(run: Run, iteration: int) -> None:
+        while awaits_save and iteration == after and run.checkpointer.is_saving:
             os.sched_yield()
-        result = iterate(run)
-        while run.state.progress.iteration > after:
+
+    def hold(run: Run, iteration: int) -> None:
+        while iteration > after:
             signal.pause()
+
+    around_iterations(before=await_save, after=hold)
+    _train(arguments)
+
+
+def around_iterations(
+    before: Callable[[Run, int], None] = lambda *_: None, after: Callable[[Run, int], None] = lambda *_: None
+) -> None:
+    """Call `before` and `after` with the run and the number of each iteration that this process then trains."""
+    iterate = trainer.loop.iterate
+
+    def acting(run: Run) -> StepResult:
+        iteration = run.state.progress.iteration + 1
+        before(run, iteration)
+        result = iterate(run)
+        after(run, iteration)
         return result
 
-    trainer.loop._iterate = held
-    _train(arguments)
+    trainer.loop.iterate = acting
 
 
 def _rank(
@@ -306,19 +314,7 @@ def _rank(
     output: str,
     cores: tuple[int, ...],
 ) -> None:
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    if ranks > 1:
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+    Path(output).unlink(missing_ok=True)
+    become_rank(rank, ranks, port=port, output=output)
     os.sched_setaffinity(0, cores)
     function(arguments)

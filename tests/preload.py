@@ -1,11 +1,22 @@
-"""What every launched rank needs, imported once in the fork server so that a rank starts in a fraction of a second."""
+"""What every launched rank needs, imported once in the fork server so that a rank starts in a fraction of a second.
 
-import hydra  # noqa: F401
+A configuration is composed there too: the parser of overrides fills its tables at the first one, and a rank that is
+forked later finds them full. No tensor is computed: autograd's threads would not live on in a rank.
+"""
+
+import multiprocessing.synchronize  # noqa: F401
+
 import torch.distributed.fsdp
 import torch.distributed.tensor
+import torch.profiler
 import torch.utils.tensorboard  # noqa: F401
 
 import trainer.__main__
 import trainer.build
+import trainer.launch.process_group
+import trainer.launch.relaunch
+import trainer.launch.watchdog
 import trainer.loop
-import trainer.restore  # noqa: F401
+import trainer.restore
+
+trainer.__main__.compose(["model=gpt2_tiny", "train.train_iters=3", "optimizer.lr=0.001"])

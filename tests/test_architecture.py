@@ -11,7 +11,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -19,20 +19,22 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_TEST_NAME = 60
 
 # From bottom to top: a module imports from lower layers, and within its own package.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "models",
         "trainer",
+        "trainer.atomic",
         "trainer.errors",
-        "trainer.progress",
+        "trainer.json_value",
         "trainer.regular_file",
-        "trainer.schedule",
-        "trainer.topology",
+        "trainer.text_table",
     ),
+    ("trainer.progress", "trainer.schedule", "trainer.topology"),
     ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
-    ("trainer.atomic", "trainer.compatibility", "trainer.config", "trainer.launch"),
+    ("trainer.compatibility", "trainer.config", "trainer.launch"),
     (
         "trainer.memory_needs",
         "trainer.metrics",
@@ -66,10 +68,11 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 # What a package may import besides the standard library and itself.
+FOUNDATION = {"trainer.atomic", "trainer.errors", "trainer.json_value", "trainer.regular_file"}
 ALLOWED: dict[str, frozenset[str]] = {
     "models": frozenset({"torch"}),
-    "trainer.data": frozenset({"numpy", "torch", "xxhash", "tokenizers", "trainer.errors", "trainer.regular_file"}),
-    "trainer.checkpoint": frozenset({"torch", "numpy", "xxhash", "trainer.errors", "trainer.regular_file"}),
+    "trainer.data": frozenset({"numpy", "torch", "xxhash", "tokenizers", *FOUNDATION}),
+    "trainer.checkpoint": frozenset({"torch", "numpy", "xxhash", *FOUNDATION}),
 }
 
 # Libraries, and the modules or packages that may import each.
@@ -78,6 +81,8 @@ ONLY_IN = {
     "omegaconf": ("trainer.__main__",),
     "matplotlib": ("trainer.compare.figure",),
     "torch.utils.tensorboard": ("trainer.metrics.run_log",),
+    "tensorboard": ("trainer.metrics.tensorboard_files",),
+    "google.protobuf": ("trainer.metrics.tensorboard_files",),  # what tensorboard writes its events with
     "torch.distributed.tensor": ("trainer.checkpoint.tensors.live", "trainer.parallel"),
 }
 
@@ -91,6 +96,54 @@ HANDED_ON = {
     ("trainer.__main__", "BaseException"),
     ("trainer.__main__", "Exception"),
     ("trainer.interop.torch_file", "Exception"),
+}
+
+# Words that named something once, and the field's word for it. None comes back as a word of a name.
+RETIRED: dict[str, str] = {
+    "appearing": "atomic_output",
+    "ballot": "commit_state",
+    "board": "store_channel",
+    "cut_token_loss": "vocab_parallel_cross_entropy",
+    "doomed": "expired",
+    "excuse": "already_committed",
+    "farewell": "exit_grace",
+    "last_words": "exit_grace",
+    "lend_table": "tied_embedding",
+    "meeting": "rendezvous",
+    "neighbours": "local_ranks",
+    "outlook": "in_doubt",
+    "peer_watch": "watchdog",
+    "pulse": "heartbeat",
+    "signal_watch": "signal_handler",
+    "stretch": "extent",
+    "stretches": "extents",
+    "strip": "stripe",
+    "whole_logits": "gather_logits",
+}
+# The same for names of classes, where the word alone is an ordinary one.
+RETIRED_CLASSES: dict[str, str] = {
+    "Asked": "ControlFlags",
+    "Axes": "ParallelContext",
+    "Feed": "BatchLoader",
+    "Flight": "SaveJob",
+    "Poll": "SharedCommitState",
+    "Requests": "RunControl",
+    "Wanted": "ExportOptions",
+}
+
+# Unit tests of no single module, and what they are of. Any other lies where its module does.
+OF_NO_MODULE = {
+    "tests.unit.checkpoint.format.test_document": "docs/checkpoint_format.md and the reader it prints",
+    "tests.unit.checkpoint.loading.test_links": "symbolic links in a checkpoint folder",
+    "tests.unit.checkpoint.saving.test_aborted": "saves that are aborted",
+    "tests.unit.checkpoint.saving.test_background": "saves while training goes on",
+    "tests.unit.checkpoint.tensors.test_names_and_strangers": "files and folders that are not the checkpoint's",
+    "tests.unit.checkpoint.test_golden": "the checkpoint in tests/golden",
+    "tests.unit.config.test_odd_commands": "commands that must end in one message",
+    "tests.unit.models.test_dropout": "dropout in every family",
+    "tests.unit.models.test_models": "every family against transformers",
+    "tests.unit.test_makefile": "the Makefile",
+    "tests.unit.test_startup": "the imports of the commands",
 }
 
 PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -127,6 +180,10 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
     def entry_of(self, table: Sequence[Sequence[str]], root: str) -> str:
         """Return the longest entry of a table of layers that this module is or lies in, or an empty string.
 
@@ -138,14 +195,14 @@ class Source:
         return max(fitting, key=len, default="")
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node
 
     def imports(self) -> set[str]:
         """Return the dotted names this module imports; of `from a import b` both `a` and `a.b`."""
         found = set()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -169,7 +226,7 @@ def read_sources(*folders: str) -> list[Source]:
 def imported_modules(source: Source, known: set[str]) -> set[str]:
     """Return the project's own modules that a source imports; importing a name from a package means the package."""
     found = set()
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -294,7 +351,7 @@ def nothing_runs_code(sources: Sequence[Source]) -> list[str]:
             if name.split(".")[-1] in PICKLING_CALLS:
                 found.append(f"{source.module} imports {name}, which pickles")
         read_as_weights = _weights_only_loads(source) if source.module in WEIGHTS_ONLY else set()
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             match node:
                 case ast.Attribute(value=ast.Name(id="torch"), attr="save" | "load" as name):
                     if (source.module, f"torch.{name}") in MEASURED_AS_A_PEER or id(node) in read_as_weights:
@@ -315,7 +372,7 @@ def _weights_only_loads(source: Source) -> set[int]:
     """Return what names `torch.load` in calls with `weights_only=True`."""
     return {
         id(node.func)
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
         if any(keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in node.keywords)
     }
@@ -325,7 +382,7 @@ def narrow_handlers(sources: Sequence[Source]) -> list[str]:
     """What is caught is named; a broad handler is one that hands on what it catches, and is listed here."""
     found = []
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not isinstance(node, ast.ExceptHandler):
                 continue
             names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"everything"}
@@ -339,6 +396,86 @@ def names_of_files(sources: Sequence[Source]) -> list[str]:
     """A file is named for its idea."""
     dull = {"utils", "util", "helpers", "misc", "common"}
     return [f"{source.module} is a drawer, not an idea" for source in sources if source.module.split(".")[-1] in dull]
+
+
+def unique_classes(sources: Sequence[Source]) -> list[str]:
+    """The name of a public class means one thing."""
+    homes: dict[str, list[str]] = {}
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(source.module)
+    return [f"{name} is a class of {' and of '.join(where)}" for name, where in homes.items() if len(where) > 1]
+
+
+def retired_words(sources: Sequence[Source]) -> list[str]:
+    """Nothing is named with a word that has given way to the field's."""
+    found = []
+    for source in sources:
+        names = {*defined_names(source), source.module.split(".")[-1]}
+        classes = {node.name.lstrip("_") for node in source.nodes if isinstance(node, ast.ClassDef)}
+        for name in sorted(names):
+            spelled = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+            for word, better in RETIRED.items():
+                if re.search(rf"(?<![a-z0-9]){word}s?(?![a-z0-9])", spelled):
+                    found.append(f"{source.module} names {name}: {word} has given way to {better}")
+        for name in sorted(classes & RETIRED_CLASSES.keys()):
+            found.append(f"{source.module} names a class {name}, which has given way to {RETIRED_CLASSES[name]}")
+    return found
+
+
+def defined_names(source: Source) -> Iterator[str]:
+    """Yield the names that a source gives: of classes, functions, arguments, variables and attributes."""
+    for node in source.nodes:
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+
+
+def short_test_names(sources: Sequence[Source]) -> list[str]:
+    """The name of a test fits a line of a report."""
+    return [
+        f"{source.module}.{function.name} has {len(function.name)} letters"
+        for source in sources
+        for function in source.functions()
+        if function.name.startswith("test_") and len(function.name) > MAX_TEST_NAME
+    ]
+
+
+def public_seams(sources: Sequence[Source]) -> list[str]:
+    """No test replaces a private name of the command or its loop."""
+    found = []
+    for source in sources:
+        for node in source.nodes:
+            match node:
+                case ast.Assign(targets=[ast.Attribute() as target]):
+                    name = ast.unparse(target)
+                case (
+                    ast.Call(func=ast.Attribute(attr="setattr"), args=[owner, ast.Constant(value=str(attr)), *_])
+                    | ast.Call(func=ast.Name(), args=[ast.Attribute() as owner, ast.Constant(value=str(attr)), *_])
+                ):
+                    name = f"{ast.unparse(owner)}.{attr}"
+                case _:
+                    continue
+            if re.search(r"(?:^|\.)(?:loop|step|__main__|build|restore|evaluate|data\.loader|BatchLoader)\._", name):
+                found.append(f"{source.module} replaces {name}")
+    return found
+
+
+def mirrored(sources: Sequence[Source]) -> list[str]:
+    """A file of unit tests lies where its module lies in the product."""
+    modules = {source.module for source in PRODUCT}
+    found = []
+    for source in sources:
+        folder, _, name = source.module.rpartition(".")
+        if not is_or_in(folder, "tests.unit") or not name.startswith("test_") or source.module in OF_NO_MODULE:
+            continue
+        tested = f"{folder}.{name.removeprefix('test_')}".removeprefix("tests.unit.")
+        if not modules & {tested, f"trainer.{tested}"}:
+            found.append(f"{source.module} tests no module: there is neither {tested} nor trainer.{tested}")
+    return found
 
 
 def clean_text(sources: Sequence[Source]) -> list[str]:
@@ -367,8 +504,14 @@ RULES: tuple[Rule, ...] = (
     nothing_runs_code,
     narrow_handlers,
     names_of_files,
+    unique_classes,
+    retired_words,
     clean_text,
 )
+
+
+# The same for the tests.
+RULES_OF_TESTS: tuple[Rule, ...] = (annotations, short_test_names, public_seams, mirrored)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -377,16 +520,28 @@ def test_the_product_keeps_the_rule(rule: Rule) -> None:
     assert rule(PRODUCT) == []
 
 
-def test_tests_are_annotated_and_hold_no_path_of_a_machine() -> None:
-    assert annotations(TESTS) == []
+@pytest.mark.parametrize("rule", RULES_OF_TESTS, ids=lambda rule: rule.__name__)
+def test_the_tests_keep_the_rule(rule: Rule) -> None:
+    assert len(TESTS) > 100
+    assert rule(TESTS) == []
+
+
+def test_every_unit_test_of_no_module_is_there() -> None:
+    assert OF_NO_MODULE.keys() <= {source.module for source in TESTS}
+
+
+def test_tests_hold_no_path_of_a_machine() -> None:
     examples = {"tests.test_architecture", "tests.unit.data.test_text"}  # hold made-up paths
     assert clean_text([source for source in TESTS if source.module not in examples]) == []
 
 
 def test_documents_and_configuration_hold_no_path_of_a_machine() -> None:
-    names = ["Makefile", "pyproject.toml", "constraints.txt", "README.md", ".gitignore", ".ci/run"]
+    names = ["Makefile", "pyproject.toml", "constraints.txt", ".gitignore", ".pre-commit-config.yaml", ".ci/run"]
     paths = (
-        [ROOT / name for name in names] + sorted((ROOT / "docs").glob("*.md")) + sorted(ROOT.glob("configs/**/*.yaml"))
+        [ROOT / name for name in names]
+        + sorted(ROOT.glob("*.md"))
+        + sorted((ROOT / "docs").glob("*.md"))
+        + sorted(ROOT.glob("configs/**/*.yaml"))
     )
     assert len(paths) >= 30
     assert clean_text([Source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]) == []
@@ -466,6 +621,25 @@ BROKEN = [
     (narrow_handlers, "trainer.loop", "try:\n    f()\nexcept Exception:\n    pass\n", "catches Exception"),
     (narrow_handlers, "trainer.loop", "try:\n    f()\nexcept (OSError, BaseException):\n    pass\n", "BaseException"),
     (names_of_files, "trainer.utils", "", "drawer"),
+    (unique_classes, "trainer.metrics.second", _DOC + "class BatchLoader: ...\n", "BatchLoader is a class of"),
+    (retired_words, "trainer.loop", "class Ballot: ...\n", "trainer.loop names Ballot"),
+    (retired_words, "trainer.loop", "class _LendTable: ...\n", "trainer.loop names _LendTable"),
+    (retired_words, "trainer.loop", "class _Flight: ...\n", "a class Flight"),
+    (retired_words, "trainer.loop", "def _doomed_names() -> None: ...\n", "names _doomed_names"),
+    (retired_words, "trainer.loop", "def f(neighbours: int) -> None: ...\n", "names neighbours"),
+    (retired_words, "trainer.loop", "x.board, y = 1, 2\n", "names board"),
+    (retired_words, "trainer.loop", "MOST_STRIPS = 2\n", "names MOST_STRIPS"),
+    (retired_words, "trainer.launch.farewell", _DOC, "names farewell"),
+    (short_test_names, "tests.test_x", f"def test_{'x' * 56}() -> None: ...\n", "has 61 letters"),
+    (public_seams, "tests.test_x", "trainer.loop._save = f\n", "replaces trainer.loop._save"),
+    (
+        public_seams,
+        "tests.test_x",
+        "monkeypatch.setattr(trainer.step, '_finish', f)\n",
+        "replaces trainer.step._finish",
+    ),
+    (mirrored, "tests.unit.data.test_ordering", _DOC, "neither data.ordering nor trainer.data.ordering"),
+    (mirrored, "tests.unit.test_layers", _DOC, "tests no module"),
     (clean_text, "trainer.loop", "PATH = '/ho" + "me/me/data'\n", "a path"),
     (clean_text, "trainer.loop", "x = 1  # TO" + "DO: two\n", "a note"),
 ]
@@ -477,15 +651,23 @@ BROKEN = [
     ids=[f"{rule.__name__}-{number}" for number, (rule, *_) in enumerate(BROKEN)],
 )
 def test_a_source_that_breaks_the_rule_is_named(rule: Rule, module: str, text: str, complaint: str) -> None:
-    others = [source for source in PRODUCT if source.module != module]
-    found = rule([*others, Source(module, text)])
+    found = rule([*others(module), Source(module, text)])
     assert any(complaint in line for line in found), found
-    assert not any(complaint in line for line in rule(others))
+    assert not any(complaint in line for line in found_without(rule, module))
+
+
+def others(module: str) -> list[Source]:
+    return [source for source in PRODUCT if source.module != module]
+
+
+@cache
+def found_without(rule: Rule, module: str) -> list[str]:
+    return rule(others(module))
 
 
 def test_every_rule_is_shown_to_complain() -> None:
     shown = {rule.__name__ for rule, *_ in BROKEN} | {"no_cycles"}
-    assert shown == {rule.__name__ for rule in RULES}
+    assert shown == {rule.__name__ for rule in (*RULES, *RULES_OF_TESTS)}
 
 
 def test_a_cycle_of_imports_is_named() -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 import trainer.__main__ as command
-from models import parameter_count
+from models.families import parameter_count
+from trainer.checkpoint.policy import SavePolicy
 from trainer.config.checks import validate
-from trainer.config.schema import Config, topology_of
+from trainer.config.schema import CheckpointSection, Config, RunSection, topology_of
 from trainer.errors import ConfigError
 from trainer.schedule import resolve
 from trainer.topology import Topology
@@ -105,7 +107,7 @@ def test_every_experiment_can_run_on_the_ranks_it_is_for(experiment: str) -> Non
         assert math.prod(map(int, counts)) == WORLD_SIZES[experiment]
 
 
-def test_an_experiment_s_model_and_topology_are_those_of_its_name() -> None:
+def test_an_experiment_s_name_gives_its_model_and_topology() -> None:
     assert set(WORLD_SIZES) == set(GROUPS["experiment"])
     config = composed("experiment=gpt2_124m_tp2_pp2_dp2")
     assert parameter_count(config.model) == SIZES["gpt2_124m"]
@@ -120,7 +122,7 @@ def test_an_experiment_s_model_and_topology_are_those_of_its_name() -> None:
     assert topology_of(composed("experiment=reference_3d"), 8) == Topology(pp=2, dp=2, tp=2, vpp=2, sp=True)
 
 
-def test_the_reference_runs_are_as_long_and_save_as_often_as_they_are_compared() -> None:
+def test_the_reference_runs_are_as_long_as_they_are_compared() -> None:
     config = composed("experiment=reference_3d")
     assert (config.train.train_iters, config.checkpoint.save_interval) == (50, 10)
     for name in ("reference_gpt2", "reference_llama3"):
@@ -146,7 +148,7 @@ def test_the_default_is_small_and_saves_into_the_run_s_folder() -> None:
 
 
 @pytest.mark.parametrize("schedule", GROUPS["schedule"])
-def test_the_default_warm_up_fits_every_length_and_stays_10_where_it_fitted(schedule: str) -> None:
+def test_the_default_warm_up_fits_every_length(schedule: str) -> None:
     for train_iters, warmup in {1: 0, 2: 1, 5: 2, 9: 4, 10: 10, 50: 10, 100: 10, 10**6: 10}.items():
         config = composed(f"schedule={schedule}", f"train.train_iters={train_iters}")
         validate(config, world_size=1)
@@ -160,6 +162,36 @@ def test_the_default_warm_up_fits_every_length_and_stays_10_where_it_fitted(sche
 def test_every_model_has_its_known_size() -> None:
     assert set(GROUPS["model"]) == set(SIZES)
     assert {name: parameter_count(composed(f"model={name}").model) for name in SIZES} == SIZES
+
+
+def test_a_configuration_without_overrides_has_schema_defaults() -> None:
+    config, run = composed(), RunSection(dir="runs/default")
+    section = CheckpointSection(save="runs/default/checkpoints")
+    assert config == Config(model=config.model, run=run, checkpoint=section)
+
+
+# Presets of a size or a topology say all of it; an experiment says what it is.
+WHOLE = {"experiment", "model", "parallel"}
+
+
+@pytest.mark.parametrize("group", sorted(set(GROUPS) - WHOLE))
+def test_a_group_file_holds_only_values_other_than_the_defaults(group: str) -> None:
+    defaults = OmegaConf.to_container(OmegaConf.structured(Config(model=composed().model)), enum_to_str=True)
+    assert isinstance(defaults, dict)
+    for path in sorted((command.CONFIGS / group).glob("*.yaml")):
+        values = OmegaConf.to_container(OmegaConf.load(path))
+        assert isinstance(values, dict)
+        assert {key for key, value in values.items() if defaults[group][key] == value} == set(), path
+
+
+def test_the_library_s_save_defaults_are_the_configuration_s() -> None:
+    """Two differ: a call of the library saves once, and returns when the checkpoint is there."""
+    policy, section = SavePolicy(None), CheckpointSection()
+    shared = {field.name for field in fields(SavePolicy)} & {field.name for field in fields(CheckpointSection)}
+    assert {name for name in shared if getattr(policy, name) != getattr(section, name)} == {
+        "save_interval",
+        "async_save",
+    }
 
 
 def test_every_key_of_the_schema_can_be_set() -> None:
@@ -244,7 +276,7 @@ IMPOSSIBLE: list[tuple[int, list[str], list[str]]] = [
     IMPOSSIBLE,
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else str(value),
 )
-def test_an_impossible_configuration_is_refused_naming_keys_and_values(
+def test_an_impossible_configuration_is_refused_by_key_and_value(
     world_size: int, overrides: Sequence[str], words: Sequence[str]
 ) -> None:
     with pytest.raises(ConfigError) as refusal:

@@ -1,6 +1,6 @@
-"""The command: `python -m trainer KEY=VALUE ...`, or `torchrun --nproc-per-node N -m trainer KEY=VALUE ...`.
+"""Training: `reprise train KEY=VALUE ...`, or `torchrun --nproc-per-node N -m trainer KEY=VALUE ...` on several ranks.
 
-Hydra is used here and nowhere else.
+This is the only module that uses Hydra.
 """
 
 from __future__ import annotations
@@ -42,29 +42,34 @@ _T = TypeVar("_T")
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 _EXIT_GRACE_S = 1.0
-# A rank that fails may wait for a store whose host hangs, or for a disk: not longer than this.
-_LAST_WORDS_S = 40.0
+# The longest time that a failing rank waits for a hung store host or a disk.
+_LEAVE_WITHIN_S = 40.0
 
-# Lines of Hydra's errors that are of no use here: no key can be appended, and its own folders are none of the user's.
+# Lines of Hydra's errors to omit: no key can be appended, and Hydra's folders do not concern the user.
 _LEFT_OUT = ("reference_type", "object_type", "To append to your config", "Config search path:", "provider=")
 
 ConfigStore.instance().store(name="schema", node=Config)
 
 
-def main() -> None:
-    """Train as configured; exit with status 1 and one paragraph if that cannot be."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as the command line configures it and return 0; exit with status 1 and one paragraph if that cannot be.
+
+    Args:
+        arguments: the words after `reprise train`; None reads those of the process, after `python -m trainer`.
+    """
+    if arguments is not None:
+        sys.argv = ["reprise train", *arguments]  # which Hydra reads
     closed, rank = streams.replace_closed(), 0
     try:
         environment = Environment.read(os.environ)
         rank = environment.rank
         raw = _composed_command()
-        if raw is None:
-            return
-        _start_log(rank, is_silent="stdout" in closed)
-        run(raw, environment)
-    except SystemExit:  # argparse has said why
+        if raw is not None:
+            _start_log(rank, is_silent="stdout" in closed)
+            run(raw, environment)
+    except SystemExit:  # argparse has printed the reason
         raise
-    except BaseException as error:  # noqa: BLE001 - told and handed on as the exit status
+    except BaseException as error:  # noqa: BLE001 - printed, and passed on as the exit status
         if isinstance(error, TrainerError):
             prefix = "" if rank == 0 else f"rank {rank}: "
             print(f"{prefix}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -74,10 +79,11 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+    return 0
 
 
 def _start_log(rank: int, *, is_silent: bool) -> None:
-    """Let rank 0 log to stdout, or only warnings to stderr where stdout is closed; other ranks log errors to stderr."""
+    """Log to stdout on rank 0, or only warnings to stderr if stdout is closed; other ranks log errors to stderr."""
     if rank == 0 and not is_silent:
         level, handler = logging.INFO, line_handler(sys.stdout)
     else:
@@ -115,20 +121,20 @@ def run(raw: DictConfig, environment: Environment) -> None:
     peers.start()
     try:
         _train(config, resolved, cluster, watch)
-        launch.part(cluster)
+        launch.final_barrier(cluster)
     except BaseException as error:
-        watch.leave_within(_LAST_WORDS_S, 1)
+        watch.leave_within(_LEAVE_WITHIN_S, 1)
         cause = peers.explain(error, cluster.channel)
         if cause is not None:
             raise LaunchError(cause.rstrip(".")) from error
         raise
     peers.stop()
-    launch.leave(cluster)
+    launch.destroy(cluster)
     watch.stop()
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """Return the configuration that the command makes of these overrides; what it asks for is unchecked.
+    """Return the configuration composed from these overrides, without validation.
 
     Raises:
         ConfigError: for an override that cannot be parsed, an unknown key, or a value that cannot be resolved.
@@ -143,50 +149,55 @@ def compose(overrides: Sequence[str]) -> Config:
 
 
 def _composed_command() -> DictConfig | None:
-    """Return what Hydra composes of the command line; None where it was asked to show something and has done so."""
+    """Return the configuration composed from the command line; None if Hydra only printed it (`--cfg`, `--help`)."""
     arguments = get_args_parser().parse_args()
     if arguments.multirun or arguments.experimental_rerun is not None:
         raise ConfigError(
-            "The trainer runs one configuration per command",
+            "A command runs one configuration",
             found="--multirun" if arguments.multirun else "--experimental-rerun",
-            fix="Start one command per configuration, each with a run.name of its own.",
+            fix="Start one command per configuration, each with its own run.name.",
         )
     _refuse_hydra_keys(arguments.overrides)
     found: list[DictConfig] = []
     command = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(found.append)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
-    _reported(command, arguments.overrides)
+    try:
+        _reported(command, arguments.overrides)
+    except BrokenPipeError:  # the reader of `--help` has seen enough
+        sys.stdout = None
     return found[0] if found else None
 
 
 def _reported(call: Callable[[], _T], overrides: Sequence[str]) -> _T:
-    """Call Hydra or OmegaConf, and raise what they raise as one ConfigError.
+    """Call Hydra or OmegaConf, and convert their errors to a ConfigError.
 
-    Their own errors name the override; what they let through, assertions and ValueErrors, does not.
+    Their own error classes name the override; assertions and ValueErrors from their dependencies do not.
     """
     try:
         return call()
     except (HydraException, OmegaConfBaseException) as error:
-        said = _told(error)
-        fix = "Give one value per key: the trainer has no multirun." if "--multirun" in said else None
+        said = _error_text(error)
+        fix = "Give one value per key; there is no multirun." if "--multirun" in said else None
         raise ConfigError("The configuration cannot be composed", found=said, fix=fix) from error
+    except BrokenPipeError:
+        raise
     except Exception as error:
         where = " ".join(overrides) or None
-        raise ConfigError("The configuration cannot be composed", where=where, found=_told(error)) from error
+        raise ConfigError("The configuration cannot be composed", where=where, found=_error_text(error)) from error
 
 
 def _refuse_hydra_keys(overrides: Sequence[str]) -> None:
     for override in overrides:
         if re.match(r"[+~]*hydra[./@=]", override) and not re.match(r"\+*hydra\.(searchpath|verbose)=", override):
             raise ConfigError(
-                "Hydra only composes the configuration here; its own keys cannot be set",
+                "Hydra's own keys cannot be set",
                 found=override,
-                fix="Leave it out; run.dir names the folder that a run writes to.",
+                fix="Remove it; run.dir sets the folder of a run.",
             )
 
 
 def _resolved(raw: DictConfig) -> tuple[Config, str]:
-    """Return the configuration and its text in YAML, every interpolation resolved."""
+    """Return the configuration and its YAML text, with every interpolation resolved."""
     _refuse_unknown_keys(raw)
     _refuse_clocks(raw)
 
@@ -199,13 +210,13 @@ def _resolved(raw: DictConfig) -> tuple[Config, str]:
 
 
 def _refuse_unknown_keys(raw: DictConfig) -> None:
-    """Refuse keys that nothing reads, which `+KEY=VALUE` adds, and sections that `~KEY` took out."""
+    """Refuse unknown keys, which `+KEY=VALUE` adds, and missing sections, which `~KEY` removes."""
     added = list(_unknown_keys(raw))
     removed = [field.name for field in fields(Config) if field.name not in raw]
     if added or removed:
         raise ConfigError(
-            "The configuration has other keys than the trainer reads",
-            found="; ".join([*(f"{key} is unknown" for key in added), *(f"{key} is taken out" for key in removed)]),
+            "The configuration has unknown or missing keys",
+            found="; ".join([*(f"{key} is unknown" for key in added), *(f"{key} is removed" for key in removed)]),
             fix="Correct the key; `--cfg job` shows all keys.",
         )
 
@@ -222,8 +233,8 @@ def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _unknown_keys(member, f"{name}.")
 
 
-def _told(error: BaseException) -> str:
-    """Return what Hydra says, in one line, and what was wrong below it: of a value it says only where."""
+def _error_text(error: BaseException) -> str:
+    """Return Hydra's message and its cause in one line; for a value, Hydra's message names only the key."""
     below = error.__cause__
     said = _one_line(str(error)) or type(error).__name__
     return said if below is None else f"{said.removesuffix('.')}: {_one_line(str(below))}"
@@ -279,7 +290,7 @@ def _train_built(built: Run, resolved: str) -> None:
 
 
 def _dry_run(config: Config, world_size: int) -> None:
-    """Print what a launch of `train.dry_run_ranks` ranks would put on each."""
+    """Print the memory that each rank of a launch of `train.dry_run_ranks` ranks needs."""
     if world_size > 1:
         raise ConfigError("A dry run is one process", found=f"{world_size} ranks", fix="Start it without torchrun.")
     validate(config, config.train.dry_run_ranks)
@@ -289,16 +300,16 @@ def _dry_run(config: Config, world_size: int) -> None:
 
 
 def _refuse_clocks(raw: DictConfig) -> None:
-    """Refuse a run folder named by the clock: ranks would disagree on it, and a resume would never find it again."""
+    """Refuse a run folder whose name depends on the time: ranks would disagree, and no resume would find it."""
     section = OmegaConf.to_container(raw.run, resolve=False)
     assert isinstance(section, dict)
     for key, value in section.items():
         if "${now" in str(value):
             raise ConfigError(
-                "A run's name or folder depends on the time",
+                "The name or folder of a run depends on the time",
                 where=f"run.{key!s}",
                 found=str(value),
-                fix="Give it a fixed name, so that the same command resumes it.",
+                fix="Set a fixed name, so that the same command resumes the run.",
             )
 
 

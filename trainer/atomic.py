@@ -1,52 +1,133 @@
-"""A file or a folder that is there whole and durable, or not at all. What is in it is told elsewhere."""
+"""Writes files and folders atomically: under a temporary name, synced to disk, then renamed."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import secrets
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.checkpoint.storage.files import Files, cannot_write, describe_free_space
-from trainer.errors import CheckpointError
+_MOST_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
+
+
+class FileCalls:
+    """The file system calls of an atomic write, one method each, so that a test can count, fail or kill at each."""
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+        """Write `buffers`, one behind the other, at `offset`, all of them."""
+        queue = [buffer for buffer in buffers if buffer.nbytes]
+        first = 0
+        while first < len(queue):
+            written = os.pwritev(descriptor, queue[first : first + _MOST_BUFFERS], offset)
+            offset += written
+            while first < len(queue) and written >= queue[first].nbytes:
+                written -= queue[first].nbytes
+                first += 1
+            if written:
+                queue[first] = queue[first][written:]
+
+    def sync(self, descriptor: int) -> None:
+        """Make a file's data and size durable."""
+        os.fsync(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def write_whole(self, path: Path, data: bytes) -> None:
+        """Write a new file and make its content durable; its name is durable after `sync_folder`."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            self.write(descriptor, [memoryview(data)], offset=0)
+            self.sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename, replacing a file of the target's name."""
+        os.rename(source, target)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder and all in it; being gone already is fine."""
+        shutil.rmtree(path, ignore_errors=False, onerror=_ignore_missing)
+
+    def remove_file(self, path: Path) -> None:
+        """Remove a file; being gone already is fine."""
+        path.unlink(missing_ok=True)
+
+
+def _ignore_missing(_function: object, _path: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
+
+
+def temporary_of(path: Path) -> Path:
+    """Return the temporary name `replace_file` uses for `path`; a killed process leaves a file there."""
+    return path.with_name(f".{path.name}.new")
+
+
+def replace_file(files: FileCalls, path: Path, data: bytes) -> None:
+    """Replace the content of `path` atomically and durably. One process at a time may do this."""
+    temporary = temporary_of(path)
+    files.write_whole(temporary, data)
+    files.rename(temporary, path)
+    files.sync_folder(path.parent)
 
 
 @contextmanager
-def atomic_output(out: Path, files: Files) -> Iterator[Path]:
-    """Give a path beside `out` to write to, whose files the caller syncs; it becomes `out` at the end, by one rename.
+def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; after the block, rename it to `path` and make the name durable.
+
+    The caller writes a file or a folder there and syncs its files; folders are synced here. If the block raises, or
+    leaves nothing at the temporary path, `path` stays as it was. The temporary path is removed in every case.
+
+    Args:
+        replaces: replace a file, or a folder by a folder, that has the name already.
 
     Raises:
-        CheckpointError: if something is at `out` already, its folder is not there, or the file system fails; nothing
-            is left then.
+        OSError: from the file system, or EEXIST if `path` exists and `replaces` is False.
     """
-    _refuse(out)
-    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    # The random part keeps apart hosts that share the folder and use the same process id.
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         yield partial
+        if not os.path.lexists(partial):
+            return
         if partial.is_dir():
-            for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
+            for folder in (*(child for child in partial.rglob("*") if child.is_dir()), partial):
                 files.sync_folder(folder)
-        _refuse(out)
-        files.rename(partial, out)
-        files.sync_folder(out.parent)
-    except OSError as error:
-        raise output_failed(out, error, files) from error
+        if not replaces and os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        # A rename replaces a file or an empty folder; a folder with content is moved aside first.
+        old = partial.with_suffix(".replaced") if partial.is_dir() and path.is_dir() and any(path.iterdir()) else None
+        if old is not None:
+            files.rename(path, old)
+        files.rename(partial, path)
+        files.sync_folder(path.parent)
+        if old is not None:
+            files.remove_tree(old)
     finally:
-        if partial.is_dir():
-            files.remove_tree(partial)
-        else:
-            files.remove_file(partial)
+        with contextlib.suppress(OSError):  # the error that led here matters more
+            if partial.is_dir():
+                files.remove_tree(partial)
+            else:
+                files.remove_file(partial)
 
 
-def _refuse(out: Path) -> None:
-    if out.exists() or out.is_symlink():
-        raise CheckpointError("There is something already", where=out, fix="Move it away, or name another path.")
-    if not out.parent.is_dir():
-        raise CheckpointError("There is no folder to write to", where=out.parent, fix="Make it, or name another path.")
+def make_folders(files: FileCalls, path: Path) -> None:
+    """Make `path` and its missing parents, and make the new names durable.
 
-
-def output_failed(path: Path, error: OSError, files: Files) -> CheckpointError:
-    """Return the error of an output that cannot be written."""
-    found = describe_free_space(files, path.parent)
-    fix = "Nothing was committed; make room or fix the disk."
-    return cannot_write(path, error, what="The output", found=found, fix=fix)
+    Otherwise a power failure could remove the folder together with files that were synced in it.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        files.sync_folder(folder.parent)

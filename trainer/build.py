@@ -1,4 +1,4 @@
-"""Builds all that a run needs from its configuration. Who calls it when is the loop's business."""
+"""Builds a run from its configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-import models
+from models import families
 from trainer import run_record as record
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Json
@@ -39,10 +39,10 @@ from trainer.topology import Topology
 
 @dataclass(slots=True)
 class Run:
-    """A run that is built: its state, what it reads, writes and shows, and who may ask something of it.
+    """A run after it is built: its state, data, outputs, and control.
 
-    `log` is None on ranks other than 0. `tokenizer` is the files, by name, that each checkpoint gets beside the model:
-    rank 0's, and none where the run does not know its tokenizer or saves nothing.
+    `log` is None on ranks other than 0. `tokenizer` holds the tokenizer files of a checkpoint by name, on rank 0; it is
+    empty if the run has no tokenizer or saves nothing.
     """
 
     config: Config
@@ -62,13 +62,13 @@ class Run:
 
 
 def build(config: Config, cluster: Cluster, watch: SignalHandler | None = None) -> Run:
-    """Build a run. A call of all ranks.
+    """Build a run. Collective.
 
     Args:
-        watch: what hears signals; None for nothing.
+        watch: the signal handler; None for none.
 
     Raises:
-        TrainerError: if the data does not suit, or another job writes to the run's folder.
+        TrainerError: if the data does not match the model, or another job writes to the run's folder.
     """
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
@@ -109,10 +109,10 @@ def build(config: Config, cluster: Cluster, watch: SignalHandler | None = None) 
 
 
 def describe_alone(config: Config) -> tuple[Schedule, Json]:
-    """Return the schedule of a run of one process on a CPU, and what it would write down of itself; builds nothing.
+    """Return the schedule and the record of a run of one process on a CPU, without building it.
 
     Raises:
-        TrainerError: if the data does not suit.
+        TrainerError: if the data does not match the model.
     """
     digest, valid_digest = look_alone(config)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
@@ -142,7 +142,7 @@ def _build_loaders(
 
 
 def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
-    """Let rank 0 open the tokenizer, and tell all ranks the tokens of the prompt."""
+    """Open the tokenizer on rank 0, and broadcast the tokens of the prompt."""
     train = config.train
     problem: TrainerError | None = None
     decode: Callable[[Sequence[int]], str] = str
@@ -166,7 +166,7 @@ def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
 
 
 def _read_tokenizer(config: Config, cluster: Cluster) -> dict[str, bytes]:
-    """Let rank 0 read the tokenizer that is saved with every checkpoint, once."""
+    """Read the tokenizer that is saved with every checkpoint, once, on rank 0."""
     problem: TrainerError | None = None
     found: dict[str, bytes] = {}
     if cluster.rank == 0 and config.checkpoint.save is not None:
@@ -179,10 +179,10 @@ def _read_tokenizer(config: Config, cluster: Cluster) -> dict[str, bytes]:
 
 
 def tokenizer_of(config: Config) -> dict[str, bytes]:
-    """Return the files of the tokenizer of a run, by name; none where it is not known.
+    """Return the files of the tokenizer of a run by name; empty if it has none.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: if it cannot be read.
     """
     model = config.model
     return tokenizer_files(
@@ -232,7 +232,7 @@ def _build_requests(config: Config, cluster: Cluster, watch: SignalHandler | Non
 def _build_log(config: Config, cluster: Cluster) -> RunLog:
     device = cluster.device
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    flops = models.flops_per_token(config.model, config.train.seq_length)
+    flops = families.flops_per_token(config.model, config.train.seq_length)
     return RunLog(
         Path(config.run.dir),
         train_iters=config.train.train_iters,
@@ -243,7 +243,7 @@ def _build_log(config: Config, cluster: Cluster) -> RunLog:
 
 
 def _environment(config: Config, device: torch.device, threads: int) -> Json:
-    """Return what bits depend on besides the configuration."""
+    """Return the software and hardware on which bits depend, besides the configuration."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": threads,

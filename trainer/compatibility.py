@@ -1,4 +1,4 @@
-"""What may differ between a checkpoint and the run that loads it: one table, field by field. Pure."""
+"""Rules for differences between a checkpoint and the run that loads it, one per field. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_CHARACTERS = 500  # of a value in a message; a file may hold any
 
 
 class Verdict(Enum):
-    """What becomes of a difference."""
+    """The consequence of a difference."""
 
     REFUSED = "refused"
     FLAG = "allowed with a flag"
@@ -27,9 +27,9 @@ class Rule:
     Args:
         field: a dotted path; a rule for a longer path wins.
         flag: the flag that allows the difference, for Verdict.FLAG.
-        says: what the difference means once it is allowed, for the log line.
-        hint: what to know before allowing it, for the refusal; `{saved}` in it becomes the saved value.
-        is_optional: whether a field that only one side has is no difference: older checkpoints lack it.
+        says: the effect of an allowed difference, for the log line.
+        hint: advice for the refusal; `{saved}` in it is replaced by the saved value.
+        is_optional: whether a field may be missing on one side; older checkpoints lack it.
     """
 
     field: str
@@ -51,7 +51,7 @@ class Difference:
 
 
 def differences(saved: Json, current: Json, table: Sequence[Rule]) -> list[Difference]:
-    """Return every differing field that a rule of `table` speaks of, in order of the table."""
+    """Return every differing field that a rule of `table` covers, in order of the table."""
     old, new = _flatten(saved), _flatten(current)
     found = []
     for field in sorted(old.keys() | new.keys()):
@@ -82,7 +82,7 @@ def settle(found: Sequence[Difference], *, flags: Collection[str], where: object
         flag_list = sorted({d.rule.flag for d in refused if d.rule.verdict is Verdict.FLAG})
         fixable = all(d.rule.verdict is Verdict.FLAG for d in refused)
         fix = (
-            f"To go on all the same, set {' '.join(f'{flag}=true' for flag in flag_list)}."
+            f"To continue anyway, set {' '.join(f'{flag}=true' for flag in flag_list)}."
             if fixable
             else ("Use the saved values, or start another run with checkpoint.load=none.")
         )

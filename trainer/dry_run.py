@@ -1,45 +1,48 @@
-"""What a launch would put on every rank, computed on one machine: parameters, bytes, memory, what a save would write.
+"""The parameters, memory and checkpoint bytes of every rank of a launch, computed on one machine.
 
-The stages are really built, on `meta` under torch's fake process group; nothing is allocated and nobody is asked.
+The stages are built on the `meta` device under torch's fake process group, without memory or communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake
 
-import models
-from models import Model, ModelConfig, Stage
+from models import families
+from models.config import ModelConfig, Stage
+from models.families import parameter_count
+from models.network import Model
 from trainer.checkpoint.format.box import Box, Image, image, intersect, whole
 from trainer.checkpoint.format.layout import Layout, TensorSpec, build_layout
 from trainer.checkpoint.saving.plan import Holding, pieces_of
 from trainer.checkpoint.tensors.live import Grid, placed_box
 from trainer.config.schema import Config, topology_of
-from trainer.parallel.mesh import build_mesh
+from trainer.parallel.mesh import build_mesh, stage_grid
 from trainer.parallel.pipeline import stages_of
 from trainer.parallelize import build_stage, compute_dtype
 from trainer.state import checkpoint_specs
+from trainer.text_table import format_table
 from trainer.topology import Topology
 
 _GIB = 1 << 30
+_WRITTEN = "written (least to most over dp)"
 
 Boxes: TypeAlias = Mapping[str, tuple[Box, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one coordinate holds and does: counts of elements and bytes.
+    """The load of one coordinate, in elements and bytes.
 
     Args:
         state_bytes: parameters and moments at rest, float32.
         working_bytes: gathered parameters and gradients at the peak of an iteration.
-        activation_bytes: an estimate of what the backward passes in flight keep.
+        activation_bytes: an estimate of the activations kept for the backward passes in flight.
         written_bytes: its share of a checkpoint.
     """
 
@@ -56,7 +59,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The stages of one pipeline rank, built on `meta` as the first of the ranks of `grid` has them."""
+    """The stages of one pipeline rank, built on `meta` for the first rank of `grid`."""
 
     pp: int
     parts: Sequence[Model]
@@ -64,31 +67,32 @@ class Simulated:
 
 
 def report(config: Config, world_size: int) -> str:
-    """Return a table with a row per pipeline and tensor-parallel coordinate; its figures are the most over dp.
+    """Return a table with a row per pipeline and tensor-parallel coordinate; its figures are maxima over dp.
 
-    Chunks are cut as `torch.chunk` cuts, so the first data-parallel coordinate holds the most and the last the least.
+    Shards are those of `torch.chunk`, so the first data-parallel coordinate holds the most and the last the least.
     """
     topology = topology_of(config, world_size)
     layout = build_layout(list(checkpoint_specs(config.model, with_optimizer=True)))
     rows = list(_rows(config, topology, layout))
-    header = f"{'pp':>3} {'tp':>3}  {'layers':<16} {'parameters':>15} {'state':>9} {'working':>9} {'activations':>11}"
-    lines = [_headline(config, topology, layout), "", f"{header} {'memory':>9}  written (least to most over dp)"]
-    lines += [_line(*row) for row in rows]
+    header = ("pp", "tp", "layers", "parameters", "state", "working", "activations", "memory", _WRITTEN)
+    lines = [_headline(config, topology, layout), ""]
+    lines += format_table([header, *(_cells(*row) for row in rows)], align=">><>>>>><")
     most = max(load.written_bytes for *_, loads in rows for load in loads)
     lines += ["", f"most written by one rank / mean: {most * world_size / layout.total_bytes:.3f}"]
     if topology.pp > 1 and config.parallel.zero_stage >= 2 and topology.dp > 1:
         lines.append(
             f"zero_stage={config.parallel.zero_stage} with a pipeline: torch's schedules keep a stage's parameters and "
-            "gradients whole during an iteration, as stage 1 does; what rests between iterations stays sharded."
+            "gradients unsharded during an iteration, as stage 1 does; the state between iterations is sharded."
         )
     return "\n".join(lines)
 
 
 def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
-    """Yield the stages of every pipeline rank. This process is in a process group of torch's meanwhile, and may not
-    have been before."""
-    inner = Topology(1, topology.dp, topology.tp, vpp=topology.vpp, sp=topology.sp)
-    ranks = np.arange(topology.world_size).reshape(topology.pp, topology.dp, topology.tp)
+    """Yield the stages of every pipeline rank.
+
+    This process must not be in a process group; the fake one exists while the generator runs.
+    """
+    inner = replace(topology, pp=1)
     dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=inner.world_size)
     try:
         mesh = build_mesh(inner, "cpu") if inner.world_size > 1 else None
@@ -96,7 +100,7 @@ def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
             stages = stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=pp)
             meta = torch.device("meta")
             parts = [build_stage(config, meta, stage=stage, topology=inner, mesh=mesh) for stage in stages]
-            yield Simulated(pp, parts, Grid(ranks[pp], ("dp", "tp")))
+            yield Simulated(pp, parts, stage_grid(topology, pp))
     finally:
         dist.destroy_process_group()
 
@@ -119,14 +123,14 @@ def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: L
 
 
 def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
-    """Return what a coordinate holds of the parameters of a part: each one's box and the ranks with the same box."""
+    """Return the box of each parameter of a part at a coordinate, and the ranks with the same box."""
     coordinate = {"dp": dp, "tp": tp}
     return {name: placed_box(name, p, coordinate, grid) for name, p in part.named_parameters()}
 
 
 def holdings_of(model: ModelConfig, held: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
-    """Return what a coordinate would save, in the order in which a save enumerates it, given its boxes of each part."""
-    copies = models.aliases(model)  # kept on both ends of a pipeline, written by the first
+    """Return the holdings that a coordinate would save, in the order of a save, given its boxes of each part."""
+    copies = families.aliases(model)  # held by the first and the last stage, written by the first
     everybody, scalar = grid.holders({}), image(whole(()), (), 4)
     found = []
     for boxes in held:
@@ -148,8 +152,9 @@ def _stored_image(box: Box, spec: TensorSpec) -> Image:
 def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, parameters: int) -> int:
     """Return gathered parameters in the compute dtype and gradients in float32, at their peak.
 
-    Stage 3 without a pipeline gathers one block at a time, two with the next one prefetched, and keeps sharded
-    gradients; otherwise a stage's parameters are whole; its gradients are too, but for stage 2 without a pipeline.
+    ZeRO stage 3 without a pipeline gathers one block at a time, two with the prefetched one, and keeps gradients
+    sharded. Otherwise the parameters of a pipeline stage are unsharded. Its gradients are too, except with ZeRO stage 2
+    without a pipeline.
     """
     stage, itemsize = config.parallel.zero_stage, compute_dtype(config).itemsize
     if topology.dp == 1 or stage == 0:
@@ -166,7 +171,7 @@ def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology
 
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 1 without
     its attention matrix, which fused kernels do not keep; equation 4 for sequence parallelism (10 of the 34 are not
-    cut by tensor parallelism alone). With activation checkpointing only the 2 bytes of a block's input.
+    sharded by tensor parallelism alone). With activation checkpointing only the 2 bytes of a block's input.
     """
     train = config.train
     scale = compute_dtype(config).itemsize / 2
@@ -182,20 +187,19 @@ def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology
 def _headline(config: Config, topology: Topology, layout: Layout) -> str:
     sizes = f"tp {topology.tp}, pp {topology.pp}, vpp {topology.vpp}, dp {topology.dp}"
     return (
-        f"{models.parameter_count(config.model):,} parameters on {topology.world_size:,} ranks ({sizes}, "
+        f"{parameter_count(config.model):,} parameters on {topology.world_size:,} ranks ({sizes}, "
         f"zero_stage {config.parallel.zero_stage}); a checkpoint has {layout.total_bytes:,} bytes"
     )
 
 
-def _line(simulated: Simulated, tp: int, loads: Sequence[Load]) -> str:
+def _cells(simulated: Simulated, tp: int, loads: Sequence[Load]) -> list[str]:
     layers = " ".join(_span(part.stage) for part in simulated.parts)
     most = max(loads, key=lambda load: load.total_bytes)
     written = sorted(load.written_bytes for load in loads)
-    state, working, total = (n / _GIB for n in (most.state_bytes, most.working_bytes, most.total_bytes))
-    return (
-        f"{simulated.pp:>3} {tp:>3}  {layers:<16} {most.parameters:>15,} {state:>5.2f} GiB {working:>5.2f} GiB "
-        f"{most.activation_bytes / _GIB:>7.2f} GiB {total:>5.2f} GiB  {written[0]:,} to {written[-1]:,}"
-    )
+    sizes = (most.state_bytes, most.working_bytes, most.activation_bytes, most.total_bytes)
+    memory = [f"{size / _GIB:.2f} GiB" for size in sizes]
+    span = f"{written[0]:,} to {written[-1]:,}"
+    return [str(simulated.pp), str(tp), layers, f"{most.parameters:,}", *memory, span]
 
 
 def _span(stage: Stage) -> str:

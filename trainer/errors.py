@@ -1,28 +1,25 @@
-"""The errors of the project: what failed, where, expected, found, and what to do.
-
-Where an error is decided is the business of the module that knows the rule; this one only gives it a shape.
-"""
+"""Error types. A message has five parts: the failure, its place, the expected and the found value, and the fix."""
 
 from __future__ import annotations
 
-# What a file says may be of any length, a message may not: it is logged, and travels between ranks.
+# Text from a file may have any length; a message is logged and sent between ranks.
 _MOST_CHARACTERS = 4000
 
 
 class TrainerError(Exception):
-    """A refusal or failure that a user, a file or a peer caused.
+    """A refusal or failure caused by a user, a file or a peer.
 
-    The message is one paragraph built from the parts that are given; `str(error)` is fit to be printed as it is.
+    The message is one paragraph built from the given parts; `str(error)` can be printed without changes.
 
     Args:
-        what: what failed, as a sentence without its final stop.
+        what: the failure, as a sentence without its period.
         where: path, tensor or rank.
-        expected: what would have been right.
-        found: what was there.
-        fix: what the reader can do about it.
+        expected: the valid value or state.
+        found: the actual value or state.
+        fix: the action that resolves it.
 
     Attributes:
-        is_known_to_all: whether every rank of the run has it, so that none needs to be told.
+        is_known_to_all: whether every rank of the run has raised it, so that it need not be reported to them.
     """
 
     is_known_to_all = False
@@ -58,15 +55,15 @@ class ConfigError(TrainerError):
 
 
 class DataError(TrainerError):
-    """A data file that is not what it says, or does not suit the model."""
+    """A data file that is malformed or does not match the model."""
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint that cannot be written, or is not whole."""
+    """A checkpoint that cannot be written, or is damaged or incomplete."""
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint that cannot be read now: the file system fails, which says nothing of what it holds."""
+    """A checkpoint that cannot be read now because the file system fails; it may be valid."""
 
 
 class MismatchError(CheckpointError):
@@ -74,7 +71,7 @@ class MismatchError(CheckpointError):
 
 
 class LockError(CheckpointError):
-    """Another job writes to the same folder, or nobody can tell."""
+    """Another job writes to the same folder, or its lock cannot be checked."""
 
 
 class ReplicaError(CheckpointError):
@@ -86,4 +83,4 @@ class LaunchError(TrainerError):
 
 
 class NonFiniteError(TrainerError):
-    """A loss or a gradient that is no finite number."""
+    """A loss or a gradient that is not finite."""

@@ -21,12 +21,12 @@ def evaluate(
     cluster: Cluster,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Return the mean loss over global batches, the same bits on every rank. A collective call.
+    """Return the mean loss over global batches, the same bits on every rank. Collective.
 
     Args:
         batches: per global batch this rank's micro batches, int64 windows [micro_batch_size, seq_length + 1] on the
             device, shaped as in training.
-        should_stop: asked after every batch; where it says so on any rank, all break off and return None.
+        should_stop: called after every batch; if it returns True on any rank, all ranks stop and return None.
     """
     losses: list[float] = []
     is_stopped = False

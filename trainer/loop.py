@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import models
+from models import families
 from trainer import run_record as record
 from trainer.build import Run
 from trainer.checkpoint.format.json_file import Document
@@ -26,16 +26,16 @@ _log = logging.getLogger(__name__)
 
 
 def train(run: Run) -> None:
-    """Bring a restored run to its last iteration, and save there. A call of all ranks.
+    """Train a restored run to its last iteration, and save it. Collective.
 
-    Saves are written while training goes on; a failed one is logged, and training goes on too.
+    Saves run in the background. A failed save is logged, and training continues.
 
     Raises:
-        TrainerError: if the last save failed: the run ends without its state on disk.
+        TrainerError: if the last save failed, so that the final state is not on disk.
     """
     state, settings = run.state, run.config.train
     if state.progress.iteration >= settings.train_iters:
-        _say(
+        _log_on_rank_0(
             run, f"iteration {state.progress.iteration} of {settings.train_iters} is reached, there is nothing to train"
         )
     slowdown = Slowdown()
@@ -52,9 +52,9 @@ def train(run: Run) -> None:
         if run.sampler is not None and iteration % settings.sample_interval == 0:
             _sample(run, run.sampler)
         if asked.give_up:
-            raise _gives_up(run)
+            raise _too_many_failed_saves(run)
         if asked.stop or state.progress.owes_evaluation:
-            _say(run, f"stopping after iteration {iteration}: {run.requests.reason()}")
+            _log_on_rank_0(run, f"stopping after iteration {iteration}: {run.requests.reason()}")
             break
         if should_exit(iteration, settings.exit_interval):
             break
@@ -68,10 +68,10 @@ def train(run: Run) -> None:
 
 
 def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
-    """Train one iteration and record it and the saves that have ended; return what all ranks are asked for."""
+    """Train one iteration, record it and the finished saves, and return the control flags of all ranks."""
     saving_s, is_saving = run.checkpointer.results.take_blocked_s(), run.checkpointer.is_saving
     start = time.perf_counter()
-    result = _iterate(run)
+    result = iterate(run)
     held_back_s = run.checkpointer.results.take_blocked_s()
     seconds = time.perf_counter() - start - held_back_s
     slowdown.add(seconds, is_saving=is_saving)
@@ -80,7 +80,8 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
     return ControlFlags.of(result.flags)
 
 
-def _iterate(run: Run) -> StepResult:
+def iterate(run: Run) -> StepResult:
+    """Train one iteration on its batch and count it. A call of all ranks."""
     state, settings = run.state, run.config.train
     progress = state.progress
     iteration = progress.iteration + 1
@@ -110,7 +111,7 @@ def _record(run: Run, result: StepResult, *, seconds: float, blocked_s: float) -
     progress = run.state.progress
     if result.skipped is not None and run.cluster.rank == 0:
         skipped = result.skipped
-        _log.warning(f"iteration without a step, the parameters stay as they are: {skipped.where}, {skipped.found}")
+        _log.warning(f"iteration without a step, the parameters are unchanged: {skipped.where}, {skipped.found}")
     if run.log is not None:
         run.log.iteration(
             IterationRecord(
@@ -128,8 +129,8 @@ def _record(run: Run, result: StepResult, *, seconds: float, blocked_s: float) -
 
 
 def _evaluate(run: Run) -> None:
-    """Evaluate and record it; where a signal comes meanwhile, break off and owe it to the run that resumes."""
-    if run.valid_data is None:  # owed by a run that evaluated to one that does not
+    """Evaluate and record the loss; after a signal, stop and leave the evaluation to the resumed run."""
+    if run.valid_data is None:  # the saved run evaluated, this one does not
         run.state.progress = replace(run.state.progress, owes_evaluation=False)
         return
     batches = run.valid_data.eval_batches(run.config.train.eval_iters)
@@ -137,7 +138,9 @@ def _evaluate(run: Run) -> None:
     loss = evaluate(run.state, batches, context=run.context, cluster=run.cluster, should_stop=stop)
     if loss is None:
         run.state.progress = run.state.progress.without_evaluation()
-        _say(run, f"the evaluation of iteration {run.state.progress.iteration} is broken off, the resumed run does it")
+        _log_on_rank_0(
+            run, f"the evaluation of iteration {run.state.progress.iteration} is interrupted; the resumed run does it"
+        )
         return
     run.state.progress = run.state.progress.after_evaluation(loss)
     if run.log is not None:
@@ -145,7 +148,7 @@ def _evaluate(run: Run) -> None:
 
 
 def _sample(run: Run, sampler: Sampler) -> None:
-    """Show a text of the model; where a signal comes meanwhile, break off and leave it out."""
+    """Log a text of the model; after a signal, stop and omit it."""
     stop = run.requests.is_signalled
     tokens = sample(sampler, run.state, context=run.context, cluster=run.cluster, should_stop=stop)
     if run.log is not None and tokens is not None:
@@ -153,21 +156,21 @@ def _sample(run: Run, sampler: Sampler) -> None:
 
 
 def _check_replicas(run: Run) -> None:
-    """Refuse to train on where ranks that hold the same tensor hold different bits of it."""
+    """Raise ReplicaError if ranks that hold the same tensor hold different bits of it."""
     check_tied_copies(run.state, run.context.embedding_group)
     run.restorer.check_replicas([tensor for tensor in run.state.shards() if not tensor.is_copy])
 
 
 def _save(run: Run, slowdown: Slowdown) -> None:
-    """Save the state as it stands, in the background unless `checkpoint.async_save=false`."""
+    """Save the current state, in the background unless `checkpoint.async_save=false`."""
     run.requests.saving()
     check_tied_copies(run.state, run.context.embedding_group)
     progress = run.state.progress
     if run.log is not None:
         run.log.sync()
     documents: dict[str, Document] = {
-        "config.json": models.hf_config(run.config.model),
-        "generation_config.json": models.generation_config(run.config.model),
+        "config.json": families.hf_config(run.config.model),
+        "generation_config.json": families.generation_config(run.config.model),
         "trainer_state.json": record.state_record(progress, run.schedule.at(progress.iteration), run.description),
         **run.tokenizer,
     }
@@ -179,7 +182,7 @@ def _save(run: Run, slowdown: Slowdown) -> None:
 
 def _record_saves(run: Run, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:
     for report in reports:
-        # Another job has this folder, or the state is damaged: what goes on here is of no use.
+        # Another job holds this folder, or the state is damaged: further training is useless.
         if isinstance(report.error, LockError | ReplicaError):
             raise report.error
         slowdown_s = slowdown.take()
@@ -187,17 +190,17 @@ def _record_saves(run: Run, reports: Sequence[SaveReport], slowdown: Slowdown) -
             run.log.save(report, slowdown_s=slowdown_s)
 
 
-def _gives_up(run: Run) -> TrainerError:
+def _too_many_failed_saves(run: Run) -> TrainerError:
     count = run.checkpointer.results.failed_saves
     return CheckpointError(
         "Saving failed too often in a row",
         where=run.config.checkpoint.save,
         expected=f"fewer than checkpoint.exit_on_save_failure={run.config.checkpoint.exit_on_save_failure}",
         found=f"{count} failed saves, the last: {str(run.checkpointer.results.last_error).rstrip('.')}",
-        fix="Mend the file system and resume from the newest checkpoint.",
+        fix="Repair the file system and resume from the newest checkpoint.",
     )
 
 
-def _say(run: Run, text: str) -> None:
+def _log_on_rank_0(run: Run, text: str) -> None:
     if run.cluster.rank == 0:
         _log.info(text)

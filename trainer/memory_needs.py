@@ -1,4 +1,4 @@
-"""The least memory that a run needs, in closed form, so that a model that cannot fit is refused before it is built."""
+"""A lower bound of the memory of a run, in closed form, to refuse a model that cannot fit before it is built."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from models.config import parameter_count
+from models.families import parameter_count
 from trainer.config.schema import Config, topology_of
 from trainer.errors import ConfigError
 
@@ -73,7 +73,7 @@ def require_memory(config: Config, world_size: int, *, ranks: int, available_byt
             expected=f"at most {available_bytes / _GIB:.1f} GiB",
             found=f"at least {needed / _GIB:.1f} GiB for {parameter_count(config.model):,} parameters, their gradients "
             f"and moments, and {config.train.global_batch_size:,} samples of {config.train.seq_length:,} tokens",
-            fix="Choose a smaller model or batch, or more hosts; train.dry_run=true shows what every rank would hold.",
+            fix="Choose a smaller model or batch, or more hosts; train.dry_run=true shows the memory of every rank.",
         )
 
 

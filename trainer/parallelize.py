@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
-import models
-from models import Model, Stage, token_loss
+from models import families
+from models.build import build_model
+from models.config import Stage
+from models.layers import token_loss
+from models.network import Model
 from trainer.checkpoint.format.box import cut
 from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.tensors.live import Grid, local_of
@@ -22,6 +24,7 @@ from trainer.errors import CheckpointError
 from trainer.launch.process_group import Cluster
 from trainer.parallel import data, pipeline, tensor
 from trainer.parallel.context import ParallelContext
+from trainer.parallel.mesh import stage_grid
 from trainer.parallel.pipeline import tied_parameters
 from trainer.state import TrainerState
 from trainer.topology import Topology
@@ -47,7 +50,7 @@ def build_stage(
     """Build one stage on `meta`, spread it over the mesh, and give it memory on `device`: zeros."""
     dtype = compute_dtype(config)
     with torch.device("meta"):
-        model = models.build_model(config.model, stage=stage, compute_dtype=dtype)
+        model = build_model(config.model, stage=stage, compute_dtype=dtype)
     model.activation_checkpointing = config.train.activation_checkpointing
     if mesh is not None and topology.tp > 1:
         tensor.shard(model, mesh["tp"], sequence_parallel=topology.sp)
@@ -66,11 +69,10 @@ def build_stage(
 
 
 def build_grid(topology: Topology, mesh: DeviceMesh | None) -> Grid:
-    """Return the ranks that hold the same stages as this one, on the axes dp and tp."""
+    """Return the ranks that hold the same stages as this one."""
     if mesh is None:
         return Grid.flat(1)
-    ranks = np.arange(topology.world_size).reshape(topology.pp, topology.dp, topology.tp)
-    return Grid(ranks[mesh.get_local_rank("pp")], ("dp", "tp"))
+    return stage_grid(topology, mesh.get_local_rank("pp"))
 
 
 def build_context(
@@ -170,7 +172,7 @@ def check_tied_copies(state: TrainerState, ends: dist.ProcessGroup | None) -> No
     if int(low) != int(high):
         raise CheckpointError(
             "The two copies of a tied parameter differ",
-            where=f"{' and '.join(sum(models.aliases(state.config).items(), ()))}, rank {dist.get_rank()}",
+            where=f"{' and '.join(sum(families.aliases(state.config).items(), ()))}, rank {dist.get_rank()}",
             expected="the same bits on the first and the last pipeline stage",
             fix="Nothing was saved; resume from the last checkpoint.",
         )

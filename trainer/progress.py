@@ -1,4 +1,4 @@
-"""How far a run has come, in integers: all that a resume needs besides the tensors."""
+"""The progress of a run in integers: all that a resume needs besides the tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-_MOST = 2**63 - 1  # what numpy and torch count with
+from trainer.json_value import finite_number, integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +14,9 @@ class Progress:
     """Finished iterations, the samples and tokens they consumed, and the validation loss.
 
     Args:
-        best_loss: the best one so far; None before one.
-        valid_loss: that of this very iteration; None if it was not evaluated.
-        owes_evaluation: whether the evaluation after this iteration was broken off, and is to be done on resuming.
+        best_loss: the lowest validation loss so far; None before the first evaluation.
+        valid_loss: the validation loss of this iteration; None if it was not evaluated.
+        owes_evaluation: whether the evaluation after this iteration was interrupted; the resumed run does it first.
     """
 
     iteration: int = 0
@@ -27,17 +27,17 @@ class Progress:
     owes_evaluation: bool = False
 
     def after_iteration(self, samples: int, tokens: int) -> Progress:
-        """Return the progress after one more iteration of so many samples and tokens."""
+        """Return the progress after one more iteration with these numbers of samples and tokens."""
         return Progress(
             self.iteration + 1, self.consumed_samples + samples, self.consumed_tokens + tokens, self.best_loss
         )
 
     def without_evaluation(self) -> Progress:
-        """Return the progress where the evaluation was broken off."""
+        """Return the progress with an interrupted evaluation."""
         return replace(self, owes_evaluation=True)
 
     def after_evaluation(self, loss: float) -> Progress:
-        """Return the progress after an evaluation; a loss that is no number never becomes the best."""
+        """Return the progress after an evaluation; a loss that is not finite never becomes the best."""
         best = self.best_loss
         if math.isfinite(loss) and (best is None or loss < best):
             best = loss
@@ -45,7 +45,7 @@ class Progress:
         return replace(self, best_loss=best, valid_loss=valid_loss, owes_evaluation=False)
 
     def record(self) -> dict[str, object]:
-        """Return the members of `trainer_state.json` that hold it."""
+        """Return the progress as members of `trainer_state.json`."""
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
@@ -59,9 +59,9 @@ class Progress:
     def from_record(record: Mapping[str, object]) -> Progress:
         """Return the progress that a `trainer_state.json` holds."""
         return Progress(
-            _integer(record["iteration"]),
-            _integer(record["consumed_samples"]),
-            _integer(record["consumed_tokens"]),
+            integer(record["iteration"]),
+            integer(record["consumed_samples"]),
+            integer(record["consumed_tokens"]),
             _loss(record["best_loss"]),
             _loss(record.get("valid_loss")),
             record.get("owes_evaluation") is True,
@@ -69,18 +69,4 @@ class Progress:
 
 
 def _loss(value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST:
-        return float(value)
-    if not isinstance(value, float) or not math.isfinite(value):
-        raise TypeError(f"{value!r} is no loss")
-    return value
-
-
-def _integer(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is no integer")
-    if not 0 <= value <= _MOST:
-        raise ValueError(f"{value!r} is no number of iterations, samples or tokens")
-    return value
+    return None if value is None else finite_number(value)

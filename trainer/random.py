@@ -1,4 +1,4 @@
-"""Randomness as a function of what it is for: no generator has a state that a resume would need."""
+"""Randomness as a function of its purpose: a resume needs no state of a generator."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import torch
 import xxhash
 
-from models import Initial, InitialKind
+from models.config import Initial, InitialKind
 from trainer.checkpoint.tensors.live import LiveTensor
 
-# Rows of a tensor that are drawn together: a rank draws only the blocks that its box cuts.
+# Rows of a tensor that are drawn together; a rank draws only the blocks that overlap its box.
 ROWS_PER_BLOCK = 64
 
 

@@ -1,4 +1,4 @@
-"""Opens files that users name, and refuses pipes and devices: opening or reading one of these may never end."""
+"""Opens regular files named by users, and refuses pipes and devices, on which opening or reading may block forever."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ SMALL_BYTES = 256 << 20
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor; a symbolic link is followed.
+def open_regular(path: Path, *, follows_links: bool = True) -> int:
+    """Open a regular file for reading and return its descriptor.
 
     Raises:
-        OSError: the file cannot be opened, or is a pipe, a device, a socket or a folder.
+        OSError: the file cannot be opened, or is a pipe, a device, a socket, a folder, or a link that is not followed.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would block
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe without a writer would block
+    descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
@@ -34,21 +35,22 @@ def open_regular(path: Path) -> int:
     return descriptor
 
 
-def read_regular(path: Path, *, limit_bytes: int | None = None) -> bytes:
+def read_regular(path: Path, *, limit_bytes: int | None = None, follows_links: bool = True) -> bytes:
     """Return the content of a regular file.
 
     Args:
-        limit_bytes: the most that is read; None for no limit.
+        limit_bytes: the largest size that is accepted; None for no limit.
+        follows_links: read the target of a symbolic link; otherwise a link is refused.
 
     Raises:
         OSError: as `open_regular`, or EFBIG where the file is larger than the limit.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
+    with os.fdopen(open_regular(path, follows_links=follows_links), "rb") as file:
         if limit_bytes is not None and os.fstat(file.fileno()).st_size > limit_bytes:
             raise OSError(errno.EFBIG, f"larger than {limit_bytes} B", str(path))
         return file.read()
 
 
 def is_url(text: str) -> bool:
-    """Return whether a path begins with a scheme, as `s3://` or `file://`."""
+    """Return whether a path begins with a scheme, such as `s3://` or `file://`."""
     return _URL.match(text.strip()) is not None

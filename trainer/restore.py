@@ -1,4 +1,4 @@
-"""Brings a run to where it begins: a checkpoint's state, or fresh initial values."""
+"""Restores the state of a run: from a checkpoint, from other weights, or from initial values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import models
+from models import families
 from trainer import run_record as record
 from trainer.build import Run
 from trainer.checkpoint.loading.choose import LoadSource
@@ -25,32 +25,33 @@ from trainer.interop.megatron import refuse_megatron
 from trainer.interop.start import WeightsKind as WeightsKind
 from trainer.interop.start import load_pretrained
 from trainer.launch.relaunch import has_committed, note
-from trainer.metrics.run_log import last_recorded_iteration
+from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.random import fill_initial_values
 from trainer.state import checkpoint_specs
 
 _log = logging.getLogger(__name__)
 
-# In rank 0's message, before a path: a checkpoint of ours, checkpoints of this run that goes on, or weights of others.
+# Prefixes of the path in rank 0's message: a checkpoint, this run's own checkpoints, or other programs' weights.
 _NAMED, _OWN = b"c", b"o"
 _WEIGHTS = {b"p": WeightsKind.folder, b"f": WeightsKind.file}
 
 
 def restore(run: Run) -> bool:
-    """Load what `checkpoint.load` names, or start fresh. A call of all ranks.
+    """Load the checkpoint or weights of `checkpoint.load`, or start fresh. Collective.
 
     Afterwards the state, the schedule and the progress are those of the checkpoint, tied embeddings are one tensor
-    again, and checkpoints of this run that are newer are out of the way.
+    again, and newer checkpoints of this run are renamed to superseded.
 
-    Returns whether the run begins at what `checkpoint.load` names, so that it has no records of the iterations before.
+    Returns whether the run starts from another run's checkpoint or weights, so that it has no records of earlier
+    iterations.
 
     Raises:
-        TrainerError: on every rank, before a byte was copied, if the checkpoint is not one that this run may continue.
+        TrainerError: on every rank, before a byte is copied, if this run must not continue from the checkpoint.
     """
     run.checkpointer.start()
     origin = _agree_on_origin(run)
     if origin is None:
-        initial = models.initial_values(run.config.model)
+        initial = families.initial_values(run.config.model)
         fill_initial_values(run.state.shards(with_optimizer=False), initial, run.config.train.seed)
         if run.cluster.rank == 0:
             _log.info(f"starting fresh, seed {run.config.train.seed}")
@@ -59,7 +60,7 @@ def restore(run: Run) -> bool:
         report = load_pretrained(path, origin.weights, run.state, run.cluster, run.config.checkpoint)
         _log_load(run, report, "weights", path)
     else:
-        _load(run, origin)
+        load_from(run, origin)
     _rebind(run)
     began_at = run.state.progress.iteration if origin is not None else -1
     run.checkpointer.rewind(began_at)
@@ -70,14 +71,14 @@ def restore(run: Run) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a run loads from.
+    """The source from which a run loads.
 
-    With `goes_on`, `checkpoint.load` names where the run began, and it goes on from a checkpoint of its own: what the
-    command says of the beginning (ckpt_step, finetune, no_load_optim) says nothing of that. With `no_save_optim` its
-    own checkpoints have no optimizer either, and no_load_optim stays.
+    With `goes_on`, `checkpoint.load` names the run's start, but the run resumes from a checkpoint of its own. The
+    settings of the start (ckpt_step, finetune, no_load_optim) do not apply to that checkpoint. With `no_save_optim` its
+    own checkpoints have no optimizer, and no_load_optim applies.
 
     Args:
-        weights: what holds weights of another program; None for a checkpoint of ours.
+        weights: the kind of another program's weights; None for a checkpoint.
     """
 
     source: LoadSource
@@ -86,7 +87,7 @@ class Origin:
 
 
 def _is_directed(section: CheckpointSection) -> bool:
-    """Return whether the command says more of the beginning than to go on from the newest checkpoint."""
+    """Return whether the command sets the start of the run other than the newest checkpoint."""
     return section.load != "auto" or section.ckpt_step is not None or section.finetune or section.no_load_optim
 
 
@@ -99,7 +100,7 @@ def _has_committed(run: Run) -> bool:
 
 
 def _note_beginning(run: Run, began_at: int) -> None:
-    """Write down where this launch began, so that a restart of it goes on. A call of all ranks."""
+    """Record where this launch began, so that a restart of it resumes. Collective."""
     problem: TrainerError | None = None
     save = run.config.checkpoint.save
     if run.cluster.rank == 0 and save is not None and run.cluster.launch.names:
@@ -114,7 +115,7 @@ def _note_beginning(run: Run, began_at: int) -> None:
 
 
 def _agree_on_origin(run: Run) -> Origin | None:
-    """Let rank 0 decide where to load from, and tell all: file systems may show ranks different things."""
+    """Choose the source on rank 0 and broadcast it, because ranks may see a file system differently."""
     problem: TrainerError | None = None
     choice = b""
     if run.cluster.rank == 0:
@@ -124,7 +125,7 @@ def _agree_on_origin(run: Run) -> Origin | None:
             problem = error
         except OSError as error:
             where = run.config.checkpoint.load
-            problem = failed_read("A path cannot be looked at", error, where=where, fix="Correct checkpoint.load.")
+            problem = failed_read("A path cannot be read", error, where=where, fix="Correct checkpoint.load.")
     run.cluster.channel.agree("restore", problem)
     choice = run.cluster.channel.broadcast("restore/source", choice)
     if not choice:
@@ -136,34 +137,34 @@ def _agree_on_origin(run: Run) -> Origin | None:
 
 
 def _find(run: Run) -> bytes:
-    """Return the kind and the path of what to load; nothing is a fresh start.
+    """Return the kind and the path of the source; empty for a fresh start.
 
-    A path that `checkpoint.load` names outside this run's own folder is where the run begins; with `finetune` one
-    inside it is too, as weights that were imported there are. Once the run has a checkpoint of its own, which is of an
-    iteration beyond 0 in the second case, the same command goes on from that. So does, whatever the command says, a
-    launch that its launcher has started again once it has committed a checkpoint.
+    A path in `checkpoint.load` outside this run's own folder is the start of the run. With `finetune` so is a path
+    inside it, such as imported weights. Once the run has its own checkpoint (beyond iteration 0 in the second case),
+    the same command resumes from it. A launch that is restarted by its launcher after it has committed a checkpoint
+    resumes from it with any command.
     """
     section = run.config.checkpoint
     if _has_committed(run):
-        _log.info("this launch was started again: it goes on from its own newest checkpoint")
+        _log.info("this launch was restarted: it resumes from its own newest checkpoint")
         return _OWN + str(section.save).encode()
     if section.load == "none":
         return b""
     own = None if section.save is None else Path(section.save)
     folder = None if own is None else CheckpointFolder(own, Files())
-    committed = [] if folder is None else [*folder.committed(), *folder.strange()]  # `Chooser` refuses the latter
+    committed = [] if folder is None else [*folder.committed(), *folder.non_folders()]  # `Chooser` refuses the latter
     if section.load != "auto":
         named = LoadSource.named(Path(section.load)).path
         is_inside = own is not None and own.resolve() in (named.resolve(), *named.resolve().parents)
         if section.finetune and any(committed) if is_inside else committed:
-            _log.info(f"this run began at {named} and goes on from its own checkpoints")
+            _log.info(f"this run began at {named} and resumes from its own checkpoints")
             return _OWN + str(own).encode()
         return _named(Path(section.load))
     if committed:
         return _NAMED + str(own).encode()
     if section.ckpt_step is not None:
         raise CheckpointError(
-            "An iteration was never saved",
+            "The requested iteration was never saved",
             where=section.save or "checkpoint.save=null",
             expected=f"iteration {section.ckpt_step}",
             found="no checkpoint",
@@ -174,7 +175,7 @@ def _find(run: Run) -> bytes:
 
 
 def _refuse_lost_checkpoints(run: Run) -> None:
-    """Refuse a fresh start where the records or the tracker show that there were checkpoints."""
+    """Refuse a fresh start if the records or the tracker show that checkpoints existed."""
     metrics, save = Path(run.config.run.dir) / "metrics.jsonl", run.config.checkpoint.save
     last = last_recorded_iteration(metrics)
     own = None if save is None else CheckpointFolder(Path(save), Files())
@@ -198,29 +199,30 @@ def _refuse_lost_checkpoints(run: Run) -> None:
 
 
 def _named(path: Path) -> bytes:
-    """Return the kind and the path of what a person has named, who may name a run by its own folder.
+    """Return the kind and the path of a source that the user named; a run may be named by its folder.
 
     Raises:
-        CheckpointError: for a file that no run can begin with.
-        MismatchError: for a checkpoint of Megatron.
+        CheckpointError: if a run cannot start from the file.
+        MismatchError: if it is a Megatron checkpoint.
     """
     refuse_megatron(path)
     if path.is_file():
         found = foreign(path)
         if found is not None:
             raise CheckpointError(
-                "A file is of no format that a run can begin with",
+                "A run cannot start from a file of this format",
                 where=path,
                 expected=f"weights of llm.c, with {WEIGHTS}",
                 found=found,
-                fix="Name a run, a checkpoint, a model folder of transformers or such a file with checkpoint.load; "
-                "trainer.commands.convert imports other formats.",
+                fix="Set checkpoint.load to a run, a checkpoint, a transformers folder or such a file; "
+                "`reprise convert import` reads other formats.",
             )
         return b"f" + str(path).encode()
     return b"p" + str(path).encode() if is_folder(path) else _NAMED + str(LoadSource.named(path).path).encode()
 
 
-def _load(run: Run, origin: Origin) -> None:
+def load_from(run: Run, origin: Origin) -> None:
+    """Load the checkpoint that `origin` names into the run. A call of all ranks."""
     section = run.config.checkpoint
     if origin.goes_on:
         section = replace(section, finetune=False, no_load_optim=section.no_load_optim and section.no_save_optim)
@@ -253,7 +255,7 @@ def _load(run: Run, origin: Origin) -> None:
 
 
 def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:
-    """Refuse a checkpoint of another run; log the differences that are allowed. Opens no tensor file."""
+    """Refuse a checkpoint of another run, and log the allowed differences. Opens no tensor file."""
     found = differences(*record.compared(checkpoint.state, run.description), record.rules_for(section))
     for line in settle(found, flags=record.flags_set(section), where=checkpoint.path):
         _log.warning(line)
@@ -261,8 +263,8 @@ def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -
         raise MismatchError(
             "The checkpoint has no optimizer state: it was saved with checkpoint.no_save_optim=true",
             where=checkpoint.path,
-            fix="To go on with zero moments set checkpoint.no_load_optim=true; to start at iteration 0 from its "
-            "weights set checkpoint.finetune=true.",
+            fix="To continue with zero moments, set checkpoint.no_load_optim=true; to start at iteration 0 from its "
+            "weights, set checkpoint.finetune=true.",
         )
     if not section.finetune:
         record.saved_progress(checkpoint.state, seq_length=run.config.train.seq_length, where=checkpoint.path)
@@ -277,7 +279,7 @@ def _take_schedule(run: Run, checkpoint: Checkpoint) -> None:
         names = parameter_names(part.model)
         for group in part.optimizer.param_groups:
             group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
-            # Which group decays is told by its names: the rate that the command gave it may be 0.
+            # The names identify the decaying group: its rate on the command line may be 0.
             group["weight_decay"] = 0.0 if names[group["params"][0]] in no_decay else adam["weight_decay"]
     taken = {key: checkpoint.state[key] for key in ("schedule", "adam")}
     taken["optimizer"] = record.optimizer_record(run.config.model, adam["weight_decay"])
@@ -285,7 +287,7 @@ def _take_schedule(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _rebind(run: Run) -> None:
-    """Bind tied embeddings again and check that they are one memory.
+    """Tie the embeddings again and check that they share memory.
 
     Raises:
         CheckpointError: if they are not.
@@ -293,7 +295,7 @@ def _rebind(run: Run) -> None:
     for part in run.state.parts:
         part.model.tie_weights()
         named = dict(part.model.named_parameters(remove_duplicate=False))
-        for alias, name in models.aliases(run.config.model).items():
+        for alias, name in families.aliases(run.config.model).items():
             both_here = alias in named and name in named
             if both_here and local_of(named[alias]).data_ptr() != local_of(named[name]).data_ptr():
                 raise CheckpointError("Tied parameters are two tensors", where=f"{alias} and {name}")

@@ -1,8 +1,8 @@
-"""Opens the token files of a run on every rank, and ends the run where two hosts have different tokens.
+"""Opens the token files of a run on every rank, and ends the run if two hosts have different tokens.
 
-One rank of each host finds out what its files hold; the others of that host take its answer where they see the same
-files as it does. All of this runs before the state is built, with a time limit of its own: a rank that dies meanwhile
-is noticed by its missing heartbeat, and reading the tokens may take longer than `train.distributed_timeout_minutes`.
+One rank of each host computes the digests of its files. The other ranks of that host use its result if they see the
+same files. All of this runs before the state is built, with its own time limit, because reading the tokens may take
+longer than `train.distributed_timeout_minutes`. A missing heartbeat reports a rank that dies meanwhile.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _Digests = Mapping[str, Sequence[TokenDigest]]
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The open token files of a run, which hold the same on every rank.
+    """The open token files of a run, with the same tokens on every rank.
 
     Args:
-        valid: empty where the run never evaluates.
+        valid: empty if the run never evaluates.
         fingerprint: of the training data.
-        valid_fingerprint: of the validation data; None where the run never evaluates.
+        valid_fingerprint: of the validation data; None if the run never evaluates.
     """
 
     train: Sequence[TokenFile]
@@ -51,7 +51,7 @@ class RunData:
 
 @dataclass(frozen=True, slots=True)
 class _HostData:
-    """What the files of one host hold, by side, as one of its ranks tells it to rank 0."""
+    """The digests of the files of one host, by side, as one of its ranks reports them to rank 0."""
 
     host: str
     paths: Mapping[str, Sequence[str]]
@@ -68,10 +68,10 @@ class _HostData:
 
 
 def open_data(config: Config, cluster: Cluster) -> RunData:
-    """Open the files and make sure that all hosts have the same tokens. A call of all ranks.
+    """Open the files and check that all hosts have the same tokens. Collective.
 
     Raises:
-        TrainerError: on every rank, if the data does not suit or a host has different data; names host and file.
+        TrainerError: on every rank, if the data does not match the model or differs on a host; names host and file.
     """
     channel = cluster.channel.clone(_DATA_TIMEOUT_S)
     files: _Files | None = None
@@ -89,22 +89,22 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
             files = _open(config)
         except TrainerError as error:
             problem = error
-    speakers = _agree_on_speakers(channel, cluster, files)
-    if files is not None and mine is None and cluster.rank in speakers:
+    host_ranks = _agree_on_host_ranks(channel, cluster, files)
+    if files is not None and mine is None and cluster.rank in host_ranks:
         try:
             mine = _look(files, config)
         except TrainerError as error:
             problem = error
-    found = _agree_on_data(channel, mine, problem, are_alone=speakers == [0])
+    found = _agree_on_data(channel, mine, problem, are_alone=host_ranks == [0])
     assert files is not None  # or the ranks would not have agreed
     return RunData(files["train"], files["valid"], *found)
 
 
 def look_alone(config: Config) -> tuple[str, str | None]:
-    """Return the fingerprints of training and validation data as a `RunData` has them, for a program without ranks.
+    """Return the fingerprints of training and validation data, as in `RunData`, for a program without ranks.
 
     Raises:
-        TrainerError: if the data does not suit.
+        TrainerError: if the data does not match the model.
     """
     return _fingerprints(_look(_open(config), config))
 
@@ -114,7 +114,7 @@ def _cache(config: Config) -> Path:
 
 
 def _open(config: Config) -> _Files:
-    """Open the files of both sides, preparing them where they are not there yet."""
+    """Open the files of both sides, and prepare them if they do not exist."""
     corpus = prepare(config.data, cache=_cache(config))
     _check_vocabulary(corpus, config.model.vocab_size)
     valid = corpus.valid if config.train.eval_interval else ()
@@ -132,7 +132,7 @@ def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
 
 
 def _look(files: _Files, config: Config) -> _HostData:
-    """Return what the files hold, after checking that the model's vocabulary holds every token."""
+    """Return the digests of the files, after checking that the model's vocabulary covers every token."""
     cache, read_again = _cache(config), config.data.verify is DigestSource.full
     digests: dict[str, list[TokenDigest]] = {side: [] for side in files}
     for side, found in files.items():
@@ -144,18 +144,18 @@ def _look(files: _Files, config: Config) -> _HostData:
     return _HostData(socket.gethostname(), paths, digests)
 
 
-def _agree_on_speakers(channel: StoreChannel, cluster: Cluster, files: _Files | None) -> list[int]:
-    """Return the first rank of each group of ranks that are on one host and see the same files; rank 0 is one."""
+def _agree_on_host_ranks(channel: StoreChannel, cluster: Cluster, files: _Files | None) -> list[int]:
+    """Return the first rank of each group of ranks on one host that see the same files; rank 0 is among them."""
     host = (cluster.local_ranks or (cluster.rank,))[0]
     group = b"" if files is None else f"{host} {_identity(files)}".encode()
     groups = channel.gather("data/groups", group)
-    speakers = sorted({groups.index(group) for group in groups})
-    found: list[int] = json.loads(channel.broadcast("data/speakers", json.dumps(speakers).encode()))
+    host_ranks = sorted({groups.index(group) for group in groups})
+    found: list[int] = json.loads(channel.broadcast("data/host_ranks", json.dumps(host_ranks).encode()))
     return found
 
 
 def _identity(files: _Files) -> str:
-    """Return a digest of which files of this host these are."""
+    """Return a digest of the identity of the files on this host."""
     found = xxhash.xxh3_64()
     for side, opened in files.items():
         for file in opened:
@@ -168,11 +168,11 @@ def _identity(files: _Files) -> str:
 def _agree_on_data(
     channel: StoreChannel, mine: _HostData | None, problem: TrainerError | None, *, are_alone: bool
 ) -> tuple[str, str | None]:
-    """Return the fingerprints of both sides, which are those of every rank that speaks for its host."""
+    """Return the fingerprints of both sides, after checking that every host has the same."""
     if not are_alone:
         reports = channel.gather("data/hosts", b"" if mine is None else mine.encode())
-        told = {rank: _HostData.decode(report) for rank, report in enumerate(reports) if report}
-        problem = problem or _difference(told)
+        reported = {rank: _HostData.decode(report) for rank, report in enumerate(reports) if report}
+        problem = problem or _difference(reported)
         channel.agree("data/hosts", problem)
     found = b"" if mine is None else json.dumps(_fingerprints(mine)).encode()
     train, valid = json.loads(channel.broadcast("data/fingerprints", found))
@@ -184,11 +184,11 @@ def _fingerprints(data: _HostData) -> tuple[str, str | None]:
     return fingerprint(data.digests["train"]), fingerprint(valid) if valid else None
 
 
-def _difference(told: Mapping[int, _HostData]) -> DataError | None:
+def _difference(reported: Mapping[int, _HostData]) -> DataError | None:
     """Return an error that names the first host with other data than rank 0's and the first file that differs."""
-    for rank, theirs in told.items():
+    for rank, theirs in reported.items():
         for side, words in _SIDES.items():
-            expected, found = told[0].digests[side], theirs.digests[side]
+            expected, found = reported[0].digests[side], theirs.digests[side]
             if fingerprint(expected) == fingerprint(found):
                 continue
             same = [one == other for one, other in zip(expected, found, strict=False)]
@@ -196,16 +196,16 @@ def _difference(told: Mapping[int, _HostData]) -> DataError | None:
             return DataError(
                 f"Hosts do not have the same {words} data",
                 where=f"host {theirs.host}, rank {rank}",
-                expected=f"that of host {told[0].host}, rank 0: {_describe(told[0], side, number)}",
+                expected=f"that of host {reported[0].host}, rank 0: {_describe(reported[0], side, number)}",
                 found=_describe(theirs, side, number),
-                fix="Give every host the same files. data.verify=full reads all tokens again, where a digest that an "
-                "earlier start has kept may be wrong.",
+                fix="Give every host the same files. If a cached digest may be wrong, data.verify=full reads all "
+                "tokens again.",
             )
     return None
 
 
 def _describe(data: _HostData, side: str, number: int) -> str:
-    """Return the fingerprint of a side, and of one of its files name, size and digest."""
+    """Return the fingerprint of a side, and the name, size and digest of one of its files."""
     digests = data.digests[side]
     text = f"fingerprint {fingerprint(digests)} of {len(digests)} {'file' if len(digests) == 1 else 'files'}"
     if number >= len(digests):

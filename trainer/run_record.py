@@ -1,43 +1,46 @@
-"""What `trainer_state.json` says of a run, and what may differ when another run loads it. Pure."""
+"""The contents of `trainer_state.json`, and the rules for a run that differs from it. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from enum import Enum
 from typing import Any
 
-from models import Activation, Family, ModelConfig, RopeScaling, problems, stored_tensors
+from models.config import ADDED, Activation, Family, ModelConfig, RopeScaling
+from models.families import problems, stored_tensors
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT
 from trainer.compatibility import Rule, Verdict
 from trainer.config.schema import CheckpointSection, Config
 from trainer.errors import CheckpointError
+from trainer.json_value import finite_number, integer
 from trainer.progress import Progress
 from trainer.schedule import DecayStyle, Schedule
 from trainer.topology import Topology
 
 _ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
 _LOSSES = "checkpoint.keep_best and the best loss compare validation losses that are not measured alike"
-_MASKS = f"{_ROUNDING}, but for other masks where there is dropout"
+_MASKS = f"{_ROUNDING}, except that dropout draws other masks"
 
 RULES: tuple[Rule, ...] = (
     Rule("model", Verdict.REFUSED),
     Rule("model.activation", Verdict.REFUSED, hint="absent means gelu_tanh"),
     Rule("model.dropout", Verdict.SAID, says="the loss curve will differ"),
-    Rule("model.initializer_range", Verdict.SAID, says="it acts at the start of a run only"),
+    Rule("model.initializer_range", Verdict.SAID, says="it affects only the start of a run"),
     Rule("model.pad_vocab_multiple", Verdict.SAID, says=_ROUNDING),
     Rule("topology", Verdict.FLAG, "checkpoint.reshard", _MASKS),
-    Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run goes on with other batches"),
+    Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run continues with other batches"),
     Rule("batch.micro_batch_size", Verdict.SAID, says=_MASKS),
-    Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run goes on with other samples"),
+    Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
     Rule("data.valid_fingerprint", Verdict.SAID, says=_LOSSES, is_optional=True),
     Rule("evaluation", Verdict.SAID, says=_LOSSES, is_optional=True),
     Rule(
         "seed",
         Verdict.FLAG,
         "checkpoint.override_data",
-        says="the run goes on with other samples and other dropout masks",
-        hint="it orders the samples and draws dropout masks",
+        says="the run continues with other samples and other dropout masks",
+        hint="it determines the order of the samples and the dropout masks",
     ),
     Rule("schedule", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
     Rule(
@@ -57,13 +60,13 @@ RULES: tuple[Rule, ...] = (
 
 
 def flags_set(section: CheckpointSection) -> set[str]:
-    """Return the flags that allow differences and are set."""
+    """Return the set flags that allow differences."""
     names = ("reshard", "override_scheduler", "override_batch_size", "override_data")
     return {f"checkpoint.{name}" for name in names if getattr(section, name)}
 
 
 def rules_for(section: CheckpointSection) -> Sequence[Rule]:
-    """Return the rules that apply: a fine-tuning run shares the model only."""
+    """Return the rules that apply; a fine-tuning run shares only the model."""
     if section.finetune:
         return [rule for rule in RULES if rule.field.startswith("model")]
     if section.use_checkpoint_scheduler:
@@ -74,8 +77,8 @@ def rules_for(section: CheckpointSection) -> Sequence[Rule]:
 def compared(saved: Json, current: Json) -> tuple[Json, Json]:
     """Return two states in the form in which they are compared.
 
-    In the place of the optimizer's groups it has whether each parameter that both states know has weight decay; how
-    much is in `adam`. A member of the optimizer that the saved state leaves out, which it may, is in neither.
+    The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
+    `adam`. A member of the optimizer that the saved state omits is removed from both.
     """
     theirs, ours = saved.get("optimizer", {}), current["optimizer"]
     if not isinstance(theirs, Mapping):
@@ -91,7 +94,7 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
 
 
 def _decays(groups: object) -> dict[str, bool] | None:
-    """Return whether each parameter has weight decay: the first group has. None for what are no groups."""
+    """Return whether each parameter has weight decay, as the first group does. None if the groups are malformed."""
     if not isinstance(groups, list):
         return None
     found = dict[str, bool]()
@@ -104,15 +107,19 @@ def _decays(groups: object) -> dict[str, bool] | None:
 
 
 def no_decay_names(config: ModelConfig) -> frozenset[str]:
-    """Return the parameters without weight decay: biases and norms, all that is no matrix on disk."""
+    """Return the parameters without weight decay: biases and norms, all that are not matrices on disk."""
     return frozenset(name for name, tensor in stored_tensors(config).items() if len(tensor.shape) < 2)
 
 
 def model_record(config: ModelConfig) -> Json:
-    """Return every field of a model as JSON; an activation that is absent is the tanh form of GELU."""
-    table = {**asdict(config), "family": config.family.value, "activation": config.activation.value}
-    if config.activation is Activation.gelu_tanh:
-        del table["activation"]
+    """Return every field of a model as JSON; one that came after the first format is absent where it has its default.
+
+    So an activation that is absent is the tanh form of GELU.
+    """
+    table = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(config).items()}
+    for field in fields(config):
+        if field.metadata.get(ADDED) and getattr(config, field.name) == field.default:
+            del table[field.name]
     return table
 
 
@@ -125,7 +132,7 @@ def describe(
     environment: Json,
     valid_fingerprint: str | None = None,
 ) -> Json:
-    """Return the part of the record that stays the same all through a run.
+    """Return the part of the record that is constant during a run.
 
     Args:
         fingerprint: of the training data.
@@ -192,14 +199,14 @@ def state_record(progress: Progress, lr: float, description: Json) -> Json:
 
 
 def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
-    """Return the progress that a state file holds; where the sample length is another, the position is in tokens.
+    """Return the progress in a state file; if `seq_length` differs, the position is converted through tokens.
 
     Raises:
-        CheckpointError: if it holds none, or one that no run can come to.
+        CheckpointError: if it is missing or impossible.
     """
     try:
         saved = Progress.from_record(state)
-        saved_length = _natural(state["batch"]["seq_length"])
+        saved_length = integer(state["batch"]["seq_length"])
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError("A state file has no progress", where=where, found=repr(error)) from error
     if saved_length == seq_length:
@@ -208,15 +215,15 @@ def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
 
 
 def saved_model(state: Json, *, where: object) -> ModelConfig:
-    """Return the model that a state file holds.
+    """Return the model in a state file.
 
     Raises:
-        CheckpointError: if it holds none, or one that cannot be built.
+        CheckpointError: if it is missing or cannot be built.
     """
     try:
         values: dict[str, Any] = dict(_table(state["model"]))
         scaling = values.pop("rope_scaling")
-        values["family"] = Family(values["family"])
+        values["family"] = _family(values["family"])
         values["activation"] = Activation(values.get("activation", Activation.gelu_tanh.value))
         model = ModelConfig(**values, rope_scaling=None if scaling is None else RopeScaling(**scaling))
         _same_kinds(model)
@@ -228,8 +235,15 @@ def saved_model(state: Json, *, where: object) -> ModelConfig:
     return model
 
 
+def _family(name: object) -> Family:
+    known = [family.value for family in Family]
+    if name not in known:
+        raise ValueError(f"model.family is {name!r}, known are {', '.join(known)}")
+    return Family(name)
+
+
 def _same_kinds(model: ModelConfig) -> None:
-    """Refuse members of another type than the schema gives them; an integer does for a float."""
+    """Refuse members whose type differs from the schema's; an integer is accepted for a float."""
     for table in (model, model.rope_scaling):
         for field in () if table is None else fields(table):
             value = getattr(table, field.name)
@@ -240,10 +254,10 @@ def _same_kinds(model: ModelConfig) -> None:
 
 
 def saved_schedule(state: Json, *, where: object) -> tuple[Schedule, dict[str, float]]:
-    """Return the learning-rate schedule and the numbers of Adam that a state file holds.
+    """Return the learning-rate schedule and the Adam settings in a state file.
 
     Raises:
-        CheckpointError: if it does not hold them all, or anything that is no such number.
+        CheckpointError: if any of them is missing or not a valid number.
     """
     try:
         values, adam = _table(state["schedule"]), _table(state["adam"])
@@ -251,10 +265,17 @@ def saved_schedule(state: Json, *, where: object) -> tuple[Schedule, dict[str, f
         if values.keys() != expected:
             raise ValueError(f"a schedule of {sorted(values)}")
         names = ("warmup_iters", "decay_iters", "wsd_decay_iters")
-        counts = {name: _natural(values[name]) for name in names}
+        counts = {name: integer(values[name]) for name in names}
         style = DecayStyle(values["style"]).value
-        schedule = Schedule(style=style, lr=_number(values["lr"]), min_lr=_number(values["min_lr"]), **counts)
-        return schedule, {name: _number(adam[name]) for name in ("weight_decay", "beta1", "beta2", "eps")}
+        schedule = Schedule(
+            style=style,
+            lr=finite_number(values["lr"], least=0),
+            min_lr=finite_number(values["min_lr"], least=0),
+            **counts,
+        )
+        return schedule, {
+            name: finite_number(adam[name], least=0) for name in ("weight_decay", "beta1", "beta2", "eps")
+        }
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError("A state file has no schedule", where=where, found=repr(error)) from error
 
@@ -262,16 +283,4 @@ def saved_schedule(state: Json, *, where: object) -> tuple[Schedule, dict[str, f
 def _table(value: object) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         raise TypeError(f"{value!r} is no object")
-    return value
-
-
-def _natural(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise TypeError(f"{value!r} is no natural number")
-    return value
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
-        raise TypeError(f"{value!r} is no number of a schedule or an optimizer")
     return value

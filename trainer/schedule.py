@@ -1,4 +1,4 @@
-"""The learning rate as a function of the iteration, so that a resume needs no state of it. Pure."""
+"""The learning rate as a function of the iteration, so that a resume needs no scheduler state. Pure."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ class ScheduleSection:
     """The learning-rate schedule.
 
     Args:
-        lr_warmup_iters: iterations over which the rate rises linearly from 0; null means 10, or half of
-            `lr_decay_iters` where that is below 10.
-        lr_decay_iters: iteration at which `min_lr` is reached; null means `train.train_iters`.
-        min_lr: the rate from then on.
-        lr_wsd_decay_iters: for wsd, how many iterations before `lr_decay_iters` the decay begins; null means a tenth.
+        lr_decay_style: shape of the decay after warm-up; `wsd` holds the peak rate and then decays linearly.
+        lr_warmup_iters: iterations over which the rate rises linearly from 0; null is 10, or half of `lr_decay_iters`
+            where that is below 10.
+        lr_decay_iters: iteration at which `min_lr` is reached; null is `train.train_iters`.
+        min_lr: learning rate from `lr_decay_iters` on.
+        lr_wsd_decay_iters: with `wsd`: iterations of the decay before `lr_decay_iters`; null is a tenth of that.
     """
 
     lr_decay_style: DecayStyle = DecayStyle.cosine
-    lr_warmup_iters: int | None = 0
+    lr_warmup_iters: int | None = None
     lr_decay_iters: int | None = None
-    min_lr: float = 0.0
+    min_lr: float = 1e-4
     lr_wsd_decay_iters: int | None = None
 
 
-_WARMUP_ITERS = 10  # the default's, where the schedule is as long
+_WARMUP_ITERS = 10  # the default, for schedules of at least this length
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Schedule:
 
 
 def resolve(section: ScheduleSection, train_iters: int, lr: float) -> Schedule:
-    """Return the schedule that a section means for a run of `train_iters` with peak rate `lr`."""
+    """Return the schedule of a section for a run of `train_iters` with peak rate `lr`."""
     decay_iters = train_iters if section.lr_decay_iters is None else section.lr_decay_iters
     wsd = decay_iters // 10 if section.lr_wsd_decay_iters is None else section.lr_wsd_decay_iters
     return Schedule(
@@ -89,7 +90,7 @@ def _warmup_iters(section: ScheduleSection, decay_iters: int) -> int:
 
 
 def problems(section: ScheduleSection, train_iters: int, lr: float) -> list[str]:
-    """Return every reason why a section is no schedule; each names its key and value."""
+    """Return every problem of a section, each with its key and value."""
     found = []
     decay_iters = train_iters if section.lr_decay_iters is None else section.lr_decay_iters
     warmup = _warmup_iters(section, decay_iters)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from models import Model, ModelConfig, aliases, stored_tensors
+from models.config import ModelConfig
+from models.families import aliases, stored_tensors
+from models.network import Model
 from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec, build_layout
 from trainer.checkpoint.tensors.file_aligned import zeros_like_files

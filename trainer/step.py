@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from models import aliases, stored_tensors
+from models.families import aliases, stored_tensors
 from trainer.checkpoint.tensors.live import local_of, parameter_names
 from trainer.errors import NonFiniteError
 from trainer.launch.process_group import Cluster
@@ -65,14 +66,13 @@ def train_step(
     for part in state.parts:
         part.optimizer.zero_grad(set_to_none=True)
     with context.loss_context():
-        loss = _forward_backward(state, micro_batches, keys, context)
+        loss = forward_backward(state, micro_batches, keys, context)
     _finish_gradients(state, parameters, context)
-    rows = cluster.gather(
-        [float(loss), float(context.reports_loss), float(squared_norm(context.grad_norm_parameters)), *flags()]
-    )
-    mean_loss = sum(row[0] * row[1] for row in rows) / sum(row[1] for row in rows)
-    grad_norm = math.sqrt(sum(row[2] for row in rows))
-    agreed = tuple(max(row[3 + index] for row in rows) for index in range(len(rows[0]) - 3))
+    own = _Figures(float(loss), float(context.reports_loss), float(squared_norm(context.grad_norm_parameters)))
+    rows, asked = _gather(cluster, own, flags())
+    mean_loss = sum(row.loss * row.reports_loss for row in rows) / sum(row.reports_loss for row in rows)
+    grad_norm = math.sqrt(sum(row.squared_norm for row in rows))
+    agreed = tuple(max(column) for column in zip(*asked, strict=True))
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         poisoned = _poisoned(state, mean_loss, grad_norm, cluster)
         if not skips_nonfinite:
@@ -83,6 +83,24 @@ def train_step(
         set_learning_rate(part.optimizer, lr)
         part.optimizer.step()
     return StepResult(mean_loss, grad_norm, agreed)
+
+
+class _Figures(NamedTuple):
+    """One rank's figures of an iteration, gathered from all ranks in one message; a new one is a field more.
+
+    `reports_loss` is 1 where the loss counts in the mean, else 0. The flags travel behind.
+    """
+
+    loss: float
+    reports_loss: float
+    squared_norm: float
+
+
+def _gather(cluster: Cluster, own: _Figures, flags: Sequence[float]) -> tuple[list[_Figures], list[Sequence[float]]]:
+    """Return the figures and the flags of every rank. A collective call."""
+    rows = cluster.gather([*own, *flags])
+    count = len(own)
+    return [_Figures(*row[:count]) for row in rows], [row[count:] for row in rows]
 
 
 def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Cluster) -> NonFiniteError:
@@ -106,7 +124,7 @@ def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Clust
     )
 
 
-def _forward_backward(
+def forward_backward(
     state: TrainerState, micro_batches: Sequence[torch.Tensor], keys: Sequence[int], context: ParallelContext
 ) -> torch.Tensor:
     """Accumulate the gradients of the mean loss over the micro batches; return that mean, 0-d float64."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +18,15 @@ class Coordinate:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The sizes of the axes: pipeline, data and tensor parallel; consecutive ranks differ in tp first.
+    """The sizes of the axes: pipeline, data and tensor parallel.
 
     Args:
         vpp: virtual stages of each pipeline rank.
         sp: whether activations between tensor-parallel products are cut along the sequence.
     """
+
+    # The one order of the axes, of meshes and grids too; consecutive ranks differ in the last first.
+    AXES: ClassVar[tuple[str, ...]] = ("pp", "dp", "tp")
 
     pp: int
     dp: int
@@ -30,11 +35,17 @@ class Topology:
     sp: bool = False
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the sizes of `AXES`."""
+        return tuple(getattr(self, axis) for axis in self.AXES)
+
+    @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return prod(self.sizes)
 
     def coordinate(self, rank: int) -> Coordinate:
         """Return where `rank` stands."""
-        rest, tp = divmod(rank, self.tp)
-        pp, dp = divmod(rest, self.dp)
-        return Coordinate(pp, dp, tp)
+        places = {}
+        for axis, size in zip(reversed(self.AXES), reversed(self.sizes), strict=True):
+            rank, places[axis] = divmod(rank, size)
+        return Coordinate(**places)

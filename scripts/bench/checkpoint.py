@@ -1,6 +1,6 @@
-"""Measure saving and loading beside plain writing and reading, and beside others: `python -m scripts.bench.checkpoint`.
+"""Measure saving and loading against raw I/O and other ways: `python -m scripts.bench.checkpoint`.
 
-Every figure has its ratio to plain writing or reading of the same round, so that a slow or busy disk cancels out.
+Every figure has its ratio to the raw write or read of the same round, so that a slow or busy disk cancels out.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from scripts.bench.ways import own_ways
 from trainer.commands.arguments import local_path
 from trainer.launch import process_group as launch
 
-_HELD_SIZE = "gpt2_124m"  # that of the bounds; with less to write, a save is what it takes besides writing
+_HELD_SIZE = "gpt2_124m"  # the size of the targets; at smaller sizes the fixed cost of a save dominates
 PARTS = ("ways", "back-to-back", "growth", "training", "ranks")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure as the command line says, print the tables and return the exit status."""
+    """Run the measurements, print the tables and return the exit status."""
     options = _parser().parse_args(arguments)
     log = logging.getLogger("trainer")
     level = log.level
@@ -106,17 +106,19 @@ def _say(line: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench_checkpoint", description=__doc__)
-    parser.add_argument(
-        "--folder", type=local_path, default=Path(), help="a folder is made in it, and removed at the end"
-    )
+    parser.add_argument("--folder", type=local_path, default=Path(), help="parent of a temporary folder")
     parser.add_argument("--size", choices=SIZES, default=_HELD_SIZE, help="the model (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often all is measured in turn (%(default)d)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds in which all ways take turns (%(default)d)")
     parser.add_argument("--only", type=_parts, default=PARTS, metavar="PART,...", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--rows", type=_names, default=(), metavar="NAME;...", help="of the table of ways")
-    parser.add_argument("--saves", type=int, default=100, help="how many saves may leave no memory (%(default)d)")
-    parser.add_argument("--growth-size", choices=SIZES, default="gpt2_4m", help="of what model (%(default)s)")
-    parser.add_argument("--samples", type=Path, metavar="FILE", help="add the ways' rounds that it keeps, and keep all")
-    parser.add_argument("--markdown", type=Path, default=None, metavar="FILE", help="write what is printed there too")
+    parser.add_argument("--saves", type=int, default=100, help="saves of the memory-growth test (%(default)d)")
+    parser.add_argument(
+        "--growth-size", choices=SIZES, default="gpt2_4m", help="model of the memory-growth test (%(default)s)"
+    )
+    parser.add_argument(
+        "--samples", type=Path, metavar="FILE", help="add the rounds stored in FILE, and store all rounds there"
+    )
+    parser.add_argument("--markdown", type=Path, default=None, metavar="FILE", help="also write the tables to FILE")
     return parser
 
 

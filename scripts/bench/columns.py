@@ -132,17 +132,17 @@ class _Columns:
         pieces = [[Piece(spec.name, box, 0, box.numel) for spec in specs] for box in boxes]
         self._pieces, self._data = pieces[rank], map_memory(_TENSORS * boxes[rank].numel)
         self._data[:] = np.frombuffer(np.random.default_rng(rank).bytes(self._data.nbytes), np.uint8)
-        strips = stripes_of([piece for mine in pieces for piece in mine], self._layout)
-        memory.reach(shared_bytes(strips))
+        stripes = stripes_of([piece for mine in pieces for piece in mine], self._layout)
+        memory.reach(shared_bytes(stripes))
         self.ways: dict[str, Callable[[Path], None]] = {
             DIRECT: self._write_raw,
-            SHARED: partial(self._write_as_saves_do, Sharing(memory, strips, self._layout, turn=rank / RANKS)),
+            SHARED: partial(self._write_as_saves_do, Sharing(memory, stripes, self._layout, turn=rank / RANKS)),
             MAPPED: self._write_mapped,
             RUNS: partial(self._write_as_saves_do, None),
         }
 
     def read_back(self, folder: Path) -> None:
-        """Read and digest half of the file from the page cache, as digests of stretches of it would need."""
+        """Read and digest half of the file from the page cache, as digests of extents of it would need."""
         share = -(-self._file.total_bytes // RANKS)
         buffer = map_memory(CHUNK_BYTES)
         with (folder / self._file.name).open("rb", buffering=0) as file:
@@ -161,7 +161,7 @@ class _Columns:
 
     def _write_as_saves_do(self, sharing: Sharing | None, folder: Path) -> None:
         chunks = cut(self._pieces, self._layout)
-        order = [chunk for stretches in chunks.values() for stretch in stretches for chunk in stretch]
+        order = [chunk for extents in chunks.values() for extent in extents for chunk in extent]
         tensors = zip(self._pieces, torch.from_numpy(self._data).chunk(_TENSORS), strict=True)
         memory = {piece.name: HostMemory(data, is_private=False) for piece, data in tensors}
         snapshot = Snapshot(memory, order, arena=Arena(0, is_pinned=False), stall_timeout_s=_TIMEOUT_S)

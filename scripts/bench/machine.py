@@ -1,4 +1,4 @@
-"""Says on what machine figures were measured."""
+"""Describes the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def describe(folder: Path) -> list[str]:
-    """Return a line for each thing that figures depend on; `folder` is where files were written."""
+    """Return one line per machine property that affects figures; `folder` is the folder of the files."""
     memory = _first("/proc/meminfo", "MemTotal")
     kibibytes = int(memory.split()[0]) if memory else 0
     return [
@@ -33,7 +33,7 @@ def _first(path: str, key: str) -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """Return type and device of the file system a folder lies on. Source: proc_pid_mountinfo(5)."""
+    """Return the type and the device of a folder's file system. Source: proc_pid_mountinfo(5)."""
     number = os.stat(folder).st_dev
     wanted = f"{os.major(number)}:{os.minor(number)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -51,4 +51,4 @@ def _disk(number: str) -> str:
         driver = (block / "device" / "driver").resolve().name
     except OSError:
         return ""
-    return f" ({driver}, {'said to rotate' if rotates else 'solid state'})"
+    return f" ({driver}, {'reported as rotational' if rotates else 'solid state'})"

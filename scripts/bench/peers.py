@@ -1,7 +1,7 @@
-"""What the benchmark compares us with: torch.save, safetensors' own writer and torch's distributed checkpoints.
+"""The alternatives in the benchmark: torch.save, safetensors' own writer and torch's distributed checkpoints.
 
-The only module of the project that names torch.save and torch.load, which pickle: as a peer, for files it has just
-written. Every peer is given the same tensors and ends with files and folder synced.
+This is the only module of the project that uses torch.save and torch.load, which pickle, and only for files that it has
+just written. Every alternative saves the same tensors and ends with files and folder synced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REASONS = (CheckpointException, RuntimeError, AssertionError, OSError)
 
 
 def peer_ways(subject: Subject) -> Mapping[str, Way]:
-    """Return the others' ways of saving and loading a subject."""
+    """Return the alternative ways of saving and loading a subject."""
     load_dcp = functools.partial(_load_dcp, subject)
     in_thread = functools.partial(_start_dcp, subject, AsyncCheckpointerType.THREAD)
     in_process = functools.partial(_start_dcp, subject, AsyncCheckpointerType.PROCESS)
@@ -92,7 +92,7 @@ def _start_dcp(subject: Subject, kind: AsyncCheckpointerType, folder: Path) -> F
 
 
 def _beside(begin: Callable[[Path], Future[Any]]) -> Callable[[Path, Loop], Saved]:
-    """Return the save that `begin` starts and that goes on beside a loop."""
+    """Return the save that `begin` starts and that runs beside a loop."""
 
     def save(folder: Path, loop: Loop) -> Saved:
         loop.learn()
@@ -116,6 +116,6 @@ def _beside(begin: Callable[[Path], Future[Any]]) -> Callable[[Path, Loop], Save
 
 
 def leave() -> None:
-    """Leave the group of one that saving in a process needs."""
+    """Destroy the one-rank process group that saving in a process needs."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,9 +1,8 @@
-"""Measure how a save is planned at scales nobody has at hand: `python scripts/bench/planning.py [CASE ...] [--json]`.
+"""Measure the planning of a save at large scale: `python -m scripts.bench.planning [CASE ...] [--json]`.
 
-The ranks are simulated as `train.dry_run` does it. A rank's own planning is what a save really runs: from its live
-tensors, on `meta`, to its list of pieces. Then the pieces of all ranks are put together as rank 0 puts them together.
-No rank has a peer here, so nothing can pass between them; that their pieces cover every byte of every tensor exactly
-once is checked, and that plans need no message is what it shows.
+The ranks are simulated as in `train.dry_run`. Each simulated rank runs the planning code of a save, from its tensors on
+`meta` to its list of pieces. Then the pieces of all ranks are combined and checked as on rank 0: they cover every byte
+of every tensor exactly once. The ranks have no peers here, which shows that planning needs no message.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """What a rank's planning took: naming and placing its live tensors, laying out the files, choosing its pieces."""
+    """Seconds of a rank's planning: naming and placing its tensors, laying out the files, choosing its pieces."""
 
     placing: float
     layout: float
@@ -62,14 +61,14 @@ class Seconds:
 
 @dataclass(slots=True)
 class PlanningResult:
-    """Everything that is reported of a case.
+    """The results of a case.
 
     Args:
-        first: the first planning of the case, with torch's first-time costs where it is the first of the process.
-        slowest: of the first ranks of all pipeline stages, the one whose median is the largest.
-        collectives: how many torch ran while the first rank of every stage planned.
-        report_bytes: what all ranks send rank 0 after they have written, digests included; the largest is of one rank.
-        check_s: how long rank 0 takes to check that all pieces tile, and to write the manifest's text.
+        first: the first planning of the case, including torch's first-time costs if it is the first of the process.
+        slowest: the largest median among the first ranks of all pipeline stages.
+        collectives: number of collectives that torch ran during the planning of the first rank of every stage.
+        report_bytes: bytes of all ranks' reports to rank 0, including digests; the largest is of one rank.
+        check_s: seconds for rank 0 to check that all pieces tile, and to write the manifest's text.
     """
 
     case: str
@@ -91,7 +90,7 @@ class PlanningResult:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the named cases, print what was found and return 0."""
+    """Measure the named cases, print the results and return 0."""
     parser = argparse.ArgumentParser(prog="bench_planning", description="Measure how a save is planned.")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (all but tiny)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per case")
@@ -105,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(case: str) -> PlanningResult:
-    """Plan a save on every rank of a case, and put the plans together."""
+    """Plan a save on every rank of a case, and combine the plans."""
     ranks, overrides = CASES[case]
     config = compose(overrides)
     layout = build_layout(list(checkpoint_specs(config.model, with_optimizer=True)))
@@ -143,7 +142,7 @@ def measure(case: str) -> PlanningResult:
 
 
 def time_planning(state: TrainerState, rank: int) -> Seconds:
-    """Return how long a rank takes from its live tensors to its pieces, with nothing kept from another time."""
+    """Return the seconds from a rank's tensors to its pieces, with empty caches."""
     marks = [time.perf_counter()]
     contents = state.contents({}, with_optimizer=True)
     marks.append(time.perf_counter())
@@ -155,7 +154,7 @@ def time_planning(state: TrainerState, rank: int) -> Seconds:
 
 
 def count_collectives(state: TrainerState, rank: int) -> int:
-    """Return how many collectives and messages between ranks torch runs while a rank plans."""
+    """Return the number of collectives and messages that torch runs while a rank plans."""
     seen = Collectives()
     with seen:
         time_planning(state, rank)
@@ -163,7 +162,7 @@ def count_collectives(state: TrainerState, rank: int) -> int:
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators of torch's process groups, those that a DTensor runs of itself among them."""
+    """Counts the operators of torch's process groups, including those that a DTensor runs internally."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -174,7 +173,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Count one operator and run it."""
         if any(isinstance(arg, torch.Tensor) and is_dtensor(arg) for arg in args):
-            return NotImplemented  # the DTensor comes back with the operators that it is made of
+            return NotImplemented  # DTensor dispatches again with its component operators
         self.count += func.namespace in ("c10d", "_c10d_functional")
         return func(*args, **(kwargs or {}))
 
@@ -221,7 +220,7 @@ def _as_if_written(piece: Piece) -> WrittenPiece:
 
 
 def table(found: PlanningResult) -> str:
-    """Return what was found as text."""
+    """Return the results as text."""
     first, slowest = found.first, found.slowest
     rows = [
         ("checkpoint", f"{found.checkpoint_bytes / 1e9:,.1f} GB, {found.tensors:,} tensors, {found.files:,} files"),

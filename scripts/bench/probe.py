@@ -1,4 +1,4 @@
-"""What is held beside a save to see what it costs: a loop that computes, the process's memory, the page cache."""
+"""Probes of the cost of a save: a loop that computes, the process's memory, the page cache."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FORGET_PEAK = "5"  # proc_pid_clear_refs(5): set VmHWM to what is resident now
 
 @dataclass(slots=True)
 class Loop:
-    """Matrix products on all cores, again and again: iterations of known length, as a forward and backward pass has.
+    """A loop of matrix products on all cores, with iterations of known length, like a forward and backward pass.
 
     Args:
-        width: of the matrices.
-        quiet_s: for how long the loop runs by itself to learn how long an iteration takes.
+        width: size of the square matrices.
+        quiet_s: duration of the calibration, in which the loop runs alone.
     """
 
     width: int = 768
@@ -37,7 +37,7 @@ class Loop:
         self._matrices = [torch.randn(self.width, self.width) for _ in range(3)]
 
     def learn(self) -> None:
-        """Run by itself; `usual_s` is the median time of an iteration then."""
+        """Calibrate: run alone and set `usual_s` to the median time of an iteration."""
         end = time.perf_counter() + self.quiet_s
         times = [self._iterate()]
         while time.perf_counter() < end:
@@ -45,14 +45,14 @@ class Loop:
         self.usual_s = statistics.median(times)
 
     def run_until(self, is_over: Callable[[], bool]) -> float:
-        """Run until `is_over`; return the seconds by which all iterations together were longer than usual."""
+        """Run until `is_over`; return the total seconds beyond the usual time of the iterations."""
         lost_s = 0.0
         while not is_over():
             lost_s += self._iterate() - self.usual_s
         return lost_s
 
     def noise(self) -> float:
-        """Return what `run_until` finds where nothing runs beside it, for half a second."""
+        """Return the result of `run_until` for half a second in which nothing else runs."""
         end = time.perf_counter() + 0.5
         return self.run_until(lambda: time.perf_counter() >= end)
 
@@ -65,7 +65,7 @@ class Loop:
 
 
 class PeakMemory:
-    """The memory by which this process, and those it has started, grow at most; no page cache."""
+    """The peak growth in memory of this process and its children, without the page cache."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text(_FORGET_PEAK)
@@ -73,18 +73,18 @@ class PeakMemory:
         self._children = _children_bytes()
 
     def grown_bytes(self) -> int:
-        """Return the largest growth since this was made; of started processes, their own memory at this moment."""
+        """Return the peak growth since construction; for child processes, their current memory."""
         return _status_bytes("self", "VmHWM") - self._base + max(0, _children_bytes() - self._children)
 
 
 def trim() -> None:
-    """Give memory that is free back to the system, so that the next to take it is seen to. Source: malloc_trim(3)."""
+    """Return free memory to the system, so that the next allocation is visible. Source: malloc_trim(3)."""
     if hasattr(_libc, "malloc_trim"):  # glibc's
         _libc.malloc_trim(0)
 
 
 def resident_bytes() -> int:
-    """Return how much memory this process has now."""
+    """Return the current memory of this process in bytes."""
     return _status_bytes("self", "VmRSS")
 
 
@@ -112,7 +112,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def read_through(folder: Path) -> None:
-    """Have every file below a folder in the page cache."""
+    """Load every file below a folder into the page cache."""
     buffer = bytearray(_READ_BYTES)
     for path in files_of(folder):
         with path.open("rb", buffering=0) as file:
@@ -121,7 +121,7 @@ def read_through(folder: Path) -> None:
 
 
 def evict(folder: Path) -> None:
-    """Have no file below a folder in the page cache; all of them are durable. Source: posix_fadvise(2), DONTNEED."""
+    """Drop every file below a folder from the page cache; all are durable. Source: posix_fadvise(2), DONTNEED."""
     for path in files_of(folder):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -137,7 +137,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Make files that somebody wrote without that durable, and the names in their folders."""
+    """Sync files that were written without a sync, and their folders."""
     for path in files_of(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -145,7 +145,7 @@ def sync_all(folder: Path) -> None:
 
 
 def touched(size: int) -> npt.NDArray[np.uint8]:
-    """Return memory whose pages are there."""
+    """Return memory whose pages are allocated."""
     return np.ones(size, np.uint8)
 
 
@@ -158,7 +158,7 @@ def fill_from(paths: Iterator[Path] | list[Path], memory: memoryview) -> None:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Return how long a call took."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start

@@ -1,6 +1,6 @@
-"""Two ranks that save and load in turn with plain writing and reading: `python -m scripts.bench.ranks`, once per rank.
+"""Two ranks that save and load, in turn with raw I/O: `python -m scripts.bench.ranks`, once per rank.
 
-They are told of each other as torchrun tells them; rank 0 writes what was measured to a JSON file.
+The ranks have torchrun's environment variables. Rank 0 writes the measurements to a JSON file.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run_ranks(folder: Path, *, size: str, rounds: int) -> dict[str, Rounds]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Be one rank."""
+    """Run one rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", choices=SIZES, default="small")
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found[name] = _Rank(subject, options.folder / name, name).run(options.rounds)
     if cluster.rank == 0:
         options.output.write_text(json.dumps(found))
-    launch.stop(cluster)
+    launch.shutdown(cluster)
 
 
 class _Rank:
@@ -99,14 +99,14 @@ class _Rank:
         self._share = touched(subject.total_bytes // RANKS)
 
     def run(self, rounds: int) -> Rounds:
-        """Return what each round took, on the slowest rank."""
+        """Return the seconds of each round on the slowest rank."""
         found = []
         ways = (self._raw, self._inline, self._in_background, self._digest_replicas)
         for number in range(rounds):
             row: dict[str, float] = {}
             order = [str(index) for index in range(len(ways))]
             for index in rotated(order, number):
-                for attempt in range(2):  # the second counts: see `rounds.py`
+                for attempt in range(2):  # the second is measured: see `rounds.py`
                     self._enter()
                     ways[int(index)](row, 2 * number + attempt)
                     self._clear()
@@ -128,7 +128,7 @@ class _Rank:
         sync_folder(self._folder)
 
     def _inline(self, row: dict[str, float], number: int) -> None:
-        """Save twice, for the first save has the memory made in which ranks put columns together."""
+        """Save twice, because the first save allocates the shared memory for columns."""
         checkpointer = self._checkpointer(number, async_save=False)
         for iteration, name in ((1, FIRST), (2, INLINE)):
             contents = self._subject.contents(iteration)
@@ -148,7 +148,7 @@ class _Rank:
             raise ValueError("what was loaded is not what was saved")
 
     def _in_background(self, row: dict[str, float], number: int) -> None:
-        """Save twice, for the first save has the staging memory made; nothing computes beside the second."""
+        """Save twice, because the first save allocates the staging memory; nothing computes beside the second."""
         checkpointer = self._checkpointer(number, async_save=True)
         for iteration in (1, 2):
             contents = self._subject.contents(iteration)
@@ -160,7 +160,7 @@ class _Rank:
         checkpointer.close()
 
     def _digest_replicas(self, row: dict[str, float], _: int) -> None:
-        """Digest what the other rank writes, on one thread while nothing else runs: the most that a step can wait."""
+        """Digest the other rank's bytes on one thread while nothing else runs: the longest possible wait of a step."""
         contents = self._subject.contents(1)
         plan = make_plan(contents, rank=self._rank, file_bytes=DEFAULT_FILE_BYTES, holds_steps=True)
         memory = {**plan.sources.steady, **plan.watched.steady}

@@ -1,4 +1,4 @@
-"""Rounds in which every way saves and loads the same state in turn, and the figures they leave."""
+"""Rounds in which every way saves and loads the same state in turn, and their figures."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from scripts.bench.probe import Loop, evict, files_of, fill_from, read_through, 
 from scripts.bench.subject import Subject
 from scripts.bench.ways import RAW, Saved, Way
 
-ROUND = "round"  # the row of what belongs to a round as a whole
+ROUND = "round"  # the row of figures of a whole round
 
 
 class Figure(Enum):
-    """What is measured; seconds, or bytes."""
+    """The measured quantities, in seconds or bytes."""
 
     DURABLE = auto()
     BLOCKED = auto()
-    TOLD_BLOCKED = auto()  # by our own report
+    REPORTED_BLOCKED = auto()  # from our own report
     COST = auto()  # blocked and slowed down
     LOAD = auto()
     COLD_LOAD = auto()
     PEAK_BYTES = auto()
     DISK_BYTES = auto()
-    COPY = auto()  # the whole state, from memory to memory, both used before
-    WARM_READ = auto()  # of the raw file into memory that was used before
-    NOISE = auto()  # what the loop is slowed down by nothing
+    COPY = auto()  # the whole state, between buffers that are already allocated
+    WARM_READ = auto()  # the raw file into memory that is already allocated
+    NOISE = auto()  # the loop with nothing beside it
 
 
 Row = dict[Figure, float]
 
 
 class Rounds:
-    """The rows of all rounds, by name, and why others have none."""
+    """The rows of all rounds by name, and the reason of each missing one."""
 
     def __init__(self) -> None:
         self.all: list[dict[str, Row]] = []
         self.reasons: dict[str, str] = {}
 
     def read(self, path: Path) -> None:
-        """Add the rounds that a file keeps, if it is there."""
+        """Add the rounds stored in a file, if it exists."""
         if path.exists():
             kept = json.loads(path.read_text())
             self.all += [{name: {Figure[key]: v for key, v in row.items()} for name, row in r.items()} for r in kept]
 
     def write(self, path: Path) -> None:
-        """Keep all rounds in a file."""
+        """Store all rounds in a file."""
         kept = [{name: {f.name: v for f, v in row.items()} for name, row in found.items()} for found in self.all]
         path.write_text(json.dumps(kept))
 
@@ -82,9 +82,9 @@ def run_rounds(
     loop: Loop,
     say: Callable[[str], None],
 ) -> None:
-    """Let every way save and load in turn, in another order each round, and add what was `found`.
+    """Let every way save and load in turn, in another order each round, and add the figures to `found`.
 
-    What a round writes is gone after it.
+    The files of a round are deleted after it.
     """
     names, before = list(ways), len(found.all)
     buffer = touched(subject.own_bytes)
@@ -106,14 +106,14 @@ def run_rounds(
             except ways[name].may_raise as error:
                 found.reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
                 say(f"{name} cannot run: {found.reasons[name]}")
-                subject.fill(number)  # whatever it has done to the state
+                subject.fill(number)  # the way may have changed the state
             finally:
                 shutil.rmtree(own)
         found.all.append(rows)
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
-    """Return `names` beginning with another one for each `number`."""
+    """Return `names` rotated by `number`."""
     first = number % max(1, len(names))
     return [*names[first:], *names[:first]]
 
@@ -132,8 +132,8 @@ def _copy_s(subject: Subject, buffer: np.ndarray) -> float:
 def _measure(subject: Subject, way: Way, folder: Path, loop: Loop) -> Row:
     """Save and load; each is done twice, and the seconds are those of the second.
 
-    The host of a virtual machine may take back memory that its guest has freed, and its next use is slow: by a factor
-    of five, for the same plain write. What was freed a moment ago is there.
+    The host of a virtual machine may reclaim memory that its guest has freed, and its next use is slow: by a factor of
+    five for the same raw write. Recently freed memory is still allocated.
     """
     digest = subject.digest()
     peaks = []
@@ -165,6 +165,6 @@ def _row_of(saved: Saved) -> Row:
     return {
         Figure.DURABLE: saved.durable_s,
         Figure.BLOCKED: saved.blocked_s,
-        Figure.TOLD_BLOCKED: saved.told_blocked_s,
+        Figure.REPORTED_BLOCKED: saved.reported_blocked_s,
         Figure.COST: saved.blocked_s + saved.slowed_s,
     }

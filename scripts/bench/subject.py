@@ -1,4 +1,4 @@
-"""The state that is saved and loaded: built as the trainer builds it, filled with noise. Nothing is measured here."""
+"""The state that is saved and loaded: built as the trainer builds it, filled with noise."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-import models
-from models import Family, ModelConfig
+from models import families
+from models.config import Family, ModelConfig
 from trainer import run_record as record
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import STATE
@@ -64,7 +64,7 @@ PARALLEL: Mapping[str, ParallelSection] = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A training state on one rank, with what an iteration needs."""
+    """A training state on one rank, with the inputs of an iteration."""
 
     config: Config
     cluster: Cluster
@@ -88,45 +88,45 @@ class Subject:
         return [part.optimizer for part in self.state.parts]
 
     def step(self) -> None:
-        """Let the optimizers step with no gradient there: nothing changes, but whoever waits for a step acts."""
+        """Step the optimizers without gradients: no value changes, but step hooks run."""
         for optimizer in self.optimizers():
             optimizer.zero_grad(set_to_none=True)
             optimizer.step()
 
     def contents(self, iteration: int) -> Contents:
-        """Return what the trainer would save after `iteration`."""
+        """Return the contents that the trainer saves after `iteration`."""
         progress = Progress(iteration, SAMPLES * iteration, SAMPLES * SEQ_LENGTH * iteration)
         documents: dict[str, Json] = {
-            "config.json": models.hf_config(self.config.model),
-            "generation_config.json": models.generation_config(self.config.model),
+            "config.json": families.hf_config(self.config.model),
+            "generation_config.json": families.generation_config(self.config.model),
             STATE: record.state_record(progress, 1e-3, {}),
         }
         return self.state.contents(documents, with_optimizer=True)
 
     @property
     def own_bytes(self) -> int:
-        """Return how many bytes of tensors this rank holds."""
+        """Return the bytes of this rank's tensors."""
         return sum(tensor.local.nbytes for tensor in self.tensors())
 
     @property
     def total_bytes(self) -> int:
-        """Return how many bytes all tensors of a checkpoint have."""
+        """Return the bytes of all tensors of a checkpoint."""
         return sum(spec.total_bytes for spec in self.contents(0).specs)
 
     def fill(self, seed: int) -> None:
-        """Put noise into every tensor; the ranks that hold the same box get the same."""
+        """Fill every tensor with noise, equal on ranks that hold the same box."""
         generator = torch.Generator()
         for number, tensor in enumerate(self.tensors()):
             generator.manual_seed(seed << 20 | number)
             tensor.local.detach().uniform_(-1, 1, generator=generator)
 
     def spoil(self) -> None:
-        """Set every tensor to zero, so that a load has something to do."""
+        """Set every tensor to zero before a load."""
         for tensor in self.tensors():
             tensor.local.detach().zero_()
 
     def digest(self) -> int:
-        """Return a digest of all that this rank holds."""
+        """Return a digest of all tensors of this rank."""
         found = xxhash.xxh3_64()
         for tensor in self.tensors():
             found.update(tensor.local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,4 +1,4 @@
-"""Lays figures out as tables, the same for a terminal and for Markdown. Nothing is measured here."""
+"""Formats figures as Markdown tables, which also suit a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def ways_table(found: Rounds, names: Sequence[str], *, total_bytes: int) -> list[str]:
-    """Return the table of all ways: medians, each with the median of its ratio to plain writing or reading."""
+    """Return the table of all ways: medians, each with the median of its ratio to the raw write or read."""
     head = ["", "durable, s", "blocked, s", "cost to training, s", "load, s", "cold load, s", "peak memory, GB", "disk"]
     rows = []
     for name in names:
@@ -39,27 +39,27 @@ def ways_table(found: Rounds, names: Sequence[str], *, total_bytes: int) -> list
 _SAVING = (Figure.DURABLE, Figure.BLOCKED, Figure.COST)
 
 NOTES = (
-    "Medians over rounds in which all ways take turns, in another order each round; in brackets, the median of the "
-    "ratio to plain writing (saving) or plain reading (loading) of the same round; memory and disk as a ratio to the "
-    "bytes of the state.",
-    "Durable: until files and folder are synced. Blocked: the main thread could do nothing else. Cost: blocked, and by "
-    "how much a loop of matrix products on all cores took longer while the save went on.",
-    "Load: until the live state is filled, from the page cache; plain reading goes into memory not used before, and "
-    "fills no state. Ours checks every digest. Cold: after the files were dropped from the page cache.",
-    "The step of the optimizer comes when the background save has ended, or at once; a first save, which has the "
-    "staging memory made, is left out of the seconds and counted in the memory.",
+    "Medians over rounds. All ways take turns, in another order each round. In brackets: the median of the ratio to "
+    "the raw write (saving) or raw read (loading) of the same round; for memory and disk, the ratio to the bytes of "
+    "the state.",
+    "Durable: until files and folder are synced. Blocked: time of the main thread. Cost to training: blocked time plus "
+    "the slowdown of a loop of matrix products on all cores during the save.",
+    "Load: until the state is filled, from the page cache. The raw read goes into fresh memory and fills no state. "
+    "Ours checks every digest. Cold: after the files were dropped from the page cache.",
+    "The optimizer step comes after the background save has ended, or at once. A first save, which allocates the "
+    "staging memory, counts for memory but not for seconds.",
 )
 
 
 def round_lines(found: Rounds) -> list[str]:
-    """Return what belongs to rounds as a whole, in words."""
+    """Return lines of text for the figures of whole rounds."""
     lines = []
     if (copy_s := found.median(ROUND, Figure.COPY)) is not None:
         lines.append(f"one copy of the state from memory to memory: {copy_s:.3f} s")
     if (read_s := found.median(ROUND, Figure.WARM_READ)) is not None:
-        lines.append(f"plain reading into memory used before: {read_s:.3f} s")
+        lines.append(f"raw read into used memory: {read_s:.3f} s")
     if (noise_s := found.median(ROUND, Figure.NOISE)) is not None:
-        lines.append(f"half a second of the loop with nothing beside it is longer than usual by {noise_s:.3f} s")
+        lines.append(f"noise of half a second of the loop with nothing beside it: {noise_s:.3f} s")
     return lines
 
 

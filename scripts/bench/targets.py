@@ -1,4 +1,4 @@
-"""The figures that are held to a bound, and whether they keep it. They are measured elsewhere."""
+"""The figures with a target, and whether they meet it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from scripts.bench.rounds import ROUND, Figure, Rounds
 from scripts.bench.training import BackToBack, Trained
 from scripts.bench.ways import AT_ONCE, BACKGROUND, DIRECT, INLINE, RAW
 
-HEAD = ("", "figure", "measured", "target", "verdict")
+HEAD = ("", "figure", "measured", "target", "result")
 
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """A figure with the most it may be; without a bound it is only shown."""
+    """A figure and its upper bound; without a bound it is only shown."""
 
     letter: str
     name: str
@@ -28,21 +28,21 @@ class BenchTarget:
         """Return the cells of a table."""
         shown = "-" if self.measured is None else f"{self.measured:.5g}{self.unit}"
         bound = "" if self.most is None else f"<= {self.most:g}{self.unit}"
-        return [self.letter, self.name, shown, bound, self.verdict]
+        return [self.letter, self.name, shown, bound, self.result]
 
     @property
-    def verdict(self) -> str:
-        """Return whether the bound is kept, in a word."""
+    def result(self) -> str:
+        """Return whether the bound is met, in one word."""
         if self.most is None or self.measured is None:
             return ""
-        return "kept" if self.measured <= self.most else "MISSED"
+        return "met" if self.measured <= self.most else "MISSED"
 
 
 def of_rounds(found: Rounds, *, total_bytes: int) -> list[BenchTarget]:
-    """Return what follows from the rounds of all ways."""
+    """Return the figures of the rounds of all ways."""
     peak, disk = found.median(BACKGROUND, Figure.PEAK_BYTES), found.median(INLINE, Figure.DISK_BYTES)
     warm = found.ratio(INLINE, Figure.LOAD, ROUND, Figure.WARM_READ)
-    told = Figure.TOLD_BLOCKED
+    blocked = Figure.REPORTED_BLOCKED
     return [
         BenchTarget("a", "inline save / raw write", found.ratio(INLINE, Figure.DURABLE, RAW, Figure.DURABLE), 0.85),
         BenchTarget("a", "inline save / direct write", found.ratio(INLINE, Figure.DURABLE, DIRECT, Figure.DURABLE)),
@@ -51,9 +51,9 @@ def of_rounds(found: Rounds, *, total_bytes: int) -> list[BenchTarget]:
         ),
         BenchTarget("b", "load with digests / raw read, used memory", warm),
         BenchTarget(
-            "c", "blocked, step after the write / one copy", found.ratio(BACKGROUND, told, ROUND, Figure.COPY), 0.10
+            "c", "blocked, step after the write / one copy", found.ratio(BACKGROUND, blocked, ROUND, Figure.COPY), 0.10
         ),
-        BenchTarget("d", "blocked, step at once / one copy", found.ratio(AT_ONCE, told, ROUND, Figure.COPY), 1.3),
+        BenchTarget("d", "blocked, step at once / one copy", found.ratio(AT_ONCE, blocked, ROUND, Figure.COPY), 1.3),
         BenchTarget(
             "e", "cost to training / raw write", found.ratio(BACKGROUND, Figure.COST, RAW, Figure.DURABLE), 0.3
         ),
@@ -63,7 +63,7 @@ def of_rounds(found: Rounds, *, total_bytes: int) -> list[BenchTarget]:
 
 
 def of_training(found: Trained) -> list[BenchTarget]:
-    """Return what training with a save of every iteration takes."""
+    """Return the figures of training with a save in every iteration."""
     return [
         BenchTarget("f", "iteration with a save each / without", found.ratio, 1.15),
         BenchTarget("f", "iteration without saves", found.quiet_s, unit=" s"),
@@ -72,21 +72,21 @@ def of_training(found: Trained) -> list[BenchTarget]:
 
 
 def of_back_to_back(found: BackToBack) -> list[BenchTarget]:
-    """Return what saves that follow each other at once wait for."""
+    """Return the figures of back-to-back saves."""
     return [
         BenchTarget("d", "saves back to back: blocked", found.blocked_s, unit=" s"),
-        BenchTarget("d", "saves back to back: waited for the one before", found.waited_s, unit=" s"),
+        BenchTarget("d", "saves back to back: wait for the previous one", found.waited_s, unit=" s"),
         BenchTarget("d", "saves back to back: durable", found.seconds, unit=" s"),
     ]
 
 
 def of_growth(grown_bytes: int, *, saves: int) -> list[BenchTarget]:
-    """Return what many saves leave behind; a process's pages come and go by some."""
+    """Return the memory growth over many saves; a process's memory varies by some pages."""
     return [BenchTarget("g", f"memory grown from save 2 to {saves}", grown_bytes / 1e6, 1.0, " MB")]
 
 
 def of_ranks(found: Mapping[str, ranks.Rounds]) -> list[BenchTarget]:
-    """Return what two ranks take, by topology."""
+    """Return the figures of two ranks, by topology."""
     most = {"zero3": 1.15, "tp2": 1.3}
     most_digesting = {"zero0": 0.06}
     targets = []

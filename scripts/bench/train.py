@@ -1,9 +1,9 @@
 """Measure training GPT-2 against transformers: `python -m scripts.bench.train [SIZE ...] [--threads N] [--json]`.
 
-Both train the same model from the same values on the same tokens, each in a process of its own, as its users have it,
-and in turn: a round times some whole steps of each, while the others wait. A step is zero_grad, forward, loss,
-backward, clipping of the norm and fused AdamW. Ours is the trainer's own `train_step`; transformers' is the loop that
-its documentation shows, with the attention that it chooses by itself and, for comparison, with its eager one.
+Both sides train the same model from the same values on the same tokens, each in its own process. They take turns: a
+round times some whole steps of each, while the others wait. A step is zero_grad, forward, loss, backward, clipping of
+the norm and fused AdamW. Our side is the trainer's `train_step`. The other side is the loop from transformers'
+documentation, with its default attention and, for comparison, with its eager one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import models
-from models import Family, ModelConfig
+from models import families
+from models.config import Family, ModelConfig
 from trainer import run_record as record
 from trainer.config.schema import Config, Dtype, OptimizerSection, TrainSection, topology_of
 from trainer.launch import process_group as launch
@@ -65,7 +65,7 @@ Step = Callable[[torch.Tensor], float]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the named sizes, print what was found and return 0."""
+    """Measure the named sizes, print the results and return 0."""
     options = _parser().parse_args(arguments)
     for name in options.sizes or ["small", "gpt2_124m"]:
         rates, losses, setting = measure(name, options)
@@ -108,20 +108,20 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The process of a side, and the pipe that asks it for rounds."""
+    """The process of a side, and the pipe that requests its rounds."""
 
     process: SpawnProcess
     pipe: Connection
 
     def run(self) -> tuple[float, float]:
-        """Have it run its steps; return how long they took, and the last loss."""
-        with suppress(ConnectionError):  # a process that has ended says nothing more
+        """Run the steps of a round; return their seconds and the last loss."""
+        with suppress(ConnectionError):  # the process may have ended
             self.pipe.send(True)
         seconds, loss = self.hear()
         return seconds, loss
 
     def hear(self) -> Any:
-        """Return what it says next.
+        """Return its next message.
 
         Raises:
             SystemExit: if it has ended.
@@ -135,7 +135,7 @@ class _Side:
 
 @contextmanager
 def _started(side: str, name: str, options: argparse.Namespace) -> Iterator[_Side]:
-    """Start the process of a side, and end it in the end: it keeps nothing."""
+    """Start the process of a side, and end it on exit."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, side, name, options), name=side, daemon=True)
@@ -150,12 +150,12 @@ def _started(side: str, name: str, options: argparse.Namespace) -> Iterator[_Sid
 
 
 def _serve(pipe: Connection, side: str, name: str, options: argparse.Namespace) -> None:
-    """Run the steps of a size whenever the pipe says so, until it is closed at the other end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this one ends it
+    """Run the steps of a size at each request from the pipe, until its other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     size, config = SIZES[name], _config(SIZES[name], options)
     torch.manual_seed(1234)
     device, step = _start_ours(config, options) if side == OURS else _start_theirs(side, config, options)
-    # Each side chooses by itself, and not alike where OMP_NUM_THREADS is set.
+    # The sides' own defaults differ where OMP_NUM_THREADS is set.
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     generator = torch.Generator().manual_seed(1234)
     shape = (size.batch, size.seq_length + 1)
@@ -210,7 +210,7 @@ def _our_step(config: Config, values: Mapping[str, torch.Tensor], cluster: launc
 
 
 def _their_model(config: Config, device: torch.device, attention: str | None = None) -> nn.Module:
-    table = {**models.hf_config(config.model), "attn_implementation": attention}
+    table = {**families.hf_config(config.model), "attn_implementation": attention}
     model: nn.Module = GPT2LMHeadModel(GPT2Config.from_dict(table))
     return model.to(device).train()
 
@@ -262,7 +262,7 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def table(found: Mapping[str, Any], rates: Mapping[str, Sequence[float]]) -> str:
-    """Return what was found in lines for a reader, with the tokens per second of each side, round by round."""
+    """Return the results as lines of text, with the tokens per second of each side, round by round."""
     settings = ", ".join(
         f"{key} {found[key]}" for key in ("device", "dtype", "compile", "dropout", "threads", "padded_vocab", "rounds")
     )

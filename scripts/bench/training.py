@@ -1,4 +1,4 @@
-"""What saving costs real training, and whether many saves leave memory behind."""
+"""The cost of saving to real training, and the memory growth over many saves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.step import train_step
 
-_BLOCK = 3  # iterations that follow each other with, or without, saves
+_BLOCK = 3  # consecutive iterations with, or without, saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def train_with_saves(subject: Subject, folder: Path, *, rounds: int) -> Trained:
     """Train in turn without saving and with a save of every iteration."""
     checkpointer = _checkpointer(folder)
     _begin(subject)
-    checkpointer.save(0, subject.contents(0))  # has the staging memory made
+    checkpointer.save(0, subject.contents(0))  # allocates the staging memory
     _iterate(subject)
     checkpointer.wait()
     quiet, saving, iteration = [], [], 0
@@ -62,7 +62,7 @@ def train_with_saves(subject: Subject, folder: Path, *, rounds: int) -> Trained:
 
 @dataclass(frozen=True, slots=True)
 class BackToBack:
-    """Medians over saves that follow each other at once, the first left out."""
+    """Medians over back-to-back saves, without the first."""
 
     blocked_s: float
     waited_s: float
@@ -87,7 +87,7 @@ def save_back_to_back(subject: Subject, folder: Path, *, saves: int) -> BackToBa
 
 
 def growth_over_saves(subject: Subject, folder: Path, *, saves: int) -> int:
-    """Return by how many bytes this process is larger after many saves than after the second one."""
+    """Return the growth of this process in bytes from the second save to the last."""
     checkpointer = _checkpointer(folder)
     after_second = 0
     for iteration in range(1, saves + 1):
@@ -111,7 +111,7 @@ def _checkpointer(folder: Path) -> Checkpointer:
 
 
 def _begin(subject: Subject) -> None:
-    """Put in what training can begin with: noise in the moments would end in NaN."""
+    """Set initial values for training, since noise in the moments would lead to NaN."""
     for tensor in subject.tensors():
         if tensor.spec.kind is TensorKind.MODEL:
             tensor.local.detach().normal_(0.0, 0.02)

@@ -1,4 +1,4 @@
-"""The ways of saving and loading that are compared: plain reading and writing, and ours. Others' are in `peers.py`."""
+"""Raw reading and writing, and our ways of saving and loading. The alternatives are in `peers.py`."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _DIRECT_BYTES = 8 << 20  # in one call
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What one save took.
+    """The cost of one save.
 
     Args:
         durable_s: from the call until files and folder are durable.
-        blocked_s: for how long the main thread could do nothing else.
-        slowed_s: by how much a loop beside the save was longer.
-        peak_bytes: memory taken for it at most.
-        told_blocked_s: what our report says of `blocked_s`; 0 for others.
+        blocked_s: time for which the main thread is blocked.
+        slowed_s: slowdown of a loop beside the save.
+        peak_bytes: peak memory of the save.
+        reported_blocked_s: `blocked_s` in our own report; 0 for the alternatives.
     """
 
     durable_s: float
     blocked_s: float
     slowed_s: float
     peak_bytes: int
-    told_blocked_s: float = 0.0
+    reported_blocked_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Way:
 
     Args:
         fills: whether `load` fills the subject, or only reads what was written.
-        may_raise: what says that this way cannot be gone here, which is no reason to end.
+        may_raise: errors that mean that this way is not available here; they do not end the benchmark.
     """
 
     save: Callable[[Path, Loop], Saved]
@@ -76,7 +76,7 @@ def blocking(write: Callable[[Path], object]) -> Callable[[Path, Loop], Saved]:
 
 
 def own_ways(subject: Subject) -> Mapping[str, Way]:
-    """Return plain writing, and our ways."""
+    """Return the raw write and our ways."""
     load = functools.partial(load_ours, subject)
     return {
         RAW: Way(blocking(functools.partial(write_raw, subject)), functools.partial(read_raw, subject), fills=False),
@@ -98,7 +98,7 @@ def write_raw(subject: Subject, folder: Path) -> None:
 
 
 def _direct_write(subject: Subject) -> Callable[[Path, Loop], Saved]:
-    """Return what the disk itself takes: as many bytes from page-aligned memory, around the page cache."""
+    """Return a direct write of the same bytes from page-aligned memory, without the page cache."""
     data = map_memory(-(-subject.own_bytes // PAGE_BYTES) * PAGE_BYTES)
     data[: subject.own_bytes] = np.concatenate(list(subject.flat()))
     files = Files()
@@ -123,7 +123,7 @@ def _direct_write(subject: Subject) -> Callable[[Path, Loop], Saved]:
 
 
 def read_raw(subject: Subject, folder: Path) -> None:
-    """Read a file of plain bytes into memory that nobody has used before."""
+    """Read a raw file into fresh memory."""
     fill_from(files_of(folder), memoryview(bytearray(subject.own_bytes)))
 
 
@@ -144,7 +144,7 @@ def proven(report: SaveReport | None) -> SaveReport:
     """Return the report of a save that became a checkpoint.
 
     Raises:
-        TrainerError: why it did not.
+        TrainerError: if it did not.
     """
     assert report is not None
     if report.error is not None:
@@ -164,9 +164,9 @@ def _save_inline(subject: Subject, folder: Path, _: Loop) -> Saved:
 
 
 def _save_in_background(subject: Subject, folder: Path, loop: Loop, *, steps_at_once: bool) -> Saved:
-    """Save twice and return what the second save took: the first one has the staging memory made.
+    """Save twice and return the cost of the second save; the first allocates the staging memory.
 
-    The optimizer's next step comes when the save has ended, or at once.
+    The optimizer's next step comes after the save has ended, or at once.
     """
     peak = PeakMemory()  # before the staging memory is there
     checkpointer = opened_checkpointer(folder, async_save=True)

@@ -1,12 +1,12 @@
-"""Fuzz everything that is read from files of strangers, with coverage as the guide:
+"""Fuzz all parsers of untrusted files, guided by coverage:
 
     python -m scripts.faults.fuzz_inputs --seconds 300
 
-Each file of a checkpoint and a token file has its share of the time and a process of its own. With `atheris`
-(https://github.com/google/atheris) installed, libFuzzer chooses what to change; without it a loop of ours does, which
-keeps every input that takes a branch of the program that none has taken. A finding is any exception but a
-`TrainerError`, a file opened outside the folder, or an input that takes longer than five seconds: it is written to
-the folder of findings, and the exit status is 1.
+Each file of a checkpoint and a token file has its share of the time and its own process. With `atheris`
+(https://github.com/google/atheris) installed, libFuzzer chooses the changes. Without it a built-in loop does, which
+keeps every input that takes a new branch of the program. A finding is any exception but a
+`TrainerError`, a file opened outside the folder, or an input that takes longer than five seconds. It is written
+to the folder of findings, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Attempt = Callable[[bytes], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fuzz as the command line says, print a line for each target and return the exit status."""
+    """Run the fuzzer, print a line for each target and return the exit status."""
     parser = argparse.ArgumentParser(prog="fuzz_inputs", description="Fuzz what is read from files of strangers.")
     parser.add_argument("--seconds", type=float, default=60.0, help="of all targets together")
     parser.add_argument("--engine", choices=("atheris", "own"), help="by default atheris, where it is installed")
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_a_process(options: argparse.Namespace, engine: str, target: str, seconds: float) -> dict[str, Any]:
-    """Run one target and return what it came to; libFuzzer ends its process in its own way."""
+    """Run one target and return its result; libFuzzer ends its process itself."""
     command = [sys.executable, "-m", "scripts.faults.fuzz_inputs", "--inside", "--engine", engine, "--target", target]
     command += ["--seconds", str(seconds), "--seed", str(options.seed), "--findings", str(options.findings)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
@@ -78,7 +78,7 @@ def _in_a_process(options: argparse.Namespace, engine: str, target: str, seconds
 
 @contextlib.contextmanager
 def _attempts(options: argparse.Namespace) -> Iterator[tuple[_Attempt, bytes]]:
-    """Yield what tries an input, and a good input; a finding is written to a file, and raised."""
+    """Yield a function that tries an input, and a valid input; a finding is written to a file and raised."""
     from scripts.faults.fuzz.targets import Inputs, Opened  # after the engine has seen to it that coverage is counted
 
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
@@ -134,7 +134,7 @@ def _fuzz_with_atheris(options: argparse.Namespace) -> int:
 
 
 def _fuzz_with_our_own(options: argparse.Namespace) -> int:
-    """Keep each input that takes an edge, from line to line of one function, that none before it took."""
+    """Keep each input that takes a new edge, from line to line of one function."""
     signal.signal(signal.SIGALRM, _late)
     chance, seen, executions = random.Random(options.seed), set[tuple[object, int, int]](), 0
     with _attempts(options) as (attempt, good):

@@ -1,10 +1,10 @@
-"""Kill a training job at random times, start the same command again each time, and prove that nothing was lost:
+"""Kill a training job at random times, restart the same command each time, and check that nothing was lost:
 
     python -m scripts.faults.soak_kill 20
     python -m scripts.faults.soak_kill 200 --ranks 2 --topology parallel.tensor_model_parallel_size=2
 
-After every kill each checkpoint is compared byte by byte with that of an unbroken run, and in the end the loss curve by
-its bits. Exit status 0 if all is equal and nothing committed was lost, 1 if not.
+After every kill each checkpoint is compared byte by byte with that of an unbroken run, and at the end the loss curve
+bit by bit. The exit status is 0 if all is equal and no committed checkpoint was lost, else 1.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SoakJob(Protocol):
         """Return its exit status, or None while it runs."""
 
     def kill(self) -> None:
-        """End all its processes with SIGKILL; they are gone when this returns."""
+        """Kill all its processes and wait for their end."""
 
 
 Launch = Callable[[Path, Sequence[str]], SoakJob]
@@ -66,11 +66,11 @@ Launch = Callable[[Path, Sequence[str]], SoakJob]
 
 @dataclass(frozen=True, slots=True)
 class Soak:
-    """What is to be tried: `kills` of a run of `iterations` in `folder`, at times that follow from `seed`.
+    """The settings of a kill soak: `kills` of a run of `iterations` in `folder`, at times derived from `seed`.
 
     Args:
-        overrides: of the configuration, for the topology.
-        keep: how many checkpoints stay, see `checkpoint.max_checkpoint_keep`.
+        overrides: configuration overrides for the topology.
+        keep: number of checkpoints to keep, see `checkpoint.max_checkpoint_keep`.
     """
 
     folder: Path
@@ -81,7 +81,7 @@ class Soak:
     overrides: tuple[str, ...] = ()
 
     def settings(self, keep: int) -> list[str]:
-        """Return the overrides of a run that keeps so many checkpoints."""
+        """Return the overrides of a run that keeps `keep` checkpoints."""
         return [
             *MODEL,
             *self.overrides,
@@ -92,7 +92,7 @@ class Soak:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of a soak."""
+    """The results of a soak."""
 
     moments: Counter[str] = field(default_factory=Counter)
     checkpoints: int = 0
@@ -114,7 +114,7 @@ class Tally:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Soak as the command line says, print the summary and return the exit status."""
+    """Run the soak, print the summary and return the exit status."""
     parser = argparse.ArgumentParser(prog="soak_kill", description="Kill a training job at random times.")
     parser.add_argument("kills", type=int, help="how often")
     parser.add_argument("--ranks", type=int, default=2)
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--keep", type=int, default=2, help="checkpoint.max_checkpoint_keep of the killed run")
     parser.add_argument("--seed", type=int, default=0, help="of the times")
-    parser.add_argument("--folder", type=local_path, default=Path("runs/soak"), help="removed and made anew")
+    parser.add_argument("--folder", type=local_path, default=Path("runs/soak"), help="deleted first, then created")
     options = parser.parse_args(arguments)
     shutil.rmtree(options.folder, ignore_errors=True)
     plan = Soak(options.folder, options.kills, options.iterations, options.keep, options.seed, tuple(options.topology))
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def soak(plan: Soak, launch: Launch) -> Tally:
-    """Run a job unbroken, then kill others like it until there were enough kills; stop at the first problem."""
+    """Run a job unbroken, then kill others like it until the number of kills is reached; stop at the first problem."""
     unbroken, tally, chance = plan.folder / "unbroken", Tally(), random.Random(plan.seed)
     start = time.monotonic()
     job = launch(unbroken, plan.settings(0))
@@ -150,7 +150,7 @@ def soak(plan: Soak, launch: Launch) -> Tally:
 
 @dataclass(slots=True)
 class _Broken:
-    """One run that is killed again and again until it has ended."""
+    """One run that is killed repeatedly until it has ended."""
 
     plan: Soak
     run: Path
@@ -159,7 +159,7 @@ class _Broken:
     chance: random.Random
 
     def go(self, launch: Launch, startup_s: float) -> None:
-        """Start, kill, look and start again; at the last let it end."""
+        """Start, kill, check and restart; let the last job end."""
         settings = self.plan.settings(self.plan.keep)
         while not self.tally.problems:
             before, stamp = self._committed(), self._stamp()
@@ -181,7 +181,7 @@ class _Broken:
                 self.tally.problems.append(f"a start after a kill ended with status {status}, see {self.run}.log")
 
     def _await_moment(self, job: SoakJob, startup_s: float, stamp: int) -> None:
-        """Return when the job is to be killed, or has ended: while it starts, or after some more iterations."""
+        """Wait until the job is to be killed, during its start or after some iterations, or has ended."""
         if self._committed() and self.chance.random() < 0.25:
             self._pass(job, self.chance.uniform(0, startup_s))
             return
@@ -201,12 +201,12 @@ class _Broken:
         _await(lambda: time.monotonic() >= end or job.status() is not None)
 
     def _stamp(self) -> int:
-        """Return what changes with every record."""
+        """Return a value that changes with every record."""
         path = self.run / "metrics.jsonl"
         return path.stat().st_mtime_ns if path.exists() else 0
 
     def _moment(self, stamp: int) -> str:
-        """Return what the killed job was about, as far as its folder tells."""
+        """Return the activity of the killed job, as far as its folder shows it."""
         names = [path.name for path in (self.run / "checkpoints").iterdir()]
         for ending, moment in ((".partial", "while saving"), (".deleting", "while deleting")):
             if any(name.endswith(ending) for name in names):
@@ -244,7 +244,7 @@ class _Broken:
 
 
 class Torchrun:
-    """A job of `torchrun`, in a session of its own; its output goes beside its folder."""
+    """A job of `torchrun`, in its own session; its output file is beside its folder."""
 
     def __init__(self, run: Path, overrides: Sequence[str], *, ranks: int) -> None:
         run.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +262,7 @@ class Torchrun:
         return self._process.poll()
 
     def kill(self) -> None:
-        """End torchrun and its ranks; it is stopped first, so that it starts no others meanwhile."""
+        """End torchrun and its ranks; it is stopped first, so that it does not restart them."""
         if self._process.poll() is not None:
             return
         self._process.send_signal(signal.SIGSTOP)
@@ -293,7 +293,7 @@ def _is_alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def _ended(job: SoakJob) -> Iterator[None]:
-    """End the job in any case."""
+    """End the job on exit."""
     try:
         yield
     finally:
@@ -313,7 +313,7 @@ def _await(is_so: Callable[[], bool]) -> None:
 
 
 def curve_of(run: Path) -> list[tuple[object, ...]]:
-    """Return the recorded iterations with the bits of their figures; a line that is just being written is left out."""
+    """Return the recorded iterations with the bits of their figures; an incomplete last line is omitted."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -322,7 +322,7 @@ def curve_of(run: Path) -> list[tuple[object, ...]]:
 
 
 def contents_of(checkpoint: Path) -> dict[str, bytes]:
-    """Return all files of a checkpoint by name; of the manifest all but the attempt, and the digest over it."""
+    """Return all files of a checkpoint by name; the manifest without the attempt and its own digest."""
     found = {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
     document = json.loads(found.get(MANIFEST, b"{}"))
     rest = {key: value for key, value in document.items() if key not in ("attempt", "xxh3_64")}

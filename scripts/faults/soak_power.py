@@ -1,17 +1,20 @@
-"""Cut the power of a disk that a training job saves to, anywhere, and prove that nothing saved was lost:
+"""Cut the power of a disk during a training job, at any point, and check that no save was lost:
 
     python -m scripts.faults.soak_power 500
     python -m scripts.faults.soak_power 1000 --on ext4-writeback --resume-every 20
 
-A job trains on a file system whose disk logs every write and flush; it is killed once and goes on. A cut is a place in
-that log: what was flushed before it is on the disk, and of what was not none, some or all; of some writes only some
-sectors. Every second job goes on from the disk of such a cut. The file system is mounted as it is then. Every
-checkpoint in it must be byte for byte that of an unbroken run; every one whose save the job's output told before the
-cut, or metrics.jsonl on the disk records, must be there unless newer ones have taken its place; and after every so many
-cuts the same command must end as the unbroken run.
+A job trains on a file system whose disk logs every write and flush. It is killed once and resumes. A cut is a position
+in that log. All data flushed before the cut is on the disk; of the unflushed data none, some or all is, and of some
+writes only some sectors. Every second job resumes from the disk of such a cut. After a cut the file system is mounted,
+and these properties are checked:
 
-Exit status 0 if that is so, 1 if not: then the log and the disk that it began with stay in the folder, and a `Replay`
-makes the disk of the cut again. 77 where nothing can be mounted. Needs root; nothing stays mounted.
+* Every checkpoint in it is byte for byte that of an unbroken run.
+* Every checkpoint that the job's output reported before the cut, or that metrics.jsonl on the disk records, exists,
+  unless newer ones have replaced it.
+* After every `--resume-every` cuts, the same command ends like the unbroken run.
+
+The exit status is 0 if all hold and 1 if not. The log and the disk at its start then stay in the folder, and a `Replay`
+recreates the disk of the cut. It is 77 if mounting is not possible. Needs root; nothing stays mounted.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from scripts.faults.power import mounting
 from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FILE_SYSTEMS, CannotMount, FileSystem
 from scripts.faults.power.recording import TIMEOUT_S, RecordedSoak, Recording, Start, record
-from scripts.faults.power.replay import Cut, Replay, Survival, copy_sparse
+from scripts.faults.power.replay import PowerCut, Replay, Survival, copy_sparse
 from scripts.faults.soak_kill import TEMPORARY, contents_of, curve_of
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
 from trainer.checkpoint.loading.verify import verify_share
@@ -46,7 +49,7 @@ CANNOT_MOUNT = 77  # the exit status of a test that cannot be made, for automake
 
 @dataclass(slots=True)
 class PowerTally:
-    """What became of the cuts of one file system."""
+    """The results of the cuts on one file system."""
 
     name: str
     survivals: Counter[str] = field(default_factory=Counter)
@@ -69,14 +72,14 @@ class PowerTally:
 
 @dataclass(frozen=True, slots=True)
 class Unbroken:
-    """What a run without a cut left: the files of each checkpoint, and the curve."""
+    """The results of a run without a cut: the files of each checkpoint, and the curve."""
 
     checkpoints: dict[int, dict[str, bytes]]
     curve: list[tuple[object, ...]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Soak as the command line says, print a summary of each file system and return the exit status."""
+    """Run the soak, print a summary of each file system and return the exit status."""
     parser = argparse.ArgumentParser(prog="soak_power", description="Cut the power of a disk that a job saves to.")
     parser.add_argument("cuts", type=int, help="how many on each file system")
     parser.add_argument("--on", nargs="*", default=[*FILE_SYSTEMS], choices=[*FILE_SYSTEMS], metavar="FILE_SYSTEM")
@@ -87,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--topology", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for all jobs")
     parser.add_argument("--seed", type=int, default=0, help="of the cuts")
     parser.add_argument("--lies", action="store_true", help="let the disk forget what it flushed: must end with 1")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/soak_power"), help="removed and made anew")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/soak_power"), help="deleted first, then created")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and unmount on the way out
     shutil.rmtree(options.folder, ignore_errors=True)
@@ -121,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train_unbroken(plan: RecordedSoak) -> Unbroken:
-    """Train without a cut on a file system that is there, and keep every checkpoint."""
+    """Train without a cut on an existing file system, and keep every checkpoint."""
     run = plan.folder / "unbroken"
     job = PowerJob(plan.command(run, keep=0), plan.folder / "unbroken.log", ranks=plan.ranks)
     statuses = job.end(TIMEOUT_S)
@@ -150,11 +153,11 @@ def soak(plan: RecordedSoak, system: FileSystem, unbroken: Unbroken) -> PowerTal
 
 
 def cut_in_the_middle(recording: Recording, disk: Path, chance: random.Random) -> Start | None:
-    """Make the disk of a cut after a save, with more to come, and return it; None where there is none."""
+    """Create and return the disk of a cut after a save that is not the last; None if there is none."""
     middle = recording.saved[len(recording.saved) // 4 : -1]
     if not middle:
         return None
-    cut = Cut(chance.randint(middle[0][0], middle[-1][0]) + 1, chance.choice([*Survival]), chance.getrandbits(32))
+    cut = PowerCut(chance.randint(middle[0][0], middle[-1][0]) + 1, chance.choice([*Survival]), chance.getrandbits(32))
     flushed = disk.with_suffix(".flushed")
     copy_sparse(recording.start.disk, flushed)
     replay = Replay(recording.entries, flushed)
@@ -165,8 +168,8 @@ def cut_in_the_middle(recording: Recording, disk: Path, chance: random.Random) -
     return Start(disk, tuple(recording.told(cut)))
 
 
-def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[Cut]:
-    """Yield so many cuts in the order of the log: a third right after a save was told, the others anywhere."""
+def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[PowerCut]:
+    """Yield cuts in the order of the log: a third right after a reported save, the others anywhere."""
     places = []
     for number in range(count):
         if number % 3 == 0 and recording.saved:
@@ -174,12 +177,12 @@ def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[Cu
         else:
             place = chance.randint(0, len(recording.entries))
         places.append((place, chance.choice([*Survival]), chance.getrandbits(32)))
-    yield from (Cut(*found) for found in sorted(places, key=lambda found: found[0]))
+    yield from (PowerCut(*found) for found in sorted(places, key=lambda found: found[0]))
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Cuts of one recording: each disk is mounted and looked at, and some are gone on with."""
+    """Cuts of one recording: each disk is mounted and checked, and some runs are resumed."""
 
     plan: RecordedSoak
     system: FileSystem
@@ -187,8 +190,8 @@ class Trial:
     unbroken: Unbroken
     tally: PowerTally
 
-    def go(self, recording: Recording, tried: Iterable[Cut]) -> None:
-        """Try cuts in the order of the log; stop where there are too many problems."""
+    def go(self, recording: Recording, tried: Iterable[PowerCut]) -> None:
+        """Try cuts in the order of the log; stop after too many problems."""
         flushed, image = self.folder / "flushed", self.folder / "image"
         copy_sparse(recording.start.disk, flushed)
         replay = Replay(recording.entries, flushed)
@@ -219,7 +222,7 @@ class Trial:
             return self._look(told) + (self._resume(told) if resumes else [])
 
     def _look(self, told: list[int]) -> list[str]:
-        """Return what is wrong with the checkpoints on the disk, and which of those that were told are missing."""
+        """Return the problems of the checkpoints on the disk, and the reported saves that are missing."""
         checkpoints = self._checkpoints
         committed = checkpoints.committed()
         self.tally.told += len(told)
@@ -232,7 +235,7 @@ class Trial:
         return problems
 
     def _resume(self, told: list[int]) -> list[str]:
-        """Go on with the job, and return what it leaves that the unbroken run does not."""
+        """Resume the job, and return its differences from the unbroken run."""
         self.tally.resumed += 1
         command, output = self.plan.command(self._run, keep=self.plan.keep), self.folder / "resumed.log"
         if not self._checkpoints.committed():
@@ -269,7 +272,7 @@ class Trial:
 
 
 def recorded_saves(metrics: Path) -> list[int]:
-    """Return the iterations whose saves a metrics file records; damaged lines count for nothing."""
+    """Return the iterations whose saves a metrics file records; damaged lines are ignored."""
     found = set()
     for line in metrics.read_bytes().split(b"\n") if metrics.exists() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -280,7 +283,7 @@ def recorded_saves(metrics: Path) -> list[int]:
 
 
 def lost(told: Sequence[int], committed: Sequence[int], *, keep: int) -> list[int]:
-    """Return which of the iterations that were told as saved are neither there nor replaced by `keep` newer ones."""
+    """Return the iterations reported as saved that neither exist nor are replaced by `keep` newer ones."""
     return [one for one in told if one not in committed and sum(other > one for other in committed) < keep]
 
 

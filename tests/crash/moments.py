@@ -22,7 +22,7 @@ import torch.distributed
 import trainer.__main__
 import trainer.build
 import trainer.checkpoint.commit.protocol
-import trainer.evaluate
+import trainer.data.loader
 import trainer.launch.process_group
 import trainer.loop
 import trainer.restore
@@ -147,13 +147,13 @@ def train_with_gate(arguments: list[str]) -> None:
 
 
 def _build(gate: Gate) -> None:
-    heard = SignalHandler.heard
+    heard = SignalHandler.receive
 
     def say(self: SignalHandler, number: int) -> None:
         heard(self, number)
         Path(gate.folder, f"heard.{os.environ.get('RANK', '0')}").touch()
 
-    SignalHandler.heard = say  # type: ignore[method-assign]
+    SignalHandler.receive = say  # type: ignore[method-assign]
     _GATES[gate.moment](gate)
 
 
@@ -169,7 +169,7 @@ def _before(owner: Any, name: str, stand: Callable[..., None]) -> None:
 
 
 def _gate_meet(gate: Gate) -> None:
-    _before(trainer.launch.process_group, "meet", lambda *_, **__: gate.stand())
+    _before(trainer.launch.process_group, "rendezvous", lambda *_, **__: gate.stand())
 
 
 def _gate_group(gate: Gate) -> None:
@@ -186,7 +186,7 @@ def _gate_build(gate: Gate) -> None:
 
 def _gate_load(gate: Gate) -> None:
     loading = list[bool]()
-    _before(trainer.restore, "_load", lambda *_: loading.append(True))
+    _before(trainer.restore, "load_from", lambda *_: loading.append(True))
     _before(TrainerState, "shards", lambda *_, **__: _stand_if(gate, bool(loading)))
 
 
@@ -217,7 +217,7 @@ def _gate_forward(gate: Gate) -> None:
 
 
 def _gate_evaluation(gate: Gate) -> None:
-    _before(trainer.evaluate, "_losses", lambda state, *_: _stand_if(gate, state.progress.iteration == gate.iteration))
+    _before(trainer.loop, "evaluate", lambda state, *_: _stand_if(gate, state.progress.iteration == gate.iteration))
 
 
 def _gate_save(gate: Gate) -> None:
@@ -236,26 +236,26 @@ def _gate_publish(gate: Gate) -> None:
 
 
 def _gate_exit(gate: Gate) -> None:
-    _before(trainer.launch.process_group, "part", lambda *_: gate.stand())
+    _before(trainer.launch.process_group, "final_barrier", lambda *_: gate.stand())
 
 
 def _gate_exit_grace(gate: Gate) -> None:
-    _before(trainer.launch.process_group, "leave", lambda *_: gate.stand())
+    _before(trainer.launch.process_group, "destroy", lambda *_: gate.stand())
 
 
 def _note_feed(gate: Gate) -> None:
     """Note in a file of this process which samples it is fed."""
-    positions, shuffled = list[int](), BatchLoader.shuffled
-    of_micro_batch = BatchLoader._positions
+    positions, train_batch = list[int](), BatchLoader.train_batch
+    of_micro_batch = trainer.data.loader.global_batch_positions
 
-    def noted(self: BatchLoader, consumed_samples: int, number: int) -> range:
-        found = of_micro_batch(self, consumed_samples, number)
+    def noted(*arguments: Any, **named: Any) -> range:
+        found = of_micro_batch(*arguments, **named)
         positions.extend(found)
         return found
 
     def feed(self: BatchLoader, consumed_samples: int, seed: int) -> list[torch.Tensor]:
         positions.clear()
-        windows = shuffled(self, consumed_samples, seed)
+        windows = train_batch(self, consumed_samples, seed)
         row = {
             "iteration": consumed_samples // self.global_batch_size + 1,
             "world_size": int(os.environ["WORLD_SIZE"]),
@@ -265,8 +265,8 @@ def _note_feed(gate: Gate) -> None:
             file.write(json.dumps(row) + "\n")
         return windows
 
-    BatchLoader._positions = noted  # type: ignore[method-assign]
-    BatchLoader.shuffled = feed  # type: ignore[method-assign]
+    trainer.data.loader.global_batch_positions = noted
+    BatchLoader.train_batch = feed  # type: ignore[method-assign]
 
 
 def _stand_if(gate: Gate, is_here: bool) -> None:

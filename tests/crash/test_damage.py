@@ -80,7 +80,7 @@ def test_every_one_of_a_thousand_flipped_bits_is_found_and_named(run: Path) -> N
     assert loads.load(run / "checkpoints/iter_0000006") == 6
 
 
-def test_a_cut_emptied_missing_or_swapped_file_is_found_and_the_older_iteration_is_loaded(
+def test_a_broken_file_is_found_and_the_older_iteration_loaded(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loads = Loads()
@@ -106,7 +106,7 @@ def test_a_cut_emptied_missing_or_swapped_file_is_found_and_the_older_iteration_
             shutil.rmtree(copy)
 
 
-def test_full_verification_finds_what_a_load_of_the_weights_alone_does_not_read(run: Path, tmp_path: Path) -> None:
+def test_full_verification_also_reads_the_optimizer(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "checkpoints"
     shutil.copytree(run / "checkpoints", copy)
     path = sorted((copy / "iter_0000006/optimizer").iterdir())[-1]

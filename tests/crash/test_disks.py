@@ -179,9 +179,7 @@ def test_a_folder_that_becomes_read_only_fails_only_the_save(run_that_may_be_cov
 
 
 @pytest.mark.parametrize("ranks", [1, SLOW_2])
-def test_a_folder_deleted_while_training_is_saved_to_again_once_it_is_there(
-    tmp_path: Path, unbroken: Path, ranks: int
-) -> None:
+def test_a_folder_deleted_while_training_is_used_once_it_is_back(tmp_path: Path, unbroken: Path, ranks: int) -> None:
     run = tmp_path / "run"
     ended = train(run, {"name": "deleted folder"}, ranks=ranks)
     assert ended.ok, ended.text
@@ -224,9 +222,7 @@ def test_a_call_that_fails_fails_only_the_save(tmp_path: Path, unbroken: Path, k
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("kind", "code"), [call for call in CALLS if call[0] in OF_EVERY_RANK])
-def test_a_call_that_fails_on_one_rank_of_two_fails_only_the_save(
-    tmp_path: Path, kind: str, code: int, rank: int
-) -> None:
+def test_a_failing_call_on_one_rank_of_two_fails_only_the_save(tmp_path: Path, kind: str, code: int, rank: int) -> None:
     run = tmp_path / "run"
     ended = train(run, {"name": "failing call", "kind": kind, "code": code}, ranks=2, rank=rank)
     assert ended.ok, ended.text

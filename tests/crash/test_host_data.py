@@ -94,7 +94,7 @@ def test_a_host_with_other_tokens_ends_the_run_at_its_start(data: Path, tmp_path
 
 
 @pytest.mark.parametrize("change", ["token", "shorter"])
-def test_a_host_with_other_tokens_ends_a_resume_which_changes_nothing(data: Path, tmp_path: Path, change: str) -> None:
+def test_a_host_with_other_tokens_ends_a_resume_unchanged(data: Path, tmp_path: Path, change: str) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert train(whole, data, 6, []).ok
     first = train(run, data, 4, [])
@@ -127,9 +127,7 @@ def test_a_host_without_a_file_ends_the_run_and_is_named(data: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_token_file_that_is_cut_ends_all_ranks_with_its_name_and_sizes(
-    data: Path, tmp_path: Path, ranks: int
-) -> None:
+def test_a_truncated_token_file_ends_all_ranks_by_name_and_size(data: Path, tmp_path: Path, ranks: int) -> None:
     run, given = tmp_path / "run", overrides(data, 9)
     path = data / "train_0.bin"
     size = path.stat().st_size

@@ -197,9 +197,7 @@ def test_a_header_of_a_declared_size_beyond_any_is_not_read(tried: tuple[Inputs,
     assert "a length of" in refused(tried)
 
 
-def test_state_of_a_declared_size_makes_the_optimizer_ask_for_no_memory(
-    tried: tuple[Inputs, Opened], inputs: Inputs
-) -> None:
+def test_a_declared_size_of_state_allocates_no_memory(tried: tuple[Inputs, Opened], inputs: Inputs) -> None:
     table = json.loads(inputs.seeds["optimizer_header"])
     numel = 1 << 38
     table = {"exp_avg.weight": {"dtype": "F32", "shape": [numel], "data_offsets": [0, 4 * numel]}}
@@ -334,7 +332,7 @@ def test_a_pipe_in_place_of_tokens_keeps_nobody_waiting(tried: tuple[Inputs, Ope
         open_token_file(tmp_path / "pipe.bin")
 
 
-def test_a_token_file_as_large_as_it_says_is_not_read_into_memory(tried: tuple[Inputs, Opened], inputs: Inputs) -> None:
+def test_a_huge_token_file_is_not_read_into_memory(tried: tuple[Inputs, Opened], inputs: Inputs) -> None:
     os.truncate(inputs.tokens, 1 << 40)
     with bounded(tried[1]), pytest.raises(TrainerError, match="not what its header says"):
         open_token_file(inputs.tokens)
@@ -349,7 +347,7 @@ STATES = [
 
 
 @pytest.mark.slow
-def test_the_trainer_refuses_a_state_of_another_kind_before_it_reads_a_tensor(tmp_path: Path) -> None:
+def test_a_state_of_another_kind_is_refused_before_any_read(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_ok(run, BASE)
     checkpoint = run / "checkpoints/iter_0000004"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 import trainer.__main__
 import trainer.build
 import trainer.loop
-from tests.harness import TINY, Ended, curve, started
+from tests.harness import TINY, Ended, around_iterations, curve, started
 from trainer.build import Run
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import HOLD, TRACKER, CheckpointFolder, iteration_name
@@ -41,39 +43,30 @@ def _evaluate_as_told(losses: Sequence[float]) -> None:
     trainer.loop.evaluate = lambda state, *_, **__: losses[state.progress.iteration - 1]
 
 
-def _before_iteration(act: Callable[[Run, int], None]) -> None:
-    iterate = trainer.loop._iterate
-
-    def acting(run: Run) -> object:
-        act(run, run.state.progress.iteration + 1)
-        return iterate(run)
-
-    trainer.loop._iterate = acting  # type: ignore[assignment]
-
-
 def _touch_before(names: dict[str, str]) -> None:
     def act(run: Run, iteration: int) -> None:
         name = names.get(str(iteration))
         if name is not None and run.cluster.rank == 0:
             run.checkpointer.wait()
             Path(str(run.config.checkpoint.save), name).touch()
-            run.requests._looked = float("-inf")
 
-    _before_iteration(act)
+    _set_clock(count(1000.0, 10.0).__next__)  # so that each iteration is seconds after the last look at the files
+    around_iterations(before=act)
 
 
 def _pass_time(seconds: dict[str, float]) -> None:
     now = [1000.0]
-    real = RunControl.__init__
-
-    def with_clock(self: RunControl, *arguments: object, **named: object) -> None:
-        real(self, *arguments, **{**named, "clock": lambda: now[0]})  # type: ignore[arg-type]
 
     def act(_: Run, iteration: int) -> None:
         now[0] += seconds.get(str(iteration), 0.0)
 
-    RunControl.__init__ = with_clock  # type: ignore[method-assign]
-    _before_iteration(act)
+    _set_clock(lambda: now[0])
+    around_iterations(before=act)
+
+
+def _set_clock(clock: Callable[[], float]) -> None:
+    """Let the run that this process starts read the time from `clock`."""
+    trainer.build.RunControl = partial(RunControl, clock=clock)  # type: ignore[assignment, misc]
 
 
 _ACTS: dict[str, Callable[..., None]] = {
@@ -105,7 +98,7 @@ def test_the_best_by_validation_loss_stay_also_over_a_resume(tmp_path: Path, ran
     assert (state["valid_loss"], state["best_loss"]) == (1.0, 1.0)
 
 
-def test_what_was_not_evaluated_when_it_was_saved_is_not_among_the_best(tmp_path: Path) -> None:
+def test_a_save_without_an_evaluation_is_not_among_the_best(tmp_path: Path) -> None:
     run = tmp_path / "run"
     keep = ("checkpoint.keep_best=2", "checkpoint.max_checkpoint_keep=1", "train.eval_interval=2")
     train(run, {"losses": LOSSES}, *keep)

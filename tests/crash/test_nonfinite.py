@@ -45,7 +45,7 @@ def train_poisoned(arguments: list[str]) -> None:
     """Run the trainer's command; on one rank an element of some gradients is infinite in one iteration."""
     told = json.loads(arguments[0])
     is_here = int(os.environ.get("RANK", "0")) == told["rank"]
-    compute = trainer.step._forward_backward
+    compute = trainer.step.forward_backward
 
     def poison(state: TrainerState, *rest: Any) -> torch.Tensor:
         loss = compute(state, *rest)
@@ -55,7 +55,7 @@ def train_poisoned(arguments: list[str]) -> None:
                 local_of(named[name].grad).view(-1)[0] = torch.inf  # type: ignore[arg-type]
         return loss
 
-    trainer.step._forward_backward = poison
+    trainer.step.forward_backward = poison
     sys.argv = ["trainer", *arguments[1:]]
     trainer.__main__.main()
 
@@ -96,7 +96,7 @@ def test_a_run_stops_names_the_parameter_and_saves_nothing_of_it(tmp_path: Path,
 
 
 @pytest.mark.parametrize("layout", slow_but_for_one_rank())
-def test_a_skipped_iteration_changes_no_bit_and_a_resume_is_the_unbroken_run(tmp_path: Path, layout: str) -> None:
+def test_a_skipped_iteration_changes_no_bit_and_resumes_bitwise(tmp_path: Path, layout: str) -> None:
     ranks, topology, *_ = LAYOUTS[layout]
     whole, run, every = tmp_path / "whole", tmp_path / "run", "checkpoint.save_interval=1"
     ended = poisoned(whole, layout, [SKIP, every], iteration=3)

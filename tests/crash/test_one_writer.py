@@ -88,7 +88,7 @@ def is_stopped(pid: int) -> bool:
     [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in MOMENTS],
     ids=[f"{moment[0]}-{number}" for moment, number in MOMENTS],
 )
-def test_a_job_that_comes_back_after_its_successor_changes_nothing(
+def test_a_job_that_returns_after_its_successor_changes_nothing(
     tmp_path: Path, moment: tuple[str, str], committed: int
 ) -> None:
     folder = tmp_path / "run"
@@ -117,7 +117,7 @@ def test_a_job_that_comes_back_after_its_successor_changes_nothing(
     assert (folder / TRACKED).read_text() == "5\n"
 
 
-def test_the_folder_of_a_job_that_was_killed_while_stopped_is_taken_over(tmp_path: Path) -> None:
+def test_the_folder_of_a_job_killed_while_stopped_is_taken_over(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with stopped(folder, MOMENTS[2][0]) as zombie:
         zombie.send(0, signal.SIGKILL)
@@ -152,9 +152,7 @@ def let_the_holder_seem_dead(lock: Path) -> None:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("publish", 1), ("save", 2), ("step", 1))),
     ],
 )
-def test_a_stopped_trainer_that_was_taken_for_dead_ends_with_a_lock_error(
-    tmp_path: Path, moment: str, ranks: int
-) -> None:
+def test_a_stopped_trainer_taken_for_dead_ends_with_a_lock_error(tmp_path: Path, moment: str, ranks: int) -> None:
     run = tmp_path / "run"
     lock = run / "checkpoints/lock"
     iteration = 6 if moment == "step" else 8

@@ -116,7 +116,7 @@ QUICK = {("zero1", "evaluation", 2), ("one rank", "forward", 3)}
     [pytest.param(*case, marks=() if case[:3] in QUICK else pytest.mark.slow) for case in CASES],
     ids=lambda value: value.name if isinstance(value, signal.Signals) else str(value).replace(" ", ""),
 )
-def test_a_signal_saves_once_and_the_resumed_run_is_the_unbroken_one(
+def test_a_signal_saves_once_and_the_run_resumes_bitwise(
     unbroken: dict[str, Path],
     tmp_path: Path,
     layout: str,
@@ -160,7 +160,7 @@ def test_an_evaluation_may_be_broken_off_again_and_again(unbroken: dict[str, Pat
     assert_resumes(run, unbroken["one rank"], "one rank")
 
 
-def test_a_run_that_no_longer_evaluates_goes_on_from_a_broken_evaluation(tmp_path: Path) -> None:
+def test_a_run_without_evaluation_resumes_from_a_broken_one(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert interrupt(run, TERM, layout="one rank", moment="evaluation", iteration=2, to=[0]).ok
     run_ok(run, [*BASE, "train.eval_interval=0"])
@@ -170,7 +170,7 @@ def test_a_run_that_no_longer_evaluates_goes_on_from_a_broken_evaluation(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("moment", "number"), [("build", TERM), ("load", INT), ("load", USR1)])
-def test_a_signal_before_the_first_iteration_ends_all_ranks_and_changes_nothing(
+def test_a_signal_before_the_first_iteration_changes_nothing(
     tmp_path: Path, moment: str, number: signal.Signals
 ) -> None:
     run = tmp_path / "run"
@@ -191,7 +191,7 @@ def test_a_signal_before_the_first_iteration_ends_all_ranks_and_changes_nothing(
 
 
 @pytest.mark.slow
-def test_a_second_signal_later_ends_the_process_at_once_and_its_peers_soon(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_process_and_soon_its_peers(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with standing(run, [*BASE, INLINE], moment="publish", iteration=4, ranks=2, gated=[0]) as (running, gate):
         gate.await_reached()
@@ -208,7 +208,7 @@ def test_a_second_signal_later_ends_the_process_at_once_and_its_peers_soon(tmp_p
     ended = running.ended()
     assert ended.statuses == (128 + TERM, 1), ended.text
     assert 2.0 <= seconds < 4.0
-    assert "leaving at once: received SIGTERM after SIGTERM" in ended.outputs[0]
+    assert "exiting at once: received SIGTERM after SIGTERM" in ended.outputs[0]
     assert "rank 0" in ended.outputs[1].lower()
     assert list((run / "checkpoints").glob("iter_*")) == []
 
@@ -236,5 +236,5 @@ def test_a_run_whose_time_is_over_saves_and_the_next_goes_on(unbroken: dict[str,
     run = tmp_path / "run"
     ended = run_ok(run, [*BASE, "train.exit_duration_in_mins=0.0005"], ranks=2)
     assert saved(run) == [1]
-    assert "stopping after iteration 1: its time is over" in ended.outputs[0]
+    assert "stopping after iteration 1: its time limit is reached" in ended.outputs[0]
     assert_resumes(run, unbroken["zero1"], "zero1")

@@ -35,9 +35,7 @@ def iterations(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("layout", "is_async"), [*((layout, True) for layout in LAYOUTS), ("zero0", False)])
-def test_a_flipped_bit_ends_the_run_at_the_next_save_and_nothing_of_it_is_committed(
-    tmp_path: Path, layout: str, is_async: bool
-) -> None:
+def test_a_flipped_bit_ends_the_run_before_the_next_commit(tmp_path: Path, layout: str, is_async: bool) -> None:
     ended = train_with_a_flip(tmp_path, layout, f"checkpoint.async_save={str(is_async).lower()}")
     assert all(ended.statuses), ended.text
     assert "hold different bits" in ended.text

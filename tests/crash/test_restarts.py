@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.faults.ranks import free_port
 from scripts.faults.soak_kill import descendants
 from tests.crash.moments import KILLED, Gate, describe
-from tests.harness import TINY, curve, free_port, run_ok, tensor_files
+from tests.harness import TINY, curve, run_ok, tensor_files
 
 pytestmark = pytest.mark.slow
 
@@ -124,7 +125,7 @@ def test_what_a_command_says_of_the_beginning_acts_once_a_launch(
         status, text = agent.finish()
     assert status == 0, text
     assert list(Path(kill.folder).glob("reached.*"))
-    assert "this launch was started again: it goes on from its own newest checkpoint" in text
+    assert "this launch was restarted: it resumes from its own newest checkpoint" in text
     # Iteration 4 is there for certain once the seventh begins, that of 6 perhaps.
     assert re.search("iteration (4|6) from", text), text
     once = [f"iter_{number:07d}.superseded-1" for number in abandoned]
@@ -135,7 +136,7 @@ def test_what_a_command_says_of_the_beginning_acts_once_a_launch(
     with started(options, [], run, command) as agent:
         status, text = agent.finish()
     assert status == 0, text
-    assert "this launch was started again" not in text
+    assert "this launch was restarted" not in text
     assert len(superseded(run)) > len(once)
 
 
@@ -150,7 +151,7 @@ def fed(folder: Path, first: int, last: int, world_size: int) -> list[int]:
     ]
 
 
-def test_a_job_goes_on_without_a_host_that_is_lost_and_consumes_each_sample_once(tmp_path: Path) -> None:
+def test_a_job_without_a_lost_host_consumes_each_sample_once(tmp_path: Path) -> None:
     whole, run, gates = tmp_path / "whole", tmp_path / "run", tmp_path / "gates"
     run_ok(whole, BASE, ranks=2)
     stand = gate(gates, "forward", 6, [0, 1])

@@ -60,7 +60,7 @@ MOMENTS = [("forward", 7), ("save", 8), ("publish", 8)]
 
 
 @pytest.mark.parametrize(("moment", "iteration"), MOMENTS, ids=[moment for moment, _ in MOMENTS])
-def test_a_stopped_rank_0_ends_its_peer_and_itself_and_the_run_goes_on(
+def test_a_stopped_rank_0_ends_all_ranks_and_the_run_resumes(
     unbroken: Path, tmp_path: Path, moment: str, iteration: int
 ) -> None:
     run = tmp_path / "run"
@@ -79,8 +79,8 @@ def test_a_stopped_rank_0_ends_its_peer_and_itself_and_the_run_goes_on(
         running.join(BOUND_S)
     ended = running.ended()
     assert ended.statuses == (1, 1), ended.text
-    assert "rank 1 leaves: the store's host, rank 0, has not answered" in ended.outputs[1]
-    assert "Rank 1 does not answer: it was killed, or hangs" in ended.outputs[0]
+    assert "rank 1 exits: the store's host, rank 0, has not answered" in ended.outputs[1]
+    assert "Rank 1 does not answer: it was killed or is hung" in ended.outputs[0]
     assert all_files(run / FIRST) == before
     assert_goes_on(run, unbroken)
 
@@ -111,7 +111,7 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("moment", "iteration"), MOMENTS[::2], ids=["forward", "publish"])
-def test_a_stopped_agent_of_torchrun_ends_all_ranks_and_the_run_goes_on(
+def test_a_stopped_torchrun_agent_ends_all_and_the_run_resumes(
     unbroken: Path, tmp_path: Path, moment: str, iteration: int
 ) -> None:
     run, log = tmp_path / "run", tmp_path / "log"

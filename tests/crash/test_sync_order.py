@@ -194,7 +194,7 @@ def events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return [json.loads(line) for line in notes.read_text().splitlines()], disk.stat().st_ino
 
 
-def test_a_save_is_told_when_no_power_failure_can_damage_or_lose_it(events: tuple[list[Event], int]) -> None:
+def test_a_save_is_reported_once_no_power_failure_can_lose_it(events: tuple[list[Event], int]) -> None:
     saved = [event[1] for event in events[0] if event[0] == "saved"]
     assert saved == [1, 2, 3, 4, 5, 6, 7]
     assert problems(*events) == []
@@ -223,7 +223,7 @@ def test_a_sync_that_is_left_out_is_found(events: tuple[list[Event], int], name:
     assert [found for found in problems(kept, root) if problem in found]
 
 
-def test_a_checkpoint_that_goes_before_its_successors_are_durable_is_found(events: tuple[list[Event], int]) -> None:
+def test_a_deletion_before_its_successors_are_durable_is_found(events: tuple[list[Event], int]) -> None:
     changes, root = events
     first = next(number for number, event in enumerate(changes) if event[2:3] == ["iter_0000001"])
     assert changes[first][0] == "rename"

@@ -81,9 +81,7 @@ def cut_in(
 @pytest.mark.parametrize(
     ("topology", "at"), [("parallel.zero_stage=3", SWITCH), ("parallel.pipeline_model_parallel_size=2", FIRST_HOST)]
 )
-def test_both_sides_of_a_cut_link_end_and_the_healed_job_is_the_unbroken_one(
-    link: Link, tmp_path: Path, topology: str, at: str
-) -> None:
+def test_both_sides_of_a_cut_link_end_and_the_job_resumes(link: Link, tmp_path: Path, topology: str, at: str) -> None:
     whole, run, overrides = tmp_path / "whole", tmp_path / "run", [*BASE, topology]
     run_ok(whole, overrides, ranks=2)
     gate = Gate(str(tmp_path / "gate"), "step", 4, (0, 1))

@@ -57,7 +57,7 @@ def train_unreadable(arguments: list[str]) -> None:
     ("kind", "code", "rank"),
     [("read", errno.EIO, 0), ("read", errno.EIO, 1), ("open_for_reading", errno.EACCES, 1), ("size", errno.ESTALE, 0)],
 )
-def test_a_read_error_ends_the_start_on_every_rank_and_the_next_start_goes_on(
+def test_a_read_error_ends_the_start_on_all_ranks_the_next_works(
     finished: Path, tmp_path: Path, kind: str, code: int, rank: int
 ) -> None:
     run = tmp_path / "run"

@@ -42,7 +42,7 @@ def names_in(*folders: Path) -> list[list[str]]:
     return [sorted(path.name for path in folder.iterdir()) for folder in folders]
 
 
-def test_a_host_of_its_own_sees_and_changes_what_is_mounted_there(tmp_path: Path) -> None:
+def test_a_simulated_host_sees_and_changes_its_own_mounts(tmp_path: Path) -> None:
     shared, other, empty = (tmp_path / name for name in ("shared", "other", "empty"))
     for folder in (shared, other, empty):
         folder.mkdir()
@@ -56,7 +56,7 @@ def test_a_host_of_its_own_sees_and_changes_what_is_mounted_there(tmp_path: Path
 
 
 @pytest.mark.parametrize("has_folder", [False, True], ids=["no such folder", "such a folder"])
-def test_a_run_whose_hosts_share_no_checkpoint_folder_does_not_start(tmp_path: Path, has_folder: bool) -> None:
+def test_hosts_without_a_shared_checkpoint_folder_do_not_start(tmp_path: Path, has_folder: bool) -> None:
     shared, other = tmp_path / "shared", tmp_path / "other"
     checkpoints = shared / "run/checkpoints"
     shared.mkdir()
@@ -114,9 +114,7 @@ def damaged(checkpoints: Path) -> list[str]:
     ("topology", "is_empty"),
     [("parallel.zero_stage=1", True), ("parallel.zero_stage=3", False), (TENSOR_PARALLEL, False)],
 )
-def test_a_host_that_loses_the_folder_in_a_run_fails_the_save_and_leaves_nothing(
-    tmp_path: Path, topology: str, is_empty: bool
-) -> None:
+def test_a_host_that_loses_the_folder_fails_the_save_cleanly(tmp_path: Path, topology: str, is_empty: bool) -> None:
     whole, run, other = tmp_path / "whole", tmp_path / "run", tmp_path / "other"
     checkpoints = run / "checkpoints"
     other.mkdir()
@@ -148,7 +146,7 @@ def test_a_host_that_loses_the_folder_in_a_run_fails_the_save_and_leaves_nothing
     [("parallel.zero_stage=1", False), ("parallel.zero_stage=3", True)],
     ids=["a run that goes on", "a run that begins there"],
 )
-def test_hosts_that_read_different_checkpoints_under_one_path_train_nothing(
+def test_hosts_with_other_checkpoints_at_one_path_do_not_train(
     tmp_path: Path, topology: str, begins_there: bool
 ) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
@@ -188,7 +186,7 @@ def test_a_copy_of_the_checkpoint_on_a_host_s_own_disk_is_loaded(tmp_path: Path)
     assert curve(run) == curve(whole)
 
 
-def test_hosts_that_see_other_weights_of_another_program_under_one_path_train_nothing(tmp_path: Path) -> None:
+def test_hosts_with_different_weights_at_one_path_do_not_train(tmp_path: Path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     overrides = [*BASE, "parallel.zero_stage=3"]
     run_ok(whole, overrides, ranks=2)

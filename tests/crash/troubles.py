@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import trainer.__main__
-import trainer.loop
+from tests.harness import around_iterations
 from trainer.build import Run
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import iteration_of
@@ -64,19 +64,16 @@ def fill(folder: Path) -> None:
 
 
 def _act_before(actions: dict[int, Callable[[Run], None]]) -> None:
-    iterate = trainer.loop._iterate
-
-    def acting(run: Run) -> Any:
-        action = actions.get(run.state.progress.iteration + 1)
+    def act(run: Run, iteration: int) -> None:
+        action = actions.get(iteration)
         if action is not None:
             deadline = time.monotonic() + DEADLINE_S
             while run.checkpointer.is_saving or list(checkpoints(run).glob(".*.partial")):
                 assert time.monotonic() < deadline, "a save does not end, or its partial folder is left"
                 os.sched_yield()
             action(run)
-        return iterate(run)
 
-    trainer.loop._iterate = acting
+    around_iterations(before=act)
 
 
 def checkpoints(run: Run) -> Path:

@@ -65,7 +65,7 @@ def _train_and_count_opens(arguments: list[str]) -> None:
     trainer.__main__.main()
 
 
-def test_another_topology_is_refused_before_a_tensor_file_is_opened(tmp_path: Path) -> None:
+def test_another_topology_is_refused_before_tensor_files_open(tmp_path: Path) -> None:
     tiny = ["model=gpt2_tiny", *TINY, "train.train_iters=3"]
     run_ok(tmp_path / "run", tiny)
     arguments = [str(tmp_path / "opened"), f"run.dir={tmp_path / 'run'}", *tiny, _TP2]
@@ -127,7 +127,7 @@ def _measure(arguments: list[str]) -> None:
     sizes = {"held": held, "tensors": len(shards), "shared": shared}
     row = {**sizes, "read": read, "load": peak_load, "save": peak_save}
     Path(f"{output}.{rank}").write_text(json.dumps(row))
-    launch.stop(cluster)
+    launch.shutdown(cluster)
 
 
 def _reread(run: Run, source: str) -> int:

@@ -58,10 +58,10 @@ def _train_and_digest(arguments: list[str]) -> None:
         if not is_dtensor(parameter)
     }
     Path(f"{output}.{os.environ['RANK']}").write_text(json.dumps(replicated))
-    launch.stop(cluster)
+    launch.shutdown(cluster)
 
 
-def test_replicas_of_a_tensor_parallel_run_stay_equal_under_dropout(tmp_path: Path) -> None:
+def test_tensor_parallel_replicas_stay_equal_under_dropout(tmp_path: Path) -> None:
     overrides = [*BASE, _TP, f"run.dir={tmp_path}/run", "checkpoint.save=null", "checkpoint.save_interval=0"]
     arguments = [str(tmp_path / "digests"), *overrides]
     ended = call_on_ranks(_train_and_digest, arguments, folder=tmp_path / "ranks", ranks=2)
@@ -74,7 +74,7 @@ def test_replicas_of_a_tensor_parallel_run_stay_equal_under_dropout(tmp_path: Pa
 
 def test_masks_differ_only_where_ranks_hold_different_parts() -> None:
     """Seen from the sites: heads always lie on different ranks, residuals only under sequence parallelism."""
-    from models import build_model
+    from models.build import build_model
     from models.layers import Dropout
     from trainer.parallel.tensor import shards_of_dropout
 

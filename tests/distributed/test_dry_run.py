@@ -16,7 +16,7 @@ from trainer.checkpoint.saving.plan import plan
 from trainer.launch import process_group as launching
 from trainer.state import checkpoint_specs
 
-_ROW = re.compile(r" *(\d+) +(\d+)  (.{16}) +([\d,]+) .* ([\d,]+) to ([\d,]+)")
+_ROW = re.compile(r" *(\d+) +(\d+)  (\S.*?)  +([\d,]+)  .* ([\d,]+) to ([\d,]+)")
 _TP, _PP = "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"
 _MODEL = ("model=gpt2_tiny", *TINY, "model.n_layer=5", "train.global_batch_size=24", "checkpoint.save=null")
 

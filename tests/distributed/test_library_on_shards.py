@@ -65,7 +65,7 @@ def _save_and_load(arguments: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def test_a_foreign_sharded_model_is_saved_whole_and_loads_anywhere(tmp_path: Path) -> None:
+def test_a_foreign_sharded_model_is_saved_and_loads_anywhere(tmp_path: Path) -> None:
     folders = [str(tmp_path / "a"), str(tmp_path / "b")]
     ended = call_on_ranks(_save_and_load, folders, folder=tmp_path / "ranks", ranks=3, timeout_s=60.0)
     assert ended.ok, ended.text

@@ -145,7 +145,7 @@ def committed(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "saved").iterdir() if path.is_dir())
 
 
-def test_stages_of_a_pipeline_are_refused_with_the_names_that_only_one_rank_has(tmp_path: Path) -> None:
+def test_pipeline_stages_are_refused_with_names_of_one_rank(tmp_path: Path) -> None:
     ended = run(save_stages, tmp_path)
     for output in ended.outputs:
         assert "The ranks do not save the same tensors" in output
@@ -193,7 +193,7 @@ def test_what_save_refuses_on_one_rank_it_refuses_on_all_at_once(tmp_path: Path)
     assert committed(tmp_path) == ["iter_0000002"]
 
 
-def test_arguments_of_which_rank_0_s_would_be_saved_are_refused_where_they_differ(tmp_path: Path) -> None:
+def test_arguments_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     ended = run(save_other_documents, tmp_path)
     for output in ended.outputs:
         assert "The ranks give different `state`" in output
@@ -203,7 +203,7 @@ def test_arguments_of_which_rank_0_s_would_be_saved_are_refused_where_they_diffe
     assert committed(tmp_path) == ["iter_0000002"]
 
 
-def test_statistics_of_batchnorm_are_refused_or_taken_from_rank_0(tmp_path: Path) -> None:
+def test_batchnorm_statistics_are_refused_or_taken_from_rank_0(tmp_path: Path) -> None:
     ended = run(train_ddp, tmp_path)
     assert all("1.running_mean; 1.running_var" in output for output in ended.outputs)
     assert committed(tmp_path) == ["iter_0000002"]

@@ -110,7 +110,7 @@ def test_samples_change_no_bit_with_any_way_to_compute(tmp_path: Path, options: 
     compare(tmp_path, [*GPT2, *options], ranks=1)
 
 
-def test_a_run_that_is_killed_and_resumed_shows_every_sample_once(tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_shows_every_sample_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = [
         *GPT2,

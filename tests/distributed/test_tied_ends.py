@@ -70,7 +70,7 @@ def _train_and_digest(arguments: list[str]) -> None:
     run.checkpointer.close()
     if run.log is not None:
         run.log.close()
-    launch.stop(cluster)
+    launch.shutdown(cluster)
 
 
 def _held(folder: Path, label: str, *extra: str, ranks: int) -> tuple[dict[str, list[Held]], str]:
@@ -120,7 +120,7 @@ def _train_then_load(folder: Path, *extra: str, ranks: int) -> None:
     assert tensor_files(last) == files
 
 
-def test_both_copies_have_equal_bits_after_training_and_after_a_load(tmp_path: Path) -> None:
+def test_both_copies_have_equal_bits_after_training_and_a_load(tmp_path: Path) -> None:
     _train_then_load(tmp_path / "run", ranks=2)
 
 
@@ -141,7 +141,7 @@ def _spoil_one_copy(arguments: list[str]) -> None:
         part.optimizer.state[part.model.lm_head.weight]["exp_avg"][3, 3] = 1e-30
     with pytest.raises(CheckpointError, match="The two copies of a tied parameter differ"):
         check_tied_copies(run.state, run.context.embedding_group)
-    launch.stop(cluster)
+    launch.shutdown(cluster)
 
 
 def test_copies_that_differ_are_never_saved(tmp_path: Path) -> None:

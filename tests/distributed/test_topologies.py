@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
-from tests.harness import TINY, call_on_ranks, curve, free_port, run_ok, tensor_files
+from scripts.faults.ranks import free_port
+from tests.harness import TINY, call_on_ranks, curve, run_ok, tensor_files
 
 pytestmark = pytest.mark.slow
 

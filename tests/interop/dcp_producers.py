@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import hf_config
 from models.config import ModelConfig
+from models.families import hf_config
 from tests.harness import TINY, compose
 from trainer.config.schema import Config
 from trainer.data.batches import Samples

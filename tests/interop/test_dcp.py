@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from models import stored_tensors
+from models.families import stored_tensors
 from tests.harness import all_files, call_on_ranks, compose, curve, run_ok, tensor_files
 from tests.interop.dcp_producers import (
     GPT2,
@@ -223,9 +223,7 @@ def test_every_tensor_is_carried_bit_for_bit(producers: dict[str, Producer], lay
             assert torch.equal(source.read(f"{key}.{name}"), value)
 
 
-def test_an_export_fills_transformers_and_its_adamw_and_comes_back_as_the_same_bytes(
-    run: Path, export: Path, tmp_path: Path
-) -> None:
+def test_an_export_fills_transformers_and_returns_the_same_bytes(run: Path, export: Path, tmp_path: Path) -> None:
     config = compose(GPT2)
     for flat in (False, True):
         model = make(config.model, seed=2)
@@ -269,7 +267,7 @@ def test_an_export_of_weights_alone_has_no_optimizer(run: Path, tmp_path: Path) 
     assert not opened(tmp_path / "out", GPT2).has_optimizer
 
 
-def test_an_export_replaces_nothing_and_leaves_nothing_of_a_damaged_checkpoint(
+def test_an_export_replaces_nothing_and_fails_cleanly(
     run: Path, export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = all_files(export)
@@ -306,7 +304,7 @@ def test_an_export_in_another_dtype_is_refused(run: Path, tmp_path: Path, capsys
     assert "dcp.load casts" in capsys.readouterr().err
 
 
-def test_without_the_flag_nothing_is_unpickled_and_the_message_says_why(
+def test_without_the_flag_nothing_is_unpickled(
     producers: dict[str, Producer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = producers["gpt2"].folder / "nested"
@@ -356,7 +354,7 @@ def test_even_with_the_flag_code_in_a_pickle_is_not_run(
     assert not bomb.path.exists()
 
 
-def test_bfloat16_weights_steps_as_numbers_and_other_entries_are_taken_and_told(
+def test_bfloat16_weights_and_plain_steps_are_read_and_reported(
     producers: dict[str, Producer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = producers["gpt2"]
@@ -375,7 +373,7 @@ def test_bfloat16_weights_steps_as_numbers_and_other_entries_are_taken_and_told(
     assert source.iteration == 3
 
 
-def test_an_optimizer_by_number_or_none_gives_weights_alone_and_is_told(
+def test_an_optimizer_by_number_or_none_gives_weights_alone(
     producers: dict[str, Producer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = producers["gpt2"]
@@ -460,9 +458,7 @@ def test_a_flipped_bit_in_a_tensor_is_found(producers: dict[str, Producer], tmp_
         source.read("transformer.wpe.weight")
 
 
-def test_chunks_that_overlap_and_values_that_are_compressed_are_refused(
-    producers: dict[str, Producer], tmp_path: Path
-) -> None:
+def test_overlapping_chunks_and_compressed_values_are_refused(producers: dict[str, Producer], tmp_path: Path) -> None:
     producer = producers["gpt2"]
     folder = save({"model": producer.weights}, tmp_path / "in")
     metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - written a moment ago
@@ -511,7 +507,7 @@ def test_metadata_that_is_damaged_at_random_is_refused_or_read(producers: dict[s
     assert 50 < refused <= 100
 
 
-def test_torchtitan_s_rotation_of_pairs_is_ours_of_halves_after_the_rows_are_reordered() -> None:
+def test_torchtitan_s_rotation_is_ours_after_reordering_rows() -> None:
     heads, head_dim, width, length = 3, 8, 5, 7
     generator = torch.Generator().manual_seed(1)
     theirs = [torch.randn(heads * head_dim, width, generator=generator, dtype=torch.float64) for _ in range(2)]

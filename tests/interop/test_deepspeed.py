@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 import torch
 
-from models import aliases, hf_config, stored_tensors
-from tests.harness import TINY, compose, curve, free_port, run_ok, tensor_files
+from models.families import aliases, hf_config, stored_tensors
+from scripts.faults.ranks import free_port
+from tests.harness import TINY, compose, curve, run_ok, tensor_files
 from tests.interop.deepspeed_build import built_extensions
 from tests.interop.deepspeed_layout import MOMENTS, State, Way, groups_of, write
 from trainer.build import describe_alone
@@ -118,9 +119,7 @@ def test_every_layout_gives_the_bytes_that_were_laid_out(
     assert tensor_files(path) == tensor_files(saved)
 
 
-def test_an_imported_run_goes_on_with_the_bits_of_the_one_that_was_laid_out(
-    trained: tuple[list[str], Path], tmp_path: Path
-) -> None:
+def test_an_imported_run_continues_with_the_bits_of_its_source(trained: tuple[list[str], Path], tmp_path: Path) -> None:
     overrides, run = trained
     source = of_checkpoint(open_checkpoint(run / f"checkpoints/iter_{SAVED:07d}", Files()))
     write(tmp_path / "ds", state_of(source), Way(3, 2))
@@ -206,7 +205,7 @@ def assert_carried(source: StateSource, state: State) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_moments_by_number_are_refused_where_shapes_alone_would_name_them(
+def test_moments_that_only_shapes_could_name_are_refused(
     small: tuple[Config, State], tmp_path: Path, order: str
 ) -> None:
     config, state = small
@@ -221,7 +220,7 @@ def test_moments_by_number_are_refused_where_shapes_alone_would_name_them(
 
 @pytest.mark.parametrize("way", ["listed", "named", "bf16"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_moments_by_number_reach_their_own_weights_in_any_order_that_is_known(
+def test_moments_by_number_reach_their_weights_in_any_order(
     small: tuple[Config, State], tmp_path: Path, order: str, way: str
 ) -> None:
     config, state = small
@@ -289,7 +288,7 @@ def test_weights_alone_come_in_where_they_are_asked_for(
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_weights_beside_an_optimizer_of_another_kind_come_in_alone(
+def test_weights_beside_another_optimizer_are_imported_alone(
     small: tuple[Config, State], tmp_path: Path, stage: int
 ) -> None:
     config, state = small
@@ -441,7 +440,7 @@ def test_what_a_user_saved_beside_is_told_as_not_carried(
     assert "not carried: rng, epoch" in caplog.text
 
 
-def test_buffers_that_are_longer_than_their_parameters_are_refused(small: tuple[Config, State], tmp_path: Path) -> None:
+def test_buffers_longer_than_their_parameters_are_refused(small: tuple[Config, State], tmp_path: Path) -> None:
     config, state = small
     (shard, *_) = sorted(write(tmp_path / "3", state, Way(3, 2)).glob("*optim*"))
     whole = dict(open_torch_file(shard))

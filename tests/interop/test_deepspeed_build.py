@@ -44,7 +44,7 @@ def session(folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_a_build_that_was_killed_leaves_nothing_that_the_next_one_waits_for(tmp_path: Path) -> None:
+def test_a_killed_build_does_not_block_the_next_one(tmp_path: Path) -> None:
     killed = session(tmp_path)
     assert killed.stdout is not None
     assert killed.stdout.readline() == "building\n"
@@ -72,7 +72,7 @@ def test_two_sessions_do_not_build_at_once(tmp_path: Path) -> None:
     assert (tmp_path / "op/op.so").read_text() == "built\nbuilt\n"
 
 
-def test_a_build_that_fails_is_told_and_its_folder_is_not_the_users(tmp_path: Path) -> None:
+def test_a_failed_build_is_reported_and_leaves_the_user_s_folder(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError), built_extensions(tmp_path, [sys.executable, "-c", "exit(3)"]):
         raise AssertionError("not reached")
     assert FOLDER.is_relative_to(sys.prefix)

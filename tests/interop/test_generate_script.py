@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models import ModelConfig, hf_config
+from models.config import ModelConfig
+from models.families import hf_config
 from tests.harness import TINY, run_ok
 from tests.unit.model_samples import FAMILIES, VARIANTS, open_with_transformers, random_values, save_as_transformers
 from trainer.commands.generate import main
@@ -64,7 +65,7 @@ def test_the_end_of_text_ends_it_as_in_transformers(tmp_path: Path) -> None:
     assert len(found) <= 12
 
 
-def test_a_text_longer_than_the_positions_goes_on_with_the_last_of_them(tmp_path: Path) -> None:
+def test_a_text_longer_than_the_context_keeps_its_last_tokens(tmp_path: Path) -> None:
     config = replace(FAMILIES["llama3"], max_position_embeddings=16)
     folder = written(tmp_path / "model", config)
     found = greedy(folder, PROMPT, 30)

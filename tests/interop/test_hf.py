@@ -26,7 +26,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from models import Activation, build_model
+from models.build import build_model
+from models.config import Activation
 from tests.harness import TINY, compose, launch, run_ok
 from tests.unit.model_samples import fill
 from trainer.build import Run, build
@@ -181,9 +182,7 @@ def test_a_run_begins_with_the_loss_that_transformers_has(tmp_path: Path, case: 
     ],
     ids=["gpt2-tp2", "gpt2-pp2", "llama-zero3", "llama-tp2-sp"],
 )
-def test_every_topology_begins_with_the_loss_that_transformers_has(
-    tmp_path: Path, kind: str, overrides: list[str]
-) -> None:
+def test_every_topology_begins_with_the_loss_of_transformers(tmp_path: Path, kind: str, overrides: list[str]) -> None:
     folder = save(kind, tmp_path / "theirs", dtype=torch.bfloat16, shard="20KB")
     run_ok(tmp_path / "run", [*overrides, f"checkpoint.load={folder}"], ranks=2)
     assert abs(first_loss(tmp_path / "run") - loss_of(folder, [*overrides, "parallel=single"])) <= 1e-5
@@ -239,7 +238,7 @@ def test_without_finetune_the_folder_is_refused_with_that_advice(folder: Path, t
     assert "checkpoint.ckpt_step=3" in refuse(folder, "checkpoint.ckpt_step=3")
 
 
-def test_every_difference_of_the_model_is_told_in_one_message_with_its_setting(folder: Path) -> None:
+def test_all_model_differences_are_in_one_message_with_settings(folder: Path) -> None:
     change_config(folder, layer_norm_epsilon=1e-6, n_positions=64)
     text = refuse(folder, "model.n_layer=3", "model.tie_word_embeddings=false")
     assert "config.json" in text
@@ -316,7 +315,7 @@ def test_a_configuration_of_version_4_means_the_same(tmp_path: Path) -> None:
     assert "model.rope_scaling: {'factor': 4.0" in refuse(folder, "model.rope_scaling=null", base=OURS_STRETCHED)
 
 
-def test_pickled_weights_are_refused_with_the_reason_and_the_way_round(folder: Path) -> None:
+def test_pickled_weights_are_refused_with_reason_and_remedy(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     text = refuse(folder)
     assert "loading a pickle can run code" in text
@@ -339,7 +338,7 @@ def test_every_wrong_tensor_is_told_in_one_message(folder: Path) -> None:
     assert "transformer.h.7.ln_1.bias is unexpected" in text
 
 
-def test_buffers_of_older_versions_and_a_second_copy_of_a_tied_layer_are_left_out(folder: Path) -> None:
+def test_old_buffers_and_the_second_tied_copy_are_left_out(folder: Path) -> None:
     expected = begin(folder, OURS_GPT2)
     table = load_file(folder / "model.safetensors")["transformer.wte.weight"]
     buffers = {f"transformer.h.{layer}.attn.bias": torch.ones(1, 1, 32, 32, dtype=torch.uint8) for layer in range(2)}
@@ -410,14 +409,14 @@ def test_damaged_files_are_refused_by_name(folder: Path, tmp_path: Path) -> None
         index.write_text(json.dumps({**table, "weight_map": {**table["weight_map"], name: bad}}))
         assert str(bad) in refuse(shards)
     index.write_text(json.dumps({**table, "weight_map": {**table["weight_map"], "odd.weight": file}}))
-    assert "A tensor is not where the index says" in refuse(shards)
+    assert "A tensor is not in the file of the index" in refuse(shards)
 
 
 def test_the_run_goes_on_from_its_own_checkpoint_once_it_has_one(folder: Path, tmp_path: Path) -> None:
     command = [*OURS_GPT2, f"checkpoint.load={folder}"]
     run_ok(tmp_path / "run", command)
     text = run_ok(tmp_path / "run", [*command, "train.train_iters=2", "checkpoint.override_scheduler=true"]).text
-    assert "goes on from its own checkpoints" in text
+    assert "resumes from its own checkpoints" in text
     assert ": iteration 1 from" in text
 
 
@@ -440,7 +439,7 @@ def tokenizer_file(folder: Path) -> Path:
     return path
 
 
-def test_an_export_is_the_weights_alone_and_generates_the_same_text(trained: Path, tmp_path: Path) -> None:
+def test_an_export_holds_weights_and_generates_the_same_text(trained: Path, tmp_path: Path) -> None:
     path, out = tokenizer_file(tmp_path / "tokenizer"), tmp_path / "out"
     assert convert.main(["export", "hf", str(trained), str(out), "--tokenizer", str(path)]) == 0
     names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
@@ -482,7 +481,7 @@ def test_a_large_export_is_sharded_with_an_index(
     assert all(torch.equal(value, as_it_lies[name]) for name, value in exported.state_dict().items())
 
 
-def test_an_export_refuses_what_is_there_and_leaves_nothing_behind_where_it_fails(
+def test_an_export_refuses_an_existing_path_and_fails_cleanly(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -509,11 +508,11 @@ def test_a_number_beyond_the_dtype_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert convert.main(["import", "hf", str(folder), str(tmp_path / "run"), *TINY]) == 0
     assert convert.main(["export", "hf", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float16"]) == 2
     text = capsys.readouterr().err
-    assert "A number is beyond what a dtype holds (transformer.ln_f.bias)" in text
+    assert "A number is out of a dtype's range (transformer.ln_f.bias)" in text
     assert "found 100000.0. Take bfloat16 or float32." in text
 
 
-def test_command_lines_that_are_wrong_are_refused_with_what_is_wrong(
+def test_wrong_command_lines_are_refused_with_the_reason(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def text(*arguments: object) -> str:
@@ -532,7 +531,7 @@ def test_command_lines_that_are_wrong_are_refused_with_what_is_wrong(
 def test_a_path_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
     ended = launch(tmp_path / "run", [*OURS_GPT2, f"checkpoint.load={'a' * 300}"])
     assert ended.statuses == (1,)
-    assert "CheckpointError: A path cannot be looked at" in ended.text
+    assert "CheckpointError: A path cannot be read" in ended.text
     assert "Traceback" not in ended.text
 
 
@@ -544,13 +543,13 @@ def test_weights_imported_into_a_run_s_own_folder_begin_it_once(folder: Path, tm
     assert "iteration 0 from" in first.text
     assert "step     1/" in first.text
     second = run_ok(run, again)
-    assert "goes on from its own checkpoints" in second.text
+    assert "resumes from its own checkpoints" in second.text
     assert "step     1/" not in second.text
     assert sorted(path.name for path in (run / "checkpoints").glob("iter_*")) == [f"iter_{n:07d}" for n in range(3)]
 
 
 @pytest.mark.parametrize("kind", ["gpt2-body", "llama-tied-stretched"])
-def test_an_imported_folder_is_a_checkpoint_that_a_run_goes_on_from(tmp_path: Path, kind: str) -> None:
+def test_a_run_resumes_from_an_imported_folder(tmp_path: Path, kind: str) -> None:
     folder = save(kind, tmp_path / "theirs", dtype=torch.bfloat16)
     run = tmp_path / "run"
     rest = [*TINY[5:], "train.train_iters=1", *STILL]

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models import aliases, stored_tensors
+from models.families import aliases, stored_tensors
 from tests.harness import TINY, compose, launch, run_ok
 from tests.interop.deepspeed_layout import MOMENTS, State, Way, write
 from tests.interop.test_llmc import GPT2_HEADER, gpt2_order, make_gpt2, write_file
@@ -175,7 +175,7 @@ def test_a_conversion_asks_nothing_of_the_keys_of_training(
     assert "train.seq_length=0: must be at least 1" in capfd.readouterr().err
 
 
-def test_a_run_goes_on_from_moments_that_came_in_without_its_keys_of_training(tmp_path: Path) -> None:
+def test_a_run_resumes_from_moments_imported_without_its_keys(tmp_path: Path) -> None:
     source = write_deepspeed(tmp_path / "theirs", values(), {name: v * 1e-4 for name, v in values(1).items()})
     assert bring_in("deepspeed", source, tmp_path / "run/checkpoints", *MODEL, "train.global_batch_size=12") == 0
     rest = ["train.seq_length=32", "train.train_iters=4", "checkpoint.override_scheduler=true"]
@@ -199,9 +199,7 @@ def trainer_folder(path: Path) -> Path:
     return path
 
 
-def test_what_a_trainer_saved_beside_the_weights_is_named_as_not_carried(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_beside_the_weights_are_named_as_not_imported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert bring_in("hf", write_hf(tmp_path / "plain", values()), tmp_path / "one") == 0
     assert "not carried" not in caplog.text
     source = trainer_folder(tmp_path / "checkpoint-3")
@@ -211,7 +209,7 @@ def test_what_a_trainer_saved_beside_the_weights_is_named_as_not_carried(
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_with_a_trainer_s_folder_names_once_what_is_not_carried(tmp_path: Path) -> None:
+def test_a_run_from_a_trainer_s_folder_names_dropped_files_once(tmp_path: Path) -> None:
     source = trainer_folder(tmp_path / "checkpoint-3")
     ended = run_ok(tmp_path / "run", [*RUN, "parallel=zero1", f"checkpoint.load={source}"], ranks=2)
     assert ended.text.count(f"not carried from {source}: {NOT_CARRIED}; a run begins") == 1
@@ -231,7 +229,7 @@ def write_megatron(folder: Path, backend: str = "torch_dist") -> Path:
 
 @pytest.mark.parametrize("kind", ["dcp", "deepspeed", "hf"])
 @pytest.mark.parametrize("at", ["iter_0000003", "."], ids=["iteration", "root"])
-def test_a_folder_of_megatron_is_named_as_such_and_not_as_damaged(
+def test_a_megatron_folder_is_recognized_and_not_called_damaged(
     tmp_path: Path, kind: str, at: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "saved"
@@ -247,7 +245,7 @@ def test_a_folder_of_megatron_is_named_as_such_and_not_as_damaged(
 
 
 @pytest.mark.parametrize("at", ["", "iter_0000003"])
-def test_a_run_that_is_to_load_a_folder_of_megatron_says_whose_it_is(tmp_path: Path, at: str) -> None:
+def test_a_run_that_loads_a_megatron_folder_names_the_program(tmp_path: Path, at: str) -> None:
     root = tmp_path / "saved"
     write_megatron(root / "iter_0000003")
     ended = launch(tmp_path / "run", ["model=gpt2_tiny", *TINY, f"checkpoint.load={root / at}"])
@@ -263,9 +261,7 @@ def test_the_legacy_form_of_megatron_is_named_too(tmp_path: Path, capfd: pytest.
     assert "Megatron-LM's format `torch`" in capfd.readouterr().err
 
 
-def test_metadata_with_classes_of_another_program_is_not_called_damaged_alone(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_metadata_with_foreign_classes_is_not_called_damaged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (write_megatron(tmp_path / "saved") / "metadata.json").unlink()
     assert bring_in("dcp", tmp_path / "saved", tmp_path / "run") == 2
     text = capfd.readouterr().err
@@ -273,9 +269,7 @@ def test_metadata_with_classes_of_another_program_is_not_called_damaged_alone(
     assert "Another program than torch wrote it" in text
 
 
-def test_a_folder_above_one_dcp_checkpoint_is_not_said_to_hold_several(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_above_one_dcp_checkpoint_counts_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_dcp(tmp_path / "steps/step-3", values())
     assert bring_in("dcp", tmp_path / "steps", tmp_path / "run", *MODEL) == 2
     text = capfd.readouterr().err
@@ -286,9 +280,7 @@ def test_a_folder_above_one_dcp_checkpoint_is_not_said_to_hold_several(
     assert "A folder holds several DCP checkpoints" in capfd.readouterr().err
 
 
-def test_another_model_under_torchtitan_s_names_is_told_in_english(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_model_with_torchtitan_s_names_is_explained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_dcp(tmp_path / "titan", {"tok_embeddings.weight": torch.zeros(257, 20)})
     assert bring_in("dcp", tmp_path / "titan", tmp_path / "run", "model=llama3_tiny") == 2
     assert "llama3 under torchtitan's names" in capfd.readouterr().err

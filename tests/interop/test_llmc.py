@@ -155,9 +155,7 @@ def bring_in(path: Path, run: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("version", [3, 5])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_an_imported_file_has_the_weights_and_the_logits_of_the_model_it_was_written_from(
-    tmp_path: Path, family: str, version: int
-) -> None:
+def test_an_imported_file_has_its_model_s_weights_and_logits(tmp_path: Path, family: str, version: int) -> None:
     theirs = make_gpt2() if family == "gpt2" else make_llama()
     if version == 5:
         rounded(theirs)
@@ -172,7 +170,7 @@ def test_an_imported_file_has_the_weights_and_the_logits_of_the_model_it_was_wri
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_an_exported_file_is_byte_for_byte_what_the_description_says(tmp_path: Path, family: str, dtype: str) -> None:
+def test_an_exported_file_is_byte_for_byte_as_described(tmp_path: Path, family: str, dtype: str) -> None:
     run, sizes = tmp_path / "run", [f"model.n_embd={WIDTH}", "model.n_head=4", "train.train_iters=2"]
     sizes += ["schedule.lr_warmup_iters=0", f"model.n_layer={LAYERS}"]
     version = 3 if dtype == "float32" else 5
@@ -234,7 +232,7 @@ def llama_forward(path: Path, tokens: torch.Tensor) -> torch.Tensor:
     return F.linear(F.rms_norm(x, (WIDTH,), norm, 1e-5), output)
 
 
-def test_a_rotation_of_neighbours_makes_the_logits_of_an_exported_file(tmp_path: Path) -> None:
+def test_rotating_pairs_gives_the_logits_of_an_exported_file(tmp_path: Path) -> None:
     torch.manual_seed(3)
     config = make_llama().config
     config.rope_parameters = {"rope_type": "default", "rope_theta": 500000.0}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import stored_tensors
+from models.families import stored_tensors
 from tests.harness import TINY, compose, curve, launch, run_ok, tensor_files
 from tests.interop.test_llmc import (
     GPT2_HEADER,
@@ -53,7 +53,7 @@ def written(path: Path, family: str, *, version: int = 3) -> Path:
 
 @pytest.mark.parametrize("version", [3, 5])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_any_box_of_any_tensor_has_its_bits_and_costs_what_it_needs(tmp_path: Path, family: str, version: int) -> None:
+def test_any_box_of_any_tensor_has_its_bits_at_its_own_cost(tmp_path: Path, family: str, version: int) -> None:
     file = open_file(written(tmp_path / "model.bin", family, version=version), Files())
     config, generator = compose(OURS[family]).model, torch.Generator().manual_seed(5)
     for name, stored in stored_tensors(config).items():
@@ -77,7 +77,7 @@ def test_any_box_of_any_tensor_has_its_bits_and_costs_what_it_needs(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_file_begins_a_run_with_the_losses_and_the_bits_of_the_imported_one(tmp_path: Path, family: str) -> None:
+def test_a_run_from_a_file_has_losses_and_bits_of_the_import(tmp_path: Path, family: str) -> None:
     path, ours = written(tmp_path / "weights", family), OURS[family]
     assert convert.main(["import", "llmc", str(path), str(tmp_path / "imported"), *TINY[5:]]) == 0
     for name, layout, ranks in (("one", [], 1), ("tp2", TENSOR, 2), ("zero3", ["parallel=zero3"], 2)):
@@ -98,7 +98,7 @@ def test_the_same_command_goes_on_from_the_run_s_own_checkpoint(tmp_path: Path) 
     command = [*GPT2, f"checkpoint.load={written(tmp_path / 'model.bin', 'gpt2')}", "checkpoint.save_interval=1"]
     assert "weights from" in run_ok(tmp_path / "run", [*command, "train.exit_interval=1"]).text
     text = run_ok(tmp_path / "run", command).text
-    assert "goes on from its own checkpoints" in text
+    assert "resumes from its own checkpoints" in text
     assert ": iteration 1 from" in text
 
 
@@ -113,7 +113,7 @@ def refusal(path: Path, *overrides: str, base: list[str] = GPT2) -> str:
         run.checkpointer.close()
 
 
-def test_another_model_is_refused_with_every_difference_and_its_setting(tmp_path: Path) -> None:
+def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:
     path = written(tmp_path / "model.bin", "gpt2")
     text = refusal(path, "model.n_layer=2", "model.norm_eps=1e-6")
     assert "The file holds another model than the one configured" in text
@@ -136,12 +136,12 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_a_file_of_another_format_is_refused_with_what_is_accepted(tmp_path: Path, case: str) -> None:
+def test_a_file_of_another_format_is_refused_with_those_accepted(tmp_path: Path, case: str) -> None:
     path = tmp_path / "model.bin"
     content, found = FOREIGN[case]
     path.write_bytes(content)
     text = refusal(path)
-    assert f"A file is of no format that a run can begin with ({path})" in text
+    assert f"A run cannot start from a file of this format ({path})" in text
     assert "20240326 or 20240803" in text
     assert found in text
     assert "a model folder of transformers" in text

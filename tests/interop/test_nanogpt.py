@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from models import Activation, build_model
+from models.build import build_model
+from models.config import Activation
 from tests.harness import TINY, compose, run_ok
 from tests.unit.model_samples import fill
 
@@ -113,7 +114,7 @@ def write_checkpoint(path: Path, *, bias: bool, prefix: str) -> NanoGPT:
 
 
 @pytest.mark.parametrize(("bias", "prefix"), [(True, ""), (False, "_orig_mod.")])
-def test_a_checkpoint_of_nanogpt_begins_a_run_by_the_documented_program(
+def test_a_nanogpt_checkpoint_begins_a_run_as_documented(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: bool, prefix: str
 ) -> None:
     theirs = write_checkpoint(tmp_path / "out/ckpt.pt", bias=bias, prefix=prefix)

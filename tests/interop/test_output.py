@@ -32,9 +32,7 @@ def source_of(run: Path, iteration: int = 2) -> StateSource:
     return of_checkpoint(open_checkpoint(run / f"checkpoints/iter_{iteration:07d}", Files()))
 
 
-def test_a_checkpoint_read_and_written_again_has_the_same_bytes_and_resumes_with_the_same_bits(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_written_again_has_its_bytes_and_resumes(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "again/checkpoints"
     path = write_checkpoint(source_of(run), folder, compose(OVERRIDES))
     theirs = run / "checkpoints/iter_0000002"
@@ -108,10 +106,10 @@ def test_a_folder_that_a_run_holds_is_refused(run: Path, tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["lock"]
 
 
-def test_a_source_of_another_model_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
+def test_a_source_of_another_model_is_refused_before_writing(run: Path, tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"model\.n_layer +saved 2 +current 1"):
         write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, "model.n_layer=1"]))
-    with pytest.raises(MismatchError, match="the source says which model it is"):
+    with pytest.raises(MismatchError, match="the source names its model"):
         write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, "model.n_layer=1"]))
     assert not (tmp_path / "new").exists()
 

@@ -9,6 +9,8 @@ import pytest
 from tests.harness import ALL_CORES, TINY, curve, launch, run_ok, tensor_files
 
 FAMILIES = {"gpt2": "model=gpt2_tiny", "llama3": "model=llama3_tiny"}
+# Killed between two saves, so that three iterations are trained twice; evaluations lie before and after them.
+SAVED, KILLED, END = 8, 11, 16
 LAUNCHES = [(1, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
 
 
@@ -18,12 +20,12 @@ def _overrides(family: str, dtype: str, zero_stage: int) -> list[str]:
         *TINY,
         "train.global_batch_size=8",
         f"model.dropout={0.1 if family == 'gpt2' else 0.0}",
-        "train.train_iters=40",
-        "train.eval_interval=10",
+        f"train.train_iters={END}",
+        "train.eval_interval=4",
         "train.eval_iters=1",
         f"train.dtype={dtype}",
         f"parallel.zero_stage={zero_stage}",
-        "checkpoint.save_interval=20",
+        f"checkpoint.save_interval={SAVED}",
     ]
 
 
@@ -35,15 +37,15 @@ def test_killed_and_resumed_equals_unbroken(
 ) -> None:
     overrides = _overrides(family, dtype, zero_stage)
     run_ok(tmp_path / "unbroken", overrides, ranks=ranks)
-    killed = launch(tmp_path / "killed", overrides, ranks=ranks, kill_after=23, saved=20)
+    killed = launch(tmp_path / "killed", overrides, ranks=ranks, kill_after=KILLED, saved=SAVED)
     assert set(killed.statuses) == {-9}, killed.text
     resumed = run_ok(tmp_path / "killed", overrides, ranks=ranks)
-    assert "iteration 20 from" in resumed.outputs[0]
+    assert f"iteration {SAVED} from" in resumed.outputs[0]
 
     unbroken = curve(tmp_path / "unbroken")
-    assert [row[0] for row in unbroken] == list(range(1, 41))
+    assert [row[0] for row in unbroken] == list(range(1, END + 1))
     assert curve(tmp_path / "killed") == unbroken
-    last = "checkpoints/iter_0000040"
+    last = f"checkpoints/iter_{END:07d}"
     assert tensor_files(tmp_path / "killed" / last) == tensor_files(tmp_path / "unbroken" / last)
 
 

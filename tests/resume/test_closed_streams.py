@@ -44,7 +44,7 @@ def test_a_run_with_closed_streams_trains_and_writes_its_files(tmp_path: Path, c
 
 
 @pytest.mark.slow
-def test_the_error_of_a_run_without_streams_is_in_a_file_of_the_run(tmp_path: Path) -> None:
+def test_the_error_of_a_run_without_streams_is_in_a_file(tmp_path: Path) -> None:
     assert run(tmp_path, ">&- 2>&-").returncode == 0
     assert run(tmp_path, ">&- 2>&-", "model.n_layer=1").returncode == 1
     (line, *rest) = (tmp_path / "run/error.log").read_text().splitlines()
@@ -56,7 +56,7 @@ def test_the_error_of_a_run_without_streams_is_in_a_file_of_the_run(tmp_path: Pa
     assert "MismatchError: The checkpoint belongs to another run" in ended.stdout
 
 
-def test_a_refused_configuration_is_told_in_a_file_of_the_run_too(tmp_path: Path) -> None:
+def test_a_refused_configuration_is_reported_in_a_file_too(tmp_path: Path) -> None:
     assert run(tmp_path, ">&- 2>&-", "train.train_iters=0").returncode == 1
     assert "train.train_iters=0: must be at least 1" in (tmp_path / "run/error.log").read_text()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["error.log"]

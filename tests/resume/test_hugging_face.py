@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from models import Model, aliases, build_model, stored_tensors
+from models.build import build_model
+from models.families import aliases, stored_tensors
+from models.network import Model
 from tests.harness import TINY, compose, run_ok
 from trainer.data.section import DataSection
 from trainer.data.tokenizer_files import tokenizer_files

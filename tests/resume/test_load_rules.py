@@ -72,7 +72,7 @@ def test_a_finished_run_started_again_does_nothing_and_says_so(finished: Path) -
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer", "trainer_state.json", "manifest.json"])
-def test_a_damaged_newest_is_skipped_and_the_run_goes_on_from_the_next(run: Path, finished: Path, file: str) -> None:
+def test_a_damaged_newest_is_skipped_for_the_next_older(run: Path, finished: Path, file: str) -> None:
     path = iteration(run, 8) / file
     path = next(path.iterdir()) if path.is_dir() else path
     damage(path)
@@ -112,7 +112,7 @@ def test_a_run_is_named_by_its_own_folder(run: Path, tmp_path: Path) -> None:
     assert names(run)[-2:] == ["iter_0000008.superseded-1", "iter_0000010"]
 
 
-def test_recorded_iterations_without_a_checkpoint_are_no_fresh_start(run: Path) -> None:
+def test_recorded_iterations_alone_are_no_fresh_start(run: Path) -> None:
     for number in (2, 4, 6, 8):
         shutil.rmtree(iteration(run, number))
     message = refuse(run, *BASE)
@@ -185,7 +185,7 @@ def test_a_ckpt_step_that_was_never_saved_is_refused(run: Path) -> None:
 def test_a_ckpt_step_of_a_run_that_saved_nothing_is_refused(tmp_path: Path) -> None:
     ended = launch(tmp_path / "run", [*BASE, "checkpoint.ckpt_step=4"])
     assert ended.statuses == (1,)
-    assert f"An iteration was never saved ({tmp_path / 'run/checkpoints'})" in ended.text
+    assert f"The requested iteration was never saved ({tmp_path / 'run/checkpoints'})" in ended.text
     assert "checkpoint.ckpt_step" in ended.text
 
 
@@ -212,7 +212,7 @@ def test_weights_alone_are_saved_and_only_loaded_with_a_flag(tmp_path: Path) -> 
     assert {float(v) for k, v in optimizer_tensors(iteration(source, 8)).items() if k.startswith("step.")} == {4.0}
 
 
-def test_no_load_optim_goes_on_at_the_iteration_with_zero_moments(finished: Path, tmp_path: Path) -> None:
+def test_no_load_optim_resumes_the_iteration_with_zero_moments(finished: Path, tmp_path: Path) -> None:
     load = [f"checkpoint.load={finished / 'checkpoints'}", "checkpoint.no_load_optim=true"]
     run_ok(tmp_path / "run", [*BASE, *load])
     again = iteration(tmp_path / "run", 8)
@@ -269,7 +269,7 @@ def test_a_finished_run_is_extended_on_an_explicit_schedule(run: Path, tmp_path:
     assert tensor_files(iteration(run, 10)) == tensor_files(iteration(tmp_path / "straight", 10))
 
 
-def test_extending_a_schedule_that_followed_the_run_offers_both_ways_out(tmp_path: Path) -> None:
+def test_extending_a_schedule_tied_to_the_run_has_two_remedies(tmp_path: Path) -> None:
     source = tmp_path / "run"
     run_ok(source, [*MODEL, "train.train_iters=4"])
     message = refuse(source, *MODEL, "train.train_iters=6")
@@ -286,7 +286,7 @@ def test_extending_a_schedule_that_followed_the_run_offers_both_ways_out(tmp_pat
     assert rates[5] == 1e-4
 
 
-def test_exit_interval_saves_and_exits_and_the_run_goes_on_bitwise(tmp_path: Path, finished: Path) -> None:
+def test_exit_interval_saves_and_exits_and_resumes_bitwise(tmp_path: Path, finished: Path) -> None:
     overrides = [*BASE, "checkpoint.save_interval=0", "train.exit_interval=3"]
     for last in (3, 6, 8):
         run_ok(tmp_path / "run", overrides)
@@ -300,7 +300,7 @@ def _logits_after_a_forward(arguments: list[str]) -> None:
     config = compose(arguments[1:])
     cluster = trainer_launch.start("cpu", deterministic=False)
     built = build(config, cluster)
-    windows = built.train.train_batch(0, 1)[0][:, :-1]
+    windows = built.train_data.train_batch(0, 1)[0][:, :-1]
     with torch.no_grad():
         built.state.parts[0].model(windows)
         restore(built)
@@ -308,7 +308,7 @@ def _logits_after_a_forward(arguments: list[str]) -> None:
     if cluster.rank == 0:
         save_file({"windows": windows.contiguous(), "logits": logits.contiguous()}, arguments[0])
     built.checkpointer.close()
-    trainer_launch.stop(cluster)
+    trainer_launch.shutdown(cluster)
 
 
 @pytest.mark.parametrize("zero_stage", range(4))
@@ -325,19 +325,19 @@ def test_loading_after_a_forward_leaves_nothing_stale(finished: Path, tmp_path: 
     assert expected.abs().max() > 0.1
 
 
-def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(finished: Path, tmp_path: Path) -> None:
+def test_a_run_begun_elsewhere_resumes_from_its_own_checkpoints(finished: Path, tmp_path: Path) -> None:
     """The same command resumes a fine-tuning run too: the path says where it began, not where it stands."""
     begin = [*BASE, f"checkpoint.load={finished}/checkpoints", "checkpoint.finetune=true"]
     run_ok(tmp_path / "unbroken", begin)
     first = run_ok(tmp_path / "stopped", [*begin, "train.exit_interval=4"])
     assert "step     1/" in first.text
     again = run_ok(tmp_path / "stopped", begin)
-    assert "goes on from its own checkpoints" in again.text
+    assert "resumes from its own checkpoints" in again.text
     assert "iteration 4 from" in again.text
     assert curve(tmp_path / "stopped") == curve(tmp_path / "unbroken")
 
 
-def test_a_run_that_began_elsewhere_and_saves_no_optimizer_goes_on_without_one(finished: Path, tmp_path: Path) -> None:
+def test_a_run_begun_elsewhere_resumes_without_an_optimizer(finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ["checkpoint.no_load_optim=true", "checkpoint.no_save_optim=true", "checkpoint.ckpt_step=4"]
     begin = [*BASE, f"checkpoint.load={finished}/checkpoints", *flags]
@@ -346,9 +346,7 @@ def test_a_run_that_began_elsewhere_and_saves_no_optimizer_goes_on_without_one(f
     assert [row[0] for row in curve(run)] == [5, 6, 7, 8]
 
 
-def test_a_newest_iteration_that_is_a_link_stops_the_start_and_a_fresh_one_leaves_its_target(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_newest_link_stops_the_start_and_its_target_stays(run: Path, tmp_path: Path) -> None:
     elsewhere = Path(shutil.move(iteration(run, 8), tmp_path / "elsewhere"))
     iteration(run, 8).symlink_to(elsewhere)
     (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("6\n")  # else the start mends it

@@ -86,7 +86,7 @@ def test_the_files_of_tensorboard_hold_every_point_once(unbroken: Path, broken: 
     assert all(of_broken[tag] == [4, 8, 12] for tag in ("valid/loss", *SAVES))
 
 
-def test_a_run_that_goes_back_leaves_no_point_of_the_other_branch(tmp_path: Path) -> None:
+def test_a_rewound_run_leaves_no_point_of_the_other_branch(tmp_path: Path) -> None:
     run_ok(tmp_path / "run", BASE)
     run_ok(tmp_path / "run", [*BASE, "checkpoint.ckpt_step=4", "train.exit_interval=6"])
     found = points_in_files(tmp_path / "run")

@@ -90,7 +90,7 @@ def test_another_model_is_refused(run: Path, field: str, override: str, saved_va
     assert f"{run}/checkpoints/iter_0000003" in message
 
 
-def test_a_record_without_an_activation_is_said_to_be_of_the_default(run: Path) -> None:
+def test_a_record_without_an_activation_has_the_default(run: Path) -> None:
     assert "saved nothing  current gelu  (absent means gelu_tanh)" in refuse(run, "model.activation=gelu")
     state = json.loads((run / "checkpoints/iter_0000003/trainer_state.json").read_text())
     assert "activation" not in state["model"]
@@ -104,7 +104,7 @@ def test_another_family_is_refused(run: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "override", "saved_value", "current", "flag"), WITH_FLAG, ids=[row[0] for row in WITH_FLAG]
 )
-def test_a_difference_is_refused_without_its_flag_and_loads_with_it(
+def test_a_difference_is_refused_unless_its_flag_is_set(
     run: Path, field: str, override: str, saved_value: str, current: str, flag: str
 ) -> None:
     message = refuse(run, override)
@@ -162,7 +162,7 @@ def test_what_only_changes_the_rounding_is_said_in_a_line(run: Path) -> None:
         assert line in ended.text
 
 
-def test_another_clipping_and_another_evaluation_are_said_in_a_line(run: Path) -> None:
+def test_another_clipping_and_evaluation_are_said_in_a_line(run: Path) -> None:
     ended = run_ok(run, [*BASE, "train.clip_grad=0.5", "train.eval_interval=1", "train.eval_iters=1"])
     assert "clip_grad: saved 1.0, now 0.5; the loss curve will differ" in ended.text
     losses = "checkpoint.keep_best and the best loss compare validation losses that are not measured alike"
@@ -184,7 +184,7 @@ def test_other_validation_data_are_said_in_a_line(tmp_path: Path) -> None:
     assert "data.fingerprint" not in ended.text
 
 
-def test_a_checkpoint_without_the_optional_members_loads_without_a_word(run: Path) -> None:
+def test_a_checkpoint_without_optional_members_loads_silently(run: Path) -> None:
     checkpoint = run / "checkpoints/iter_0000003"
     state = json.loads((checkpoint / STATE).read_text())
     assert state["data"].keys() == {"fingerprint"}  # nothing is evaluated in this run

@@ -66,7 +66,7 @@ def first_signal(process: subprocess.Popen[str]) -> int:
 
 
 @needs_procps
-def test_the_command_of_the_document_signals_one_run_of_several_on_a_node(tmp_path: Path) -> None:
+def test_the_documented_command_signals_one_run_of_several(tmp_path: Path) -> None:
     (command,) = re.findall(r"^pkill .*$", (ROOT / "docs/launching.md").read_text(), re.MULTILINE)
     name = f"two-{secrets.token_hex(8)}"
     assert command.count("=two") == 1
@@ -103,9 +103,7 @@ def test_the_document_and_the_job_name_the_ranks_alike() -> None:
 
 @pytest.mark.slow
 @needs_procps
-def test_a_job_that_is_asked_to_stop_saves_and_queues_itself_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_asked_to_stop_saves_and_requeues_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
@@ -137,9 +135,7 @@ def test_a_job_that_is_asked_to_stop_saves_and_queues_itself_again(
 
 
 @pytest.mark.slow
-def test_a_requeued_job_goes_on_whatever_its_command_says_of_the_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_requeued_job_resumes_whatever_its_command_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [*PYTHON, "run.dir=run", *BASE[:-1], "schedule.lr_decay_iters=10", "checkpoint.load=none"]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     outputs = []

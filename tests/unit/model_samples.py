@@ -9,20 +9,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models import (
-    Activation,
-    Family,
-    InitialKind,
-    Model,
-    ModelConfig,
-    RopeScaling,
-    aliases,
-    generation_config,
-    hf_config,
-    initial_values,
-    stored_tensors,
-    token_loss,
-)
+from models.config import Activation, Family, InitialKind, ModelConfig, RopeScaling
+from models.families import aliases, generation_config, hf_config, initial_values, stored_tensors
+from models.layers import token_loss
+from models.network import Model
 
 GPT2 = ModelConfig(
     family=Family.gpt2,

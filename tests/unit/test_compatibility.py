@@ -72,7 +72,7 @@ def test_a_difference_that_a_flag_allows_names_the_flag() -> None:
     assert "set checkpoint.other_data=true checkpoint.reshard=true." in str(caught.value)
 
 
-def test_all_problems_stand_in_one_message_and_allowed_ones_do_not() -> None:
+def test_all_problems_that_are_not_allowed_are_in_one_message() -> None:
     current = changed(topology={"tp": 2}, data={"digest": "bb"}, model={"width": 1, "dropout": 0.0})
     with pytest.raises(MismatchError) as caught:
         settle(differences(SAVED, current, TABLE), flags=("checkpoint.other_data",), where="x")
@@ -100,7 +100,7 @@ def test_a_hint_without_a_saved_value_is_left_out() -> None:
         assert f"current 40  ({hint}checkpoint.other=true allows it)" in str(caught.value)
 
 
-def test_an_optional_field_is_compared_only_where_both_sides_have_it() -> None:
+def test_an_optional_field_is_compared_only_if_both_have_it() -> None:
     table = (*TABLE, Rule("evaluation", Verdict.SAID, says="losses are not measured alike", is_optional=True))
     assert differences(SAVED, {**SAVED, "evaluation": {"iters": 4}}, table) == []
     assert differences({**SAVED, "evaluation": {"iters": 4}}, SAVED, table) == []

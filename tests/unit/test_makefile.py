@@ -59,7 +59,7 @@ def make(project: Path, *arguments: str, programs: Path | None = None) -> subpro
     )
 
 
-def test_make_keeps_what_a_user_has_installed_into_the_environment(project: Path) -> None:
+def test_make_keeps_packages_a_user_has_installed(project: Path) -> None:
     installed = project / ".venv/lib/installed_by_the_user.py"
     installed.parent.mkdir()
     installed.touch()

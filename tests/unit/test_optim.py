@@ -24,7 +24,7 @@ def backward(model: nn.Module) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
-def test_state_is_there_before_the_first_step_and_changes_nothing(model: nn.Module) -> None:
+def test_state_exists_before_the_first_step_and_changes_nothing(model: nn.Module) -> None:
     lazy_model = copy.deepcopy(model)
     optimizer = build_adamw(model, SETTINGS)
     assert [set(state) for state in optimizer.state.values()] == [{"step", "exp_avg", "exp_avg_sq"}] * 2
@@ -46,7 +46,7 @@ def test_state_is_there_before_the_first_step_and_changes_nothing(model: nn.Modu
             assert torch.equal(optimizer.state[ours][key], lazy.state[theirs][key])
 
 
-def test_only_named_parameters_are_spared_the_decay_and_frozen_ones_are_left_out(model: nn.Module) -> None:
+def test_named_parameters_skip_the_decay_and_frozen_are_left_out(model: nn.Module) -> None:
     groups = build_adamw(model, SETTINGS).param_groups
     assert [(g["weight_decay"], [tuple(p.shape) for p in g["params"]]) for g in groups] == [
         (0.3, [(400, 300)]),

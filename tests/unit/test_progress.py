@@ -29,7 +29,7 @@ def test_a_record_comes_back_as_it_was(best: float | None) -> None:
 
 @pytest.mark.parametrize("broken", [{"iteration": "7"}, {"consumed_samples": 1.5}, {"consumed_tokens": None}])
 def test_a_record_that_holds_no_integer_is_refused(broken: dict[str, object]) -> None:
-    with pytest.raises(TypeError, match="is no integer"):
+    with pytest.raises(ValueError, match="is not an integer"):
         Progress.from_record({**Progress().record(), **broken})
     with pytest.raises(KeyError):
         Progress.from_record({})

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import Initial, InitialKind
+from models.config import Initial, InitialKind
 from trainer.checkpoint.format.box import Box
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.tensors.live import LiveTensor
@@ -60,7 +60,7 @@ def test_zeros_ones_vectors_and_wider_tensors() -> None:
     assert torch.equal(filled((70, 3, 4), Box((60, 0, 2), (10, 3, 2))), drawn(70, 3, 4)[60:, :, 2:])
 
 
-def test_a_dropout_key_depends_on_every_coordinate_and_fits_a_signed_integer() -> None:
+def test_a_dropout_key_depends_on_all_coordinates_and_fits_int64() -> None:
     places = list(itertools.product(range(3), repeat=4))
     keys = {dropout_key(seed, iteration, dp=dp, micro_batch=m) for seed, iteration, dp, m in places}
     assert len(keys) == len(places)

@@ -15,7 +15,8 @@ import pytest
 from trainer.commands import compare_loss, compare_speed
 from trainer.data.text import load_encoder
 from trainer.errors import DataError, TrainerError
-from trainer.metrics.run_log import RunLog, last_recorded_iteration
+from trainer.metrics.jsonl_file import last_recorded_iteration
+from trainer.metrics.run_log import RunLog
 from trainer.regular_file import read_regular
 
 RECORD = '{"iteration": 1, "loss": 2.0, "seconds": 1.0, "tokens_per_second": 5.0}\n'
@@ -59,7 +60,7 @@ def test_a_regular_file_is_read_whole_also_through_a_link(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("size", [10, 1 << 34])
-def test_a_file_beyond_the_limit_is_refused_before_it_fills_the_memory(tmp_path: Path, size: int) -> None:
+def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, size: int) -> None:
     try:
         with (tmp_path / "file").open("wb") as file:
             file.truncate(size)

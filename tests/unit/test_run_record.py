@@ -37,7 +37,7 @@ def test_another_optimizer_is_refused() -> None:
     assert changed == {"optimizer.name": ("SGD", "AdamW", Verdict.REFUSED)}
 
 
-def test_weight_decay_on_other_parameters_needs_the_flag_of_the_scheduler() -> None:
+def test_other_decayed_parameters_need_the_scheduler_s_flag() -> None:
     assert found(swap) == {f"optimizer.weight_decay.{BIAS}": (True, False, Verdict.FLAG)}
     saved = copy.deepcopy(CURRENT)
     swap(saved)

@@ -53,7 +53,7 @@ def test_wsd_decays_in_its_last_iterations_only() -> None:
 
 
 @given(st.sampled_from(list(DecayStyle)), st.integers(0, 50), st.integers(1, 200), st.floats(0, 1))
-def test_rates_stay_between_floor_and_peak_and_never_rise_after_warm_up(
+def test_rates_stay_within_bounds_and_never_rise_after_warm_up(
     style: DecayStyle, warmup: int, decay: int, floor: float
 ) -> None:
     section = ScheduleSection(

@@ -28,6 +28,21 @@ with initialize_config_dir(str(CONFIGS), version_base="1.3"):
     ids=["help", "schema", "compose and check"],
 )
 def test_a_configuration_needs_no_heavy_library(command: tuple[str, ...]) -> None:
+    imported = imports_of(*command)
+    assert "trainer.config.schema" in imported
+    assert {name.split(".")[0] for name in imported} & HEAVY == set()
+
+
+@pytest.mark.parametrize(
+    "words", ["--help", "--version", "train --help", "compare-loss --help", "compare-speed --help"]
+)
+def test_a_command_without_tensors_starts_without_torch(words: str) -> None:
+    imported = imports_of("-m", "trainer.commands.main", *words.split())
+    assert {name.split(".")[0] for name in imported} & HEAVY == set()
+
+
+def imports_of(*command: str) -> set[str]:
+    """Return the modules that a call of Python imports."""
     ended = subprocess.run(
         [sys.executable, "-X", "importtime", *command],
         cwd=ROOT,
@@ -36,16 +51,4 @@ def test_a_configuration_needs_no_heavy_library(command: tuple[str, ...]) -> Non
         timeout=60,
         check=True,
     )
-    imported = {line.split("|")[-1].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}
-    assert "trainer.config.schema" in imported
-    assert {name.split(".")[0] for name in imported} & HEAVY == set()
-
-
-def test_torch_comes_with_the_first_name_that_needs_it() -> None:
-    import models
-
-    assert models.build_model is models.families.build_model
-    assert models.token_loss is models.layers.token_loss
-    assert {name for name in models.__all__ if not hasattr(models, name)} == set()
-    with pytest.raises(AttributeError, match="no_such_name"):
-        getattr(models, "no_such_name")  # noqa: B009 - so that no type checker asks for it
+    return {line.split("|")[-1].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}

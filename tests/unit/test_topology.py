@@ -15,7 +15,7 @@ sizes = st.integers(1, 5)
 
 
 @given(sizes, sizes, sizes)
-def test_every_coordinate_belongs_to_one_rank_and_tp_runs_fastest(pp: int, dp: int, tp: int) -> None:
+def test_every_coordinate_has_one_rank_and_tp_runs_fastest(pp: int, dp: int, tp: int) -> None:
     topology = Topology(pp=pp, dp=dp, tp=tp)
     found = [topology.coordinate(rank) for rank in range(topology.world_size)]
     assert found == [Coordinate(p, d, t) for p in range(pp) for d in range(dp) for t in range(tp)]

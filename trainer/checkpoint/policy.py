@@ -1,4 +1,4 @@
-"""When and how a run is saved, and the report of a save. Values only."""
+"""The settings of saving (interval, retention, memory, timeouts) and the report of one save."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Retention:
     def expired(
         self, committed: Sequence[int], *, pinned: Collection[int] = (), losses: Mapping[int, float] | None = None
     ) -> list[int]:
-        """Return the iterations to delete, oldest first; never the newest, never a `pinned` one.
+        """Return the iterations to delete, oldest first. The newest and the `pinned` ones are never among them.
 
-        Iterations that are kept for another reason do not use up the places of the newest ones.
+        Iterations kept by another rule do not count toward `max_checkpoint_keep`.
 
         Args:
-            losses: the validation loss of iterations that have one; of equal ones the newest counts as best.
+            losses: validation loss by iteration, where known; among equal losses the newest iteration is best.
         """
         if self.max_checkpoint_keep <= 0:
             return []
@@ -45,20 +45,20 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """When to save, where, and which checkpoints stay.
+    """When to save, where to, and which checkpoints to keep.
 
     Args:
-        folder: the run's checkpoint folder; None means that saving is off.
-        save_interval: save at every multiple of it; 0 means only when `save` is called.
+        folder: the run's checkpoint folder; None turns saving off.
+        save_interval: save at every multiple of this iteration count; 0 saves only on a call of `save`.
         file_bytes: size in bytes at which a safetensors file is full.
-        commit_timeout_s: how long a save may take before it is aborted.
-        async_save: write while training goes on.
-        staging_bytes: host memory for copies of what an optimizer step would change before it is written; None is what
-            the rank writes, and once more what it has of columns: they come together with those of the host's other
-            ranks, unless that exceeds it. With less, that step waits for the disk. What may change at any time
-            (buffers, frozen parameters) is copied besides.
-        stall_timeout_s: how long that step waits for a disk that writes nothing before the save is aborted.
-        check_replicas: compare the bits of ranks that hold the same tensor at every so many saves; 0 never.
+        commit_timeout_s: seconds after which a save that has not committed is given up.
+        async_save: write in the background while training continues.
+        staging_bytes: upper bound in bytes on host memory for copies of chunks that the next optimizer step would
+            overwrite. None allows the bytes that the rank writes plus the bytes of its columns, which the ranks of a
+            host assemble in shared memory if they fit. With less memory, that step waits for the disk. Tensors that may
+            change at any time (buffers, frozen parameters) are copied in addition.
+        stall_timeout_s: seconds that this step waits for a disk that writes nothing before the save is aborted.
+        check_replicas: compare the bits of replicas at every n-th save; 0 never compares.
     """
 
     folder: Path | None
@@ -74,13 +74,13 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """The report of one save on this rank; `error` is set if the attempt did not become a checkpoint.
+    """The outcome of one save on this rank; `error` is set if the attempt did not become a checkpoint.
 
     Args:
-        seconds: from the call until the checkpoint was committed, or the error.
-        blocked_s: how long training stood still for it on this rank.
-        waited_s: how long training stood still before it, until the save that was under way had ended.
-        copied_bytes: how many bytes were copied so that training could go on.
+        seconds: time from the call to the commit or the error.
+        blocked_s: time that this save blocked training on this rank, in seconds.
+        waited_s: time that training waited for the previous save to end, in seconds.
+        copied_bytes: bytes copied so that training could continue.
     """
 
     iteration: int

@@ -1,1 +1,1 @@
-"""The command-line tools."""
+"""The command `reprise`: one module for each subcommand."""

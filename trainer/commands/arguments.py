@@ -1,4 +1,4 @@
-"""Types of command-line arguments: numbers and local paths. The options themselves are the business of each script."""
+"""Types of command-line arguments: numbers and local paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look into checkpoints and look after them: `python -m trainer.commands.checkpoint ls|show|verify|diff|prune`.
+"""List, show, verify, compare and delete checkpoints: `reprise checkpoint ls|show|verify|diff|prune`.
 
 Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged or differs, 2 when
 the command cannot be carried out: a file that cannot be read now is not damaged.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import secrets
 import sys
 import time
@@ -37,6 +36,8 @@ from trainer.checkpoint.storage.folder import HOLD, CheckpointFolder, is_iterati
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.commands.arguments import natural, positive
 from trainer.errors import CheckpointError, TrainerError, UnreadableError
+from trainer.json_value import dumps
+from trainer.text_table import format_table
 
 FINE, BAD, IMPOSSIBLE = 0, 1, 2
 WIDEST = 60  # of a list in a table
@@ -46,19 +47,19 @@ Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says, print it and return the exit status."""
+    """Run the command line and return the exit status."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(format="checkpoint: %(message)s", stream=sys.stderr)
+    logging.basicConfig(format="reprise checkpoint: %(message)s", stream=sys.stderr)
     call: Callable[[argparse.Namespace], int] = options.call
     try:
         return call(options)
     except TrainerError as error:
-        print(f"checkpoint: {error}", file=sys.stderr)
+        print(f"reprise checkpoint: {error}", file=sys.stderr)
     except BrokenPipeError:  # the reader has seen enough
         sys.stdout = None
         return FINE
     except OSError as error:
-        print(f"checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"reprise checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
     return IMPOSSIBLE
 
 
@@ -73,7 +74,7 @@ def list_run(options: argparse.Namespace) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Show what one checkpoint holds."""
+    """Show the content of one checkpoint."""
     checkpoint = open_checkpoint(_one(options.checkpoint), Files())
     places = sorted(read_places(checkpoint).values(), key=lambda place: (place.file, place.offset))
     tensors = [
@@ -89,7 +90,7 @@ def show(options: argparse.Namespace) -> int:
     files = [{"file": name, "bytes": entry.total_bytes} for name, entry in checkpoint.manifest.files.items()]
     aliases = dict(checkpoint.manifest.aliases)
     if options.json:
-        print(_json({"state": checkpoint.state, "files": files, "tensors": tensors, "aliases": aliases}))
+        print(dumps({"state": checkpoint.state, "files": files, "tensors": tensors, "aliases": aliases}))
         return FINE
     print(f"{checkpoint.path}\n")
     _print(options, [{"field": name, "value": value} for name, value in _flat(checkpoint.state)])
@@ -126,13 +127,13 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _refuse_link(path: Path) -> None:
-    """Refuse a link that lies in a run's folder; one that is named itself is followed."""
+    """Refuse a link in a run's folder; a link named on the command line is followed."""
     if path.is_symlink():
         raise CheckpointError("An iteration is no checkpoint of this run", where=path, found=kind_of(path))
 
 
 def _refuse_misleading(checkpoint: Checkpoint) -> None:
-    """Refuse files that other readers of the folder would take for the checkpoint's."""
+    """Refuse files that other readers of the folder would mistake for the checkpoint's."""
     found = misleading_files(checkpoint)
     if found:
         raise CheckpointError(
@@ -160,7 +161,7 @@ def diff(options: argparse.Namespace) -> int:
     state = [{"field": name, "A": ours, "B": theirs} for name, ours, theirs in state_differences(a.state, b.state)]
     equal = sum(row["found"] == "equal" for row in tensors)
     if options.json:
-        print(_json({"equal_tensors": equal, "tensors": tensors, "state": state}))
+        print(dumps({"equal_tensors": equal, "tensors": tensors, "state": state}))
     else:
         unequal = [row for row in tensors if options.all or row["found"] != "equal"]
         _print(options, unequal)
@@ -201,7 +202,7 @@ def prune(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="checkpoint", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="reprise checkpoint", description=(__doc__ or "").split("\n\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, call: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
@@ -224,12 +225,12 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
     pruned.add_argument("--keep", type=positive, required=True, metavar="K", help="how many of the newest stay")
     pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of it stay too")
-    pruned.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    pruned.add_argument("--dry-run", action="store_true", help="list the checkpoints to delete, and delete none")
     return parser
 
 
 def _folder(run: Path) -> Path:
-    """Return the checkpoint folder of a run that is named by its own folder or by that one."""
+    """Return the checkpoint folder of a run, given as the run's folder or that folder itself."""
     if not run.is_dir():
         raise no_folder(run)
     return LoadSource.named(run).path
@@ -241,7 +242,7 @@ def _iterations(folder: Path) -> list[Path]:
 
 
 def _one(path: Path) -> Path:
-    """Return the checkpoint that is named by its own folder, or the newest of a run."""
+    """Return the checkpoint given by its own folder, or the newest of a run."""
     if is_iteration_name(path.name):
         return path
     folder = CheckpointFolder(_folder(path), Files())
@@ -262,7 +263,7 @@ def _all(path: Path) -> list[Path]:
 
 
 def _summary(path: Path) -> Row:
-    """Return a line about a checkpoint: what its JSON files, headers and first blocks say of it."""
+    """Return the row of a checkpoint, from its JSON files, headers and first blocks."""
     row: Row = {"checkpoint": path.name, "iteration": iteration_of(path), "bytes": _bytes(path)}
     row["age"] = time.time() - _written_at(path)
     row["topology"], row["loss"] = "", None
@@ -284,7 +285,7 @@ def _summary(path: Path) -> Row:
 
 
 def _status(findings: Iterable[str]) -> int:
-    """Return the exit status: damage counts more than what nobody knows."""
+    """Return the exit status: damage takes precedence over unreadable checkpoints."""
     found = set(findings) - {"yes", "whole"}
     if not found:
         return FINE
@@ -302,7 +303,7 @@ def _is_valid(path: Path) -> bool:
 
 
 def _topology(checkpoint: Checkpoint) -> str:
-    """Return the number of ranks and the axes longer than one, in words; what is no topology of ours, as it is."""
+    """Return the number of ranks and the axes longer than one, in words; an unknown topology is shown as it is."""
     found = checkpoint.state.get("topology", {})
     if not isinstance(found, dict) or any(type(found.get(name, 1)) is not int for name in _SIZES):
         return _short(found)
@@ -324,7 +325,7 @@ def _bytes(path: Path) -> int:
 
 
 def _written_at(path: Path) -> float:
-    """Return when a checkpoint was written, in Unix time: its folder changes when a `hold` is put there."""
+    """Return the time a checkpoint was written, in Unix time. Not the folder's time: a `hold` file changes that."""
     manifest = path / MANIFEST
     return (manifest if manifest.exists() else path).lstat().st_mtime
 
@@ -346,27 +347,12 @@ def _flat(table: Row, path: str = "") -> list[tuple[str, Any]]:
 def _print(options: argparse.Namespace, rows: Sequence[Row]) -> None:
     """Print rows of equal columns as JSON or as a table."""
     if options.json:
-        print(_json(rows))
+        print(dumps(rows))
         return
     if not rows:
         return
-    lines = [list(rows[0]), *([_cell(name, value) for name, value in row.items()] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _json(value: object) -> str:
-    """Return standard JSON, which has no infinity and no NaN: null stands for them."""
-    return json.dumps(_finite(value), allow_nan=False)
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(member) for key, member in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(member) for member in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    cells = [list(rows[0]), *([_cell(name, value) for name, value in row.items()] for row in rows)]
+    print("\n".join(format_table(cells, align="<")))
 
 
 def _cell(name: str, value: object) -> str:

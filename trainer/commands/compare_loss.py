@@ -1,4 +1,4 @@
-"""Compare the training losses of runs with those of one: `python scripts/compare_loss.py BASE TEST [TEST ...]`.
+"""Compare the training losses of runs with those of one: `reprise compare-loss BASE TEST [TEST ...]`.
 
 Each argument is a run folder, a metrics.jsonl or a text log. The exit status is 0 when all curves are equal to BASE, 1
 when one differs, 2 when an input cannot be used.
@@ -7,7 +7,6 @@ when one differs, 2 when an input cannot be used.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,12 +16,13 @@ from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, c
 from trainer.compare.plot import plot_comparison, plot_comparisons
 from trainer.compare.table import name_runs, report_all, summarize_all
 from trainer.errors import TrainerError
+from trainer.json_value import dumps
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare runs as the command line says, print a report and return the exit status."""
+    """Run the command line, print a report and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         base, *tests = (_read(path, options) for path in (options.base, *options.tests))
@@ -30,12 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparisons = [_compare(base, test, options) for test in tests]
         if options.plot:
             _plot(comparisons, names, options.plot)
-            print(f"compare_loss: wrote {options.plot}", file=sys.stderr)
+            print(f"reprise compare-loss: wrote {options.plot}", file=sys.stderr)
     except TrainerError as error:
-        print(f"compare_loss: {error}", file=sys.stderr)
+        print(f"reprise compare-loss: {error}", file=sys.stderr)
         return UNUSABLE
     if options.json:
-        print(json.dumps(summarize_all(comparisons, names), allow_nan=False))
+        print(dumps(summarize_all(comparisons, names)))
     elif len(comparisons) == 1:
         print(report(comparisons[0], max_rows=options.max_rows))
     else:
@@ -71,7 +71,7 @@ def _tolerance(options: argparse.Namespace, base: Curve, test: Curve) -> Toleran
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="compare_loss",
+        prog="reprise compare-loss",
         description="Compare the training losses of runs with those of one, iteration by iteration.",
         epilog="Exit status: 0 all equal to BASE, 1 one differs, 2 unusable input.",
     )
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("float32", "bfloat16"),
         default=None,
-        help="which threshold to use; without it, as config.yaml beside metrics.jsonl says, else float32",
+        help="which threshold to use; default: that of config.yaml beside metrics.jsonl, else float32",
     )
     parser.add_argument(
         "--bitwise", action="store_true", help="loss, grad_norm and lr must have equal bits; needs metrics.jsonl"
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="differing values in the table of a single TEST (%(default)d)",
     )
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 

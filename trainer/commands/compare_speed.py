@@ -1,4 +1,4 @@
-"""Compare how fast runs were and what saving cost them: `python scripts/compare_speed.py RUN [RUN ...]`.
+"""Compare how fast runs were and what saving cost them: `reprise compare-speed RUN [RUN ...]`.
 
 Each argument is a run folder or a metrics.jsonl; ratios are to the first. The exit status is 0 when no run is slower
 than the first by more than --threshold, 1 when one is, 2 when an input cannot be used.
@@ -7,7 +7,6 @@ than the first by more than --threshold, 1 when one is, 2 when an input cannot b
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
@@ -25,12 +24,13 @@ from trainer.compare.speed import (
 from trainer.compare.speed_plot import plot_speeds
 from trainer.compare.table import name_runs
 from trainer.errors import TrainerError
+from trainer.json_value import dumps
 
 FINE, SLOWER, UNUSABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare runs as the command line says, print the figures and return the exit status."""
+    """Run the command line, print the figures and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         timings = [read_timing(path).without_first(options.skip) for path in options.runs]
@@ -38,14 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         speeds = {name: measure(timing) for name, timing in zip(names, timings, strict=True)}
         if options.plot:
             plot_speeds(speeds, timings, options.plot)
-            print(f"compare_speed: wrote {options.plot}", file=sys.stderr)
+            print(f"reprise compare-speed: wrote {options.plot}", file=sys.stderr)
     except TrainerError as error:
-        print(f"compare_speed: {error}", file=sys.stderr)
+        print(f"reprise compare-speed: {error}", file=sys.stderr)
         return UNUSABLE
     status = SLOWER if slower_runs(speeds, options.threshold) else FINE
     if options.json:
         summary = summarize_speeds(speeds, timings, skipped=options.skip, threshold=options.threshold)
-        print(json.dumps(summary, allow_nan=False))
+        print(dumps(summary))
         return status
     for note in dict.fromkeys(note for timing in timings for note in timing.notes):
         print(f"note: {note}")
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="compare_speed",
-        description="Compare how fast runs were, and what saving cost them.",
+        prog="reprise compare-speed",
+        description="Compare the speed of runs, and the cost of their saves.",
         epilog="Exit status: 0 none is slower than the first, 1 one is, 2 unusable input.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder or metrics.jsonl; the first is the base")

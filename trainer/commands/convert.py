@@ -1,4 +1,4 @@
-"""Bring checkpoints of other programs in, and ours out to them: `reprise convert import|export FORMAT ...`.
+"""Import and export the checkpoints of other programs: `reprise convert import|export FORMAT ...`.
 
 Needs no GPU and no process group. The exit status is 0 when it is done and 2 when it cannot be done.
 """
@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says and return the exit status."""
+    """Run the command line and return the exit status."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     options.overrides = [*getattr(options, "overrides", []), *rest]
@@ -39,15 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(odd)}")
     if options.overrides and options.call is bring_out:
         parser.error("an export takes no overrides")
-    logging.basicConfig(format="convert: %(message)s", stream=sys.stderr)
+    logging.basicConfig(format="reprise convert: %(message)s", stream=sys.stderr)
     logging.getLogger("trainer.interop").setLevel(logging.INFO)
     call: Callable[[argparse.Namespace], int] = options.call
     try:
         return call(options)
     except TrainerError as error:
-        print(f"convert: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"reprise convert: {type(error).__name__}: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"convert: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"reprise convert: {error.filename}: {error.strerror}", file=sys.stderr)
     return IMPOSSIBLE
 
 
@@ -95,13 +95,13 @@ def bring_out(options: argparse.Namespace) -> int:
 
 
 def _newest(path: Path) -> Checkpoint:
-    """Return the checkpoint that is named by its own folder, or the newest valid one of a run."""
+    """Return the checkpoint given by its own folder, or the newest valid one of a run."""
     chooser = choose.Chooser(choose.LoadSource.named(path), Files(), lambda _: None)
     return open_checkpoint(chooser.pick(), Files())
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="convert", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="reprise convert", description=(__doc__ or "").split("\n\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_imports(commands.add_parser("import", help=bring_in.__doc__, description=bring_in.__doc__))
     _add_exports(commands.add_parser("export", help=bring_out.__doc__, description=bring_out.__doc__))
@@ -114,7 +114,7 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
         if found.read is None:
             continue
         one = formats.add_parser(name, help=found.summary, description=found.summary)
-        one.add_argument("source", type=local_path, metavar="SOURCE", help="what the other program saved")
+        one.add_argument("source", type=local_path, metavar="SOURCE", help="the other program's checkpoint")
         one.add_argument(
             "folder", type=local_path, metavar="FOLDER", help="the checkpoint folder of the run that goes on"
         )
@@ -139,7 +139,7 @@ def _add_exports(parser: argparse.ArgumentParser) -> None:
         one.add_argument(
             "checkpoint", type=local_path, metavar="CHECKPOINT", help="an iter_ folder, or a run for its newest"
         )
-        one.add_argument("out", type=local_path, metavar="OUT", help="what is written; it must not be there yet")
+        one.add_argument("out", type=local_path, metavar="OUT", help="path to write to, which must not exist yet")
         one.add_argument("--dtype", choices=DTYPES, default="float32", help="of the tensors that are written")
         one.add_argument("--tokenizer", type=Path, metavar="PATH", help="a file or a folder of tokenizer files to add")
         one.set_defaults(call=bring_out)

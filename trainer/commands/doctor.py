@@ -1,4 +1,4 @@
-"""Says what this machine and a folder can do for a run: `python -m trainer.commands.doctor [FOLDER]`.
+"""Check whether this machine and a folder can train and save a run, and how fast: `reprise doctor [FOLDER]`.
 
 Exit status: 0 when a run can train and save here, 1 when it cannot, with the reason.
 """
@@ -44,7 +44,7 @@ class Finding:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Look at the machine and a folder, print a line for each thing, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="trainer.commands.doctor", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="reprise doctor", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folder", nargs="?", type=local_path, default=Path(), help="where runs would be saved (here)")
     options = parser.parse_args(arguments)
     status = 0

@@ -1,4 +1,4 @@
-"""Let a model go on with a text: `python -m trainer.commands.generate CHECKPOINT --prompt TEXT`.
+"""Continue a text with a trained model: `reprise generate CHECKPOINT --prompt TEXT`.
 
 The same model, prompt and options give the same text. The exit status is 0, or 2 where it cannot be done.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from models import ModelConfig
+from models.config import ModelConfig
 from trainer.commands.arguments import amount, natural, positive
 from trainer.data.text import BYTES, Encoder, bytes_encoder, open_encoder, prompt_tokens
 from trainer.errors import ConfigError, TrainerError
@@ -28,16 +28,16 @@ _TOKENIZER = "tokenizer.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prompt with what follows it and return the exit status."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(format="generate: %(message)s", stream=sys.stderr)
+    logging.basicConfig(format="reprise generate: %(message)s", stream=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what a terminal cannot
     try:
         print(_text(options))
     except TrainerError as error:
-        print(f"generate: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"reprise generate: {type(error).__name__}: {error}", file=sys.stderr)
         return IMPOSSIBLE
     except OSError as error:
-        print(f"generate: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"reprise generate: {error.filename}: {error.strerror}", file=sys.stderr)
         return IMPOSSIBLE
     return FINE
 
@@ -65,7 +65,7 @@ def _encoder(named: str | None, folder: Path, model: ModelConfig) -> Encoder:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="generate", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="reprise generate", description=(__doc__ or "").split("\n\n")[0])
     where = "a run for its newest checkpoint, an iter_ folder, or a model folder of transformers"
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=where)
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what it goes on with; nothing begins a document")

@@ -33,18 +33,18 @@ _JSONL = (".jsonl", ".ndjson")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says, print what was made and return the exit status."""
+    """Run the command line, print a summary and return the exit status."""
     options = _parser().parse_args(arguments)
     bars = _Bars()
     try:
         made = _prepare(options, bars)
     except TrainerError as error:
         bars.close()
-        print(f"prepare_data: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"reprise prepare-data: {type(error).__name__}: {error}", file=sys.stderr)
         return IMPOSSIBLE
     except KeyboardInterrupt:
         bars.close()
-        print("prepare_data: interrupted, nothing is left", file=sys.stderr)
+        print("reprise prepare-data: interrupted, nothing is left", file=sys.stderr)
         return INTERRUPTED
     bars.close()
     for side in made.sides:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def overrides(made: Prepared) -> list[str]:
-    """Return what a run that reads the folder has on its command line."""
+    """Return the command-line overrides of a run that reads the folder."""
     end = made.end_of_text
     paths = [f"data.{side.name}={_pattern(side)}" for side in made.sides]
     tokens = [f"model.vocab_size={made.vocab_size}", f"model.bos_token_id={end}", f"model.eos_token_id={end}"]
@@ -73,7 +73,7 @@ def _pattern(side: Side) -> str:
 
 
 def _quoted(path: str) -> str:
-    """Return a path as hydra reads it.
+    """Return a path quoted for hydra.
 
     Source: hydra's grammar of overrides, "Quoted values": a quote is escaped, and so are backslashes before one.
     """
@@ -85,7 +85,7 @@ def _quoted(path: str) -> str:
 
 @dataclass
 class _Bars:
-    """A bar on a terminal for what is going on now; elsewhere nothing."""
+    """A progress bar for the current step, on a terminal only."""
 
     _open: list[tqdm[object]] = field(default_factory=list)
 
@@ -112,7 +112,7 @@ def _prepare(options: argparse.Namespace, bars: _Bars) -> Prepared:
 
 
 def _prepare_raw(options: argparse.Namespace, inputs: Sequence[Path], bars: _Bars) -> Prepared:
-    """Write tokens that are tokens already; what is said of texts does not go with them."""
+    """Write inputs that are tokens already, refusing options for texts."""
     if options.form is not None or options.valid_fraction or len(options.tokenizer or ()) > 1:
         raise ConfigError(
             "--raw takes tokens, no texts",
@@ -151,7 +151,7 @@ def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> PrepareOptio
 
 
 def _needs_work(wanted: PrepareOptions) -> bool:
-    """Return whether encoding takes longer than handing texts and tokens from process to process."""
+    """Return whether encoding is slower than passing texts and tokens between processes."""
     return wanted.tokenizer is not None or wanted.train_vocab_size > 0
 
 
@@ -169,7 +169,7 @@ def _form(options: argparse.Namespace, inputs: Sequence[Path]) -> TextForm:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="prepare_data", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="reprise prepare-data", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files or quoted globs, read in this order")
     parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="the folder to make")
     parser.add_argument(

@@ -1,7 +1,4 @@
-"""Compare two loss curves value by value, and say in words what was found.
-
-Reading the curves is in `trainer/compare/read.py`, drawing them in `trainer/compare/plot.py`.
-"""
+"""Compares two loss curves value by value, and reports the result in words."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from dataclasses import dataclass
 
 from trainer.compare.read import QUANTITIES, Curve, Point, Reading, read_curve
 from trainer.errors import DataError
+from trainer.text_table import format_table
 
 __all__ = [
     "Comparison",
@@ -37,7 +35,7 @@ class Tolerance:
     relative: float = 0.0
 
     def admits(self, base: float, test: float) -> bool:
-        """Tell whether two losses are equal; a value that is not finite equals only itself."""
+        """Return whether two losses are equal; a value that is not finite equals only itself."""
         if not (math.isfinite(base) and math.isfinite(test)):
             return absolute_difference(base, test) == 0
         return abs(base - test) <= self.absolute + self.relative * abs(base)
@@ -48,7 +46,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class CurveDifference:
-    """One quantity of one iteration that is not the same on both sides."""
+    """A quantity of one iteration that differs between the two sides."""
 
     iteration: int
     quantity: str
@@ -63,16 +61,16 @@ class CurveDifference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What `compare` found.
+    """The result of `compare`.
 
     Attributes:
-        tolerance: None where equal bits were asked for.
+        tolerance: None if equal bits were required.
         compared: iterations that both sides have.
         differences: values of compared iterations that are not equal under `tolerance`, by iteration.
         missing_in_base, missing_in_test: iterations that only the other side has, and that count as different.
         allowed_prefix: iterations before the first one of the test side that were allowed to be missing there.
         bit_equal: compared iterations whose values are all known to have equal bits.
-        largest: the largest difference of two losses, whether admitted or not; None when all are equal.
+        largest: the largest difference of two losses, within the tolerance or not; None when all are equal.
     """
 
     base: Curve
@@ -98,7 +96,7 @@ class Comparison:
 
     @property
     def bit_identical(self) -> bool:
-        """Tell whether every compared value is known to be equal bit for bit."""
+        """Return whether every compared value is known to be equal bit for bit."""
         return self.equal and self.bit_equal == self.compared
 
     @property
@@ -118,13 +116,13 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
     have them. An iteration that one side lacks is different.
 
     Args:
-        base: what is right.
-        test: what is looked at.
-        tolerance: how far two losses may be apart; None asks for equal bits.
-        allow_missing_prefix: do not count iterations before the first one of `test`, as of a resumed run.
+        base: the reference.
+        test: the curve under test.
+        tolerance: allowed difference of two losses; None requires equal bits.
+        allow_missing_prefix: do not count iterations before the first one of `test`, as for a resumed run.
 
     Raises:
-        DataError: equal bits are asked for and a loss is known as a decimal only.
+        DataError: equal bits are required and a loss is known as a decimal only.
     """
     if tolerance is None:
         _require_exact(base)
@@ -161,11 +159,11 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
 
 
 def report(comparison: Comparison, *, max_rows: int = 20) -> str:
-    """Say in lines what was compared and what differs; the last line is the verdict.
+    """Return a report of the comparison; its last line is the verdict.
 
     Args:
-        comparison: what `compare` found.
-        max_rows: how many differing values, and how many ranges of missing iterations, are listed.
+        comparison: the result of `compare`.
+        max_rows: maximum number of listed values, and of ranges of missing iterations.
     """
     lines = [_about("base", comparison.base), _about("test", comparison.test)]
     lines += [f"note       {note}" for note in comparison.base.notes + comparison.test.notes]
@@ -194,20 +192,20 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
 
 
 def common_dtype(base: Curve, test: Curve) -> str | None:
-    """Name the coarser dtype of two runs, None where neither config names one."""
+    """Return the coarser dtype of two runs, None if neither config names one."""
     known = {base.dtype, test.dtype} - {None}
     return "bfloat16" if "bfloat16" in known else next(iter(known), None)
 
 
 def absolute_difference(base: float, test: float) -> float:
-    """Return |base - test|: 0 for nan and nan or inf and the same inf, else inf where a value is not finite."""
+    """Return |base - test|: 0 for nan and nan or inf and the same inf, otherwise inf if a value is not finite."""
     if base == test or (math.isnan(base) and math.isnan(test)):
         return 0.0
     return abs(base - test) if math.isfinite(base) and math.isfinite(test) else math.inf
 
 
 def ulp_distance(base: float, test: float, *, bits: int) -> int | None:
-    """Count the steps between neighbouring floats of 32 or 64 bits from one value to the other; None for a nan.
+    """Return the number of floats of 32 or 64 bits from one value to the other; None for a nan.
 
     The bits of an IEEE 754 number, read as sign and magnitude, are in the order of the numbers; -0.0 is 0 from 0.0.
 
@@ -225,7 +223,7 @@ def ulp_distance(base: float, test: float, *, bits: int) -> int | None:
 
 
 def fits_float32(value: float) -> bool:
-    """Tell whether a value is a 32-bit float exactly (nan and inf are)."""
+    """Return whether a value is exactly a 32-bit float (nan and inf are)."""
     try:
         (narrow,) = struct.unpack("<f", struct.pack("<f", value))
     except OverflowError:
@@ -254,7 +252,9 @@ def _unequal_bits(base: Point, test: Point) -> list[CurveDifference]:
 
 
 def _differ(base: Reading, test: Reading) -> bool:
-    """Tell whether two readings surely differ: known bits beside a decimal prove nothing, unless one is not finite."""
+    """Return whether two readings certainly differ: exact bits beside a decimal prove nothing, unless one is not
+    finite.
+    """
     if base.value.hex() == test.value.hex():
         return False
     return base.exact == test.exact or not (math.isfinite(base.value) and math.isfinite(test.value))
@@ -268,7 +268,7 @@ def _about(side: str, curve: Curve) -> str:
 
 def _hint(comparison: Comparison) -> str:
     if comparison.missing_in_test[0] < comparison.test.points[0].iteration:
-        return " (--allow-missing-prefix allows what is missing before the first iteration of test)"
+        return " (--allow-missing-prefix allows iterations missing before the first one of test)"
     return ""
 
 
@@ -279,7 +279,7 @@ def _bits(comparison: Comparison) -> str:
 
 
 def _ranges(iterations: tuple[int, ...], limit: int) -> str:
-    """Write ascending integers as `1-40, 43`."""
+    """Format ascending integers as `1-40, 43`."""
     runs: list[list[int]] = []
     for iteration in iterations:
         if runs and iteration == runs[-1][1] + 1:
@@ -297,8 +297,7 @@ def _table(differences: tuple[CurveDifference, ...]) -> list[str]:
         (str(row.iteration), row.quantity, repr(row.base.value), repr(row.test.value), f"{row.size:.3e}", _ulps(row))
         for row in differences
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return format_table(rows, align=">")
 
 
 def _ulps(difference: CurveDifference) -> str:

@@ -1,7 +1,4 @@
-"""Figures that are written to files: their making, their colours, their saving; what is drawn is the callers' business.
-
-matplotlib is imported when a figure is made, so nothing else needs it.
-"""
+"""Creates and saves figures, with matplotlib, which is imported with the first one."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ BASE_COLOUR = "#b0b0b0"
 
 
 def make_figure(*, width: float = 10, height: float = 7) -> Any:
-    """Return an empty figure of a size in inches, 120 dots each, that arranges what is drawn without overlaps.
+    """Return an empty figure of a size in inches, 120 dots each, with a layout free of overlaps.
 
     Raises:
         TrainerError: matplotlib is not installed.
@@ -30,10 +27,10 @@ def make_figure(*, width: float = 10, height: float = 7) -> Any:
 
 
 def write_figure(figure: Any, path: str | Path) -> None:
-    """Write a figure to a file whose suffix chooses the format.
+    """Write a figure to a file whose suffix determines the format.
 
     Raises:
-        TrainerError: it cannot be written there, or not in that format.
+        TrainerError: the file cannot be written, or not in that format.
     """
     try:
         figure.savefig(path)

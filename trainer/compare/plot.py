@@ -1,4 +1,4 @@
-"""Draw loss curves over each other, and how far they are apart below."""
+"""Draws loss curves over each other, and their differences below."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
 
 
 def plot_comparison(comparison: Comparison, path: str | Path) -> None:
-    """Draw both losses and, on a logarithmic axis, their absolute difference; the suffix of `path` chooses the format.
+    """Draw both losses and, on a logarithmic axis, their absolute difference; the suffix of `path` is the format.
 
-    A loss that is not finite is marked at the lower edge, a difference without a size at the upper. Differences of 0
-    have no place on a logarithmic axis: their number is in the title of the panel.
+    A loss that is not finite is marked at the lower edge, a difference that is not finite at the upper. Differences of
+    0 do not appear on a logarithmic axis: the panel's title has their number.
 
     Raises:
         TrainerError: matplotlib is not installed, or the picture cannot be written.
@@ -34,7 +34,7 @@ def plot_comparison(comparison: Comparison, path: str | Path) -> None:
 
 
 def plot_comparisons(comparisons: Sequence[Comparison], names: Sequence[str], path: str | Path) -> None:
-    """Write the figure of `draw_comparisons`; the suffix of `path` chooses the format.
+    """Write the figure of `draw_comparisons`; the suffix of `path` is the format.
 
     Raises:
         TrainerError: matplotlib is not installed, or the picture cannot be written.
@@ -43,14 +43,14 @@ def plot_comparisons(comparisons: Sequence[Comparison], names: Sequence[str], pa
 
 
 def draw_comparisons(comparisons: Sequence[Comparison], names: Sequence[str]) -> Any:
-    """Draw the losses of several runs over their base, and below how far each is from it; return the figure.
+    """Draw the losses of several runs over their base, and each one's difference from it below.
 
-    Equal curves stay visible: each is thinner than the one under it, and they differ in colour and in style. The axis
-    of the differences is logarithmic down to the smallest of them and linear from there to 0. Losses that are not
-    finite are marked at the lower edge, differences without a size at the upper.
+    Equal curves stay visible: each is thinner than the one under it, and they differ in color and style. The axis of
+    the differences is logarithmic down to the smallest of them and linear from there to 0. Losses that are not finite
+    are marked at the lower edge, differences that are not finite at the upper.
 
     Args:
-        comparisons: what `compare` found, all with the same base.
+        comparisons: results of `compare`, all with the same base.
         names: of the base and of the test runs, in order.
 
     Raises:
@@ -77,7 +77,7 @@ def draw_comparisons(comparisons: Sequence[Comparison], names: Sequence[str]) ->
 
 
 def _style(number: int, total: int) -> dict[str, Any]:
-    """Return how a test run is drawn: the later, the thinner, from 3.8 to 1.2 points."""
+    """Return the line style of a test run: later runs are thinner, from 3.8 to 1.2 points."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": _DASHES[number % len(_DASHES)],
@@ -120,7 +120,7 @@ def _scale_differences(axes: Any, sizes: Sequence[float]) -> None:
 
 
 def _sizes(comparison: Comparison) -> dict[int, float]:
-    """Return how far apart the losses of every iteration are that both sides have, by iteration."""
+    """Return the difference of the losses of every iteration that both sides have, by iteration."""
     test = {point.iteration: point.loss.value for point in comparison.test.points}
     return {
         point.iteration: absolute_difference(point.loss.value, test[point.iteration])
@@ -187,7 +187,7 @@ def _mark(axes: Any, iterations: list[int], *, label: str, colour: str, height: 
 
 
 def _finite_runs(curve: Curve) -> tuple[list[int], list[float]]:
-    """Give the line to draw, broken (by nan) at losses that are not finite."""
+    """Return the line to draw, interrupted (by nan) at losses that are not finite."""
     values = [point.loss.value for point in curve.points]
     return [p.iteration for p in curve.points], [value if math.isfinite(value) else math.nan for value in values]
 

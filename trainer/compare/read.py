@@ -1,4 +1,4 @@
-"""Loss curves as values, and how they are read from metrics files and training logs."""
+"""Reads loss curves from metrics files and training logs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.errors import DataError
+from trainer.json_value import integer
 from trainer.regular_file import SMALL_BYTES, read_regular
 
 METRICS_FILE = "metrics.jsonl"
@@ -35,12 +36,12 @@ _MOST_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class _LineForm:
-    """How a program writes a training line.
+    """The form of a program's training lines.
 
     Args:
-        pattern: finds the number of the iteration, then the fields.
-        separator: stands between the fields.
-        first: the number that the first iteration has.
+        pattern: matches the iteration number, then the fields.
+        separator: separates the fields.
+        first: the number of the first iteration.
     """
 
     pattern: re.Pattern[str]
@@ -60,7 +61,7 @@ _LINE_FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One number of a curve; `exact` says that its bits are known, which a decimal does not."""
+    """One number of a curve; `exact` if its bits are known, which a decimal does not give."""
 
     value: float
     exact: bool
@@ -68,7 +69,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was recorded after one iteration; None where a quantity was not recorded."""
+    """The values logged after one iteration; None for a quantity that was not logged."""
 
     iteration: int
     loss: Reading
@@ -81,9 +82,9 @@ class Curve:
     """The points of one run in order of iteration, at most one each; never empty when it comes from `read_curve`.
 
     Attributes:
-        source: the file that was read, for messages.
-        dtype: what the run's config.yaml says, `float32` or `bfloat16`; None where nothing says it.
-        notes: what the reader of a comparison should know about the file, such as a torn last line.
+        source: the file it was read from, for messages.
+        dtype: the dtype in the run's config.yaml, `float32` or `bfloat16`; None if unknown.
+        notes: remarks on the file for the report, such as a truncated last line.
     """
 
     source: str
@@ -95,19 +96,19 @@ class Curve:
 def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
     """Read the training losses of a run folder (its metrics.jsonl), a metrics.jsonl or a text log.
 
-    Text lines recognised: this project's, llm.c's (train_gpt2.cu, train_gpt2.py) and InfiniTrain's `step 1/100 | ...`,
+    Recognized text lines: this project's, llm.c's (train_gpt2.cu, train_gpt2.py) and InfiniTrain's `step 1/100 | ...`,
     nanoGPT's (train.py) `iter 1: loss ...`, Megatron-LM's (training.py, training_log) ` iteration 1/ 100 | ...`,
     llm.c's main.log `s:0 trl:... lr:... norm:...` and train_gpt2.c's `step 0: train loss ... (took ... ms)`. The last
-    two count from 0: their step 0 becomes iteration 1, and a note says so.
-    Evaluation lines and records are passed over. nan and inf are values like any other.
+    two count from 0: their step 0 becomes iteration 1, and a note reports that. Evaluation lines and records are
+    skipped. nan and inf are values like any other.
 
     Args:
-        path: what to read; the dtype comes from a config.yaml beside the metrics.jsonl.
+        path: the file or folder; the dtype comes from a config.yaml beside the metrics.jsonl.
         last_wins: let the later one of two different text lines of one iteration win, as in the log of a resumed run.
 
     Raises:
         DataError: the file cannot be read, holds no training loss, holds an iteration twice (in a text log: with other
-            values) or a record that cannot be understood; the message has the file and the line.
+            values) or a malformed record; the message has the file and the line.
     """
     file, text, is_metrics = read_run_file(path, what="a loss curve")
     if is_metrics:
@@ -117,14 +118,14 @@ def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
 
 
 def read_run_file(path: str | Path, *, what: str) -> tuple[Path, str, bool]:
-    """Read the file of a run; tell whether it holds records, not log lines.
+    """Read the file of a run; return its path, its text, and whether it holds JSON lines.
 
     Args:
-        path: the file, or a folder: then its metrics.jsonl, or llm.c's main.log where there is only that.
-        what: is to be read from it.
+        path: the file, or a folder: then its metrics.jsonl, or llm.c's main.log if there is only that.
+        what: the quantity to be read, for messages.
 
     Raises:
-        DataError: it cannot be read, is no regular file, or is larger than 4 GiB.
+        DataError: it cannot be read, is not a regular file, or is larger than 4 GiB.
     """
     path = Path(path)
     file = path / METRICS_FILE if path.is_dir() else path
@@ -141,7 +142,7 @@ def read_run_file(path: str | Path, *, what: str) -> tuple[Path, str, bool]:
 def parse_metrics(text: str, *, source: str) -> Curve:
     """Parse the JSON lines of a metrics.jsonl: one object a line, `<quantity>_hex` (`float.hex()`) before its decimal.
 
-    A last line without a newline that is not JSON was torn by a crash: it is left out, with a note.
+    A last line that has no newline and is not JSON was truncated by a crash: it is left out, with a note.
 
     Raises:
         DataError: no record has a loss, an iteration comes twice, or a line is not a record.
@@ -159,10 +160,10 @@ def parse_metrics(text: str, *, source: str) -> Curve:
 
 
 def parse_records(text: str, *, source: str) -> tuple[list[tuple[str, dict[str, object]]], list[str]]:
-    """Parse the JSON lines of a metrics.jsonl: where each record is with the record, and notes, as on a torn last line.
+    """Parse the JSON lines of a metrics.jsonl; return each object with its location, and notes.
 
     Raises:
-        DataError: a line is not a record.
+        DataError: a line is not a JSON object.
     """
     records: list[tuple[str, dict[str, object]]] = []
     notes: list[str] = []
@@ -188,7 +189,7 @@ def parse_records(text: str, *, source: str) -> tuple[list[tuple[str, dict[str, 
 
 
 def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
-    """Parse a text log; `read_curve` says which lines count.
+    """Parse a text log, in the forms listed at `read_curve`.
 
     A last line without a newline may end inside a number, so it is read up to its last `|`, `,` or space only.
 
@@ -233,7 +234,7 @@ def _begins_with_record(text: str) -> bool:
 
 
 def _read_dtype(config: Path) -> str | None:
-    """Find `dtype` directly under `train:` in a config.yaml; None where there is none that is known."""
+    """Find `dtype` directly under `train:` in a config.yaml; None if it is missing or unknown."""
     try:
         text = read_regular(config, limit_bytes=SMALL_BYTES).decode("utf-8", errors="replace")
     except OSError:
@@ -247,11 +248,12 @@ def _read_dtype(config: Path) -> str | None:
 def _point_of_record(record: Mapping[str, object], where: str) -> Point | None:
     if "loss" not in record and "loss_hex" not in record:
         return None
-    iteration = record.get("iteration")
-    if not isinstance(iteration, int) or isinstance(iteration, bool) or iteration < 0:
+    try:
+        iteration = integer(record.get("iteration"))
+    except ValueError as error:
         raise DataError(
-            "A record with a loss has no iteration", where=where, expected="an integer", found=repr(iteration)
-        )
+            "A record with a loss has no iteration", where=where, expected="an integer", found=str(error)
+        ) from error
     loss, grad_norm, lr = (_reading_of_record(record, quantity, where) for quantity in QUANTITIES)
     if loss is None:
         raise DataError("A loss is null", where=where, expected='loss_hex beside it, such as "nan"')
@@ -275,7 +277,7 @@ def _match(line: str) -> tuple[_LineForm, re.Match[str]] | None:
 
 
 def _point_of_line(form: _LineForm, match: re.Match[str], where: str) -> Point | None:
-    """Return the point of a line, or None where it has no loss; the first iteration has the number 1."""
+    """Return the point of a line, or None if it has no loss; the first iteration is number 1."""
     fields = match[2].split(form.separator)
     readings: dict[str, Reading] = {}
     for quantity, pattern in _FIELDS.items():
@@ -289,7 +291,7 @@ def _point_of_line(form: _LineForm, match: re.Match[str], where: str) -> Point |
 
 
 def _reading(text: str, where: str, *, written_as_hex: bool = False) -> Reading:
-    """Read a number; its bits are known when it is written as hex, and when it is nan or inf."""
+    """Parse a number; its bits are known if it is written as hex, and if it is nan or inf."""
     is_hex = written_as_hex or "0x" in text.lower()
     try:
         value = float.fromhex(text) if is_hex else float(text)

@@ -1,11 +1,7 @@
-"""How fast runs were, and what saving cost them, from their `metrics.jsonl`; the figures of several runs as tables.
-
-Drawing them is in `trainer/compare/speed_plot.py`; measuring them is the business of the loop and the metrics module.
-"""
+"""The speed of runs, and the cost of their saves, from their `metrics.jsonl`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,8 +9,9 @@ from statistics import median, quantiles
 from typing import Any
 
 from trainer.compare.read import METRICS_FILE, parse_records, read_run_file
-from trainer.compare.table import format_table
 from trainer.errors import DataError
+from trainer.json_value import finite_number
+from trainer.text_table import format_table
 
 # The first iterations after a start are slow: they fill caches, allocate memory and, where asked for, compile.
 SKIPPED = 5
@@ -25,10 +22,10 @@ THRESHOLD = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TimedIteration:
-    """What one iteration took; `seconds` leaves out what saving kept it.
+    """The duration of one iteration; `seconds` excludes time blocked by saves.
 
     Attributes:
-        is_resumed: whether it is the first one after a resume; metrics of older versions do not say so.
+        is_resumed: whether it is the first one after a resume; metrics of older versions lack this.
     """
 
     iteration: int
@@ -39,7 +36,7 @@ class TimedIteration:
 
 @dataclass(frozen=True, slots=True)
 class TimedSave:
-    """What one committed save took until its commit, kept training waiting, and slowed its iterations down, in s."""
+    """The duration of one committed save, and the time it blocked and slowed training, in seconds."""
 
     iteration: int
     seconds: float
@@ -49,7 +46,7 @@ class TimedSave:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """All iterations and saves of one run, in order of iteration; never without an iteration from `read_timing`."""
+    """All iterations and saves of one run, in order of iteration; `read_timing` returns at least one iteration."""
 
     source: str
     iterations: tuple[TimedIteration, ...]
@@ -57,7 +54,7 @@ class Timing:
     notes: tuple[str, ...] = ()
 
     def without_first(self, count: int) -> Timing:
-        """Leave out the first `count` iterations after each start, and the saves of them.
+        """Leave out the first `count` iterations after each start, and their saves.
 
         Raises:
             DataError: nothing is left.
@@ -83,7 +80,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of some values, and the values below which a tenth, a quarter, three quarters and nine tenths lie."""
+    """The median of some values, and their quantiles 0.1, 0.25, 0.75 and 0.9."""
 
     median: float
     p10: float
@@ -93,7 +90,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Return the spread of at least one value, interpolating between local_ranks."""
+        """Return the spread of at least one value, with linear interpolation."""
         if len(values) == 1:
             return Spread(*[values[0]] * 5)
         tenths, quarters = (quantiles(values, n=n, method="inclusive") for n in (10, 4))
@@ -105,15 +102,15 @@ class Speed:
     """The figures of one run.
 
     Attributes:
-        tokens_per_second: of the iterations, without what saving kept them.
+        tokens_per_second: of the iterations, without time blocked by saves.
         seconds: of one iteration.
-        saves: how many were committed.
+        saves: number of committed saves.
         save_seconds: median from the call to the commit; None without saves.
-        blocked_s: how long training stood still for saves in all, and for the save before them.
-        slowdown_s: how much longer iterations took in all while saves were written, against the median of those before;
-            0 where they were not slower.
-        checkpoint_share: both of these of the time of all iterations and stands.
-        tokens_per_second_overall: all tokens of all that time.
+        blocked_s: total time that training waited for saves.
+        slowdown_s: total time that iterations took longer while saves were written, relative to the median of those
+            before; 0 if they were not slower.
+        checkpoint_share: share of these two in the total time.
+        tokens_per_second_overall: all tokens per total time.
     """
 
     tokens_per_second: Spread
@@ -128,15 +125,15 @@ class Speed:
 
 
 def read_timing(path: str | Path) -> Timing:
-    """Read what a run folder, or its metrics.jsonl, tells of times.
+    """Read the timing of a run folder, or of its metrics.jsonl.
 
     Raises:
-        DataError: the file cannot be read, is a text log, or holds no time of an iteration.
+        DataError: the file cannot be read, is a text log, or has no timed iteration.
     """
     file, text, is_metrics = read_run_file(path, what="the times of a run")
     if not is_metrics:
         raise DataError(
-            "A text log does not tell what saves cost",
+            "A text log has no timing of saves",
             where=file,
             expected=f"a run folder with {METRICS_FILE}, or such a file",
         )
@@ -157,7 +154,7 @@ def read_timing(path: str | Path) -> Timing:
 
 
 def measure(timing: Timing) -> Speed:
-    """Work out the figures of a run."""
+    """Compute the figures of a run."""
     seconds = [timed.seconds for timed in timing.iterations]
     blocked, slowdown = (sum(getattr(save, name) for save in timing.saves) for name in ("blocked_s", "slowdown_s"))
     slowdown = max(0.0, slowdown)  # iterations beside saves may be faster by chance
@@ -177,7 +174,7 @@ def measure(timing: Timing) -> Speed:
 
 
 def report_speeds(speeds: Mapping[str, Speed], *, skipped: int) -> str:
-    """Return two tables of how fast runs were and what saves cost them; ratios are to the first run."""
+    """Return two tables, the speed of runs and the cost of their saves; ratios are relative to the first run."""
     first = next(iter(speeds.values()))
     pace = [["run", "iterations", "tok/s", "p10", "p90", "ratio", "s/iteration", "p10", "p90"]]
     cost = [["run", "saves", "s to commit", "blocked s", "slowed s", "share of time", "tok/s overall", "ratio"]]
@@ -197,13 +194,13 @@ def report_speeds(speeds: Mapping[str, Speed], *, skipped: int) -> str:
 
 
 def slower_by(speeds: Mapping[str, Speed]) -> dict[str, float]:
-    """Return, by run, the share of the first run's median tokens per second that it lacks; negative where faster."""
+    """Return each run's shortfall in median tokens per second, as a share of the first run's; negative if faster."""
     first = next(iter(speeds.values())).tokens_per_second.median
     return {name: 1 - speed.tokens_per_second.median / first for name, speed in speeds.items()}
 
 
 def slower_runs(speeds: Mapping[str, Speed], threshold: float) -> list[str]:
-    """Return the runs that lack more than `threshold` of the first run's median tokens per second."""
+    """Return the runs whose median tokens per second fall short of the first run's by more than `threshold`."""
     return [name for name, share in slower_by(speeds).items() if share > threshold]
 
 
@@ -212,7 +209,7 @@ def report_verdicts(speeds: Mapping[str, Speed], *, threshold: float) -> str:
 
     Args:
         speeds: of at least two runs.
-        threshold: how much of the first run's median a run may lack.
+        threshold: allowed shortfall as a share of the first run's median.
     """
     base, *others = speeds
     slower, shares = slower_runs(speeds, threshold), slower_by(speeds)
@@ -233,7 +230,7 @@ def report_verdicts(speeds: Mapping[str, Speed], *, threshold: float) -> str:
 def summarize_speeds(
     speeds: Mapping[str, Speed], timings: Sequence[Timing], *, skipped: int, threshold: float
 ) -> dict[str, Any]:
-    """Return the same for programs, as standard JSON."""
+    """Return the figures of all runs as standard JSON."""
     first = next(iter(speeds.values()))
     slower, shares = slower_runs(speeds, threshold), slower_by(speeds)
     runs = [
@@ -273,6 +270,7 @@ def _save(record: Mapping[str, object], where: str) -> TimedSave:
 
 def _number(record: Mapping[str, object], name: str, where: str) -> float:
     value = record.get(name)
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    raise DataError(f"Cannot read {name}", where=where, expected="a number", found=repr(value)[:60])
+    try:
+        return finite_number(value)
+    except ValueError as error:
+        raise DataError(f"Cannot read {name}", where=where, expected="a number", found=repr(value)[:60]) from error

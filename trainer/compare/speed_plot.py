@@ -1,4 +1,4 @@
-"""Draw how fast runs were over their iterations, and the spread of each."""
+"""Draws the speed of runs over their iterations, and the spread of each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainer.compare.speed import Speed, Timing
 
 
 def plot_speeds(speeds: Mapping[str, Speed], timings: Sequence[Timing], path: str | Path) -> None:
-    """Draw tokens per second: by iteration, with its running median and the saves, and the spread of each run.
+    """Draw tokens per second: by iteration, with the running median and the saves, and the spread of each run.
 
     Args:
         speeds: the figures of the runs by name.
-        timings: what they are of, in the same order.
-        path: its suffix chooses the format.
+        timings: the timings they were computed from, in the same order.
+        path: its suffix is the format.
 
     Raises:
         TrainerError: matplotlib is not installed, or the picture cannot be written.
@@ -41,7 +41,7 @@ def plot_speeds(speeds: Mapping[str, Speed], timings: Sequence[Timing], path: st
 
 
 def running_median(values: Sequence[float]) -> list[float]:
-    """Return for every value the median of its neighbourhood of about a twentieth of all, at least 5 wide."""
+    """Return for every value the median of its neighborhood of about a twentieth of all, at least 5 wide."""
     half = max(2, len(values) // 40)
     return [median(values[max(0, at - half) : at + half + 1]) for at in range(len(values))]
 

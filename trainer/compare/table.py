@@ -1,25 +1,23 @@
-"""Say what several comparisons with one base found: names of the runs, a table, and the same for programs.
-
-Comparing is in `trainer/compare/curves.py`, which also has the report of a single comparison.
-"""
+"""Reports several comparisons with one base: names of the runs, a table, and JSON."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.compare.curves import Comparison, Curve
 from trainer.compare.read import LLMC_LOG, METRICS_FILE
+from trainer.json_value import finite
+from trainer.text_table import format_table
 
 Row = dict[str, Any]
 
 
 def name_runs(sources: Sequence[str]) -> list[str]:
-    """Name files of runs as shortly as tells them apart: by the run's folder, or the file where it is a text log.
+    """Return the shortest names that tell runs apart: the run's folder, or the file for a text log.
 
-    Names that would be the same grow by the folders above; the same file given again is numbered.
+    Equal names grow by their parent folders; the same file given again is numbered.
     """
     paths = [Path(source).absolute() for source in sources]
     parts = [(path.parent if path.name in (METRICS_FILE, LLMC_LOG) else path).parts for path in paths]
@@ -34,10 +32,10 @@ def name_runs(sources: Sequence[str]) -> list[str]:
 
 
 def summarize(comparison: Comparison, name: str) -> Row:
-    """Return what one comparison found, as members of standard JSON: what is no finite number is null beside its hex.
+    """Return the result of one comparison as members of standard JSON; floats are also given in hex.
 
     Args:
-        comparison: what `compare` found.
+        comparison: the result of `compare`.
         name: the name of its test run.
     """
     different, largest = comparison.different_iterations, comparison.largest
@@ -57,17 +55,17 @@ def summarize(comparison: Comparison, name: str) -> Row:
         "largest_loss_difference": largest
         and {
             "iteration": largest.iteration,
-            "difference": _finite(largest.size),
-            "base": _finite(largest.base.value),
+            "difference": finite(largest.size),
+            "base": finite(largest.base.value),
             "base_hex": largest.base.value.hex(),
-            "test": _finite(largest.test.value),
+            "test": finite(largest.test.value),
             "test_hex": largest.test.value.hex(),
         },
     }
 
 
 def summarize_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> Row:
-    """Return what comparisons with one base found, for programs; `names` has the base's first."""
+    """Return the results of comparisons with one base as JSON; `names` has the base's first."""
     return {
         "base": _about(comparisons[0].base, names[0]),
         "runs": [summarize(comparison, name) for comparison, name in zip(comparisons, names[1:], strict=True)],
@@ -76,10 +74,10 @@ def summarize_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> Ro
 
 
 def report_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
-    """Say in lines what comparisons with one base found, a row for each; the last line is the verdict.
+    """Return a table with a row for each comparison with one base; its last line is the verdict.
 
     Args:
-        comparisons: what `compare` found, all with the same base.
+        comparisons: results of `compare`, all with the same base.
         names: of the base and of the test runs, in order.
     """
     curves = [comparisons[0].base, *(comparison.test for comparison in comparisons)]
@@ -100,20 +98,8 @@ def report_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines of columns, the first to the left and the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
 def short_verdict(comparison: Comparison) -> str:
-    """Say in few words how a run compares with the base."""
+    """Return a short verdict on a run compared with the base."""
     if comparison.bit_identical:
         return "bit-identical"
     if comparison.equal:
@@ -148,7 +134,3 @@ def _about(curve: Curve, name: str) -> Row:
         "dtype": curve.dtype,
         "notes": list(curve.notes),
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

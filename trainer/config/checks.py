@@ -1,9 +1,10 @@
-"""Checks a configuration before anything is built: every reason why it cannot run. Nothing here reads files."""
+"""Checks a configuration before anything is built, without reading files, and reports every problem."""
 
 from __future__ import annotations
 
-from models.config import ModelConfig, parameter_count
-from models.config import problems as model_problems
+from models.config import ModelConfig
+from models.families import parameter_count
+from models.families import problems as model_problems
 from trainer.config.schema import CheckpointSection, Config, OptimizerSection, topology_of
 from trainer.config.values import number_problems, path_problems
 from trainer.data.section import DataKind
@@ -13,7 +14,7 @@ from trainer.schedule import problems as schedule_problems
 
 # Clocks, timers and torch's stores count in 64 bits of small units: 30 years are enough.
 _MOST_SECONDS, _MOST_MINUTES = 1e9, 1e7
-# No table of a dry run and no model of modules is practical beyond these.
+# Practical limits of a dry run's table and of a model built of modules.
 _MOST_RANKS, _MOST_LAYERS, _MOST_PARAMETERS = 1 << 20, 10_000, 10**16
 
 
@@ -23,7 +24,7 @@ def validate(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: one message that lists every problem with its key.
     """
-    found = number_problems(config) or [  # comparisons with NaN say nothing
+    found = number_problems(config) or [  # comparisons with NaN are always false
         *path_problems(config),
         *(model_problems(config.model) or _size_problems(config.model)),
         *data_problems(config.data),
@@ -40,17 +41,17 @@ def validate(config: Config, world_size: int) -> None:
 
 
 def unused_keys(config: Config) -> list[str]:
-    """Return a line that names the keys of saving that are set though `checkpoint.save` is null, if there are any."""
+    """Return a line that names the keys of saving that are set although `checkpoint.save` is null."""
     section, defaults = config.checkpoint, CheckpointSection()
     if section.save is not None:
         return []
     keys = [name for name in _OF_SAVING if getattr(section, name) != getattr(defaults, name)]
     named = ", ".join(f"checkpoint.{name}={getattr(section, name)}" for name in keys)
-    return [f"checkpoint.save is null, so this is not used: {named}"] if keys else []
+    return [f"checkpoint.save is null, so these keys are not used: {named}"] if keys else []
 
 
 def _size_problems(model: ModelConfig) -> list[str]:
-    """Return why a model that is possible in itself is beyond every machine, dry runs included."""
+    """Return why a valid model exceeds every machine, dry runs included."""
     if model.n_layer > _MOST_LAYERS:
         return [f"model.n_layer={model.n_layer}: must be at most {_MOST_LAYERS}"]
     count = parameter_count(model)

@@ -35,7 +35,12 @@ class Dtype(Enum):
 
 @dataclass
 class RunSection:
-    """Where a run lives: `dir` holds its config, metrics, TensorBoard files and, by default, its checkpoints."""
+    """The run's name and folder.
+
+    Args:
+        name: name of the run; the same command with the same name continues it.
+        dir: folder of the run's configuration, metrics, TensorBoard files and, by default, checkpoints.
+    """
 
     name: str = "default"
     dir: str = "runs/${run.name}"
@@ -43,39 +48,45 @@ class RunSection:
 
 @dataclass
 class TrainSection:
-    """How long and on what to train.
+    """Length, batches, precision, evaluation and exit of a run.
 
     Args:
-        train_iters: iterations of the whole run, resumed parts counted in.
-        global_batch_size: samples of an iteration, over all ranks and micro batches.
-        micro_batch_size: samples of one forward pass on one rank.
-        seq_length: tokens of a sample.
-        clip_grad: bound of the gradient norm over all parameters; 0 does not clip.
-        deterministic: ask torch for deterministic kernels (a CPU's are).
-        activation_checkpointing: keep only the inputs of blocks and run them again in the backward pass.
-        eval_interval: evaluate at every multiple; 0 never.
-        eval_iters: global batches of an evaluation.
-        sample_interval: show a text of the model at every multiple, in the log and in TensorBoard; 0 never. It changes
-            no bit of the training.
-        sample_prompt: what that text begins with; empty is the beginning of a document.
-        sample_tokens: how many tokens it has at most behind the prompt; each costs a forward pass, with a pipeline as
+        train_iters: iterations of the whole run, including those before a resume.
+        global_batch_size: samples per iteration, over all ranks and micro-batches.
+        micro_batch_size: samples per forward pass on one data-parallel rank.
+        seq_length: tokens per sample.
+        clip_grad: upper bound of the gradient's L2 norm over all parameters; 0 disables clipping.
+        seed: seed of the initial weights, the order of samples and dropout.
+        dtype: dtype of activations and matrix products; parameters and optimizer state are float32 either way.
+        compile: run each stage of the model through torch.compile.
+        deterministic: restrict torch to deterministic kernels; those of a CPU always are.
+        activation_checkpointing: keep only the inputs of transformer blocks and recompute the blocks in the backward
+            pass.
+        eval_interval: iterations between evaluations on the validation data; 0 never evaluates.
+        eval_iters: global batches per evaluation.
+        sample_interval: iterations between texts sampled from the model, shown in the log and in TensorBoard; 0 never
+            samples. Sampling changes no bit of the training.
+        sample_prompt: text that a sample begins with; empty begins a document.
+        sample_tokens: maximum tokens of a sample beyond its prompt; each costs one forward pass or, with a pipeline, as
             many as an iteration.
-        exit_interval: save and exit at the next multiple; 0 never.
+        exit_interval: save and exit at the next multiple of so many iterations; 0 never.
         exit_duration_in_mins: save and exit after so many minutes; 0 never.
-        exit_signal_save_seconds: SIGTERM, SIGINT or SIGUSR1 to any rank saves and exits; a process that is not through
-            after so long is left with status 1. torchrun kills 30 s after SIGTERM.
-        on_nonfinite: `stop` ends the run, with nothing saved of that iteration; `skip` goes on without its step.
-        check_replicas_interval: compare the bits of ranks that hold the same tensor after every multiple, besides at
-            saves, and end the run where two differ; 0 never.
-        distributed_timeout_minutes: how long a rank waits for the others in a collective or for a message, and after
-            which one that shows no sign of life is lost.
-        device: `auto` takes a CUDA device where there is one; else `cpu` or `cuda`.
-        dry_run: train nothing; print what every coordinate of `dry_run_ranks` ranks would hold and write.
+        exit_signal_save_seconds: seconds that a run has to save and exit after SIGTERM, SIGINT or SIGUSR1 reaches any
+            rank; a process that needs longer exits with status 1. torchrun kills 30 s after SIGTERM.
+        on_nonfinite: reaction to a loss or gradient norm that is not finite: `stop` ends the run and saves nothing of
+            that iteration, `skip` continues without its optimizer step.
+        check_replicas_interval: iterations between comparisons of the bits of ranks that hold the same tensor, in
+            addition to those at saves; a difference ends the run. 0 never compares.
+        distributed_timeout_minutes: minutes that a rank waits for the others in a collective or for a message, and
+            after which a silent rank counts as lost.
+        device: `cpu`, `cuda`, or `auto`: CUDA where there is a device, else the CPU.
+        dry_run: train nothing; print what each of `dry_run_ranks` ranks would hold and write.
+        dry_run_ranks: number of ranks that a dry run describes.
     """
 
     train_iters: int = 100
     global_batch_size: int = 8
-    micro_batch_size: int = 8
+    micro_batch_size: int = 4
     seq_length: int = 128
     clip_grad: float = 1.0
     seed: int = 1234
@@ -101,7 +112,15 @@ class TrainSection:
 
 @dataclass
 class OptimizerSection:
-    """AdamW. `weight_decay` acts on matrices, never on biases and norms."""
+    """AdamW.
+
+    Args:
+        lr: peak learning rate.
+        weight_decay: decoupled weight decay of matrices; biases and norms have none.
+        adam_beta1: decay rate of the first moment, per iteration.
+        adam_beta2: decay rate of the second moment, per iteration.
+        adam_eps: term added to the denominator of the update.
+    """
 
     lr: float = 1e-3
     weight_decay: float = 0.1
@@ -112,15 +131,16 @@ class OptimizerSection:
 
 @dataclass
 class ParallelSection:
-    """How the state is spread over ranks; what tensor and pipeline parallelism leave is data parallel.
+    """Distribution of the state over ranks; ranks that tensor and pipeline parallelism leave over are data parallel.
 
     Args:
-        tensor_model_parallel_size: ranks over which each weight matrix is cut.
-        sequence_parallel: cut what lies between the cut products along the sequence, over the same ranks.
-        pipeline_model_parallel_size: ranks over which the layers are dealt out.
-        num_virtual_stages_per_pipeline_rank: stages that each pipeline rank holds; above 1 the schedule interleaves.
-        zero_stage: 0 replicates everything; 1 shards parameters and moments between iterations and reduces gradients
-            once per iteration; 2 reduces them after every micro batch; 3 also frees gathered parameters after forward.
+        tensor_model_parallel_size: ranks over which each weight matrix is split.
+        sequence_parallel: split activations between the split products along the sequence, over the same ranks.
+        pipeline_model_parallel_size: ranks over which the layers are split.
+        num_virtual_stages_per_pipeline_rank: pipeline stages per pipeline rank; above 1 the schedule interleaves them.
+        zero_stage: 0 replicates the state; 1 shards parameters and moments between iterations and reduces gradients
+            once per iteration; 2 reduces them after every micro-batch; 3 also frees gathered parameters after the
+            forward pass.
     """
 
     tensor_model_parallel_size: int = 1
@@ -132,43 +152,44 @@ class ParallelSection:
 
 @dataclass
 class CheckpointSection:
-    """What is saved and loaded; names and meanings are Megatron-LM's where it has them.
+    """Saving and loading; names and meanings are those of Megatron-LM where it has them.
 
     Args:
         save: folder of the run's checkpoints; null saves nothing.
-        save_interval: save at every multiple; 0 saves only at the end.
+        save_interval: iterations between saves; 0 saves only at the end of the run.
         save_interval_mins: save when so many minutes have passed since the last save; 0 never.
-        max_checkpoint_keep: how many of the newest stay; 0 keeps all.
-        keep_best: how many of those with the lowest validation loss stay too.
-        save_retain_interval: multiples of it stay for ever; 0 has none.
+        max_checkpoint_keep: number of newest checkpoints that are kept; 0 keeps all.
+        keep_best: number of checkpoints with the lowest validation loss that are kept as well.
+        save_retain_interval: checkpoints at multiples of so many iterations are never deleted; 0 exempts none.
         no_save_optim: save the weights only.
         load: `auto` continues this run from its newest valid checkpoint and starts fresh only where nothing was ever
             saved or logged; `none` starts fresh; a path names a run, its checkpoint folder, one iteration or, with
-            `finetune`, a model folder of transformers or a weight file of llm.c. `none` and a path act once: when its
-            launcher starts the job again, the run goes on from its own newest checkpoint.
-        ckpt_step: load this iteration instead of the newest; it acts once, too.
-        no_load_optim: load the weights only and go on at the saved iteration.
+            `finetune`, a model folder of transformers or a weight file of llm.c. `none` and a path act once: when the
+            launcher restarts the job, the run continues from its own newest checkpoint.
+        ckpt_step: iteration to load instead of the newest; it acts once, like a path in `load`.
+        no_load_optim: load the weights only and continue at the saved iteration.
         finetune: load the weights only and start at iteration 0.
-        reshard: allow another topology than the one that saved.
-        override_scheduler: allow another learning-rate schedule or optimizer setting than the saved one.
-        use_checkpoint_scheduler: take schedule and optimizer settings from the checkpoint.
-        override_batch_size: allow another global_batch_size or seq_length.
-        override_data: allow other data or another seed.
-        verify: the digests that a load checks: `touched` those of the blocks that are read; `full` those of all blocks
-            of the checkpoint, shared out between the ranks; `none`.
-        file_bytes: size at which a safetensors file is full.
-        commit_timeout_s: how long a save may take before it is aborted.
-        async_save: write while training goes on; the next optimizer step copies what is not written by then.
-        staging_bytes: host memory for those copies on each rank; null is what the rank writes, and once more what it
-            has of tensors cut by columns. With less, the step waits for the disk.
-        stall_timeout_s: how long that step waits for a disk that writes nothing before the save is aborted.
-        check_replicas: at every so many saves, compare the bits of ranks that hold the same tensor, and commit nothing
-            and end the run where two differ; 0 never.
+        reshard: allow another topology than the one that saved: number of ranks, parallel sizes, ZeRO stage.
+        override_scheduler: allow another learning-rate schedule or other optimizer settings than the saved ones.
+        use_checkpoint_scheduler: take the schedule and the optimizer settings from the checkpoint.
+        override_batch_size: allow another global_batch_size or seq_length than the saved one.
+        override_data: allow other data or another seed than the saved ones.
+        verify: digests that a load checks beyond those of headers and JSON files: `touched` checks the blocks that are
+            read, `full` all blocks of the checkpoint, shared between the ranks, `none` no block.
+        file_bytes: size in bytes at which a safetensors file is full.
+        commit_timeout_s: seconds after which a save is aborted.
+        async_save: write in the background while training goes on; the next optimizer step copies what is not written
+            by then.
+        staging_bytes: upper bound in bytes of the host memory for those copies on each rank; null allows as much as the
+            rank writes, plus the same again for tensors split by columns. With less, the step waits for the disk.
+        stall_timeout_s: seconds that this step waits for a disk that writes nothing before the save is aborted.
+        check_replicas: compare the bits of ranks that hold the same tensor at every so many saves; a difference commits
+            nothing and ends the run. 0 never compares.
         exit_on_save_failure: end the run after so many failed saves in a row; 0 never.
     """
 
     save: str | None = "${run.dir}/checkpoints"
-    save_interval: int = 0
+    save_interval: int = 20
     save_interval_mins: float = 0.0
     max_checkpoint_keep: int = 0
     keep_best: int = 0
@@ -195,7 +216,12 @@ class CheckpointSection:
 
 @dataclass
 class LoggingSection:
-    """What is shown: a line every `log_interval` iterations, and TensorBoard files in the run's folder."""
+    """The log and TensorBoard.
+
+    Args:
+        log_interval: iterations between lines of the log.
+        tensorboard: write TensorBoard files into the run's folder.
+    """
 
     log_interval: int = 1
     tensorboard: bool = True

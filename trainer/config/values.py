@@ -1,4 +1,4 @@
-"""Checks single values of a configuration, whatever their keys mean: finite numbers, usable paths. Pure."""
+"""Checks single values of a configuration: finite numbers, usable paths. Pure."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def number_problems(config: object) -> list[str]:
 
 
 def path_problems(config: object) -> list[str]:
-    """Return every path of a configuration that is empty, a URL, or not text in UTF-8."""
+    """Return every path of a configuration that is empty, a URL, or not valid UTF-8."""
     found = []
     for key, value in _leaves(config):
         if not isinstance(value, str):
             continue
         if not _is_utf8(value):
-            found.append(f"{key}={value.encode('utf-8', 'backslashreplace').decode()}: is not text in UTF-8")
+            found.append(f"{key}={value.encode('utf-8', 'backslashreplace').decode()}: is not valid UTF-8")
         elif key in _PATHS and not value.strip():
-            found.append(f"{key}={value}: is empty; leave it out for its default")
+            found.append(f"{key}={value}: is empty; omit it to use the default")
         elif key in _PATHS and is_url(value):
             found.append(f"{key}={value}: is a URL; only paths of mounted file systems can be read and written")
     return found

@@ -1,4 +1,1 @@
-"""Tokens from files to batches, in an order that is a function of seed and position.
-
-Nothing here knows about torch, processes or devices.
-"""
+"""Tokens from files to batches, in an order that is a function of seed and position."""

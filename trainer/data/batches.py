@@ -1,7 +1,4 @@
-"""Samples of fixed length cut from token files, and the positions each coordinate reads of a global batch.
-
-In which order samples come is the business of `trainer.data.order`.
-"""
+"""Samples of fixed length cut from token files, and each coordinate's positions in a global batch."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from trainer.errors import DataError
 class Samples:
     """Windows of ``seq_length + 1`` tokens that start every ``seq_length`` tokens within each file.
 
-    The last token of a window is the first of the next, so every token but a file's first is a target once. Windows
-    never cross files; what is left at the end of a file and does not fill a window is not used.
+    The last token of a window is the first of the next, so every token except a file's first is a target once. Windows
+    never cross files; tokens at the end of a file that do not fill a window are not used.
 
     Raises:
         DataError: not one window fits any file.
@@ -82,9 +79,9 @@ def global_batch_positions(
 ) -> range:
     """Return the global positions that one coordinate reads for one micro batch of an iteration.
 
-    Micro batch m of coordinate d covers ``micro_batch_size`` positions from
-    ``consumed + (m * data_parallel_size + d) * micro_batch_size`` on: over all coordinates and micro batches that is
-    each position of the global batch once, whatever the factors.
+    Micro batch m of coordinate d covers ``micro_batch_size`` positions from ``consumed + (m * data_parallel_size + d) *
+    micro_batch_size`` on: over all coordinates and micro batches that is each position of the global batch once, for
+    any factors.
 
     Args:
         consumed: samples consumed before this iteration, over all coordinates.

@@ -1,6 +1,7 @@
-"""Large files of text or JSON lines, read in blocks that are whole lines or parts of a document, and their documents.
+"""Reads large files of text or JSON lines in blocks of complete lines or parts of a document, and finds documents in
+them.
 
-A block is a function of its file alone, so whoever encodes it, and with how many others, makes the same tokens of it.
+A block depends on its file alone, so its tokens do not depend on the number of processes that encode.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SEAM = re.compile(rb"[A-Za-z0-9](?=[ \t\r\n])")
 
 
 class TextForm(Enum):
-    """What a file holds: one text, or a JSON object with a text on every line."""
+    """The form of a file: one text, or a JSON object with a text on every line."""
 
     text = "text"
     jsonl = "jsonl"
@@ -33,7 +34,7 @@ class TextForm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes `[lo, hi)` of a file that are read as one file."""
+    """Bytes `[lo, hi)` of a file, read as if they were a file."""
 
     path: Path
     lo: int
@@ -42,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class TextBlock:
-    """Bytes of a file: whole lines of JSON from line number `line` on, or a part of one text from byte `offset` on."""
+    """Bytes of a file: complete lines of JSON from line number `line` on, or a part of a text from byte `offset` on."""
 
     path: Path
     offset: int
@@ -53,11 +54,11 @@ class TextBlock:
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """How documents are found in blocks.
+    """The rule that finds documents in blocks.
 
     Args:
-        key: of the text in a JSON object.
-        share: only documents whose hash lies in `[lo, hi)`, of `HASHES`, are taken from JSON lines.
+        key: key of the text in a JSON object.
+        share: take only documents from JSON lines whose hash, out of `HASHES`, lies in `[lo, hi)`.
     """
 
     form: TextForm
@@ -66,7 +67,7 @@ class SplitRule:
 
 
 def read_blocks(span: Span, form: TextForm, *, block_bytes: int = BLOCK_BYTES) -> Iterator[TextBlock]:
-    """Yield the blocks of a file, about `block_bytes` each; a line of JSON is never cut, whatever its length.
+    """Yield the blocks of a file, about `block_bytes` each; a line of JSON is never cut.
 
     Raises:
         DataError: the file cannot be read, or became shorter meanwhile.
@@ -96,7 +97,7 @@ def read_blocks(span: Span, form: TextForm, *, block_bytes: int = BLOCK_BYTES) -
 
 
 def texts(block: TextBlock, rule: SplitRule) -> list[bytes]:
-    """Return the texts of a block in UTF-8: the documents of its lines, or the one part of a document that it is.
+    """Return the texts of a block in UTF-8: the documents of its lines, or its part of a document.
 
     Raises:
         DataError: a line is not a JSON object with a text under the rule's key; names file and line.
@@ -110,7 +111,7 @@ def texts(block: TextBlock, rule: SplitRule) -> list[bytes]:
 
 
 def _cut(waiting: bytearray, form: TextForm, *, searched: int) -> int:
-    """Return how many of the bytes a block takes that are not the last of their file; 0 waits for more."""
+    """Return how many of the bytes to put into a block that is not the last of its file; 0 to read more."""
     if form is TextForm.jsonl:
         return waiting.rfind(b"\n", searched) + 1
     last = None
@@ -122,7 +123,7 @@ def _cut(waiting: bytearray, form: TextForm, *, searched: int) -> int:
 
 
 def start_of_character(text: bytes | bytearray, at: int) -> int:
-    """Return `at`, or where the character begins that `text[:at]` holds a part of; what is not UTF-8 stays as it is."""
+    """Return `at`, or the start of the character that `at` splits; bytes that are not UTF-8 stay as they are."""
     # RFC 3629: bytes 10xxxxxx continue a character, at most three of them; the first tells how many follow it.
     for back in range(1, min(4, at) + 1):
         byte = text[at - back]
@@ -160,5 +161,5 @@ def _shrunk(span: Span, *, found: int) -> DataError:
         where=span.path,
         expected=f"{span.hi} bytes",
         found=f"{found} bytes",
-        fix="Start again when nobody writes to it.",
+        fix="Start again when no other program writes to it.",
     )

@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE tokenizer on texts, as GPT-2 has one: whatever the text, its tokens decode to it.
+"""Trains a byte-level BPE tokenizer on texts, like GPT-2's: tokens of any text decode to that text.
 
 Source: Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Subword Units"; Radford et al. 2019,
 "Language Models are Unsupervised Multitask Learners", section 2.2, for bytes as its alphabet.
@@ -16,9 +16,9 @@ LEAST_TOKENS = 257
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Return the ``tokenizer.json`` of at most `vocab_size` tokens, 0 being the end of text.
+    """Return a ``tokenizer.json`` with at most `vocab_size` tokens, 0 being the end of text.
 
-    It depends on the texts alone. They are held one at a time; what stays in memory are their different words.
+    It depends on the texts alone. Texts are held one at a time; only their distinct words stay in memory.
 
     Raises:
         DataError: the `tokenizers` package is missing, or the vocabulary does not hold all bytes.

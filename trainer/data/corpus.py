@@ -1,7 +1,4 @@
-"""From the data section of a configuration to token files on disk: what is asked for, and the cache it is kept in.
-
-How text becomes tokens is in `trainer.data.text`, the file format in `trainer.data.token_file`.
-"""
+"""Token files for the data section of a configuration: given files, or text tokenized into a cache."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ _CACHE_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Token files in the order they are read, and what is known of their vocabulary (None: not known)."""
+    """Token files in reading order, and their vocabulary, as far as it is known (None: unknown)."""
 
     train: tuple[Path, ...]
     valid: tuple[Path, ...]
@@ -46,7 +43,7 @@ class Corpus:
 
 
 def default_cache(environment: Mapping[str, str], home: Path) -> Path:
-    """Return ``$XDG_CACHE_HOME/reprise``, or ``~/.cache/reprise`` where that is unset or, as its rules say, relative.
+    """Return ``$XDG_CACHE_HOME/reprise``, or ``~/.cache/reprise`` if the variable is unset or relative.
 
     Source: XDG Base Directory Specification 0.8.
     """
@@ -55,15 +52,15 @@ def default_cache(environment: Mapping[str, str], home: Path) -> Path:
 
 
 def prepare(section: DataSection, *, cache: Path) -> Corpus:
-    """Return the token files of the section, writing them into the cache where they are not there yet.
+    """Return the token files of the section, writing missing ones into the cache.
 
-    The files are a pure function of the texts, their relative names, the encoder and ``valid_fraction``. They are found
-    again by names, sizes and times of change, without reading the texts. Any number of processes may call this at the
-    same time; each then does the work, and one result stays.
+    The files are a pure function of the texts, their relative names, the encoder and ``valid_fraction``. The cache is
+    keyed by names, sizes and times of change, so a hit does not read the texts. Any number of processes may call this
+    at the same time; each then does the work, and one result stays.
 
     Args:
-        section: one in which `trainer.data.section.problems` finds none.
-        cache: an own folder; made if needed.
+        section: a section in which `trainer.data.section.problems` finds none.
+        cache: the cache folder; made if needed.
 
     Raises:
         DataError: files are missing, unreadable, of the wrong form, or need more than ``section.vocab_size``.

@@ -1,9 +1,9 @@
-"""Keeps the digest of a token file in a small file, so that the next start need not read the tokens again.
+"""Caches the digest of a token file in a small file, so that the next start need not read the tokens again.
 
-It lies beside the token file, or in the cache of prepared data where that folder cannot be written. It counts only for
-a file of the same size and the same times of change, to the nanosecond: the time of the last change of status
+The digest file lies beside the token file, or in the cache of prepared data if that folder is not writable. It is valid
+only for a file of the same size and times of change, to the nanosecond. The time of the last change of status
 (``st_ctime``) cannot be set back, so a file that was overwritten or replaced, even by one of the same size and
-modification time, is read again. What is malformed counts for nothing and is written anew.
+modification time, is read again. A malformed digest file is ignored and rewritten.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
-import stat
 from pathlib import Path
 
 import xxhash
 
+from trainer.atomic import FileCalls, atomic_output
 from trainer.data.fingerprint import TokenDigest, scan
 from trainer.data.token_file import TokenFile
 from trainer.errors import DataError
+from trainer.regular_file import read_regular
 
 SUFFIX = ".digest"
 # Version, size and times of the file; bytes and dtype of its tokens, their digest, the largest; digest of all before.
@@ -31,11 +31,11 @@ _MOST_BYTES = 256
 
 
 def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> TokenDigest:
-    """Return what a file holds, from the kept digest where one counts, else from its tokens, and keep that.
+    """Return the digest of a file, from the cache if it is valid, otherwise from its tokens, and cache that.
 
     Args:
         cache: folder for digests that cannot lie beside their file.
-        read_again: read the tokens whatever is kept.
+        read_again: ignore the cache.
 
     Raises:
         DataError: the file cannot be read, or was written to meanwhile.
@@ -54,7 +54,7 @@ def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> Toke
             where=file.path,
             expected=f"{before.st_size} bytes",
             found=f"{after.st_size} bytes, or another time of change",
-            fix="Start again when nobody writes to it.",
+            fix="Start again when no other program writes to it.",
         )
     for place in places:
         # On a file system without a right to write the next place is tried; without any, the next start reads again.
@@ -65,14 +65,14 @@ def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> Toke
 
 
 def beside(path: Path) -> Path:
-    """Return where the digest of a token file lies if its folder can be written: hidden, so that no glob finds it."""
+    """Return the digest file's path beside the token file: hidden, so that no glob finds it."""
     return path.with_name(f".{path.name}{SUFFIX}")
 
 
 def in_cache(path: Path, status: os.stat_result, cache: Path) -> Path:
-    """Return where the digest of a token file lies otherwise.
+    """Return the digest file's path in the cache folder.
 
-    Size and times are part of the name: hosts that share the cache may have files of their own under one path.
+    Size and times are part of the name: hosts that share the cache may have different files under one path.
     """
     key = f"{os.path.abspath(path)}\n{_identity(status)}".encode(errors="surrogateescape")
     return cache / "digests" / f"{xxhash.xxh3_64_hexdigest(key)}{SUFFIX}"
@@ -89,19 +89,11 @@ def _line(found: TokenDigest, status: os.stat_result) -> bytes:
 
 
 def _read(place: Path, status: os.stat_result) -> TokenDigest | None:
-    """Return what is kept of a file of this status; None for all else that may lie there."""
+    """Return the cached digest of a file with this status, or None."""
     try:
-        descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        line = _LINE.fullmatch(read_regular(place, limit_bytes=_MOST_BYTES, follows_links=False))
     except OSError:
         return None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
-        line = _LINE.fullmatch(os.pread(descriptor, _MOST_BYTES, 0))
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
     if line is None or xxhash.xxh3_64_hexdigest(line[1]) != line[9].decode():
         return None
     if " ".join(line[number].decode() for number in (2, 3, 4)) != _identity(status):
@@ -110,23 +102,16 @@ def _read(place: Path, status: os.stat_result) -> TokenDigest | None:
 
 
 def _write(place: Path, line: bytes, *, changed_ns: int) -> None:
-    """Write a line as a file that appears whole or not at all, unless the token file may still change unnoticed.
+    """Write a digest file atomically, unless the token file could still change unnoticed.
 
-    A file that changes twice within one tick of its file system's clock has the same times after both. Where this file,
-    written after the tokens were read, is not younger than the last change, nothing is kept.
+    A file that changes twice within one clock tick of its file system has the same times after both. If the digest
+    file, written after the tokens were read, is not newer than the last change, it is discarded.
 
     Raises:
-        OSError: the place cannot be written.
+        OSError: the path cannot be written.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
-    partial = place.with_name(f"{place.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(descriptor, line)
-        is_younger = os.fstat(descriptor).st_mtime_ns > changed_ns
-        if is_younger:
-            os.replace(partial, place)
-    finally:
-        os.close(descriptor)
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+    with atomic_output(place, FileCalls(), replaces=True) as partial:
+        partial.write_bytes(line)
+        if partial.stat().st_mtime_ns <= changed_ns:
+            partial.unlink()

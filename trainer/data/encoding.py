@@ -1,7 +1,4 @@
-"""Blocks to tokens on several processes, in order, with a bounded number of blocks in memory.
-
-What a block is, is told in `trainer.data.blocks`; what an encoder is, in `trainer.data.text`.
-"""
+"""Encodes blocks on several processes, in order, with a bounded number of blocks in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The tokens of one block, end-of-text tokens among them, and how many documents ended in it."""
+    """The tokens of one block, including end-of-text tokens, and the number of documents that ended in it."""
 
     tokens: TokenArray
     documents: int
@@ -44,10 +41,10 @@ Encode = Callable[[Iterable[TextBlock], SplitRule], Iterator[Encoded]]
 
 @contextmanager
 def encoding(tokenizer: Path | None, *, workers: int) -> Iterator[Encode]:
-    """Give the function that encodes blocks, in their order, on so many processes; 1 is this process itself.
+    """Yield a function that encodes blocks, in order, on that many processes; 1 means this process.
 
-    The processes end with this one, whatever ends it. What the function raises names what cannot be encoded, the first
-    in the order of the blocks.
+    The processes end with this one, even if it is killed. An error of the function names the first text, in block
+    order, that cannot be encoded.
     """
     if workers == 1:
         encoder = open_encoder(tokenizer)
@@ -66,7 +63,7 @@ def encoding(tokenizer: Path | None, *, workers: int) -> Iterator[Encode]:
 
 
 def encode_block(block: TextBlock, rule: SplitRule, encoder: Encoder) -> Encoded:
-    """Encode what a block holds, each text that ends in it followed by the end-of-text token.
+    """Encode the texts of a block, each text that ends in it followed by the end-of-text token.
 
     Raises:
         DataError: naming the file and the line, or the byte.
@@ -82,15 +79,15 @@ def encode_block(block: TextBlock, rule: SplitRule, encoder: Encoder) -> Encoded
 
 
 def dtype_of(encoder: Encoder) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the smaller of the two dtypes of token files that holds the encoder's tokens."""
+    """Return the smaller of the two token file dtypes that holds the encoder's tokens."""
     return np.dtype(np.uint16 if encoder.vocab_size <= 2**16 else np.uint32)
 
 
 def in_order(starts: Iterable[Callable[[], Future[Encoded | str]]], *, most: int) -> Iterator[Encoded]:
-    """Start one piece of work after the other, never more than `most` ahead, and yield what they find in order.
+    """Start jobs in order, at most `most` ahead, and yield their results in order.
 
     Raises:
-        DataError: what could not be encoded, or that a process has died.
+        DataError: a text cannot be encoded, or a process has died.
     """
     waiting = deque[Future[Encoded | str]]()
     try:
@@ -114,7 +111,7 @@ def _result(future: Future[Encoded | str]) -> Encoded:
 
 
 def _begin() -> None:
-    """Begin one of the processes, which ends when its parent does, and leaves the terminal's signals to it."""
+    """Initialize a worker process: it ends when its parent does, and ignores the terminal's signals."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

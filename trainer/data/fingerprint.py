@@ -1,4 +1,4 @@
-"""What tokens a file holds, in 16 hex digits: the digest of one file, and the fingerprint of a data set.
+"""The identity of tokens in 16 hex digits: the digest of one file, and the fingerprint of a data set.
 
 Invariant: the values never change between versions, or no run in flight would find its data again.
 """
@@ -19,13 +19,13 @@ _SCAN_TOKENS = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TokenDigest:
-    """What a token file holds.
+    """The tokens of a file in brief.
 
     Args:
         token_bytes: size of the tokens, without the header.
         dtype: uint16 or uint32.
         digest: 16 hex digits, xxh3_64 of the token bytes.
-        largest: the largest token; -1 where there is none.
+        largest: the largest token; -1 if there is none.
     """
 
     token_bytes: int
@@ -35,7 +35,7 @@ class TokenDigest:
 
 
 def scan(file: TokenFile) -> TokenDigest:
-    """Read the whole file once.
+    """Read all tokens of a file once and return their digest.
 
     Raises:
         DataError: the file cannot be read to its end.
@@ -48,7 +48,7 @@ def scan(file: TokenFile) -> TokenDigest:
 
 
 def fingerprint(digests: Sequence[TokenDigest]) -> str:
-    """Return 16 hex digits for the content of files in this order, whatever their paths.
+    """Return 16 hex digits for the content of files in this order, independent of their paths.
 
     xxh3_64 over one line ``<bytes> <dtype> <content digest>`` a file.
     """
@@ -59,7 +59,7 @@ def fingerprint(digests: Sequence[TokenDigest]) -> str:
 
 
 def check_tokens(file: TokenFile, vocab_size: int) -> None:
-    """Read the whole file and refuse a token that a model of ``vocab_size`` rows cannot embed.
+    """Read all tokens of a file and refuse one that a model of ``vocab_size`` rows cannot embed.
 
     Raises:
         DataError: a token is not below ``vocab_size``; names file, position and token.

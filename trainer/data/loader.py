@@ -40,7 +40,7 @@ class BatchLoader:
         ]
 
     def eval_batches(self, global_batches: int) -> Iterator[list[torch.Tensor]]:
-        """Yield the micro batches of each of the first global batches in order of the data, round and round."""
+        """Yield the micro batches of each of the first global batches in data order, cycling."""
         for batch in range(global_batches):
             positions = (self._positions(batch * self.global_batch_size, n) for n in range(self.micro_batches))
             yield [self._windows(np.asarray(p, dtype=np.int64) % self.samples.count) for p in positions]

@@ -1,7 +1,6 @@
 """The order of samples: a pure function of seed and global position, so a resume needs one integer.
 
-Invariant: the values never change between versions, or every run in flight would see samples twice. Reading the
-samples is not done here.
+Invariant: the values never change between versions, or every run in flight would see samples twice.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _BLOCK = 2**15
 def permute(index: npt.NDArray[np.int64], *, count: int, key: int) -> npt.NDArray[np.int64]:
     """Map each index through the permutation of range(count) that belongs to ``key``, without building it.
 
-    The permutation is the generalised Feistel network of Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains", on ``a * b >= count`` with ``a = ceil(sqrt(count))``; what falls on ``count`` or above goes through it
-    again until it does not (cycle walking, same paper), which at most ``a - 1`` values of the domain need.
+    The permutation is the generalized Feistel network of Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains", on ``a * b >= count`` with ``a = ceil(sqrt(count))``; results of ``count`` or above go through it again
+    (cycle walking, same paper), which at most ``a - 1`` values of the domain need.
 
     Args:
         index: any shape, values in range(count).
@@ -58,7 +57,7 @@ def permute(index: npt.NDArray[np.int64], *, count: int, key: int) -> npt.NDArra
 def sample_ids(first: int, count: int, *, epoch_size: int, seed: int) -> npt.NDArray[np.int64]:
     """Return the samples at the global positions ``first`` to ``first + count - 1``.
 
-    Position p lies in epoch ``p // epoch_size``; every epoch is a permutation of range(epoch_size) of its own, so each
+    Position p lies in epoch ``p // epoch_size``; every epoch has its own permutation of range(epoch_size), so each
     sample comes exactly once an epoch however the positions are cut into calls.
 
     Returns:
@@ -108,7 +107,7 @@ def _feistel(
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Apply the finaliser of splitmix64 to an array that the caller gives up."""
+    """Apply the finalizer of splitmix64 to an array, in place."""
     values ^= values >> np.uint64(30)
     values *= _MIX_1
     values ^= values >> np.uint64(27)

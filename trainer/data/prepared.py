@@ -1,14 +1,9 @@
-"""A folder of token files made once from large files of text, which appears whole or not at all.
-
-Runs read it with ``data=token_file``; what the trainer makes of texts by itself is told in `trainer.data.corpus`.
-"""
+"""Writes a folder of token files from large files of text, atomically. Runs read it with ``data=token_file``."""
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from trainer.atomic import FileCalls, atomic_output
 from trainer.data.blocks import (
     BLOCK_BYTES,
     HASHES,
@@ -32,13 +28,16 @@ from trainer.data.blocks import (
 from trainer.data.bpe import train_bpe
 from trainer.data.encoding import Encode, Encoded, dtype_of, encoding
 from trainer.data.text import Document, as_characters, open_encoder
-from trainer.data.token_file import MAX_TOKENS, TokenArray, sync_folder, write_token_file
+from trainer.data.token_file import MAX_TOKENS, TokenArray, write_token_file
 from trainer.errors import DataError
 
 TOKENIZER = "tokenizer.json"
 FILE_TOKENS = 1 << 30
 # A run that reads the folder keeps digests of the token files in it, see `trainer.data.digest_file`.
-_OURS = re.compile(r"(train|valid)_\d{6}\.bin|tokenizer\.json|\.(train|valid)_\d{6}\.bin\.digest(\.[0-9a-f]{16})?")
+_OURS = re.compile(
+    r"(train|valid)_\d{6}\.bin|tokenizer\.json|\.(train|valid)_\d{6}\.bin\.digest(\.[0-9a-f]{16})?"
+    r"|\.\.(train|valid)_\d{6}\.bin\.digest\.\d+-[0-9a-f]{8}\.partial"
+)
 
 # Told what is going on, how many bytes there are for it to read, and gives the function that counts them.
 Progress = Callable[[str, int], Callable[[int], object]]
@@ -46,15 +45,15 @@ Progress = Callable[[str, int], Callable[[int], object]]
 
 @dataclass(frozen=True, slots=True)
 class PrepareOptions:
-    """What to make.
+    """Options of preparing a folder.
 
     Args:
-        form: of all files.
-        key: of the text in a JSON object.
+        form: form of all input files.
+        key: key of the text in a JSON object.
         tokenizer: a ``tokenizer.json``; None for bytes.
-        train_vocab_size: train a tokenizer of so many tokens on the training documents; 0 trains none.
+        train_vocab_size: train a tokenizer with this many tokens on the training documents; 0 trains none.
         valid_fraction: share of the documents that is held out (of bytes, for a single text); 0 holds out none.
-        file_tokens: a longer stream of tokens goes to several files.
+        file_tokens: maximum number of tokens per file.
     """
 
     form: TextForm
@@ -68,7 +67,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of the split as it was written; `documents` is None where tokens were given without their bounds."""
+    """One side of the split as written; `documents` is None if the input was tokens without document boundaries."""
 
     name: str
     files: tuple[Path, ...]
@@ -82,10 +81,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A folder that is there, and what a run that reads it has to know.
+    """A complete folder, with the values that a run needs to read it.
 
     Args:
-        tokenizer: a ``tokenizer.json``; None for bytes, and for tokens of which nothing is known.
+        tokenizer: a ``tokenizer.json``; None for bytes, and for tokens of unknown origin.
         has_text: whether tokens can be shown as text, by that tokenizer or as bytes.
     """
 
@@ -99,7 +98,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one side of the split is made of."""
+    """The input of one side of the split."""
 
     name: str
     spans: tuple[Span, ...]
@@ -117,17 +116,17 @@ def write_prepared(
 ) -> Prepared:
     """Write the token files of the inputs, in their order, as a folder that appears by one rename.
 
-    Its bytes depend on the inputs and on what is wanted, never on `workers`.
+    Its bytes depend on the inputs and the options, never on `workers`.
 
     Args:
-        replace: put it in the place of a folder that holds nothing but what an earlier call has written.
+        replace: replace a folder that holds nothing except the output of an earlier call.
 
     Raises:
         DataError: an input cannot be read or encoded, or the folder cannot be made.
     """
     _check(wanted)
     folder = Path(os.path.realpath(folder))
-    with appearing_folder(folder, [*inputs, *filter(None, [wanted.tokenizer])], replace=replace) as partial:
+    with prepared_folder(folder, [*inputs, *filter(None, [wanted.tokenizer])], replace=replace) as partial:
         parts = _split(inputs, wanted)
         tokenizer = wanted.tokenizer
         if wanted.train_vocab_size:
@@ -145,24 +144,23 @@ def write_prepared(
 
 
 @contextmanager
-def appearing_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Iterator[Path]:
-    """Give a new folder to write to, which gets the name `folder`, a real path, if all goes well, and else is removed.
+def prepared_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Iterator[Path]:
+    """Yield a new folder to write to, which becomes `folder`, a real path; it is removed on an error.
 
     Args:
-        read: the files that are read meanwhile; none may lie in `folder`.
-        replace: put it in the place of a folder that holds nothing but what an earlier call has written.
+        read: the input files; none may lie in `folder`.
+        replace: replace a folder that holds nothing except the output of an earlier call.
 
     Raises:
-        DataError: the folder cannot be made, or what lies there is not to be replaced.
+        DataError: the folder cannot be made, or an existing one must not be replaced.
     """
-    partial = folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
     try:
         _refuse_to_overwrite(folder, replace=replace)
-        _refuse_to_replace_what_is_read(folder, read)
-        partial.mkdir(parents=True)
-        yield partial
-        sync_folder(partial)
-        _put_in_place(partial, folder)
+        _refuse_to_replace_inputs(folder, read)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_output(folder, FileCalls(), replaces=True) as partial:
+            partial.mkdir()
+            yield partial
     except OSError as error:
         raise DataError(
             "Token files cannot be made",
@@ -170,8 +168,6 @@ def appearing_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> It
             found=error.strerror or str(error),
             fix="Check space and permissions, or name another folder.",
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _check(wanted: PrepareOptions) -> None:
@@ -183,10 +179,10 @@ def _check(wanted: PrepareOptions) -> None:
 
 
 def check_file_tokens(file_tokens: int) -> None:
-    """Refuse a size that no token file has.
+    """Refuse an invalid number of tokens per file.
 
     Raises:
-        DataError: for such a size.
+        DataError: if it is out of range.
     """
     if not 1 <= file_tokens <= MAX_TOKENS:
         raise DataError("No token file has such a size", expected=f"1 to {MAX_TOKENS} tokens", found=file_tokens)
@@ -210,7 +206,7 @@ def _refuse_to_overwrite(folder: Path, *, replace: bool) -> None:
         raise DataError("A folder is there already", where=folder, fix="Name another one, or replace it with --force.")
 
 
-def _refuse_to_replace_what_is_read(folder: Path, paths: Iterable[Path]) -> None:
+def _refuse_to_replace_inputs(folder: Path, paths: Iterable[Path]) -> None:
     for path in paths:
         if folder in Path(os.path.realpath(path)).parents:
             raise DataError(
@@ -221,10 +217,10 @@ def _refuse_to_replace_what_is_read(folder: Path, paths: Iterable[Path]) -> None
 
 
 def _split(inputs: Sequence[Path], wanted: PrepareOptions) -> list[_Part]:
-    """Return what each side is made of: training documents first.
+    """Return the input of each side, training documents first.
 
-    JSON lines go by the hash of their text, so equal texts are on one side; of several texts each goes whole by the
-    hash of its name; of a single one the end is held out.
+    JSON lines are split by the hash of their text, so equal texts are on one side; several texts are split by the hash
+    of their names; of a single text the end is held out.
     """
     spans = tuple(Span(path, 0, path.stat().st_size) for path in inputs)
     limit = int(wanted.valid_fraction * HASHES)
@@ -245,7 +241,7 @@ def _split(inputs: Sequence[Path], wanted: PrepareOptions) -> list[_Part]:
 
 
 def _cut(span: Span, valid_fraction: float) -> int:
-    """Return where the held-out end of a single text begins: between two characters."""
+    """Return the start of the held-out end of a single text, between two characters."""
     at = span.hi - round(span.hi * valid_fraction)
     with span.path.open("rb") as file:
         file.seek(max(0, at - 4))
@@ -262,10 +258,7 @@ def _train(part: _Part, wanted: PrepareOptions, path: Path, progress: Progress) 
             yield from (as_characters(Document(block.path, text, block.offset)) for text in texts(block, part.rule))
             count(len(block.data))
 
-    with path.open("xb") as file:
-        file.write(train_bpe(found(), wanted.train_vocab_size))
-        file.flush()
-        os.fsync(file.fileno())
+    FileCalls().write_whole(path, train_bpe(found(), wanted.train_vocab_size))
 
 
 def _write_side(
@@ -292,10 +285,10 @@ def write_side(
     file_tokens: int,
     count: Callable[[int], object],
 ) -> Side:
-    """Write one side of a split as token files of at most so many tokens, named for the side and their number.
+    """Write one side of a split as token files of at most `file_tokens` tokens, named by side and number.
 
     Args:
-        count: told how many more bytes of the inputs are done.
+        count: called with the number of input bytes consumed since the last call.
 
     Raises:
         DataError: a file cannot be written.
@@ -309,7 +302,7 @@ def write_side(
 
 
 class _Stream:
-    """Encoded blocks as one stream of tokens that is taken in portions."""
+    """Encoded blocks as one stream of tokens."""
 
     def __init__(self, blocks: Iterable[Encoded], count: Callable[[int], object]) -> None:
         self._blocks, self._count = iter(blocks), count
@@ -328,7 +321,7 @@ class _Stream:
         return True
 
     def take(self, most: int) -> Iterator[TokenArray]:
-        """Yield the next tokens, at most so many."""
+        """Yield the next tokens, at most `most`."""
         while most and self.has_more():
             found, self._rest = self._rest[:most], self._rest[most:]
             most -= found.size
@@ -343,15 +336,3 @@ def _blocks(part: _Part, wanted: PrepareOptions) -> Iterator[TextBlock]:
 
 def _total(part: _Part) -> int:
     return sum(span.hi - span.lo for span in part.spans)
-
-
-def _put_in_place(partial: Path, folder: Path) -> None:
-    """Give the finished folder its name; what had it, all of it ours, goes out of the way first and is then removed."""
-    old = partial.with_suffix(".replaced")
-    has_old = folder.is_dir() and any(folder.iterdir())
-    if has_old:
-        os.rename(folder, old)
-    os.rename(partial, folder)
-    sync_folder(folder.parent)
-    if has_old:
-        shutil.rmtree(old)

@@ -1,6 +1,6 @@
-"""Token files made of arrays of tokens without a header, such as nanoGPT's `train.bin`.
+"""Makes token files of token arrays without a header, such as nanoGPT's `train.bin`.
 
-Such an array is not read as it lies: nothing in it tells its dtype, or that it was cut off.
+Such an array is not read directly: without a header its dtype is unknown, and truncation goes unnoticed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trainer.data.encoding import Encoded
-from trainer.data.prepared import FILE_TOKENS, Prepared, Progress, appearing_folder, check_file_tokens, write_side
+from trainer.data.prepared import FILE_TOKENS, Prepared, Progress, check_file_tokens, prepared_folder, write_side
 from trainer.data.text import BYTES, open_encoder
 from trainer.data.token_file import MAGICS
 from trainer.errors import DataError
@@ -27,13 +27,13 @@ _NUMPY_MAGIC = b"\x93NUMPY"
 
 @dataclass(frozen=True, slots=True)
 class RawTokens:
-    """What the arrays are, and how they are cut into files.
+    """The arrays' properties, and the size of the files to write.
 
     Args:
         dtype: one of RAW_DTYPES.
         tokenizer: the ``tokenizer.json`` that made the tokens, or ``bytes``. Without one, the largest token is taken
             for the end of text, and the vocabulary ends with it.
-        file_tokens: a longer stream of tokens goes to several files.
+        file_tokens: maximum number of tokens per file.
     """
 
     dtype: str
@@ -53,10 +53,11 @@ def write_raw(
 
     Args:
         inputs: the arrays of each side, "train" and perhaps "valid", in their order.
-        force: put the folder in the place of one that holds nothing but what an earlier call has written.
+        force: replace a folder that holds nothing except the output of an earlier call.
 
     Raises:
-        DataError: an input is no such array or holds a token that its tokenizer lacks, or the folder cannot be made.
+        DataError: an input is not such an array or holds a token that its tokenizer lacks, or the folder cannot be
+            made.
     """
     check_file_tokens(raw.file_tokens)
     folder, form = Path(os.path.realpath(folder)), np.dtype(raw.dtype).newbyteorder("<")
@@ -64,7 +65,7 @@ def write_raw(
     encoder = None if raw.tokenizer is None else open_encoder(raw.tokenizer)
     tokenizer = None if raw.tokenizer is None or str(raw.tokenizer) == BYTES else raw.tokenizer.absolute()
     sides, largest = [], -1
-    with appearing_folder(folder, [*read, *filter(None, [tokenizer])], replace=force) as partial:
+    with prepared_folder(folder, [*read, *filter(None, [tokenizer])], replace=force) as partial:
         for name, paths in inputs.items():
             count = progress(name, sum(_checked_size(path, form.itemsize) for path in paths))
             arrays = _Arrays(paths, form)
@@ -104,7 +105,7 @@ class _Arrays:
 
 
 def _checked_size(path: Path, token_bytes: int) -> int:
-    """Return the size of an array after a look at its beginning."""
+    """Return the size of an array after checking that it does not begin with a known header."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size == 0 or status.st_size % token_bytes:
         raise _odd_size(path, token_bytes, f"{status.st_size} bytes")

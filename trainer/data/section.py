@@ -1,4 +1,4 @@
-"""The section `data` of a configuration, and what can be wrong with it. Reads no files; `trainer.data.corpus` does."""
+"""The section `data` of a configuration, and its validation. Reads no files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class DataKind(Enum):
-    """Where tokens come from."""
+    """The source of tokens."""
 
     stdlib = "stdlib"
     text = "text"
@@ -15,7 +15,7 @@ class DataKind(Enum):
 
 
 class DigestSource(Enum):
-    """Where a start takes the digests of token files from."""
+    """The source of the digests of token files at a start."""
 
     sidecar = "sidecar"
     full = "full"
@@ -25,18 +25,22 @@ class DigestSource(Enum):
 class DataSection:
     """The section ``data`` of a configuration; a key that its kind does not use must stay null.
 
-    Attributes:
-        path: ``text``: a file or a glob, ``**`` allowed.
-        tokenizer: ``text``: a tokenizer.json; null, or ``bytes``, trains on bytes. ``token_file``: what wrote the
-            tokens, a tokenizer.json or ``bytes``; text samples need it. It is saved with every checkpoint.
-        train: ``token_file``: a file or a glob.
-        valid: ``token_file``: a file or a glob; null means that there is nothing to evaluate on.
-        valid_fraction: share of files (of bytes, for a single file) that is held out.
-        cache: folder of prepared token files; null means `default_cache`.
-        verify: `sidecar` takes the digest of a token file from a small file that an earlier start has left beside it,
-            where size and times of change are those of then, and reads the tokens where there is none; `full` reads all
+    Args:
+        kind: source of the tokens: `stdlib`, the source text of Python's standard library; `text`, files of text;
+            `token_file`, files of tokens.
+        path: with `text`: a file or a glob, ``**`` allowed.
+        tokenizer: with `text`: a tokenizer.json; null, or ``bytes``, trains on bytes. With `token_file`: the tokenizer
+            that wrote the tokens, a tokenizer.json or ``bytes``, which sampled texts need. It is saved with every
+            checkpoint.
+        train: with `token_file`: training tokens, a file or a glob.
+        valid: with `token_file`: validation tokens, a file or a glob; null leaves nothing to evaluate on.
+        valid_fraction: fraction of the files (of the bytes, for a single file) that is held out for validation.
+        cache: folder of prepared token files; null takes the user's cache folder.
+        verify: source of the digests of token files: `sidecar` takes them from a small file that an earlier start left
+            beside each, if size and times of change are still the same, and else reads the tokens; `full` reads all
             tokens.
-        vocab_size: what the token ids stay below; null means what the encoder says, and unknown for ``token_file``.
+        vocab_size: upper bound of the token ids, exclusive; null takes the tokenizer's, and leaves it unknown with
+            `token_file`.
     """
 
     kind: DataKind = DataKind.stdlib
@@ -59,7 +63,7 @@ _NEEDED_KEY = {DataKind.text: "path", DataKind.token_file: "train"}
 
 
 def problems(section: DataSection) -> list[str]:
-    """Return what is wrong with the section on its own, one sentence a problem; reads no files."""
+    """Return the problems of the section on its own, one sentence each; reads no files."""
     found = []
     allowed = _KEYS_OF_KIND[section.kind]
     for key in ("path", "tokenizer", "train", "valid"):

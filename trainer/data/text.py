@@ -1,7 +1,4 @@
-"""Text files to tokens: which files, split in train and valid, as bytes or through a tokenizer.
-
-Where the tokens are kept is decided in `trainer.data.corpus`.
-"""
+"""Text files to tokens: finding files, splitting them into train and valid, encoding bytes or with a tokenizer."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ MOST_TOKENIZER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """A text file as it was found; ``name`` is its posix path relative to the root of its data set."""
+    """A text file; ``name`` is its posix path relative to the root of its data set."""
 
     path: Path
     name: str
@@ -45,7 +42,7 @@ class TextSource:
 class Document:
     """A text that ends with an end-of-text token, or a part of it; ``path`` is the file it came from.
 
-    ``offset`` is where it begins in the file.
+    ``offset`` is its start in the file.
     """
 
     path: Path
@@ -55,9 +52,9 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """How documents become tokens and tokens text; ``label`` differs where the tokens may.
+    """Converts documents to tokens and back; two encoders with the same ``label`` give the same tokens.
 
-    ``decode`` takes any numbers: what is no token, or a part of a character, shows as such or not at all.
+    ``decode`` takes any numbers: an invalid token, or a part of a character, appears as such or not at all.
     """
 
     label: str
@@ -74,7 +71,7 @@ def open_encoder(tokenizer: str | Path | None) -> Encoder:
     """Return the encoder of a ``tokenizer.json``, or that of bytes for "bytes" or None.
 
     Raises:
-        DataError: the file is no tokenizer that can be used here.
+        DataError: the file is not a usable tokenizer.
     """
     if tokenizer is None or str(tokenizer) == BYTES:
         return bytes_encoder()
@@ -147,7 +144,7 @@ def read_tokenizer(path: Path) -> bytes:
     """Return the content of a ``tokenizer.json``.
 
     Raises:
-        DataError: it cannot be read, is no regular file, or is larger than `MOST_TOKENIZER_BYTES`.
+        DataError: it cannot be read, is not a regular file, or is larger than `MOST_TOKENIZER_BYTES`.
     """
     try:
         return read_regular(path, limit_bytes=MOST_TOKENIZER_BYTES)
@@ -156,10 +153,10 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def prompt_tokens(encoder: Encoder, prompt: str, vocab_size: int) -> list[int]:
-    """Return the tokens of a prompt; those of an empty one are the end of the text before.
+    """Return the tokens of a prompt; those of an empty one are the end-of-text token.
 
     Raises:
-        DataError: the prompt is no Unicode, or a token is not below ``vocab_size``.
+        DataError: the prompt is not Unicode, or a token is not below ``vocab_size``.
     """
     try:
         text = prompt.encode()
@@ -177,7 +174,7 @@ def prompt_tokens(encoder: Encoder, prompt: str, vocab_size: int) -> list[int]:
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Return the regular files that a path or a glob (``**`` allowed) names, sorted, each once.
+    """Return the regular files matching a path or a glob (``**`` allowed), sorted, each once.
 
     Raises:
         DataError: there is none.
@@ -200,7 +197,7 @@ def find_files(pattern: str) -> list[Path]:
 
 
 def text_sources(pattern: str) -> list[TextSource]:
-    """Return the files that ``pattern`` names, sorted by name relative to the folders before its first wildcard.
+    """Return the files matching ``pattern``, sorted by name relative to the folders before its first wildcard.
 
     Raises:
         DataError: there is none, or one cannot be read.
@@ -245,11 +242,11 @@ def stdlib_sources(root: Path) -> list[TextSource]:
 def split_documents(
     sources: Sequence[TextSource], valid_fraction: float
 ) -> tuple[Iterable[Document], Iterable[Document]]:
-    """Split into train and valid documents, read from disk as they are asked for.
+    """Split into train and valid documents, read from disk lazily.
 
-    Several files are split by file: valid are those whose hashed name falls into the fraction, so that a file never
-    changes sides because others come or go; the file nearest to the limit moves where a side would be empty. A single
-    file gives its last ``valid_fraction`` to valid, cut between two UTF-8 characters.
+    Several files are split by file: a file is valid if its hashed name falls into the fraction, so that it never
+    changes sides because others are added or removed; the file nearest to the limit moves if a side would be empty. The
+    last ``valid_fraction`` of a single file is valid, cut between two UTF-8 characters.
 
     Raises:
         DataError: while reading, a file cannot be read or was changed after it was found.
@@ -312,7 +309,7 @@ def _read(source: TextSource) -> bytes:
             where=source.path,
             expected=f"{source.size_bytes} bytes",
             found=f"{len(text)} bytes, or another time of change",
-            fix="Start again when nobody writes to it.",
+            fix="Start again when no other program writes to it.",
         )
     return text
 

@@ -1,9 +1,9 @@
-"""Token files: a 1024-byte header and a flat array of tokens, read with calls and never mapped into memory.
+"""Token files: a 1024-byte header and a flat array of tokens, read with pread and never mapped into memory.
 
-The format is that of llm.c (``dev/data/data_common.py``, ``write_datafile``): 256 little-endian int32 values
-``[magic, version, n_tokens, 0, ...]``, then the tokens. How tokens come from text is not decided here.
+The format is that of llm.c (``dev/data/data_common.py``, ``write_datafile``): 256 little-endian int32 values ``[magic,
+version, n_tokens, 0, ...]``, then the tokens.
 
-A file that is cut while it is mapped ends the process with SIGBUS and without a message; a call returns fewer bytes.
+Truncating a mapped file ends the process with SIGBUS and without a message; pread returns fewer bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import secrets
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from trainer.atomic import FileCalls, atomic_output
 from trainer.errors import DataError
 from trainer.regular_file import open_regular
 
@@ -51,7 +51,7 @@ MAGICS = tuple((form.magic, form.version) for form in _FORMATS)
 class TokenFile:
     """One open token file of `count` tokens, uint16 or uint32.
 
-    The descriptor stays open, so a file that is replaced under the same name is read on as it was.
+    The descriptor stays open, so if the file is replaced under the same name, the old one is still read.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], count: int, descriptor: int) -> None:
@@ -69,10 +69,10 @@ class TokenFile:
         return os.fstat(self._descriptor)
 
     def read(self, start: int = 0, stop: int | None = None) -> TokenArray:
-        """Copy the tokens `start` to `stop` - 1 out of the file, by default all; shape [stop - start].
+        """Return a copy of tokens `start` to `stop` - 1, by default all; shape [stop - start].
 
         Raises:
-            DataError: the file has become shorter since it was opened, or cannot be read.
+            DataError: the file was truncated after it was opened, or cannot be read.
             IndexError: the file never had such tokens.
         """
         stop = self.count if stop is None else stop
@@ -96,15 +96,15 @@ class TokenFile:
             where=self.path,
             expected=f"{HEADER_BYTES + self.nbytes} bytes",
             found=f"{self.status().st_size} bytes",
-            fix="Write or copy it again, and start again when nobody writes to it.",
+            fix="Write or copy it again, and start again when no other program writes to it.",
         )
 
 
 def open_token_file(path: str | Path) -> TokenFile:
-    """Open a token file, after its header and size were checked.
+    """Open a token file and check its header and size.
 
     Raises:
-        DataError: the file cannot be read, has another magic or version, or its size is not what its header says.
+        DataError: the file cannot be read, has another magic or version, or its size contradicts its header.
     """
     path = Path(path)
     try:
@@ -124,10 +124,10 @@ def open_token_file(path: str | Path) -> TokenFile:
 
 
 def open_token_files(paths: Sequence[Path]) -> list[TokenFile]:
-    """Open all files of a data set, raising this process's soft limit of open files where they need it.
+    """Open all files of a data set, raising this process's soft limit of open files if necessary.
 
     Raises:
-        DataError: as `open_token_file` does, or the hard limit is too low.
+        DataError: as `open_token_file`, or the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = len(os.listdir("/proc/self/fd")) + len(paths) + _OTHER_DESCRIPTORS
@@ -137,28 +137,24 @@ def open_token_files(paths: Sequence[Path]) -> list[TokenFile]:
 
 
 def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: npt.DTypeLike) -> None:
-    """Write the chunks, one after the other, as one token file that appears whole or not at all.
+    """Write the chunks, one after the other, as one token file, atomically.
 
-    The file is written under a temporary name in the same folder, made durable and renamed, so processes that race to
-    write the same content do no harm. ``chunks`` are 1-D arrays of any integer dtype and are held one at a time.
+    Processes that race to write the same content do no harm. ``chunks`` are 1-D arrays of any integer dtype and are
+    held one at a time.
 
     Raises:
-        DataError: a token does not fit ``dtype``, there are more than 2**31 - 1 tokens, or the file system refuses.
+        DataError: a token does not fit ``dtype``, there are more than 2**31 - 1 tokens, or the file system fails.
         ValueError: ``dtype`` is neither uint16 nor uint32, or a chunk is not a 1-D array of integers.
     """
     path = Path(path)
     form = next((form for form in _FORMATS if form.dtype == np.dtype(dtype).newbyteorder("<")), None)
     if form is None:
         raise ValueError(f"token files hold uint16 or uint32, not {np.dtype(dtype)}")
-    # The nonce keeps hosts apart that share the folder and happen to use the same process id.
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
-        with partial.open("xb") as file:
+        with atomic_output(path, FileCalls(), replaces=True) as partial, partial.open("xb") as file:
             _write_tokens(path, file, chunks, form)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync_folder(path.parent)
     except OSError as error:
         raise DataError(
             "a token file cannot be written",
@@ -166,17 +162,6 @@ def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: n
             found=error.strerror or str(error),
             fix="Check space and permissions, or name another folder.",
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_header(path: Path, header: bytes, size_bytes: int) -> tuple[_Format, int]:
@@ -203,7 +188,7 @@ def _check_header(path: Path, header: bytes, size_bytes: int) -> tuple[_Format, 
     if body_bytes != count * form.dtype.itemsize:
         whole, rest = divmod(body_bytes, form.dtype.itemsize)
         raise DataError(
-            "the size of a token file is not what its header says",
+            "the size of a token file differs from its header",
             where=path,
             expected=f"{count} tokens of {form.dtype.itemsize} bytes",
             found=f"{whole} tokens" + (f" and {rest} odd bytes" if rest else ""),

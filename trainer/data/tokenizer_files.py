@@ -1,4 +1,4 @@
-"""The tokenizer of a run as the files that transformers looks for beside a model.
+"""The tokenizer of a run as the files that transformers expects beside a model.
 
 Needs no `tokenizers` package. A tokenizer is copied byte for byte, unless it adds tokens to every text by itself: a run
 trains without those, so the copy does not add them.
@@ -23,17 +23,17 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 def tokenizer_files(section: DataSection, *, bos: int, eos: int, positions: int) -> dict[str, bytes]:
-    """Return the files by name; none where token files are read and `section.tokenizer` does not say what wrote them.
+    """Return the files by name; none for token files if `section.tokenizer` does not name their tokenizer.
 
-    A line in the log says so if the model's end of text is not the tokenizer's.
+    A mismatch of the model's and the tokenizer's end of text is logged.
 
     Args:
-        bos: the model's `bos_token_id`; it becomes the tokenizer's where it is a special token there.
+        bos: the model's `bos_token_id`; it becomes the tokenizer's if it is a special token there.
         eos: the same for the end of text.
-        positions: how many tokens the model sees.
+        positions: the model's context length in tokens.
 
     Raises:
-        DataError: the tokenizer cannot be read, or is no JSON object with a vocabulary.
+        DataError: the tokenizer cannot be read, or is not a JSON object with a vocabulary.
     """
     if section.kind is DataKind.token_file and section.tokenizer is None:
         return {}
@@ -62,7 +62,7 @@ def tokenizer_files(section: DataSection, *, bos: int, eos: int, positions: int)
 
 
 def _as_trained(raw: bytes, where: str) -> tuple[bytes, dict[int, str]]:
-    """Return a ``tokenizer.json`` that adds no tokens by itself, and its special tokens by their numbers."""
+    """Return a ``tokenizer.json`` that adds no tokens by itself, and its special tokens by id."""
     try:
         table = json.loads(raw)
         if _adds_tokens(table.get("post_processor")):
@@ -85,10 +85,10 @@ def _adds_tokens(processor: Any) -> bool:
 
 
 def _special_tokens(table: Any) -> dict[int, str]:
-    """Return the special tokens of a tokenizer, and those that end a text, by their numbers.
+    """Return the special tokens of a tokenizer, and those that end a text, by id.
 
-    No other token may be named to transformers as the end of text: it would become a special one, and texts other
-    tokens.
+    Only these may be declared to transformers as the end of text: any other token would become a special one, and texts
+    would be tokenized differently.
     """
     added = [entry for entry in table.get("added_tokens") or [] if entry["special"]]
     found = {_id(entry["id"]): str(entry["content"]) for entry in added}

@@ -1,4 +1,4 @@
-"""Texts of the model while it trains. A sample changes nothing of the training: no state, and no random generator."""
+"""Text samples during training. A sample changes neither the state nor any random generator of the run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trainer.state import TrainerState
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """What is sampled.
+    """The settings of a sample.
 
     Args:
         prompt: at least one token.
-        max_new_tokens: fewer if the end of text comes before.
-        seq_length: tokens of a forward pass, as in training; the model sees the last so many.
-        rows: of a forward pass, all alike: 1, or as many as in training where another number would be compiled again.
-        decode: gives the text of tokens; only rank 0 needs to.
+        max_new_tokens: the maximum; the end of text may come earlier.
+        seq_length: tokens of a forward pass, as in training; longer texts are cut at the front.
+        rows: identical rows of a forward pass: 1, or as in training where another number would be compiled again.
+        decode: converts tokens to text; used on rank 0 only.
     """
 
     prompt: Sequence[int]
@@ -43,12 +43,12 @@ def sample(
     cluster: Cluster,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[int] | None:
-    """Return the tokens that the model goes on with after the prompt, equal on all ranks. A collective call.
+    """Return the tokens that the model generates after the prompt, equal on all ranks. Collective.
 
-    Tokens are drawn at temperature 1, from a seed of the run and the iteration.
+    Tokens are sampled at temperature 1 with a seed made of the run's seed and the iteration.
 
     Args:
-        should_stop: asked at every token; where it says so on any rank, all break off and return None.
+        should_stop: called at every token; if it returns True on any rank, all ranks stop and return None.
     """
     sampling = Sampling(temperature=1.0, seed=sampler.seed ^ (state.progress.iteration << 32))
     is_stopped = False
@@ -57,7 +57,7 @@ def sample(
         nonlocal is_stopped
         logits = _last_logits(sampler, state, tokens[-sampler.seq_length :], context)
         token = -1 if logits is None else choose(logits, sampling, number=len(tokens))
-        # Replicas may round differently on other hardware: all take what the first rank that has logits has chosen.
+        # Replicas may round differently on other hardware: all use the choice of the first rank that has logits.
         rows = cluster.gather([float(token), float(should_stop())])
         is_stopped = any(row[1] for row in rows)
         return None if is_stopped else next(int(row[0]) for row in rows if row[0] >= 0)
@@ -74,7 +74,7 @@ def _last_logits(
 ) -> torch.Tensor | None:
     """Return the logits [vocabulary] after the last token, or None on ranks that have none.
 
-    The window has the shape of training, filled up behind the tokens: no position looks at a later one.
+    The window has the shape of training and is padded after the tokens; attention is causal.
     """
     device = next(state.parts[0].model.parameters()).device
     window = torch.zeros(1, sampler.seq_length + 1, dtype=torch.int64, device=device)

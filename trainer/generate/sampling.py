@@ -1,6 +1,6 @@
-"""Text from a model, token by token: how the next one is chosen, and when it ends. Callers know where logits are from.
+"""Token-by-token generation: sampling of the next token from logits, and the end of the text.
 
-Nothing here draws from a random generator of torch's: a choice is a function of the seed and of its number.
+A choice is a function of the seed and its number; torch's random generators are not used.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
-from models import Model
 from models.layers import splitmix64
+from models.network import Model
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen.
+    """Sampling settings.
 
     Args:
         temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: only so many of the likeliest tokens are drawn from; 0 for all.
+        top_k: number of likeliest tokens to sample from; 0 for all.
     """
 
     temperature: float = 0.0
@@ -32,7 +32,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, *, number: int) -> int:
     """Return a token for one row of logits [vocabulary], the same for the same bits, whatever was drawn before.
 
     Args:
-        number: of the choice; every choice of a text has another.
+        number: the number of the choice, unique within a text.
     """
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -42,7 +42,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, *, number: int) -> int:
     shares = scaled.softmax(-1).cumsum(-1)
     draw = (splitmix64(sampling.seed ^ splitmix64(number)) >> 11) * 2.0**-53  # in [0, 1), as doubles have 53 bits
     found = int(torch.searchsorted(shares, draw * shares[-1], right=True))
-    return min(found, int(shares.argmax()))  # rounding may reach the end, behind the last token that has a share
+    return min(found, int(shares.argmax()))  # rounding may pass the last token with a nonzero share
 
 
 def generate(
@@ -51,7 +51,7 @@ def generate(
     """Yield the tokens that follow a prompt, until `end`, which is the last, or `max_new_tokens` of them.
 
     Args:
-        next_token: gives the token after those so far; None breaks off.
+        next_token: returns the token after those so far; None ends the text.
     """
     tokens = list(prompt)
     for _ in range(max_new_tokens):
@@ -68,12 +68,12 @@ def generate(
 def continue_with(
     model: Model, prompt: Sequence[int], sampling: Sampling, *, max_new_tokens: int, end: int | None = None
 ) -> list[int]:
-    """Return the tokens with which a whole model goes on after a prompt, at most `max_new_tokens` of them.
+    """Return at most `max_new_tokens` tokens that an unsharded model generates after a prompt.
 
-    The model sees as many of the last tokens as it has positions.
+    The window is the last tokens, as many as the model has positions.
 
     Args:
-        end: the token after which the text ends; None is that of the model.
+        end: the token that ends the text; None for the model's.
     """
     config = model.config
     device = next(model.parameters()).device

@@ -1,1 +1,1 @@
-"""State that other programs wrote, brought into checkpoints of ours, and checkpoints brought out to them."""
+"""Import of checkpoints from other programs, and export to them."""

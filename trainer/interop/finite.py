@@ -1,4 +1,4 @@
-"""Finds numbers that are NaN or infinite in tensors of other programs, which must not begin a run."""
+"""Finds NaN and infinity in tensors of other programs: no run may begin with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ITEMS = 1 << 20  # looked at at once
 
 
 class FiniteCheck:
-    """Counts the numbers of one tensor, or of a part of it, that are not finite. They come in C order, part by part."""
+    """Counts the non-finite numbers of one tensor, or of a part of it, given part by part in C order."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -22,7 +22,7 @@ class FiniteCheck:
         self._first: tuple[int, float] | None = None
 
     def add(self, values: torch.Tensor) -> None:
-        """Look at the next numbers, a tensor of floating point on the CPU."""
+        """Check the next numbers, a floating-point tensor on the CPU."""
         flat = values.detach().reshape(-1)
         for lo in range(0, flat.numel(), _ITEMS):
             part = flat[lo : lo + _ITEMS]
@@ -38,11 +38,11 @@ class FiniteCheck:
         """Refuse the tensor if any number was not finite.
 
         Args:
-            box: what was looked at of the tensor, in the dimensions of `view`.
-            shape: other dimensions of the same numbers in C order, in which the index is given.
+            box: the checked box of the tensor, in the dimensions of `view`.
+            shape: other dimensions of the same numbers in C order, for the reported index.
 
         Raises:
-            CheckpointError: naming how many there are, and the index and value of the first.
+            CheckpointError: naming their number, and the index and value of the first.
         """
         if self._first is None:
             return
@@ -60,10 +60,10 @@ class FiniteCheck:
 
 
 def require_finite(tensor: torch.Tensor, *, where: object) -> None:
-    """Refuse a tensor with a number that is NaN or infinite.
+    """Refuse a tensor with NaN or infinity.
 
     Raises:
-        CheckpointError: naming how many there are, and the index and value of the first.
+        CheckpointError: naming their number, and the index and value of the first.
     """
     if tensor.is_floating_point():
         check = FiniteCheck()

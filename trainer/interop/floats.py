@@ -1,4 +1,4 @@
-"""Reads a box of a tensor of any floating dtype as float32, some of it at a time."""
+"""Reads a box of a tensor of any floating-point dtype as float32, part by part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ITEMS = 1 << 20  # read and cast at once
 def read_floats(
     file: OpenFile, place: Place, box: Box, *, gatherer: Gatherer
 ) -> Iterator[tuple[Box, npt.NDArray[np.float32]]]:
-    """Yield the parts of `box`, a box of the view of `place`, one behind the other, each with its values.
+    """Yield the parts of `box`, a box of the view of `place`, in order, each with its values.
 
     Raises:
         CheckpointError: if the file ends early.

@@ -1,4 +1,4 @@
-"""What a format that can be converted is. Each is told in a module of its own; `table.py` lists them."""
+"""The interface of a format that can be converted. `table.py` lists the formats."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trainer.interop.source import StateSource
 
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
-    """What a command line says of an import besides the path of what is read.
+    """Command-line options of an import.
 
     Args:
-        config: of the run that is to go on, as its overrides make it; its model is the one that is expected.
+        config: configuration of the run that will continue; its model is the expected one.
         trusts_pickle: whether files may be unpickled, which can run code.
         weights_only: whether the optimizer's state is left out.
-        optimizer_names: the names of the optimizer's parameters in its order, where the format keeps them by number.
+        optimizer_names: the optimizer's parameter names in its order, for formats that keep them by number.
     """
 
     config: Config
@@ -32,10 +32,10 @@ class ImportOptions:
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What a command line says of an export besides the paths.
+    """Command-line options of an export.
 
     Args:
-        dtype: of the tensors that are written.
+        dtype: dtype of the exported tensors.
         tokenizer: a file or a folder to copy tokenizer files from.
     """
 
@@ -48,11 +48,11 @@ class Format:
     """A format of other programs.
 
     Args:
-        summary: what it is, in a few words.
-        read: opens what lies at a path; None where nothing is imported.
-        write: writes a checkpoint of ours to a path where nothing is yet; None where nothing is exported.
-        names_model: whether what lies there says which model it is, so that no override needs to.
-        numbers_moments: whether moments may lie there by number, so that `ImportOptions.optimizer_names` is of use.
+        summary: a short description.
+        read: opens a path for import; None if the format is export only.
+        write: writes a checkpoint of ours to a new path; None if the format is import only.
+        names_model: whether the format describes the model, so that no override needs to.
+        numbers_moments: whether moments may be kept by number, so that `ImportOptions.optimizer_names` applies.
     """
 
     summary: str

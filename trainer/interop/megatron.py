@@ -1,4 +1,4 @@
-"""Recognizes checkpoints of Megatron-LM, Megatron-Core and NeMo, which this program does not read."""
+"""Recognizes checkpoints of Megatron-LM, Megatron-Core and NeMo, which cannot be imported."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_NAMED = 10
 
 
 def refuse_megatron(path: Path) -> None:
-    """Refuse a checkpoint of Megatron, or a folder that holds some, by its files alone: no pickle is read.
+    """Refuse a Megatron checkpoint, or a folder of them, recognized by its files alone: no pickle is read.
 
     Raises:
-        MismatchError: if it is one, saying how to get its weights out.
+        MismatchError: if it is one, with the way to export its weights.
     """
     if not path.is_dir():
         return
@@ -37,7 +37,7 @@ def refuse_megatron(path: Path) -> None:
 
 
 def _form(path: Path) -> str | None:
-    """Return which form of Megatron's a folder has; None for any other folder."""
+    """Return the form of a Megatron checkpoint; None for any other folder."""
     if (path / _METADATA).is_file():
         try:
             backend = json_file.read(path / _METADATA).get(_BACKEND)

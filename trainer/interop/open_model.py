@@ -1,4 +1,4 @@
-"""Opens the model of a run, of one checkpoint or of a transformers folder, whole and on one device, to read from."""
+"""Opens the model of a run, a checkpoint or a transformers folder, unsharded on one device, for inference."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
-import models
-from models import Model, ModelConfig
+from models import families
+from models.build import build_model
+from models.config import ModelConfig
+from models.network import Model
 from trainer.checkpoint.loading.choose import Chooser, LoadSource
 from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.storage.files import Files
@@ -20,14 +22,14 @@ from trainer.interop.source import of_checkpoint
 
 
 def open_model(path: Path, device: torch.device) -> tuple[Model, Path]:
-    """Return a model in float32, and the folder that it was read from.
+    """Return a model in float32, and the folder it was read from.
 
     Args:
-        path: a run's folder or its checkpoint folder, for the newest valid one; one iteration; or a folder that
-            transformers' `save_pretrained` wrote.
+        path: a run's folder or its checkpoint folder, for the newest valid checkpoint; one iteration; or a folder
+            written by transformers' `save_pretrained`.
 
     Raises:
-        TrainerError: if there is none, or it is damaged, or not of a family of ours.
+        TrainerError: if there is none, it is damaged, or its family is not supported.
     """
     files = Files()
     if is_folder(path):
@@ -48,10 +50,10 @@ def open_model(path: Path, device: torch.device) -> tuple[Model, Path]:
 def _filled(config: ModelConfig, read: Callable[[str], torch.Tensor], device: torch.device) -> Model:
     config = replace(config, pad_vocab_multiple=1)
     with torch.device("meta"):
-        model = models.build_model(config)
+        model = build_model(config)
     model.to_empty(device=device)
     model.tie_weights()
-    names = models.aliases(config)
+    names = families.aliases(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(read(names.get(name, name)).reshape(parameter.shape))

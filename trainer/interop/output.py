@@ -1,4 +1,4 @@
-"""Writes a source as a checkpoint of ours: what a run of one process would have saved in that state."""
+"""Writes a state as a checkpoint of ours, equal to one that a run of one process would have saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-import models
+from models import families
+from models.families import problems as model_problems
 from trainer import run_record as record
 from trainer.build import describe_alone, tokenizer_of
 from trainer.checkpoint.commit import protocol
@@ -36,18 +37,18 @@ _log = logging.getLogger(__name__)
 
 
 def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consumed_samples: int | None = None) -> Path:
-    """Write `folder/iter_<iteration>` from a source, as a run with `config` on one rank would, and return that path.
+    """Write `folder/iter_<iteration>` from a source, as a run with `config` on one rank would; return its path.
 
-    Tensors become float32, one at a time; one that holds NaN or infinity is refused. The folder is locked meanwhile as
-    a run locks it.
+    Tensors become float32, one at a time; one that holds NaN or infinity is refused. The folder is locked meanwhile, as
+    by a run.
 
     Args:
-        config: of the run that is to go on; how it is spread over ranks is left out.
-        consumed_samples: how many samples were trained on; by default a global batch for each iteration.
+        config: configuration of the run that will continue; its parallel layout is ignored.
+        consumed_samples: number of samples trained on; by default a global batch per iteration.
 
     Raises:
-        TrainerError: if the iteration is there already, the source is no such model, or it cannot be written; nothing
-            that was committed is touched.
+        TrainerError: if the iteration exists already, the source holds another model, or the checkpoint cannot be
+            written; committed checkpoints are untouched.
     """
     config = replace(config, parallel=ParallelSection(zero_stage=config.parallel.zero_stage))
     _check(config)
@@ -72,8 +73,8 @@ def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consu
 
 
 def _check(config: Config) -> None:
-    """Refuse a configuration with which nothing can be written. Keys of training are the business of the run."""
-    found = models.problems(config.model)
+    """Refuse a configuration with which no checkpoint can be written. Training keys are validated by the run."""
+    found = model_problems(config.model)
     values = {
         "train.seq_length": config.train.seq_length,
         "train.global_batch_size": config.train.global_batch_size,
@@ -85,7 +86,7 @@ def _check(config: Config) -> None:
 
 
 def _trainable(config: Config) -> TrainSection:
-    """Return the section `train` as the checkpoint records it: with samples no longer than the model has positions."""
+    """Return the section `train` as recorded in the checkpoint, with `seq_length` limited to the model's positions."""
     most = config.model.max_position_embeddings
     if config.train.seq_length <= most:
         return config.train
@@ -111,16 +112,16 @@ def _write(
     files = attempt.folder.files
     try:
         files.make_folder(partial)
-        written = write_tensor_files(partial, files, attempt.layout, _finite(source))
-        aliases = models.aliases(config.model)
+        written = write_tensor_files(partial, files, attempt.layout, _finite_reader(source))
+        aliases = families.aliases(config.model)
         protocol.prepare(attempt, written, documents=documents, aliases=aliases, lock=lock)
         protocol.rename(attempt)
     finally:
         files.remove_tree(partial)  # gone, once it has its name
 
 
-def _finite(source: StateSource) -> Callable[[str], torch.Tensor]:
-    """Return the source's `read`, which then refuses tensors with a number that is NaN or infinite."""
+def _finite_reader(source: StateSource) -> Callable[[str], torch.Tensor]:
+    """Return the source's `read` with a check that refuses NaN and infinity."""
 
     def read(name: str) -> torch.Tensor:
         tensor = source.read(name)
@@ -140,7 +141,7 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
         raise MismatchError(
             "The source holds another model than the one configured",
             found=error.found,
-            fix="\nLeave model= and model.KEY=VALUE out: the source says which model it is.",
+            fix="\nLeave model= and model.KEY=VALUE out: the source names its model.",
         ) from None
     train = config.train
     samples = source.iteration * train.global_batch_size if consumed_samples is None else consumed_samples
@@ -150,15 +151,15 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
     lr = schedule.at(source.iteration) if source.iteration else 0.0  # the first iteration is 1
     progress = Progress(source.iteration, samples, samples * train.seq_length)
     return {
-        "config.json": models.hf_config(config.model),
-        "generation_config.json": models.generation_config(config.model),
+        "config.json": families.hf_config(config.model),
+        "generation_config.json": families.generation_config(config.model),
         STATE: record.state_record(progress, lr, description),
         **_tokenizer(source, config),
     }
 
 
 def _tokenizer(source: StateSource, config: Config) -> dict[str, bytes]:
-    """Return the files of the source's tokenizer; else those of the one that is named, or of bytes where they fit."""
+    """Return the source's tokenizer files; otherwise those of the configured tokenizer, or of bytes if they fit."""
     if source.tokenizer:
         return {name: read_tokenizer(path) for name, path in source.tokenizer.items()}
     is_known = config.data.tokenizer is not None or config.model.vocab_size == bytes_encoder().vocab_size

@@ -1,26 +1,22 @@
-"""The overrides that make the trainer's command configure a given model."""
+"""The command-line overrides that configure a given model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from models import Family, ModelConfig
+from models.config import Family, ModelConfig
 from trainer.run_record import model_record
 
 # Every field is overridden, but an override cannot give rope_scaling to a group that has none.
-_GROUPS = {
-    (Family.gpt2, False): "gpt2_tiny",
-    (Family.llama3, False): "llama3_tiny",
-    (Family.llama3, True): "llama3_1b",
-}
+_SCALED_GROUPS = {Family.llama3: "llama3_1b"}
 
 
 def model_overrides(model: ModelConfig, others: Sequence[str] = ()) -> list[str]:
-    """Return overrides that configure `model`, to stand before `others`; none where those choose a model themselves."""
+    """Return overrides that configure `model`, to stand before `others`; none if those choose a model themselves."""
     if any(override.startswith("model=") for override in others):
         return []
     fields = {name: value for name, value in model_record(model).items() if name != "family"}
-    group = _GROUPS[model.family, model.rope_scaling is not None]
+    group = f"{model.family.value}_tiny" if model.rope_scaling is None else _SCALED_GROUPS[model.family]
     return [f"model={group}", *(f"model.{name}={_text(value)}" for name, value in fields.items())]
 
 

@@ -1,4 +1,4 @@
-"""A state that is read tensor by tensor, whoever wrote it. What becomes of it is told elsewhere."""
+"""A state that is read tensor by tensor, from another program's files or from a checkpoint of ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from models import ModelConfig
+from models.config import ModelConfig
 from trainer.checkpoint.format.box import whole
 from trainer.checkpoint.loading.loader import fill
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
@@ -30,20 +30,20 @@ TOKENIZER_FILES = (
 
 
 def tokenizer_files_in(folder: Path) -> dict[str, Path]:
-    """Return the files of a tokenizer that lie in a folder, by name."""
+    """Return the tokenizer files in a folder, by name."""
     return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
 
 
 @dataclass(frozen=True, slots=True)
 class StateSource:
-    """A state that another program wrote.
+    """A state to convert.
 
     Args:
         iteration: optimizer steps done; 0 for weights alone.
-        read: gives a CPU tensor of the stored shape, of any floating dtype, by our stored name, which is transformers'
-            (`models.stored_tensors`); moments are `exp_avg.<name>` and `exp_avg_sq.<name>`, steps `step.<name>`. Called
-            once for each tensor, in the order of our files.
-        tokenizer: the files of the tokenizer that lie beside the model, by name.
+        read: returns a CPU tensor of the stored shape, of any floating-point dtype, by its stored name, which is
+            transformers' (`families.stored_tensors`); moments are `exp_avg.<name>` and `exp_avg_sq.<name>`, steps
+            `step.<name>`. Called once per tensor, in the order of our files.
+        tokenizer: the tokenizer files beside the model, by name.
     """
 
     model: ModelConfig
@@ -54,7 +54,7 @@ class StateSource:
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> StateSource:
-    """Return a checkpoint of ours as a source; every block that is read is checked against its digest.
+    """Return a checkpoint of ours as a source; every block read is verified against its digest.
 
     Raises:
         CheckpointError: if its state file or a header is damaged.

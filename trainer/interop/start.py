@@ -1,7 +1,4 @@
-"""Begins a run, on any topology, with weights of another program: a folder of transformers, or a file of llm.c.
-
-What lies there is told in `hf` and in `llmc`.
-"""
+"""Starts a run, on any topology, from weights of another program: a transformers folder or an llm.c file."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from models import ModelConfig
+from models.config import ModelConfig
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.loading.loader import LoadReport
 from trainer.checkpoint.loading.replicas import check_replicas
@@ -37,12 +34,12 @@ from trainer.state import TrainerState
 
 _log = logging.getLogger(__name__)
 
-# So many stretches of a file are compared between hosts, each of so many bytes.
+# So many extents of a file are compared between hosts, each of so many bytes.
 _SAMPLES, _SAMPLE_BYTES = 16, 256 << 10
 
 
 class WeightsKind(Enum):
-    """What holds the weights that a run begins with."""
+    """The kind of source of a run's initial weights."""
 
     folder = "folder"  # of transformers
     file = "file"  # of llm.c
@@ -53,12 +50,12 @@ class _Weights:
     """Weights of the configured model.
 
     Args:
-        says: lines on what differs from the configuration, and may.
-        files: where they lie, in an order that is the same on every host.
+        notes: log lines on allowed differences from the configuration.
+        files: their files, in an order that is the same on every host.
         fill: reads them into live tensors.
     """
 
-    says: Sequence[str]
+    notes: Sequence[str]
     files: Sequence[Path]
     fill: Callable[[Sequence[LiveTensor], Callable[[int], None]], LoadReport]
 
@@ -66,12 +63,12 @@ class _Weights:
 def load_pretrained(
     path: Path, kind: WeightsKind, state: TrainerState, cluster: Cluster, section: CheckpointSection
 ) -> LoadReport:
-    """Fill the parameters from what lies at `path`, cast to float32; moments stay as they are. A call of all ranks.
+    """Fill the parameters from `path`, cast to float32; moments stay as they are. A call of all ranks.
 
-    Each rank reads what its boxes need and no more. What else a trainer has saved in the folder is named in the log.
+    Each rank reads only the bytes of its boxes. Other files of a trainer in the folder are named in the log.
 
     Raises:
-        TrainerError: on every rank; before anything is filled, if it does not hold the configured model.
+        TrainerError: on every rank; if it does not hold the configured model, before anything is filled.
     """
     problem: TrainerError | None = None
     live = list(state.shards(with_optimizer=False))
@@ -84,7 +81,7 @@ def load_pretrained(
         problem = error
     cluster.channel.agree("pretrained/open", problem)
     _require_same(path, weights.files, cluster.channel)
-    for text in weights.says if cluster.rank == 0 else ():
+    for text in weights.notes if cluster.rank == 0 else ():
         _log.warning(text)
     try:
         line = ProgressLine(f"loading {path}", sum(tensor.local.nbytes for tensor in live))
@@ -98,25 +95,25 @@ def load_pretrained(
 
 def _open_folder(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
     folder = open_folder(path, Files())
-    says = [*differences(folder.model, model, where=path / CONFIG), *left_behind(path)]
+    notes = [*differences(folder.model, model, where=path / CONFIG), *left_behind(path)]
     places = stored_places(folder, model)
     if is_first:
         check_tied(folder, model)
     files = sorted({path / place.file for place in places.values()})
-    return _Weights(says, files, lambda live, progress: hf.fill(folder, places, live, progress=progress))
+    return _Weights(notes, files, lambda live, progress: hf.fill(folder, places, live, progress=progress))
 
 
 def _open_file(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
     del is_first  # a file of a tied model has one table
     file = open_file(path, Files())
-    says = differences(file.model, model, where=path, kind=WeightsKind.file.value)
-    return _Weights(says, [path], lambda live, progress: llmc.fill(file, live, progress=progress))
+    notes = differences(file.model, model, where=path, kind=WeightsKind.file.value)
+    return _Weights(notes, [path], lambda live, progress: llmc.fill(file, live, progress=progress))
 
 
 def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> None:
-    """Refuse to begin with weights of which this rank sees others than rank 0. A call of all ranks.
+    """Refuse to start if this rank sees different weights than rank 0. A call of all ranks.
 
-    Compared are the names and sizes of the files, and samples of each from its first to its last bytes.
+    The names and sizes of the files are compared, and samples of each from its first to its last bytes.
 
     Raises:
         MismatchError: on every rank, naming the host.

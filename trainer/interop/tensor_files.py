@@ -1,4 +1,4 @@
-"""Writes whole tensors into the files of a layout, one after the other. It commits nothing."""
+"""Writes unsharded tensors into the files of a layout, one after the other."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from trainer.atomic import output_failed
 from trainer.checkpoint.format.box import whole
 from trainer.checkpoint.format.layout import FileLayout, Layout, Place
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, digest_of
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
+from trainer.interop.new_output import output_failed
 
 Read = Callable[[str], torch.Tensor]
 
 
 def write_tensor_files(folder: Path, files: Files, layout: Layout, read: Read) -> list[WrittenPiece]:
-    """Write and sync every file of `layout` in a folder that is there; return each tensor as one piece with digests.
+    """Write and sync every file of `layout` in an existing folder; return each tensor as one piece with digests.
 
-    No more than one tensor is in memory at a time, cast to the layout's dtype block by block. A bar on standard error
-    counts the bytes where that is a terminal.
+    At most one tensor is in memory at a time, cast to the layout's dtype block by block. On a terminal, a progress bar
+    on standard error counts the bytes.
 
     Raises:
         CheckpointError: for a tensor of another shape than the layout's, or with values beyond the dtype; with path and
@@ -77,7 +77,7 @@ def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterat
     """Yield the bytes of a tensor in C order, cast to `dtype`, in blocks of `BLOCK_BYTES`, the last one shorter.
 
     Raises:
-        CheckpointError: for a tensor that is not of floating point, or a finite value that is infinite in `dtype`.
+        CheckpointError: for a tensor that is not floating point, or a finite value that is infinite in `dtype`.
     """
     if not tensor.is_floating_point():
         raise CheckpointError("A tensor holds no floating-point numbers", where=where, found=tensor.dtype)
@@ -88,7 +88,7 @@ def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterat
         cast = values.to(dtype).contiguous()
         if dtype.itemsize < values.dtype.itemsize and bool((cast.isinf() & values.isfinite()).any()):
             raise CheckpointError(
-                "A number is beyond what a dtype holds",
+                "A number is out of a dtype's range",
                 where=where,
                 expected=f"at most {torch.finfo(dtype).max}, the largest of {dtype}",
                 found=float(values.abs().max()),

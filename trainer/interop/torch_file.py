@@ -1,4 +1,4 @@
-"""Opens a file of `torch.save` without running anything that is in it. What it holds is the business of others."""
+"""Opens a file of `torch.save` without running any code in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.errors import CheckpointError
 
 
 class Unread:
-    """Stands for an object of a class that torch itself does not admit; nothing of it is kept."""
+    """Placeholder for an object of a class that torch does not admit; its content is discarded."""
 
     def __new__(cls, *_: object) -> Unread:
         return super().__new__(cls)
@@ -22,13 +22,13 @@ class Unread:
 
 
 def open_torch_file(path: Path) -> Mapping[Any, Any]:
-    """Return the dictionary that a file holds, its tensors mapped from the file and read when they are used.
+    """Return the dictionary in a file; its tensors are memory-mapped.
 
     torch unpickles it with `weights_only=True`. Every class that this does not admit is replaced by `Unread`, so that
     no module is imported and no function of the file's choice is called.
 
     Raises:
-        CheckpointError: if it is damaged, or holds anything else than a dictionary.
+        CheckpointError: if it is damaged, or does not hold a dictionary.
     """
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -44,7 +44,7 @@ def open_torch_file(path: Path) -> Mapping[Any, Any]:
 
 
 def _telling(text: str) -> str:
-    """Return what an error of torch says, without what it says of its own option."""
+    """Return the message of a torch error, without its advice on torch's own option."""
     lines = [line.strip().removesuffix("WeightsUnpickler error:") for line in text.splitlines()]
     return " ".join(line for line in lines if line and "weights_only" not in line)
 

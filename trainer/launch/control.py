@@ -1,4 +1,4 @@
-"""What people and schedulers ask of a running job: to end, or to save now. All ranks agree on it once an iteration."""
+"""Requests of users and schedulers to a running job: stop, or save now. All ranks agree on them once an iteration."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ControlFlags:
-    """What is asked for after an iteration: by one rank of itself, or by any rank, once all agree."""
+    """The requests after an iteration: those of one rank, or those of all ranks after they agree."""
 
     stop: bool = False
     save: bool = False
     give_up: bool = False
 
     def flags(self) -> list[float]:
-        """Return it as numbers, to travel with an iteration's figures."""
+        """Return the flags as numbers, to gather them with an iteration's figures."""
         return [float(self.stop), float(self.save), float(self.give_up)]
 
     @staticmethod
     def of(flags: Sequence[float]) -> ControlFlags:
-        """Return what the greatest flags over all ranks ask for."""
-        stop, save, give_up = (vote > 0 for vote in flags)
+        """Return the flags for the maxima over all ranks."""
+        stop, save, give_up = (flag > 0 for flag in flags)
         return ControlFlags(stop, save, give_up)
 
 
 @dataclass(frozen=True, slots=True)
 class ControlRules:
-    """When time alone asks for something; minutes, 0 for never. `give_up_after` failed saves in a row end the run."""
+    """Limits in minutes, 0 for never. `give_up_after` failed saves in a row end the run, 0 for never."""
 
     exit_duration_in_mins: float = 0.0
     save_interval_mins: float = 0.0
@@ -48,10 +48,10 @@ class ControlRules:
 
 
 class RunControl:
-    """The wishes that reach one rank. Clock and files are looked at on rank 0 only: ranks would not see them alike.
+    """The requests that reach one rank. Only rank 0 reads the clock and the files, since ranks could see them differ.
 
     Args:
-        folder: the checkpoint folder, in which a file named `save_now` asks for a save; None for none.
+        folder: the checkpoint folder, in which a file named `save_now` requests a save; None if nothing is saved.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class RunControl:
         self._ignored: tuple[int, int] | None = None
 
     def begin(self) -> None:
-        """Say that the first iteration begins."""
+        """Note that the first iteration begins."""
         if self._watch is not None:
             self._watch.await_iteration()
         self._saved = self._clock()
 
     def now(self, *, failed_saves: int = 0) -> ControlFlags:
-        """Return what is asked of this rank, where the last `failed_saves` saves have failed."""
+        """Return the requests to this rank, given the number of failed saves in a row."""
         limit = self._rules.give_up_after
         give_up = 0 < limit <= failed_saves
         if self._rank:
@@ -89,21 +89,21 @@ class RunControl:
         return ControlFlags(self.is_signalled() or is_over, is_due or self._look(now), give_up)
 
     def saving(self) -> None:
-        """Say that a save begins: what asked for one is served."""
+        """Note that a save begins, and clear the requests for one."""
         self._saved = self._clock()
         if self._is_touched and self._file is not None:
             self._is_touched = False
             try:
                 self._file.unlink(missing_ok=True)
-            except OSError as error:  # it has asked for this save, and must not ask for another one every second
+            except OSError as error:  # one request must not repeat every second
                 self._ignore(f"it cannot be removed: {error.strerror}")
 
     def reason(self) -> str:
         """Return why the job is to end, as far as this rank knows."""
-        return self._signal or "its time is over, or another rank was asked to"
+        return self._signal or "its time limit is reached, or another rank was asked to stop"
 
     def is_signalled(self) -> bool:
-        """Return whether a signal has come to this rank."""
+        """Return whether this rank has received a signal."""
         return self._signal is not None
 
     @property
@@ -117,12 +117,12 @@ class RunControl:
                 status = self._file.lstat()
                 is_new = _identity(status) != self._ignored
                 if is_new and stat.S_ISDIR(status.st_mode):
-                    self._ignore("it is a folder, and a file of this name asks for a save")
+                    self._ignore("it is a folder; a file of this name requests a save")
                 self._is_touched = is_new and not stat.S_ISDIR(status.st_mode)
         return self._is_touched
 
     def _ignore(self, reason: str) -> None:
-        """Ignore what is in the file's place from now on, until it is touched again or replaced."""
+        """Ignore the present file until it is touched or replaced."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._ignored = _identity(self._file.lstat())
@@ -134,5 +134,5 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def should_exit(iteration: int, exit_interval: int) -> bool:
-    """Return whether `train.exit_interval` asks to save and exit after `iteration`; 0 never does."""
+    """Return whether `train.exit_interval` ends the run after `iteration`; 0 never does."""
     return exit_interval > 0 and iteration % exit_interval == 0

@@ -1,4 +1,4 @@
-"""The variables with which torchrun tells a rank who it is. Imports no torch."""
+"""torchrun's environment variables. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.errors import LaunchError
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What torchrun tells a rank; a plain `python` is a world of one."""
+    """The place of a rank in the launch, from torchrun's variables; a plain `python` is a world of one."""
 
     rank: int
     world_size: int
@@ -22,7 +22,7 @@ class Environment:
 
     @property
     def store_host(self) -> str:
-        """Return which process has the store, in words."""
+        """Return a description of the process that hosts the store."""
         return "torchrun's agent on the first node" if self.has_agent_store else "rank 0"
 
     @staticmethod
@@ -30,7 +30,7 @@ class Environment:
         """Read torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
 
         Raises:
-            LaunchError: for a variable that is not a number or is outside its range, or a world without an address.
+            LaunchError: if a variable is not a number or is out of range, or if several ranks have no address.
         """
         number = {name: _number(name, variables.get(name, default)) for name, default in _NUMBERS.items()}
         for name, (least, most) in _ranges(number).items():
@@ -55,7 +55,7 @@ class Environment:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """Return the ranks on this host, this one among them: torchrun numbers them one after the other."""
+        """Return the ranks on this host, including this one; torchrun numbers them consecutively."""
         first = self.rank - self.local_rank
         return tuple(range(first, min(first + self.local_world_size, self.world_size)))
 
@@ -71,7 +71,7 @@ _MOST_RANKS = 1 << 20
 
 
 def _ranges(number: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return the least and the greatest value of each variable, the sizes before the numbers that depend on them."""
+    """Return the range of each variable, the sizes before the numbers that depend on them."""
     return {
         "WORLD_SIZE": (1, _MOST_RANKS),
         "RANK": (0, number["WORLD_SIZE"] - 1),

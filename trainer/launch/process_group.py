@@ -1,4 +1,4 @@
-"""Brings the ranks of a run together and lets them go: device, threads, store, process group. Nothing here trains."""
+"""Starts and ends the process group of a run: device, threads, store, and backend."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.errors import LaunchError
 from trainer.launch.environment import Environment
 from trainer.launch.relaunch import Launch, identify
-from trainer.launch.rendezvous import meet
+from trainer.launch.rendezvous import rendezvous
 
-# What ranks get to find out who is missing.
+# Time for ranks to find out which ranks are missing.
 _GRACE_S = 5.0
 
 # More threads than any host has cores; OpenMP would fail to start them.
 _MOST_THREADS = 4096
 
-# glibc's numbers of what can be set, see mallopt(3), and the largest threshold that it would come to by itself.
+# glibc's parameter numbers, see mallopt(3), and the largest threshold that its dynamic adjustment reaches.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_THRESHOLD_BYTES = 32 << 20
 
@@ -38,11 +38,11 @@ class Cluster:
     """The ranks of a run, seen from one of them.
 
     Args:
-        threads: the thread count that this process was given; bits depend on it.
+        threads: the thread count of this process; bits depend on it.
         nonce: a random name of this launch, equal on all ranks.
-        store_host: which process the channel depends on, in words.
-        local_ranks: the ranks on this host, where torchrun told of them.
-        launch: what this launch goes by; known on rank 0.
+        store_host: a description of the process that hosts the store.
+        local_ranks: the ranks on this host, if torchrun started them.
+        launch: the identity of this launch; known on rank 0.
     """
 
     rank: int
@@ -74,7 +74,7 @@ def start(
         timeout_s: how long a rank waits for the others, here and in every collective and message.
 
     Raises:
-        LaunchError: if the asked device is not there or the ranks do not meet.
+        LaunchError: if the requested device is missing or a rank does not join.
     """
     environment = Environment.read(variables)
     threads = thread_count(variables, environment.local_world_size)
@@ -87,8 +87,8 @@ def start(
     if environment.world_size == 1:
         launch = _identify_alone(environment, variables)
         return Cluster(0, 1, chosen, threads, single_rank_channel(), secrets.token_hex(4), launch=launch)
-    with _bounded(environment, 2 * timeout_s + _GRACE_S):
-        store, name, launch = _meet(environment, timeout_s, variables)
+    with _exit_after(environment, 2 * timeout_s + _GRACE_S):
+        store, name, launch = _rendezvous(environment, timeout_s, variables)
         channel = StoreChannel(store, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
         _form_group(environment, chosen, store=store, channel=channel, timeout_s=timeout_s)
     return Cluster(
@@ -105,42 +105,42 @@ def start(
 
 
 def thread_count(variables: Mapping[str, str] = os.environ, local_world_size: int = 1) -> int:
-    """Return how many threads a rank computes with: OMP_NUM_THREADS, else its share of the cores of its host.
+    """Return the number of compute threads of a rank: OMP_NUM_THREADS, else its share of the cores of its host.
 
-    torchrun sets OMP_NUM_THREADS=1 for several ranks on a host where the user has not set it, so that value counts for
-    a single rank only. Of a list, one count for each level of nesting, the first counts.
+    torchrun sets OMP_NUM_THREADS=1 for several ranks on a host where the user has not set it, so the value 1 is used
+    for a single rank only. OMP_NUM_THREADS may be a list with one count per level of nesting; the first is used.
 
     Raises:
-        LaunchError: OMP_NUM_THREADS is no positive integer.
+        LaunchError: if OMP_NUM_THREADS is not a positive integer.
     """
     text = variables.get("OMP_NUM_THREADS", "").strip()
     first = text.partition(",")[0].strip()
     if text and not (first.isascii() and first.isdigit() and 0 < int(first) <= _MOST_THREADS):
         raise LaunchError(
-            "OMP_NUM_THREADS cannot be used",
+            "OMP_NUM_THREADS is not valid",
             expected=f"a number of threads from 1 to {_MOST_THREADS}",
             found=repr(text),
-            fix="Correct it, or unset it for a rank's share of the cores.",
+            fix="Correct it, or unset it to use the rank's share of the cores.",
         )
     if text and (local_world_size == 1 or int(first) > 1):
         return int(first)
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
-def stop(cluster: Cluster) -> None:
-    """Leave together: a gloo process aborts at exit when a peer has left first. A call of all ranks."""
-    part(cluster)
-    leave(cluster)
+def shutdown(cluster: Cluster) -> None:
+    """End the process group on all ranks together: a gloo process aborts at exit if a peer exits first. Collective."""
+    final_barrier(cluster)
+    destroy(cluster)
 
 
-def part(cluster: Cluster) -> None:
-    """Wait until all ranks have nothing more to say. A call of all ranks."""
+def final_barrier(cluster: Cluster) -> None:
+    """Wait until all ranks have sent their last message. Collective."""
     if cluster.world_size > 1:
         dist.barrier()
 
 
-def leave(cluster: Cluster) -> None:
-    """Take the process group down, after `part`."""
+def destroy(cluster: Cluster) -> None:
+    """Destroy the process group, after `final_barrier`."""
     if cluster.world_size > 1:
         dist.destroy_process_group()
 
@@ -152,7 +152,7 @@ def _device(name: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
         raise LaunchError(
-            "There is no CUDA device for this rank",
+            "This rank has no CUDA device",
             where=f"local rank {local_rank}",
             expected=f"at least {local_rank + 1} devices",
             found=torch.cuda.device_count(),
@@ -164,11 +164,11 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 def _keep_freed_memory() -> None:
-    """Have the allocator keep what a step frees, up to 32 MiB at a time: the next step asks for the same again.
+    """Make the allocator keep freed blocks of up to 32 MiB, since the next step allocates the same sizes again.
 
-    glibc gives free memory at the end of its heap back to the system, which clears every page when it is touched again:
-    4 % of a step of 40 ms. Larger tensors are mapped and unmapped as before: kept, they would leave holes that nothing
-    else fits into. Other C libraries are left as they are.
+    glibc returns free memory at the end of its heap to the system, which clears every page on its next use: 4 % of a
+    step of 40 ms. Larger tensors are still mapped and unmapped, because keeping them would fragment the heap. Other C
+    libraries keep their settings.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -184,13 +184,13 @@ def _make_deterministic(device: torch.device) -> None:
 
 
 @contextmanager
-def _bounded(environment: Environment, seconds: float) -> Iterator[None]:
-    """Leave the process if this takes longer: a stopped store host blocks every call, past any timeout."""
+def _exit_after(environment: Environment, seconds: float) -> Iterator[None]:
+    """Exit the process if the block takes longer: a stopped store host blocks every call, past any timeout."""
 
     def leave() -> None:
         print(
-            f"rank {environment.rank} leaves: the ranks did not meet within {seconds:.0f} s, the store's host, "
-            f"{environment.store_host} at {environment.address}:{environment.port}, hangs, or cannot be reached",
+            f"rank {environment.rank} exits: the ranks did not join within {seconds:.0f} s; the store's host, "
+            f"{environment.store_host} at {environment.address}:{environment.port}, is hung or cannot be reached",
             file=sys.stderr,
             flush=True,
         )
@@ -206,7 +206,7 @@ def _bounded(environment: Environment, seconds: float) -> Iterator[None]:
 
 
 def _identify_alone(environment: Environment, variables: Mapping[str, str]) -> Launch:
-    """Return what a run of one rank goes by; where torchrun's agent does not answer, that has to do without it."""
+    """Return the identity of a launch of one rank; if torchrun's agent does not answer, its store is not used."""
     if not environment.has_agent_store:
         return identify(variables, None)
     timeout = timedelta(seconds=_GRACE_S)
@@ -217,11 +217,13 @@ def _identify_alone(environment: Environment, variables: Mapping[str, str]) -> L
         return identify(variables, None)
 
 
-def _meet(environment: Environment, timeout_s: float, variables: Mapping[str, str]) -> tuple[PrefixStore, str, Launch]:
-    """Find the other ranks; return a store of our own making, the name of this meeting and what rank 0's launch is.
+def _rendezvous(
+    environment: Environment, timeout_s: float, variables: Mapping[str, str]
+) -> tuple[PrefixStore, str, Launch]:
+    """Join the other ranks; return a store of this launch alone, the name of the rendezvous and rank 0's launch.
 
-    torchrun's agent keeps its store over restarts, and gloo fails or hangs on the keys of a dead launch: so each
-    launch has a prefix of its own.
+    torchrun's agent keeps its store over restarts, and gloo fails or hangs on the keys of a dead launch, so each
+    launch has its own prefix.
     """
     is_host = environment.rank == 0 and not environment.has_agent_store
     try:
@@ -233,19 +235,19 @@ def _meet(environment: Environment, timeout_s: float, variables: Mapping[str, st
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
         )
-        name = meet(server, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
+        name = rendezvous(server, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
         launch = Launch()
         if environment.rank == 0:
             launch = identify(variables, server if environment.has_agent_store else None)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise _not_met(environment, error, []) from error
+        raise _join_error(environment, error, []) from error
     return PrefixStore(name, server), name, launch
 
 
 def _form_group(
     environment: Environment, device: torch.device, *, store: PrefixStore, channel: StoreChannel, timeout_s: float
 ) -> None:
-    """Form the process group of ranks that have met; those who fail together find out who is missing."""
+    """Form the process group after the rendezvous; if it fails, the ranks find out which ranks are missing."""
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -259,15 +261,15 @@ def _form_group(
         channel.fail(str(error))
         silent = channel.silent_ranks(_GRACE_S)
         channel.await_others(but=silent)
-        raise _not_met(environment, error, silent) from error
+        raise _join_error(environment, error, silent) from error
 
 
-def _not_met(environment: Environment, error: Exception, silent: Sequence[int]) -> LaunchError:
-    """Return the error of ranks that did not come together, of whom the `silent` do not answer."""
+def _join_error(environment: Environment, error: Exception, silent: Sequence[int]) -> LaunchError:
+    """Return the error of ranks that did not all join; the `silent` ranks do not answer."""
     missing = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
     return LaunchError(
-        "The ranks did not meet",
+        "The ranks did not all join",
         where=f"rank {environment.rank}, {environment.address}:{environment.port}",
         found=missing + str(error).splitlines()[0],
-        fix=f"Look at the other ranks' logs; the store's host is {environment.store_host}.",
+        fix=f"Read the logs of the other ranks; the store's host is {environment.store_host}.",
     )

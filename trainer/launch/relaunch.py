@@ -1,6 +1,6 @@
-"""Knows a launch again that its launcher has started anew: what the command says of the beginning acts once a launch.
+"""Recognizes a launch that its launcher has restarted, so that settings of a run's start act once per launch.
 
-Rank 0 only. Which checkpoint is loaded is the business of `restore.py`.
+Used on rank 0 only.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from trainer.atomic import replace_file
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.json_file import Json
-from trainer.checkpoint.storage.files import Files, replace_file
+from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.errors import CheckpointError
 
@@ -23,11 +24,11 @@ RECORD = "launch.json"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launch goes by.
+    """The identity of a launch.
 
     Args:
-        names: its names, which it keeps when its launcher starts it again; none where nobody would.
-        earlier: those of them under which this very launch may have run before.
+        names: its names, which stay the same when its launcher restarts it; empty without such a launcher.
+        earlier: those names under which this launch may have run before.
     """
 
     names: tuple[str, ...] = ()
@@ -35,11 +36,11 @@ class Launch:
 
 
 def identify(variables: Mapping[str, str], agent_store: Store | None) -> Launch:
-    """Return what torchrun and SLURM tell of this launch.
+    """Return the identity of this launch from torchrun and SLURM.
 
-    torchrun's agent keeps its store for as long as the launch lives, so a random name in that store tells this launch
-    from all others, whatever their rdzv-id. Where the ranks cannot see the store, the rdzv-id and a count of restarts
-    above zero have to do. A SLURM job keeps its number when it is requeued, and SLURM counts how often that was.
+    torchrun's agent keeps its store until the launch ends, so a random name in that store identifies this launch among
+    all others, whatever their rdzv-id. Without access to the store, the rdzv-id and a restart count above zero identify
+    it. A SLURM job keeps its number when it is requeued, and SLURM counts the requeues.
 
     Args:
         variables: the environment.
@@ -73,7 +74,7 @@ def has_committed(folder: CheckpointFolder, launch: Launch) -> bool:
     """Return whether this launch has run before and committed a checkpoint beyond the iteration at which it began.
 
     Raises:
-        CheckpointError: if the record of it is malformed: a wrong guess would put checkpoints out of the way.
+        CheckpointError: if its record is malformed, since a wrong guess would move checkpoints aside.
     """
     found = _read(folder.root / RECORD) if launch.earlier else None
     if found is None or not set(launch.earlier) & set(found["launches"]):
@@ -82,10 +83,10 @@ def has_committed(folder: CheckpointFolder, launch: Launch) -> bool:
 
 
 def note(folder: CheckpointFolder, launch: Launch, iteration: int | None) -> None:
-    """Write down, durably, where this launch began.
+    """Record durably the iteration at which this launch began.
 
     Args:
-        iteration: where, -1 for a fresh start; None if it goes on, and only its new names are added.
+        iteration: that iteration, -1 for a fresh start; None for a restart, which only adds new names.
 
     Raises:
         OSError: if the folder cannot be written.
@@ -111,6 +112,6 @@ def _read(path: Path) -> Json | None:
             "The record of a launch is malformed",
             where=path,
             expected="names and an iteration",
-            fix="Delete it: then the next start does what checkpoint.load and checkpoint.ckpt_step say.",
+            fix="Delete it; the next start then follows checkpoint.load and checkpoint.ckpt_step.",
         )
     return found

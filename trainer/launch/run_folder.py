@@ -1,4 +1,4 @@
-"""The folder of a run: one job writes to it at a time."""
+"""The lock of a run's folder: one job writes to it at a time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainer.errors import TrainerError
 
 @contextmanager
 def hold_run_folder(folder: Path, checkpoints: Path | None, channel: StoreChannel, nonce: str) -> Iterator[None]:
-    """Hold the lock of a run's folder, which is made if needed. A call of all ranks; rank 0 has the lock.
+    """Hold the lock of a run's folder, which is created if needed. Collective; rank 0 holds the lock.
 
     Args:
         folder: `run.dir`.
-        checkpoints: `checkpoint.save`, which has a lock of its own; where it is the same folder, that lock does.
+        checkpoints: `checkpoint.save`, which has its own lock; no second lock is taken where it is the same folder.
 
     Raises:
         LockError: on every rank, if another job writes to the folder.
@@ -44,5 +44,5 @@ def hold_run_folder(folder: Path, checkpoints: Path | None, channel: StoreChanne
 
 def run_folder_failed(folder: Path, error: OSError) -> TrainerError:
     """Return the error of a run's folder that cannot be written."""
-    fix = "Make room or fix the file system, or name another folder with run.dir."
+    fix = "Free space or repair the file system, or set another folder with run.dir."
     return cannot_write(folder, error, what="The run's folder", fix=fix)

@@ -1,4 +1,4 @@
-"""Hears the signals that ask a job to end, on a thread of its own. What the loop does about it is told elsewhere."""
+"""Receives the signals that ask a job to stop, on a separate thread."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from collections.abc import Callable
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Launchers and terminals may send a signal twice in a row; only a later one is a person losing patience.
+# Launchers and terminals may send a signal twice in a row; only a later one means to end at once.
 _SECOND_S = 2.0
 _EXIT_GRACE_S = 1.0
 
 
 class SignalHandler:
-    """Takes the first signal as a wish to end, and a second one, at least two seconds later, as an order.
+    """Stops the run after the first signal, and ends the process on a second one at least two seconds later.
 
-    Python runs a signal's handler on the main thread only between two instructions, and that thread may stand in a
+    Python runs a signal's handler on the main thread only between two instructions, and that thread may be in a
     collective for minutes. So the interpreter writes the number of each signal to a socket at once
     (`signal.set_wakeup_fd`), and a thread reads it.
 
     Args:
-        notice_s: how long after the first signal the process may still be there.
-        exit_grace: called before the process is left for good, with the reason.
+        notice_s: the longest time from the first signal to the end of the process.
+        exit_grace: called with the reason before the process is ended.
         leave: ends the process with a status.
     """
 
@@ -46,26 +46,26 @@ class SignalHandler:
         self._is_over = threading.Event()
 
     def start(self) -> None:
-        """Begin to listen. Main thread."""
+        """Start listening. Main thread."""
         for number in SIGNALS:
-            signal.signal(number, _heard)
+            signal.signal(number, _ignore)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def await_iteration(self) -> None:
-        """Say that from now on somebody asks `name` after every iteration; before, a signal ends the process."""
+        """Note that from now on the loop reads `name` after every iteration; before, a signal ends the process."""
         self._is_awaited = True
         if self._first is not None:
             self._end(128 + self._first[0], f"received {self.name} before the first iteration")
 
     def leave_within(self, seconds: float, status: int) -> None:
-        """Leave with `status` after a while, whatever hangs by then; to be called where the process ends anyway."""
+        """Exit with `status` after `seconds`, even if the process hangs; for a process that is about to end."""
         timer = threading.Timer(seconds, self._leave, (status,))
         timer.daemon = True
         timer.start()
 
     def stop(self) -> None:
-        """Stop listening: the process ends by itself. Main thread."""
+        """Stop listening. Main thread."""
         self._is_over.set()
         signal.set_wakeup_fd(-1)
         self._writer.close()
@@ -75,8 +75,8 @@ class SignalHandler:
         """Return the name of the signal that asked the job to end, or None."""
         return None if self._first is None else signal.Signals(self._first[0]).name
 
-    def heard(self, number: int) -> None:
-        """Take a signal. Called by the listening thread."""
+    def receive(self, number: int) -> None:
+        """Handle a signal. Called by the listening thread."""
         now = self._clock()
         if number not in SIGNALS:
             return
@@ -91,23 +91,23 @@ class SignalHandler:
     def _listen(self) -> None:
         while data := self._reader.recv(64):
             for number in data:
-                self.heard(number)
+                self.receive(number)
 
     def _enforce(self) -> None:
         if not self._is_over.wait(self._notice_s):
             self._end(
                 1,
-                f"{self.name} gave {self._notice_s:.0f} s (train.exit_signal_save_seconds), the state was not saved "
-                "within; committed checkpoints are untouched",
+                f"the state was not saved within {self._notice_s:.0f} s of {self.name} "
+                "(train.exit_signal_save_seconds); committed checkpoints are untouched",
             )
 
     def _end(self, status: int, reason: str) -> None:
-        print(f"leaving at once: {reason}", file=sys.stderr, flush=True)
+        print(f"exiting at once: {reason}", file=sys.stderr, flush=True)
         exit_grace = threading.Thread(target=self._exit_grace, args=(reason,), daemon=True)
         exit_grace.start()
-        exit_grace.join(_EXIT_GRACE_S)  # whoever is to hear it may hang
+        exit_grace.join(_EXIT_GRACE_S)  # the other end may be hung
         self._leave(status)
 
 
-def _heard(_number: int, _frame: FrameType | None) -> None:
-    """Be a handler: without one the signal would end the process."""
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing. Without a handler the signal would end the process."""

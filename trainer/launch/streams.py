@@ -1,4 +1,4 @@
-"""Stand-ins for standard streams that the caller has closed, as `>&-` does: the null device, or a file of the run."""
+"""Replacements for standard streams that the caller has closed (`>&-`): the null device, or a file of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ERROR_LOG = "error.log"
 
 
 class _ErrorLog(io.TextIOBase):
-    """Stands for a closed stderr: writes to stdout, or where that is closed too, to `error.log` in the run's folder."""
+    """Replaces a closed stderr: writes to stdout, or if that is closed too, to `error.log` in the run's folder."""
 
     def __init__(self, stdout: TextIO | None) -> None:
         self._target = stdout
@@ -26,9 +26,9 @@ class _ErrorLog(io.TextIOBase):
 
 
 def replace_closed() -> frozenset[str]:
-    """Put a stream in place of every closed standard stream, and return the names of those.
+    """Replace every closed standard stream, and return their names.
 
-    To be called before any other file is opened: a file that got descriptor 1 would receive what libraries print.
+    Call this before any other file is opened: a file with descriptor 1 would receive the output of libraries.
     """
     closed = frozenset(name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None)
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -44,6 +44,6 @@ def replace_closed() -> frozenset[str]:
 
 
 def keep_errors_in(folder: Path) -> None:
-    """Name the run's folder, which is made when there is an error to write; does nothing where a stream is open."""
+    """Set the folder of `error.log`, which is created with the first error. No effect if a stream is open."""
     if isinstance(sys.stderr, _ErrorLog):
         sys.stderr.folder = folder

@@ -1,4 +1,4 @@
-"""Sees that no rank outlives the others: a thread looks for one that gave up or is lost, whatever the main one does."""
+"""A background thread that ends this process if another rank has failed or is lost."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import torch.distributed as dist
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.errors import LaunchError, TrainerError
 
-# Between two looks, and a little more for each rank, so that the store's host is asked some thousand times a second.
+# The pause between two checks, longer with more ranks: at most some thousand requests a second to the store's host.
 _LOOK_EVERY_S = 1.0
 _PER_RANK_S = 1 / 5000
-# The pause of the guard, and what it takes at most where the process is not stopped.
+# The pause of the guard, and its longest duration in a process that is not stopped.
 _GUARD_EVERY_S, _STOPPED_S = 1.0, 3.0
-# What the main thread gets to end by itself once a rank has given up.
+# Time for the main thread to end on its own after a rank has failed.
 _GRACE_S = 10.0
-_MOST_ASKING = 512  # of more ranks only rank 0 asks who is missing
-_BEATS = 8  # in the time after which a rank without any is lost
+_MOST_ASKING = 512  # above this number of ranks only rank 0 asks which ranks are missing
+_BEATS = 8  # heartbeats per timeout
 
 
 class Watchdog:
-    """Ends this process some seconds after any rank has given up or was lost, or the store's host is gone.
+    """Ends this process some seconds after any rank has failed or is lost, or the store's host is gone.
 
-    A rank in a collective hears of a peer that died if the connection breaks, and of one that hangs only when the
-    collective times out; one that waits for a message does not hear of either.
+    A rank in a collective notices a dead peer only if the connection breaks, and a hung peer only when the collective
+    times out. A rank that waits for a message notices neither.
 
     Args:
         channel: a channel for this thread alone.
-        timeout_s: how long the store's host may not answer, and a rank may show no sign of life.
-        store_host: which process that is, in words.
+        timeout_s: the longest silence of the store's host, and the longest time without a heartbeat of a rank.
+        store_host: a description of the process that hosts the store.
         leave: ends the process with a status.
     """
 
@@ -49,31 +49,30 @@ class Watchdog:
         self._channel, self._timeout_s, self._store_host, self._leave = channel, timeout_s, store_host, leave
         self._pause_s = _LOOK_EVERY_S + channel.world_size * _PER_RANK_S
         self._heartbeat = _Heartbeat(channel.clone(0.0), timeout_s, look_s=self._pause_s)
-        self._is_over = threading.Event()  # nothing is looked at any more
-        self._is_ending = threading.Event()  # the main thread ends by itself
+        self._is_over = threading.Event()  # watching has ended
+        self._is_ending = threading.Event()  # the main thread ends on its own
         self._looked = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch; a world of one has nobody to watch."""
+        """Start watching, if there is more than one rank."""
         if self._channel.world_size > 1:
             self._looked = time.monotonic()
             self._thread.start()
             threading.Thread(target=self._guard, name="store-guard", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop watching: all ranks end by themselves from now on."""
+        """Stop watching; from now on every rank ends on its own."""
         self._is_over.set()
         self._is_ending.set()
         if self._thread.is_alive():
             self._thread.join(_GRACE_S)
 
     def explain(self, error: BaseException, channel: StoreChannel) -> str | None:
-        """Tell the others that this rank ends with `error`, and return what that follows from, if it does from another.
+        """Report `error` to all ranks and return the root cause if another rank failed first, else None.
 
-        What every rank knows follows from nothing, whichever of them says it first.
-
-        Meanwhile this process still ends if the store's host hangs.
+        An error that is known to all ranks has no root cause on another rank. Until this call returns, the process
+        still ends if the store's host hangs.
 
         Args:
             channel: the main thread's.
@@ -88,13 +87,13 @@ class Watchdog:
             except dist.DistError:
                 cause = self._is_gone()
         if silent:
-            cause = f"Rank {', '.join(map(str, silent))} does not answer: it was killed, or hangs"
+            cause = f"Rank {', '.join(map(str, silent))} does not answer: it was killed or is hung"
         channel.await_others(but=silent)
         self._is_over.set()
         return None if isinstance(error, TrainerError) and error.is_known_to_all else cause
 
     def _silent_ranks(self, channel: StoreChannel) -> list[int]:
-        """Return the ranks whose watch does not answer."""
+        """Return the ranks whose watchdog does not answer."""
         return (
             channel.silent_ranks(2 * self._pause_s + 1.0)
             if channel.rank == 0 or channel.world_size <= _MOST_ASKING
@@ -117,23 +116,23 @@ class Watchdog:
             self._looked = time.monotonic()
             leaves_at = leaves_at or (0.0 if failure is None else self._looked + _GRACE_S)
             if failure is not None and self._looked >= leaves_at and not self._is_ending.is_set():
-                print(f"rank {self._channel.rank} leaves: {failure}", file=sys.stderr, flush=True)
+                print(f"rank {self._channel.rank} exits: {failure}", file=sys.stderr, flush=True)
                 self._channel.fail(failure)
                 self._leave(1)
                 return
 
     def _lost_rank(self) -> str | None:
-        """Tell all ranks if the next one is lost; return that, or what another rank said before."""
+        """Report to all ranks if the next rank is lost; return that failure, or an earlier one of another rank."""
         lost = self._heartbeat.look()
         if lost is None:
             return None
-        text = f"Rank {lost} has shown no sign of life for {self._timeout_s:.0f} s: it was killed, or hangs"
+        text = f"Rank {lost} sent no heartbeat for {self._timeout_s:.0f} s: it was killed or is hung"
         return self._channel.fail(text) or text
 
     def _guard(self) -> None:
-        """Leave if a look at the store hangs: a stopped host blocks every call, past any timeout.
+        """Exit if a request to the store hangs: a stopped host blocks every call, past any timeout.
 
-        Time in which this process was itself stopped, alone or with all others, does not count.
+        Time in which this process itself is stopped, alone or with all others, does not count.
         """
         looked, silent_s, before = self._looked, 0.0, time.monotonic()
         while not self._is_over.wait(_GUARD_EVERY_S):
@@ -142,8 +141,8 @@ class Watchdog:
             looked, before = self._looked, now
             if silent_s > self._timeout_s:
                 print(
-                    f"rank {self._channel.rank} leaves: the store's host, {self._store_host}, has not answered for "
-                    f"{self._timeout_s:.0f} s: it hangs, or cannot be reached",
+                    f"rank {self._channel.rank} exits: the store's host, {self._store_host}, has not answered for "
+                    f"{self._timeout_s:.0f} s: it is hung or cannot be reached",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -152,13 +151,14 @@ class Watchdog:
 
 
 class _Heartbeat:
-    """Shows that this rank lives, and sees whether the next one does, so that each is seen by one other.
+    """Publishes this rank's heartbeat and checks that of the next rank, so that each rank is checked by one other.
 
-    What counts is this rank's own looks, not time: a job that is stopped as a whole and goes on has lost nobody.
+    Silence is measured in this rank's own checks, not in time: a job that is stopped and continued as a whole loses no
+    rank.
 
     Args:
         channel: one that waits for no message.
-        timeout_s: after this without a sign a rank is lost.
+        timeout_s: the longest time without a heartbeat.
         look_s: how often `look` is called.
     """
 
@@ -170,7 +170,7 @@ class _Heartbeat:
         self._seen, self._seen_at = b"", 0
 
     def look(self) -> int | None:
-        """Give a sign if one is due and return the next rank if it is lost.
+        """Publish a heartbeat if one is due, and return the next rank if it is lost.
 
         Raises:
             LaunchError: if the store is gone.
@@ -187,10 +187,10 @@ class _Heartbeat:
     def _read(self) -> bytes:
         try:
             return self._channel.read(f"heartbeat/{self._next}")
-        except LaunchError:  # nothing hangs there yet
+        except LaunchError:  # the key is not stored yet
             return b""
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error may only follow from another rank's end: a lost connection, a message that never came."""
+    """Return whether an error may be the consequence of another rank's end: a lost connection, a missing message."""
     return isinstance(error, dist.DistError | LaunchError) or "gloo" in str(error).lower()

@@ -1,4 +1,4 @@
-"""A bar at the foot of a terminal that says how far a run is, and log lines above it. Without a terminal only lines."""
+"""A progress bar at the bottom of a terminal, with log lines above it. Without a terminal there are only lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FORM = "{n_fmt}/{total_fmt} |{bar:30}| {desc} | eta {remaining}"
 
 
 class RunBar:
-    """The iterations of a run; shows nothing on a stream that is no terminal."""
+    """The progress of a run's iterations; shows nothing if the stream is not a terminal."""
 
     def __init__(self, stream: TextIO, *, iteration: int, train_iters: int) -> None:
         self._bar: tqdm[object] = tqdm(
@@ -25,17 +25,17 @@ class RunBar:
         )
 
     def show(self, *, loss: float, tokens_per_second: float) -> None:
-        """Count an iteration."""
+        """Advance by one iteration."""
         self._bar.set_description_str(f"loss {loss:.4f} | {tokens_per_second:.0f} tok/s", refresh=False)
         self._bar.update()
 
     def close(self) -> None:
-        """Take the bar away, for good."""
+        """Remove the bar for good."""
         self._bar.close()
 
 
 class _AboveBars:
-    """A terminal to write lines to, above the bars that are shown there; any thread may."""
+    """A terminal to write lines to, above its progress bars; any thread may write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -48,5 +48,5 @@ class _AboveBars:
 
 
 def line_handler(stream: TextIO) -> logging.Handler:
-    """Return the handler that writes log lines to a stream, above the bars where it is a terminal."""
+    """Return the handler that writes log lines to a stream, above the progress bars on a terminal."""
     return logging.StreamHandler(_AboveBars(stream) if stream.isatty() else stream)

@@ -1,26 +1,24 @@
-"""What a run shows and records: log lines, `metrics.jsonl`, TensorBoard. Rank 0 only; it sees no tensor."""
+"""Logging of a run: log lines, `metrics.jsonl` and TensorBoard. Rank 0 only."""
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trainer.atomic import make_folders, replace_file
 from trainer.checkpoint.policy import SaveReport
-from trainer.checkpoint.storage.files import Files, make_folders, replace_file, temporary_of
+from trainer.checkpoint.storage.files import Files
 from trainer.launch.run_folder import run_folder_failed
+from trainer.metrics.jsonl_file import JsonlFile, cut_after
 from trainer.metrics.progress_bar import RunBar
 from trainer.metrics.tensorboard_files import cut_events, put_before
-from trainer.regular_file import read_regular
 
 _log = logging.getLogger(__name__)
 
@@ -32,21 +30,38 @@ _EVENTS = "tensorboard"  # the folder of TensorBoard's files
 _VALID_LOSS = "valid/loss"
 
 
+def figure(
+    name: str | None = None, *, curve: str | None = None, is_exact: bool = False, digits: int | None = None
+) -> Any:
+    """Declare a field of `IterationRecord` that is logged.
+
+    Args:
+        name: key in `metrics.jsonl`, and attribute that is logged; by default the field's own name.
+        curve: tag of its TensorBoard curve; None for no curve.
+        is_exact: also write it as `<name>_hex`, which keeps every bit.
+        digits: decimals in `metrics.jsonl`; None for all.
+    """
+    return field(metadata={"name": name, "curve": curve, "is_exact": is_exact, "digits": digits})
+
+
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
-    """The figures of one iteration; `checkpoint_seconds` is what saving kept it, or its beginning, beside `seconds`.
+    """The figures of one iteration. A new one takes a single line here: `metrics.jsonl` and TensorBoard follow.
 
-    With `is_skipped`, loss or gradients were not finite, and the parameters stayed as they were.
+    Args:
+        seconds: duration of the iteration, without `checkpoint_seconds`.
+        checkpoint_seconds: time during which a save blocked training.
+        is_skipped: whether loss or gradients were not finite, so that the parameters were not updated.
     """
 
-    iteration: int
-    loss: float
-    grad_norm: float
-    lr: float
-    consumed_samples: int
-    tokens: int
-    seconds: float
-    checkpoint_seconds: float
+    iteration: int = figure()
+    loss: float = figure(curve="train/loss", is_exact=True)
+    grad_norm: float = figure(curve="train/grad_norm", is_exact=True)
+    lr: float = figure(curve="train/lr", is_exact=True)
+    consumed_samples: int = figure()
+    tokens: int = figure("tokens_per_second", curve="train/tokens_per_second", digits=1)
+    seconds: float = figure(digits=6)
+    checkpoint_seconds: float = figure(curve="checkpoint/blocked_seconds", digits=6)
     is_skipped: bool = False
 
     @property
@@ -54,25 +69,28 @@ class IterationRecord:
         return self.tokens / self.seconds
 
     def line(self) -> dict[str, object]:
-        """Return the members of its line in `metrics.jsonl`; a number that JSON lacks is null beside its hex form."""
+        """Return the members of its line in `metrics.jsonl`."""
+        members = dict[str, object]()
+        for declared in fields(self):
+            if how := declared.metadata:
+                name = how["name"] or declared.name
+                value = getattr(self, name)
+                members[name] = value if how["digits"] is None else round(value, how["digits"])
+                if how["is_exact"]:
+                    members[f"{name}_hex"] = value.hex()
+        return members | ({"skipped": True} if self.is_skipped else {})
+
+    def curves(self) -> dict[str, float]:
+        """Return its points by the tags of TensorBoard's curves."""
         return {
-            "iteration": self.iteration,
-            "loss": _finite(self.loss),
-            "loss_hex": self.loss.hex(),
-            "grad_norm": _finite(self.grad_norm),
-            "grad_norm_hex": self.grad_norm.hex(),
-            "lr": self.lr,
-            "lr_hex": self.lr.hex(),
-            "consumed_samples": self.consumed_samples,
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "seconds": round(self.seconds, 6),
-            "checkpoint_seconds": round(self.checkpoint_seconds, 6),
-            **({"skipped": True} if self.is_skipped else {}),
+            declared.metadata["curve"]: getattr(self, declared.metadata["name"] or declared.name)
+            for declared in fields(self)
+            if declared.metadata.get("curve")
         }
 
 
 class Slowdown:
-    """How much longer iterations take while a save is written, against the median of those before."""
+    """How much longer iterations take while a save is being written, relative to the median of those before."""
 
     def __init__(self) -> None:
         self._quiet: deque[float] = deque(maxlen=50)
@@ -83,13 +101,13 @@ class Slowdown:
         (self._during if is_saving else self._quiet).append(seconds)
 
     def take(self) -> float:
-        """Return how many seconds longer the iterations of a save took in sum; 0 where there is nothing to compare."""
+        """Return the total slowdown of a save's iterations in seconds; 0 if there is nothing to compare with."""
         during, self._during = self._during, []
         return sum(during) - len(during) * median(self._quiet) if self._quiet and during else 0.0
 
 
 class RunLog:
-    """The records of one run, continued where a checkpoint left off."""
+    """The log of one run, continued from a checkpoint."""
 
     def __init__(
         self, folder: Path, *, train_iters: int, log_interval: int, tensorboard: bool, mfu_scale: float | None
@@ -99,7 +117,7 @@ class RunLog:
         self._log_interval = log_interval
         self._tensorboard = tensorboard
         self._mfu_scale = mfu_scale
-        self._lines: _Lines | None = None
+        self._lines: JsonlFile | None = None
         self._bar: RunBar | None = None
         self._writer: Any = None
         self._purge_step = 1
@@ -109,13 +127,12 @@ class RunLog:
     def open(
         self, iteration: int, config: str, *, owes_evaluation: bool = False, began_elsewhere: bool = False
     ) -> None:
-        """Begin after `iteration`: what other branches of the run recorded beyond it goes to a file beside.
+        """Begin after `iteration`; lines that other branches of the run logged beyond it move to a side file.
 
         Args:
             config: the resolved configuration in YAML, kept as `config.yaml`.
-            owes_evaluation: whether the evaluation of that iteration is still to come, or to come again.
-            began_elsewhere: whether the iterations until now may be those of another run, which this one has no
-                lines of.
+            owes_evaluation: whether the evaluation of that iteration is still due, or has to be repeated.
+            began_elsewhere: whether the iterations so far may be those of another run, whose lines are not in this log.
 
         Raises:
             TrainerError: if the run's folder cannot be written.
@@ -125,7 +142,7 @@ class RunLog:
             make_folders(Files(), self._folder)
             replace_file(Files(), self._folder / "config.yaml", config.encode())
             recorded = cut_after(path, iteration, owes_evaluation=owes_evaluation)
-            self._lines = _Lines(path)
+            self._lines = JsonlFile(path)
             Files().sync_folder(self._folder)  # the records are durable with the first checkpoint, and so is their name
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
@@ -138,7 +155,7 @@ class RunLog:
         self._bar = RunBar(sys.stdout, iteration=iteration, train_iters=self._train_iters)
 
     def _report_gap(self, recorded: Set[int], iteration: int, *, first: int) -> None:
-        """Log which of the iterations from `first` to `iteration` have no line."""
+        """Log a warning about the iterations from `first` to `iteration` without a line."""
         count = iteration + 1 - first - len(recorded)
         if count > 0:
             lacks = [number for number in range(first, iteration + 1) if number not in recorded]
@@ -148,19 +165,10 @@ class RunLog:
             )
 
     def iteration(self, record: IterationRecord) -> None:
-        """Record one iteration."""
+        """Log one iteration."""
         self._write(record.line() | ({"resumed": True} if self._is_resumed else {}))
         self._is_resumed = False
-        self._scalars(
-            record.iteration,
-            {
-                "train/loss": record.loss,
-                "train/grad_norm": record.grad_norm,
-                "train/lr": record.lr,
-                "train/tokens_per_second": record.tokens_per_second,
-                "checkpoint/blocked_seconds": record.checkpoint_seconds,
-            },
-        )
+        self._scalars(record.iteration, record.curves())
         if self._bar is not None:
             self._bar.show(loss=record.loss, tokens_per_second=record.tokens_per_second)
         if record.iteration % self._log_interval == 0 or record.iteration == self._train_iters:
@@ -172,25 +180,23 @@ class RunLog:
             )
 
     def evaluation(self, iteration: int, loss: float, best: float | None) -> None:
-        """Record an evaluation."""
-        self._write(
-            {"iteration": iteration, "event": "evaluation", "valid_loss": _finite(loss), "valid_loss_hex": loss.hex()}
-        )
+        """Log an evaluation."""
+        self._write({"iteration": iteration, "event": "evaluation", "valid_loss": loss, "valid_loss_hex": loss.hex()})
         self._scalars(iteration, {_VALID_LOSS: loss})
         shown = "none" if best is None else f"{best:.6f}"
         _log.info(f"step {iteration:5d}/{self._train_iters} | valid loss {loss:.6f} | best {shown}")
 
     def sample(self, iteration: int, text: str) -> None:
-        """Show a text of the model."""
+        """Log a text generated by the model."""
         if self._tensorboard:
             shown = "    " + text.replace("\n", "\n    ")  # Markdown shows what is indented as it is
             self._plot(lambda: self._opened_writer().add_text("sample", shown, iteration), iteration)
         _log.info(f"step {iteration:5d}/{self._train_iters} | sample {text!r}")
 
     def save(self, report: SaveReport, *, slowdown_s: float) -> None:
-        """Record a save that was committed; `slowdown_s` is what iterations took longer while it was written.
+        """Log a committed save; `slowdown_s` is how much longer iterations took while it was being written.
 
-        It is recorded as measured, so that the sum over many saves has no bias; a negative one is shown as 0.
+        It is logged as measured, so that the sum over many saves is unbiased; a negative one is shown as 0.
         """
         rate = report.written_bytes / max(report.seconds, 1e-9)
         figures = {
@@ -215,13 +221,13 @@ class RunLog:
         )
 
     def sync(self) -> None:
-        """Make all records durable: a checkpoint must not be newer than they are, unless the disk fails them."""
+        """Make all lines durable: a checkpoint must not be newer than the log, unless the disk fails."""
         if self._lines is not None:
             self._lines.sync()
         self._flush()
 
     def close_bar(self) -> None:
-        """Take the bar off the terminal: what comes then is no line of the log."""
+        """Remove the progress bar from the terminal, before other output."""
         if self._bar is not None:
             self._bar.close()
 
@@ -239,7 +245,7 @@ class RunLog:
 
     def _write(self, members: Mapping[str, object]) -> None:
         assert self._lines is not None
-        self._lines.add(json.dumps(members, allow_nan=False) + "\n")
+        self._lines.add(members)
 
     def _scalars(self, iteration: int, values: Mapping[str, float]) -> None:
         if self._tensorboard:
@@ -257,7 +263,7 @@ class RunLog:
         return self._writer
 
     def _plot(self, call: Callable[[], None], iteration: int) -> None:
-        """Call TensorBoard, which is never worth the run: where the disk fails it, it begins anew."""
+        """Call TensorBoard, whose failures do not stop the run: after a disk error it starts a new file."""
         try:
             call()
             self._has_lost_points = False
@@ -268,124 +274,6 @@ class RunLog:
             self._writer, self._purge_step = None, iteration + 1
 
 
-class _Lines:
-    """A file that lines are added to; where the disk fails, they wait in memory until it works again."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._waiting = bytearray()
-        self._has_failed = False
-
-    def add(self, line: str) -> None:
-        """Add a line, which ends with its newline."""
-        self._waiting += line.encode()
-        self._try(self._write)
-
-    def sync(self) -> None:
-        """Make all lines durable."""
-        self._try(self._write, lambda: os.fsync(self._descriptor))
-
-    def close(self) -> None:
-        """Close the file, after a last try."""
-        self._try(self._write)
-        if self._waiting:
-            _log.error("%s lacks its last %d bytes", self._path, len(self._waiting))
-        os.close(self._descriptor)
-
-    def _write(self) -> None:
-        while self._waiting:
-            written = os.write(self._descriptor, self._waiting)
-            del self._waiting[:written]
-
-    def _try(self, *calls: Callable[[], None]) -> None:
-        try:
-            for call in calls:
-                call()
-            self._has_failed = False
-        except OSError as error:
-            if not self._has_failed:
-                _log.error("%s cannot be written, its lines wait in memory: %s", self._path, error)
-            self._has_failed = True
-
-
-def cut_after(path: Path, iteration: int, *, owes_evaluation: bool = False) -> set[int]:
-    """Move the lines of `path` beyond `iteration`, and torn ones, to `metrics.abandoned-k.jsonl`.
-
-    Returns the iterations of training whose lines stay.
-
-    With `owes_evaluation` the evaluation of that iteration goes too: it will be done again.
-
-    They are in the other file before they leave this one. A process killed between leaves them in both; then the next
-    cut writes the other file anew. What stays is always a new file: a process of before, stopped and gone on, still
-    writes, but to the old one.
-    """
-    if not path.exists():
-        return set()
-    files, kept, cut, recorded = Files(), list[str](), list[str](), set[int]()
-    for line in _read_lines(path):
-        number, event = _parsed(line)
-        is_kept = number is not None and number <= iteration
-        if owes_evaluation and number == iteration:
-            is_kept = event != "evaluation"
-        (kept if is_kept else cut).append(line)
-        if number is not None and is_kept and event is None:
-            recorded.add(number)
-    side, is_unfinished = _side_file(path, {*kept, *cut})
-    if cut:
-        replace_file(files, side, _to_bytes(cut))
-    replace_file(files, path, _to_bytes(kept))
-    if is_unfinished and not cut:
-        files.remove_file(side)
-    for left in (temporary_of(path), temporary_of(side)):
-        files.remove_file(left)
-    return recorded
-
-
-def _side_file(path: Path, lines: Collection[str]) -> tuple[Path, bool]:
-    """Return where lines cut from `path`, which holds `lines`, go, and whether a cut into that was not ended."""
-    count, last = 1, list[str]()
-    while (side := path.with_name(f"{path.stem}.abandoned-{count}.jsonl")).exists():
-        last = _read_lines(side)
-        count += 1
-    if last and all(line in lines for line in last):
-        return path.with_name(f"{path.stem}.abandoned-{count - 1}.jsonl"), True
-    return side, False
-
-
-def last_recorded_iteration(path: Path) -> int | None:
-    """Return the last iteration that `path` records, or None if there is none."""
-    if not path.exists():
-        return None
-    numbers = [_parsed(line)[0] for line in _read_lines(path)]
-    return max((number for number in numbers if number is not None), default=None)
-
-
 def peak_flops(device_name: str) -> float | None:
     """Return the dense bfloat16 peak of a device in FLOP/s, or None where it is not known."""
     return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
-
-
-def _read_lines(path: Path) -> list[str]:
-    """Return the lines of a file with their ends; bytes that are no text, which a dying host may leave, survive."""
-    return read_regular(path).decode("utf-8", errors="surrogateescape").splitlines(keepends=True)
-
-
-def _to_bytes(lines: Iterable[str]) -> bytes:
-    return "".join(lines).encode("utf-8", errors="surrogateescape")
-
-
-def _parsed(line: str) -> tuple[int | None, object]:
-    """Return the iteration of a line, None if it is torn, and its event, None if it is of training."""
-    if not line.endswith("\n"):
-        return None, None
-    try:
-        members = json.loads(line)
-        number = members["iteration"]
-        return (number if isinstance(number, int) else None), members.get("event")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None, None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

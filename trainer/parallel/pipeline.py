@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from models import Model, Stage, aliases
+from models.config import Stage
+from models.families import aliases
+from models.network import Model
 from trainer.checkpoint.tensors.live import local_of
 
 

@@ -6,6 +6,7 @@ Transformer Models" (sequence parallelism), on torch's DTensor styles.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from types import MethodType
 from typing import Any, cast
@@ -26,8 +27,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models import GPT2, Llama3, Model, token_loss
-from models.layers import Dropout, FusedConv1D
+from models import families
+from models.layers import Conv1D, Dropout, FusedConv1D, Site, token_loss
+from models.network import Model
+from models.spec import Cut
 
 __all__ = [
     "gather_logits",
@@ -39,6 +42,7 @@ __all__ = [
 ]
 
 _SEQUENCE = 1  # the dimension of [batch, sequence, width] that sequence parallelism cuts
+_HEADS = 2  # the dimension of [batch, sequence, heads, head width] that tensor parallelism cuts
 
 
 def shard(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -48,10 +52,8 @@ def shard(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     the cut products (norms, residuals, their dropout) is cut along the sequence. Logits stay cut: the loss is to be
     computed by `vocab_parallel_cross_entropy`. Afterwards tied weights must be bound again.
     """
-    between: Placement = Shard(_SEQUENCE) if sequence_parallel else Replicate()
-    plan = _gpt2_plan(model, between) if isinstance(model, GPT2) else _llama3_plan(model, between)
-    parallelize_module(model, mesh, plan)
-    if isinstance(model, Llama3) and sequence_parallel:
+    parallelize_module(model, mesh, _styles(model, Shard(_SEQUENCE) if sequence_parallel else Replicate()))
+    if sequence_parallel:
         model.sequence_shards = mesh.size()
     for name in shards_of_dropout(model, sequence_parallel=sequence_parallel):
         cast(Dropout, model.get_submodule(name)).shard = mesh.get_local_rank()
@@ -63,8 +65,9 @@ def shards_of_dropout(model: nn.Module, *, sequence_parallel: bool) -> set[str]:
     Heads are always spread; what lies between the cut products is with sequence parallelism, but for the embedding's
     dropout, which is drawn before the cut. Everywhere else the ranks hold the same and must draw the same.
     """
-    sites = (name for name, module in model.named_modules() if isinstance(module, Dropout))
-    return {name for name in sites if name.endswith("attn_dropout") or (sequence_parallel and ".h." in name)}
+    sites = {name: module.site for name, module in model.named_modules() if isinstance(module, Dropout)}
+    whole = {Site.embedding} if sequence_parallel else set(Site) - {Site.attention}
+    return {name for name, site in sites.items() if site not in whole}
 
 
 def vocab_parallel_cross_entropy(
@@ -103,58 +106,41 @@ def reduce_partial_gradients(model: nn.Module) -> None:
             parameter.grad = gradient.redistribute(placements=cast(DTensor, parameter).placements)
 
 
-def _ends_plan(model: Model, embedding: str, norm: str, *, between: Placement, embedded: Placement) -> dict[str, Any]:
-    plan: dict[str, Any] = {}
-    if model.stage.first:
-        plan[embedding] = RowwiseParallel(input_layouts=Replicate(), output_layouts=embedded)
-    if model.stage.last:
-        if isinstance(between, Shard):
-            plan[norm] = SequenceParallel()
-        plan["lm_head"] = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1))
-    return plan
-
-
-def _gpt2_plan(model: Model, between: Placement) -> dict[str, Any]:
-    # Positions are added to whole embeddings, so these are cut along the sequence behind their dropout.
-    plan = _ends_plan(model, "transformer.wte", "transformer.ln_f", between=between, embedded=Replicate())
-    if model.stage.first and isinstance(between, Shard):
-        plan["dropout"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=between)
+def _styles(model: Model, between: Placement) -> dict[str, ParallelStyle]:
+    """Return torch's style for each module of the family's plan that this stage has; see `Cut` for `between`."""
+    spec = families.spec_of(model.config)
+    cuts = dict(spec.plan.ends)
     for layer in model.stage.layers:
-        block = f"transformer.h.{layer}."
-        plan |= {
-            f"{block}attn": _gathered(between, inputs=2),
-            f"{block}attn.c_attn": FusedColumns(),
-            f"{block}attn.c_proj": Rows(between),
-            f"{block}mlp": _gathered(between, inputs=2),
-            f"{block}mlp.c_fc": Columns(),
-            f"{block}mlp.c_proj": Rows(between),
-        }
-        if isinstance(between, Shard):
-            plan |= {f"{block}ln_1": SequenceParallel(), f"{block}ln_2": SequenceParallel()}
-    return plan
+        cuts |= {f"{spec.blocks}.{layer}.{name}": cut for name, cut in spec.plan.block.items()}
+    modules = dict(model.named_modules())
+    styles = {name: _style(cut, modules[name], between) for name, cut in cuts.items() if name in modules}
+    return {name: style for name, style in styles.items() if style is not None}
 
 
-def _llama3_plan(model: Model, between: Placement) -> dict[str, Any]:
-    plan = _ends_plan(model, "model.embed_tokens", "model.norm", between=between, embedded=between)
-    for layer in model.stage.layers:
-        block = f"model.layers.{layer}."
-        plan |= {
-            f"{block}self_attn": _gathered(between, inputs=3),
-            f"{block}self_attn.q_proj": ColwiseParallel(),
-            f"{block}self_attn.k_proj": ColwiseParallel(),
-            f"{block}self_attn.v_proj": ColwiseParallel(),
-            f"{block}self_attn.o_proj": RowwiseParallel(output_layouts=between),
-            f"{block}mlp": _gathered(between, inputs=1),
-            f"{block}mlp.gate_proj": ColwiseParallel(),
-            f"{block}mlp.up_proj": ColwiseParallel(),
-            f"{block}mlp.down_proj": RowwiseParallel(output_layouts=between),
-        }
-        if isinstance(between, Shard):
-            plan |= {
-                f"{block}input_layernorm": SequenceParallel(),
-                f"{block}post_attention_layernorm": SequenceParallel(),
-            }
-    return plan
+def _style(cut: Cut, module: nn.Module, between: Placement) -> ParallelStyle | None:
+    """Return the style of one module, None for one that is left as it is."""
+    is_cut = isinstance(between, Shard)
+    match cut:
+        case Cut.columns if isinstance(module, FusedConv1D):
+            return FusedColumns()
+        case Cut.columns:
+            return Columns() if isinstance(module, Conv1D) else ColwiseParallel()
+        case Cut.rows:
+            return Rows(between) if isinstance(module, Conv1D) else RowwiseParallel(output_layouts=between)
+        case Cut.gather:
+            return _gathered(between, inputs=len(inspect.signature(module.forward).parameters))
+        case Cut.embedding:
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        case Cut.whole_embedding:
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        case Cut.scatter:
+            return PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=between) if is_cut else None
+        case Cut.sequence_norm:
+            return SequenceParallel() if is_cut else None
+        case Cut.head_norm:
+            return SequenceParallel(sequence_dim=_HEADS, use_local_output=True)
+        case Cut.output:
+            return ColwiseParallel(input_layouts=between, output_layouts=Shard(-1))
 
 
 def _gathered(between: Placement, *, inputs: int) -> PrepareModuleInput:

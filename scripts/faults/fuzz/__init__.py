@@ -1,1 +1,1 @@
-"""Fuzzing of everything that is read from files of strangers: `python -m scripts.faults.fuzz_inputs`."""
+"""Fuzzing of all parsers of untrusted files: `python -m scripts.faults.fuzz_inputs`."""

@@ -37,7 +37,7 @@ def _bytes(data: bytes, chance: random.Random) -> bytes:
 
 
 def _tree(data: bytes, chance: random.Random) -> bytes | None:
-    """Return JSON with one node changed; None for what is no JSON, closed or with its last brace missing."""
+    """Return JSON with one node changed; None if the data is not JSON, complete or without its last brace."""
     text = data.decode(errors="replace").rstrip()
     for closing in ("", "}"):
         try:
@@ -77,7 +77,7 @@ def _change(parent: Any, key: Any, *, nodes: list[tuple[Any, Any]], chance: rand
 
 
 def _nodes(value: Any) -> list[tuple[Any, Any]]:
-    """Return every place in a tree, as what holds it and its key."""
+    """Return every place in a tree, as its container and its key."""
     found, queue = [], [value] if isinstance(value, dict | list) else []
     while queue:
         parent = queue.pop()

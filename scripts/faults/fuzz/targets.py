@@ -1,6 +1,6 @@
-"""What is fuzzed: one file of a checkpoint or a token file is given other content, and read the public way.
+"""Fuzz targets: one file of a checkpoint, or a token file, gets other content and is read through the public API.
 
-All digests are made to fit, as a stranger would make them, so that what is tried is the parser and not the digest.
+All digests are recomputed, as an attacker would do, so that the input reaches the parser.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _STATE: Json = {
 
 
 def seal(body: bytes) -> bytes:
-    """Return a manifest whose JSON text is `body`, which lacks its last brace, with the digest that fits."""
+    """Return a manifest whose JSON text is `body`, which lacks its last brace, with a matching digest."""
     return body + f',"xxh3_64":"{digest_of(body)}"}}\n'.encode()
 
 
 class Inputs:
-    """A small checkpoint and a token file in `folder`, of which one file at a time is given other content."""
+    """A small checkpoint and a token file in `folder`, of which one file at a time gets other content."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
@@ -86,9 +86,9 @@ class Inputs:
         }
 
     def attempt(self, target: str, data: bytes) -> bool:
-        """Read `data` as the file that is named; return whether it was taken.
+        """Read `data` as the named file; return whether it was accepted.
 
-        Whatever is raised but a `TrainerError` is a finding, and passes.
+        Any exception other than a `TrainerError` is a finding, and propagates.
         """
         try:
             self._tries[target](data)
@@ -101,14 +101,14 @@ class Inputs:
         return True
 
     def restore(self) -> None:
-        """Make checkpoint and tokens the good ones again, with no file beside their own."""
+        """Restore the valid checkpoint and tokens, and delete all other files."""
         self.tokens.write_bytes(self._token_bytes)
         shutil.rmtree(self.checkpoint, ignore_errors=True)
         for name, data in self._kept.items():
             self.write(str(name), data)
 
     def write(self, name: str, data: bytes) -> None:
-        """Give a file of the checkpoint other content; the manifest does not know of it."""
+        """Give a file of the checkpoint other content without changing the manifest."""
         path = self.checkpoint / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -118,17 +118,17 @@ class Inputs:
         load(self.checkpoint, *self.fresh())
 
     def seal_file(self, name: str, entry: FileEntry) -> None:
-        """Let the manifest say of one file what `entry` says."""
+        """Set the manifest's entry of one file to `entry`."""
         files = {**self._manifest.files, name: entry}
         self.write(MANIFEST, manifest.to_bytes(replace(self._manifest, files=files)))
 
     @property
     def good_manifest(self) -> Manifest:
-        """Return what the good checkpoint's manifest says."""
+        """Return the manifest of the valid checkpoint."""
         return self._manifest
 
     def fresh(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return a model and an optimizer that the checkpoint is one of."""
+        """Return a model and an optimizer that match the checkpoint."""
         net = nn.Linear(4, 3)
         return net, torch.optim.AdamW(net.parameters(), lr=0.01)
 

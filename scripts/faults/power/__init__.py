@@ -1,1 +1,1 @@
-"""What `scripts/faults/soak_power.py` is made of: a disk whose writes and flushes are logged, its replay, its jobs."""
+"""Parts of `scripts/faults/soak_power.py`: a disk whose writes and flushes are logged, its replay, its jobs."""

@@ -1,4 +1,4 @@
-"""The log of a disk: every write with its data, every flush, every line that a job said, in the order of arrival."""
+"""The log of a disk: every write with its data, every flush, every output line of a job, in order of arrival."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ENTRY = struct.Struct("<BQQ")  # kind, offset or count, bytes of data that foll
 
 
 class LogKind(enum.IntEnum):
-    """What an entry of the log is."""
+    """The kind of a log entry."""
 
     WRITE = 0
     FLUSH = 1
@@ -25,9 +25,9 @@ class Entry:
     """One entry of the log.
 
     Args:
-        at: of a write, its offset on the disk in bytes. Of a flush, how many entries of the log it makes durable: those
-            whose requests were answered before the flush was asked for. Of what was said, 0.
-        data: of a write, its bytes. Of what was said, the text.
+        at: for a write, its offset on the disk in bytes. For a flush, the number of entries that it makes durable:
+            those whose requests were answered before the flush was requested. For output, 0.
+        data: for a write, its bytes. For output, the text.
     """
 
     kind: LogKind
@@ -41,7 +41,7 @@ def encode(entry: Entry) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Iterator[Entry]:
-    """Yield the entries of a log; an entry that is cut off at the end, as a killed server leaves it, is left out."""
+    """Yield the entries of a log; a truncated last entry, as a killed server leaves it, is omitted."""
     view, at = memoryview(data), 0
     while at + _ENTRY.size <= len(view):
         kind, offset, size = _ENTRY.unpack_from(view, at)

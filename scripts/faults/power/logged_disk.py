@@ -1,14 +1,14 @@
-"""A file in a FUSE folder that is a disk: what is written to it, and when it is flushed, is logged.
+"""A disk as a file in a FUSE folder, with a log of all writes and flushes.
 
     python -m scripts.faults.power.logged_disk FOLDER IMAGE LOG
 
 `FOLDER/disk` has the content of the file IMAGE. A loop device over it turns every flush of its file system, and every
-write with FUA, into an fsync of this file. What is written to `FOLDER/said` is logged between the writes and flushes of
-the disk, and is kept nowhere else: a job whose standard output it is says in the log when it said what.
+write with FUA, into an fsync of this file. Writes to `FOLDER/said` appear only in the log, between the writes and
+flushes of the disk. A job uses it as standard output, so the log has the time of each output line.
 
-It speaks the kernel's protocol (linux/fuse.h) itself, in one thread: the order of the log is that of the requests. All
-requests that wait are read before any of them is answered. So a flush that is read together with a write was asked for
-before the write was answered, and does not cover it.
+The server implements the kernel's protocol (linux/fuse.h) in one thread, so the order of the log is that of the
+requests. It reads all waiting requests before it answers any of them. A flush that is read together with a write was
+therefore requested before the write was answered, and does not cover it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DIRECT_IO = 1  # of an open file: no page cache lies between the writer and the
 
 
 class Opcode(enum.IntEnum):
-    """The requests that are not refused."""
+    """The supported requests."""
 
     LOOKUP = 1
     FORGET = 2
@@ -67,7 +67,7 @@ _FINE = {Opcode.FLUSH, Opcode.RELEASE, Opcode.DESTROY}  # answered with success 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of the kernel; `data` is what follows its header."""
+    """One request of the kernel; `data` is the part after its header."""
 
     opcode: int
     unique: int
@@ -167,7 +167,7 @@ def mount(folder: Path) -> int:
     """Mount a FUSE file system on a folder and return the descriptor on which its requests come.
 
     Raises:
-        OSError: where that is not allowed, or the kernel has no FUSE.
+        OSError: if mounting is not allowed or the kernel has no FUSE.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)

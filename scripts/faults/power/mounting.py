@@ -1,4 +1,4 @@
-"""File systems on files: made, attached to loop devices, mounted. Needs root, and mounts for itself alone."""
+"""File systems on files: made, attached to loop devices, mounted. Needs root; the mounts are private to the process."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _START_S = 30.0
 
 
 class CannotMount(Exception):
-    """Mounting is not possible here: no right to, no FUSE, no such file system, or no program that makes it."""
+    """Mounting is not possible here: no permission, no FUSE, no such file system, or no program to create it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """A file system that is tried.
+    """A file system under test.
 
     Args:
         kind: its name, for mount(8).
         options: for mount(8), when it is mounted first and after each cut.
         make: the command that makes it, to which the file is added.
         size_bytes: of the disk.
-        repair: the command for a disk that is not mounted as it is; none where there is none for it.
+        repair: the command to repair a disk that cannot be mounted; empty if there is none.
     """
 
     name: str
@@ -60,10 +60,10 @@ FILE_SYSTEMS = {
 
 
 def mount_for_this_process_alone() -> None:
-    """Let what this process and its children mount be seen by them alone, and vanish with the last of them.
+    """Make mounts private to this process and its children, and remove them with the last process.
 
     Raises:
-        CannotMount: where that is not allowed.
+        CannotMount: if that is not allowed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
@@ -71,10 +71,10 @@ def mount_for_this_process_alone() -> None:
 
 
 def make(system: FileSystem, image: Path) -> None:
-    """Make a file system in a new file.
+    """Create a file system in a new file.
 
     Raises:
-        CannotMount: where its program is missing or fails.
+        CannotMount: if its program is missing or fails.
     """
     with image.open("xb") as file:
         file.truncate(system.size_bytes)
@@ -84,10 +84,10 @@ def make(system: FileSystem, image: Path) -> None:
 
 @contextlib.contextmanager
 def mounted(system: FileSystem, source: Path, folder: Path) -> Iterator[None]:
-    """Mount a device, or a file by a loop device that goes with it.
+    """Mount a device, or a file through a temporary loop device.
 
     Raises:
-        CannotMount: where it is not mounted.
+        CannotMount: if mounting fails.
     """
     loop = "" if source.is_block_device() else ",loop"
     _run(["mount", "-t", system.kind, "-o", system.options + loop, str(source), str(folder)])
@@ -98,7 +98,7 @@ def mounted(system: FileSystem, source: Path, folder: Path) -> Iterator[None]:
 
 
 def repair(system: FileSystem, image: Path) -> bool:
-    """Repair a disk that is not mounted as it is; return whether that was done."""
+    """Repair a disk that cannot be mounted; return whether it was repaired."""
     if not system.repair:
         return False
     return subprocess.run([*system.repair, str(image)], capture_output=True, check=False).returncode < _REPAIRED
@@ -106,10 +106,10 @@ def repair(system: FileSystem, image: Path) -> bool:
 
 @contextlib.contextmanager
 def logged_device(image: Path, log: Path, folder: Path) -> Iterator[Path]:
-    """Yield a loop device over an image, each write and flush of which is logged; `folder` is for its FUSE files.
+    """Yield a loop device over an image, whose writes and flushes are logged; `folder` is for its FUSE files.
 
     Raises:
-        CannotMount: where that cannot be made.
+        CannotMount: if it cannot be created.
     """
     folder.mkdir()
     server = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Jobs of the trainer on a logged disk, and what they say of their saves."""
+"""Jobs of the trainer on a logged disk, and the saves that they report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripts.faults.power import block_log, mounting
 from scripts.faults.power.block_log import Entry, LogKind
 from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FileSystem
-from scripts.faults.power.replay import Cut, copy_sparse
+from scripts.faults.power.replay import PowerCut, copy_sparse
 
 TIMEOUT_S = 300.0  # of a job
 _SAID = re.compile(r"saved iteration (\d+) in ")
@@ -38,13 +38,13 @@ MODEL = (
 
 @dataclass(frozen=True, slots=True)
 class RecordedSoak:
-    """What is to be tried in `folder`.
+    """The settings of a power soak in `folder`.
 
     Args:
-        recordings: of how many jobs on each file system the cuts are.
-        resume_every: a job goes on from every so many cuts.
+        recordings: number of recorded jobs on each file system.
+        resume_every: number of cuts between two resumed jobs.
         keep: `checkpoint.max_checkpoint_keep`.
-        lies: whether the disk forgets what it has flushed, which the soak must find out.
+        lies: whether the disk loses flushed data, which the soak must detect.
     """
 
     folder: Path
@@ -59,7 +59,7 @@ class RecordedSoak:
     lies: bool = False
 
     def command(self, run: Path, *, keep: int) -> list[str]:
-        """Return the overrides of a job in `run` that keeps so many checkpoints."""
+        """Return the overrides of a job in `run` that keeps `keep` checkpoints."""
         return [
             f"run.dir={run}",
             *MODEL,
@@ -71,7 +71,7 @@ class RecordedSoak:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A disk on which a job begins or goes on, and the iterations that were said to be saved before."""
+    """A disk on which a job starts or resumes, and the iterations reported as saved before."""
 
     disk: Path
     told: tuple[int, ...] = ()
@@ -82,26 +82,26 @@ class Recording:
     """A job on a logged disk.
 
     Args:
-        start: what was there when the log began.
-        saved: the iterations that the job said were saved, each after the number of the entry that says so.
+        start: the disk at the start of the log.
+        saved: the iterations that the job reported as saved, each after the number of the reporting entry.
     """
 
     start: Start
     entries: list[Entry]
     saved: list[tuple[int, int]]
 
-    def told(self, cut: Cut) -> list[int]:
-        """Return the iterations that were said to be saved before a cut."""
+    def told(self, cut: PowerCut) -> list[int]:
+        """Return the iterations reported as saved before a cut."""
         return sorted({*self.start.told, *(iteration for at, iteration in self.saved if at < cut.entries)})
 
 
 def record(
     plan: RecordedSoak, system: FileSystem, folder: Path, chance: random.Random, start: Start | None
 ) -> Recording:
-    """Train on a logged disk: a job that is killed once it has saved some of its iterations, and one that goes on.
+    """Train on a logged disk: a job that is killed after it has saved some iterations, and one that resumes.
 
     Args:
-        start: what to go on from; None begins on an empty file system.
+        start: the disk to resume from; None for an empty file system.
     """
     image, blank, log, mount = (folder / name for name in ("image", "blank", "log", "mount"))
     if start is None:
@@ -135,7 +135,7 @@ def _await_saved(log: Path, iteration: int, job: PowerJob) -> None:
 
 
 def saved_in(entries: Sequence[Entry]) -> list[tuple[int, int]]:
-    """Return the iterations that were said to be saved, each with the number of the entry that ends the line."""
+    """Return the iterations reported as saved, each with the number of the entry that ends the line."""
     found, rest = [], ""
     for number, entry in enumerate(entries):
         if entry.kind is LogKind.SAID:

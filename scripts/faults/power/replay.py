@@ -1,4 +1,4 @@
-"""What a disk holds after a power cut: all that was flushed, and some of what was not."""
+"""The contents of a disk after a power cut: all flushed data and some of the unflushed data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TORN = 0.25  # the share of the surviving writes of which only some sectors do
 
 
 class Survival(enum.Enum):
-    """How much survives of what was written and not flushed."""
+    """The part of the unflushed data that survives."""
 
     none = "none"
     some = "some"
@@ -25,16 +25,16 @@ class Survival(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A power cut after the first `entries` entries of a log; `seed` picks what survives."""
+class PowerCut:
+    """A power cut after the first `entries` entries of a log; `seed` selects the surviving data."""
 
     entries: int
     survival: Survival
     seed: int
 
 
-def survivors(writes: Sequence[Entry], cut: Cut) -> Iterator[tuple[int, bytes | memoryview]]:
-    """Yield the offset and the bytes of what survives of writes that were not flushed, in their order."""
+def survivors(writes: Sequence[Entry], cut: PowerCut) -> Iterator[tuple[int, bytes | memoryview]]:
+    """Yield offset and bytes of the surviving parts of unflushed writes, in order."""
     if cut.survival is Survival.none:
         return
     chance = random.Random(cut.seed)
@@ -61,10 +61,10 @@ def _sectors(write: Entry, chance: random.Random) -> Iterator[tuple[int, bytes |
 
 
 class Replay:
-    """Goes through a log and makes the disk of each cut on the way.
+    """Replays a log and creates the disk of each cut.
 
     Args:
-        flushed: a file with the disk as it was when the log began; it comes to hold all that was flushed.
+        flushed: a file with the disk at the start of the log; it is updated with all flushed data.
     """
 
     def __init__(self, entries: Iterable[Entry], flushed: Path) -> None:
@@ -74,7 +74,7 @@ class Replay:
         self._waiting: list[tuple[int, Entry]] = []  # writes that are not flushed, with their numbers
 
     def advance(self, entries: int) -> None:
-        """Go on to where `entries` entries of the log have passed; there is no way back."""
+        """Advance to `entries` entries of the log; going back is not possible."""
         while self._at < entries:
             entry = next(self._entries)
             if entry.kind is LogKind.WRITE:
@@ -84,7 +84,7 @@ class Replay:
                     os.pwrite(self._flushed, write.data, write.at)
             self._at += 1
 
-    def make(self, cut: Cut, image: Path) -> None:
+    def make(self, cut: PowerCut, image: Path) -> None:
         """Write the disk after `cut`, to which the log has advanced, to a new file `image`."""
         image.unlink(missing_ok=True)
         copy_sparse(self._path, image)
@@ -106,7 +106,7 @@ class Replay:
 
 
 def copy_sparse(source: Path, target: Path) -> None:
-    """Copy a file to a new one and leave out its holes."""
+    """Copy a file to a new one without its holes."""
     with source.open("rb") as reading, target.open("xb") as writing:
         size = os.fstat(reading.fileno()).st_size
         writing.truncate(size)

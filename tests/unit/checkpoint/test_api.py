@@ -91,7 +91,7 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_bitwise_in_another_order_of_parameters_and_groups(tmp_path: Path, name: str) -> None:
+def test_training_resumes_bitwise_in_another_parameter_order(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = OPTIMIZERS[name](groups(model))
@@ -168,7 +168,7 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), torch.zeros(1), object()])
-def test_a_state_that_is_no_json_is_refused_before_anything_is_written(tmp_path: Path, value: object) -> None:
+def test_a_state_that_is_no_json_is_refused_before_writing(tmp_path: Path, value: object) -> None:
     with pytest.raises(CheckpointError, match="JSON"):
         save(tmp_path, Net(), iteration=1, state={"loss": value})
     assert list(tmp_path.glob("iter_*")) == []
@@ -194,7 +194,7 @@ def test_the_optimizer_may_be_left_behind_but_not_invented(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("saved", "given"), [("sgd momentum", "adamw"), ("adamw", "sgd momentum"), ("sgd", "adamw")])
 @pytest.mark.parametrize("strict", [True, False])
-def test_the_state_of_another_optimizer_is_refused_with_both_names(
+def test_another_optimizer_s_state_is_refused_with_both_names(
     tmp_path: Path, saved: str, given: str, strict: bool
 ) -> None:
     model = Net()
@@ -210,7 +210,7 @@ def test_the_state_of_another_optimizer_is_refused_with_both_names(
     train(model, other, 1)
 
 
-def test_tensors_that_differ_are_all_listed_and_nothing_is_filled(tmp_path: Path) -> None:
+def test_differing_tensors_are_all_listed_and_none_is_filled(tmp_path: Path) -> None:
     save(tmp_path, nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)), iteration=1)
     target = nn.Sequential(nn.Linear(3, 5), nn.Linear(4, 4, bias=False), nn.Linear(2, 2, bias=False))
     before = copy.deepcopy(dict(target.state_dict()))
@@ -233,9 +233,7 @@ def test_a_part_of_a_checkpoint_loads_when_not_strict(tmp_path: Path) -> None:
     assert_equal(dict(target.state_dict()), {f"0.{k}": v for k, v in source[0].state_dict().items()})
 
 
-def test_what_a_load_that_is_not_strict_leaves_out_is_logged_in_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_load_that_is_not_strict_logs_omissions_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     optimizer = OPTIMIZERS["adamw"](source.parameters())
     source(torch.ones(2)).sum().backward()

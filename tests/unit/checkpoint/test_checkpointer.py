@@ -81,7 +81,7 @@ def restore(
     return restored.checkpoint.iteration
 
 
-def test_the_tracker_names_the_newest_and_nothing_else_is_left_behind(tmp_path: Path) -> None:
+def test_the_tracker_names_the_newest_and_nothing_else_is_left(tmp_path: Path) -> None:
     checkpointer = started(SavePolicy(tmp_path))
     for iteration in (5, 10):
         saved(checkpointer, iteration)
@@ -121,7 +121,7 @@ def test_an_iteration_of_another_process_is_superseded(tmp_path: Path) -> None:
     assert folders_in(tmp_path) == ["iter_0000005", "iter_0000005.superseded-1", "iter_0000005.superseded-2"]
 
 
-def test_loading_a_superseded_folder_does_not_stand_for_its_iteration(tmp_path: Path) -> None:
+def test_loading_a_superseded_folder_is_not_its_iteration(tmp_path: Path) -> None:
     first = started(SavePolicy(tmp_path))
     report = saved(first, 5)
     first.close()
@@ -133,7 +133,7 @@ def test_loading_a_superseded_folder_does_not_stand_for_its_iteration(tmp_path: 
     second.close()
 
 
-def test_the_start_sweeps_what_dead_attempts_left_and_a_save_does_not(tmp_path: Path) -> None:
+def test_the_start_sweeps_dead_attempts_and_a_save_does_not(tmp_path: Path) -> None:
     stale, similar = ".iter_0000001.dead-1.partial", ".iter_0000001.dead-1.partially"
     (tmp_path / stale / "optimizer").mkdir(parents=True)
     (tmp_path / similar).mkdir()
@@ -161,7 +161,7 @@ def test_retention_leaves_the_right_folders(tmp_path: Path, retention: Retention
     assert folders_in(tmp_path) == [f"iter_{iteration:07d}" for iteration in left]
 
 
-def test_retention_counts_beyond_seven_digits_and_spares_what_was_loaded(tmp_path: Path) -> None:
+def test_retention_counts_past_seven_digits_and_spares_loaded(tmp_path: Path) -> None:
     first = started(SavePolicy(tmp_path))
     saved(first, 9_999_998)
     first.close()
@@ -200,7 +200,7 @@ def test_a_start_deletes_what_retention_does_not_keep(five: Path, caplog: pytest
     assert load(five) == 5.0
 
 
-def test_a_start_deletes_none_of_a_branch_that_it_abandons_and_none_that_it_loads(five: Path) -> None:
+def test_a_start_deletes_no_abandoned_and_no_loaded_checkpoint(five: Path) -> None:
     kept = ["iter_0000003", "iter_0000004.superseded-1", "iter_0000005.superseded-1"]
     assert resumed(five, Retention(1), 3) == kept
 
@@ -216,9 +216,7 @@ def test_a_start_deletes_nothing_before_it_has_loaded_the_newest(five: Path) -> 
 
 
 @pytest.mark.parametrize(("verify", "with_optimizer"), [(False, True), (True, False), (True, True)])
-def test_a_start_deletes_nothing_for_a_newest_of_which_it_has_not_checked_all(
-    tmp_path: Path, verify: bool, with_optimizer: bool
-) -> None:
+def test_a_start_deletes_nothing_for_an_unchecked_newest(tmp_path: Path, verify: bool, with_optimizer: bool) -> None:
     for iteration in (1, 2):
         checkpointer = started(SavePolicy(tmp_path))
         checkpointer.save(iteration, contents(iteration, with_optimizer=True))
@@ -231,7 +229,7 @@ def test_a_start_deletes_nothing_for_a_newest_of_which_it_has_not_checked_all(
     assert folders_in(tmp_path) == (["iter_0000002"] if is_checked else ["iter_0000001", "iter_0000002"])
 
 
-def test_a_rewind_renames_newer_checkpoints_and_they_are_saved_anew(tmp_path: Path) -> None:
+def test_a_rewind_renames_newer_checkpoints_and_saves_them_anew(tmp_path: Path) -> None:
     checkpointer = started(SavePolicy(tmp_path))
     for iteration in (1, 2, 3):
         saved(checkpointer, iteration)
@@ -284,7 +282,7 @@ def test_a_later_failure_leaves_a_whole_checkpoint_or_none(tmp_path: Path, kind:
     assert load(tmp_path) == 15.0
 
 
-def test_a_partial_folder_that_cannot_be_removed_is_swept_at_the_next_start(tmp_path: Path) -> None:
+def test_a_partial_folder_that_stays_is_swept_at_the_next_start(tmp_path: Path) -> None:
     class Broken(FailingFiles):
         def remove_tree(self, path: Path) -> None:
             raise OSError(errno.EIO, "Input/output error")
@@ -299,9 +297,7 @@ def test_a_partial_folder_that_cannot_be_removed_is_swept_at_the_next_start(tmp_
     assert folders_in(tmp_path) == []
 
 
-def test_a_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_undeletable_checkpoint_does_not_fail_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpointer = started(SavePolicy(tmp_path, retention=Retention(1)), FailingFiles("remove_tree"))
     saved(checkpointer, 1)
     saved(checkpointer, 2)
@@ -310,7 +306,7 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(
     assert load(tmp_path) == 2.0
 
 
-def test_a_save_without_room_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_save_without_room_is_refused_before_writing(tmp_path: Path) -> None:
     class Full(Files):
         def free_bytes(self, path: Path) -> int | None:
             return 100
@@ -378,7 +374,7 @@ def needed_bytes(root: Path) -> int:
 
 
 @pytest.mark.parametrize("taken_bytes", [0, 5000])
-def test_what_peers_have_reserved_for_the_same_save_is_not_missing(tmp_path: Path, taken_bytes: int) -> None:
+def test_space_reserved_by_peers_counts_for_the_same_save(tmp_path: Path, taken_bytes: int) -> None:
     needed = needed_bytes(tmp_path)
     for missing, is_saved in ((1, False), (0, True)):
         checkpointer = started(SavePolicy(tmp_path), Room(needed - taken_bytes - missing, taken_bytes))
@@ -397,7 +393,7 @@ def test_a_save_asks_for_as_much_room_as_it_takes(tmp_path: Path) -> None:
     assert Files().allocated_bytes(tmp_path / "nothing") == 0
 
 
-def test_a_save_that_takes_too_long_is_given_up_and_never_committed(tmp_path: Path) -> None:
+def test_a_save_that_takes_too_long_is_aborted(tmp_path: Path) -> None:
     files, state = StuckFiles(), contents(10)
     checkpointer = started(SavePolicy(tmp_path, commit_timeout_s=0.3), files)
     report = checkpointer.save(10, state)
@@ -506,9 +502,7 @@ def save_over_two(root: Path, culprit: int, kind: str) -> list[SaveReport | None
 
 @pytest.mark.parametrize("kind", ["open_for_writing", "write", "sync"])
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_failure_of_one_rank_fails_the_save_on_all_and_the_next_works(
-    tmp_path: Path, culprit: int, kind: str
-) -> None:
+def test_a_failure_of_one_rank_fails_the_save_the_next_works(tmp_path: Path, culprit: int, kind: str) -> None:
     for report in save_over_two(tmp_path, culprit, kind):
         assert report is not None
         assert "Input/output error" in str(report.error)

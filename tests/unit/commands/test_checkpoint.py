@@ -218,7 +218,7 @@ def test_prune_does_not_touch_the_folder_of_a_job_that_runs(tmp_path: Path, caps
     assert len(list(folder.glob("iter_*"))) == 3
 
 
-def test_prune_deletes_nothing_where_only_damaged_ones_would_stay(
+def test_prune_deletes_nothing_if_only_damaged_ones_would_stay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save(tmp_path / "run", [1, 2])

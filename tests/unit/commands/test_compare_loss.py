@@ -92,7 +92,7 @@ def test_different_runs_exit_with_1_and_name_the_first_iteration(tmp_path: Path,
     assert (result.returncode, last_line(result)) == (1, "DIFFERENT: 3 of 100 iterations, first at 8")
 
 
-def test_the_threshold_follows_the_dtype_of_the_run_and_its_override(tmp_path: Path, compare_loss: Run) -> None:
+def test_the_threshold_follows_the_dtype_and_its_override(tmp_path: Path, compare_loss: Run) -> None:
     base = make_run(tmp_path / "a", CURVE, dtype="bfloat16")
     test = make_run(tmp_path / "b", CURVE | {50: CURVE[50] + 1e-3}, dtype="bfloat16")
     within = compare_loss(base, test)
@@ -123,9 +123,7 @@ def test_last_wins_reads_the_log_of_a_resumed_run(tmp_path: Path, compare_loss: 
 
 
 @pytest.mark.parametrize("text", ["", "hello\n"])
-def test_inputs_without_a_loss_exit_with_2_even_when_they_are_equal(
-    tmp_path: Path, compare_loss: Run, text: str
-) -> None:
+def test_inputs_without_a_loss_exit_with_2_even_if_equal(tmp_path: Path, compare_loss: Run, text: str) -> None:
     (tmp_path / "a.log").write_text(text)
     result = compare_loss("a.log", "a.log")
     assert (result.returncode, result.stdout) == (2, "")
@@ -152,7 +150,7 @@ def test_a_plot_is_written_for_any_curves(tmp_path: Path, compare_loss: Run, oth
     pytest.importorskip("matplotlib")
     result = compare_loss(make_run(tmp_path / "a", CURVE), make_run(tmp_path / "b", other), "--plot", "out.png")
     assert result.returncode in (0, 1)
-    assert result.stderr == "compare_loss: wrote out.png\n"
+    assert result.stderr == "reprise compare-loss: wrote out.png\n"
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -209,7 +207,7 @@ def test_a_plot_of_several_runs_is_written_for_any_curves(tmp_path: Path, compar
     for chosen in (runs, runs[:2], runs[3:]):
         result = compare_loss(base, *chosen, "--plot", "out.png")
         assert result.returncode in (0, 1)
-        assert result.stderr == "compare_loss: wrote out.png\n"
+        assert result.stderr == "reprise compare-loss: wrote out.png\n"
         assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "out.png").unlink()
 
@@ -224,7 +222,7 @@ def test_a_plot_that_cannot_be_written_exits_with_2(tmp_path: Path, compare_loss
     assert "Traceback" not in result.stderr
 
 
-def test_without_matplotlib_a_plot_names_the_extra_and_the_rest_works(tmp_path: Path, script: Run) -> None:
+def test_without_matplotlib_only_a_plot_fails_naming_the_extra(tmp_path: Path, script: Run) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "matplotlib.py").write_text("raise ImportError('not installed')\n")

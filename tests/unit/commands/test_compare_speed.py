@@ -58,7 +58,7 @@ def test_the_figures_are_those_of_the_iterations_after_the_first(tmp_path: Path)
     assert speed.tokens_per_second_overall == 900 / 5.5
 
 
-def test_iterations_that_were_faster_beside_a_save_earn_it_no_time(tmp_path: Path) -> None:
+def test_iterations_faster_beside_a_save_earn_it_no_time(tmp_path: Path) -> None:
     speed = measure(read_timing(make_run(tmp_path / "a", [1.0], {1: (0.0, -0.5)})))
     assert (speed.slowdown_s, speed.checkpoint_share) == (0.0, 0.0)
 
@@ -97,7 +97,7 @@ SLOWER_BY = {0.1: 0.5 / 0.9, 0.109: 0.5 / 0.891, 0.2: 0.625, 0.21: 0.5 / 0.79, 0
         (0.21, ["--threshold", "0.2"], 1), (0.5, ["--threshold", "0"], 1), (0.5, ["--threshold", "0.6"], 0),
     ],
 )  # fmt: skip
-def test_a_run_that_is_slower_by_more_than_the_threshold_exits_with_1(
+def test_a_run_slower_than_the_threshold_exits_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float, options: list[str], status: int
 ) -> None:
     base, test = make_run(tmp_path / "a", [0.5] * 9), make_run(tmp_path / "b", [SLOWER_BY[share]] * 9)
@@ -171,13 +171,13 @@ def test_a_torn_last_line_is_said_in_a_note(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("step 1/2 | train loss 2.0 | norm 1.0 | lr 1e-3 | 500.0 ms | 200 tokens/s\n", "A text log does not tell"),
+        ("step 1/2 | train loss 2.0 | norm 1.0 | lr 1e-3 | 500.0 ms | 200 tokens/s\n", "A text log has no timing"),
         ('{"iteration": 1, "loss": 2.0}\n', "There is no time of an iteration"),
         ('{"iteration": 1, "loss": 2.0, "seconds": 0, "tokens_per_second": 1}\n', "An iteration took no time"),
         ('{"iteration": 1, "loss": 2.0, "seconds": "1", "tokens_per_second": 1}\n', "Cannot read seconds"),
         ('{"iteration": 1, "event": "save", "seconds": 1}\n', "Cannot read blocked_seconds"),
         ('{"iteration": 1}\n[]\n', "line 2"),
-        ("", "A text log does not tell"),
+        ("", "A text log has no timing"),
     ],
 )
 def test_a_file_without_times_is_refused_with_its_reason(

@@ -50,7 +50,7 @@ def test_what_a_file_system_refuses_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_system_without_direct_writes_is_slower_and_not_refused(
+def test_a_file_system_without_direct_writes_is_called_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Files, "open_direct", lambda *_: None)
@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path, capsys: pytest.
     assert "Not a directory" in capsys.readouterr().out
 
 
-def test_what_was_made_for_the_look_is_removed_and_what_was_there_stays(tmp_path: Path) -> None:
+def test_the_check_removes_its_own_files_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "empty").mkdir()
     assert doctor.main([str(tmp_path / "there" / "a" / "b" / "c")]) == 0

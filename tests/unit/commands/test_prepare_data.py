@@ -252,9 +252,7 @@ def test_what_cannot_be_made_is_refused_in_words(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.jsonl"]
 
 
-def test_a_folder_is_replaced_only_with_force_and_only_if_it_is_ours(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_replaced_only_with_force_and_if_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.txt").write_text("one")
     command = [str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--workers", "1"]
     assert main(command) == 0
@@ -292,7 +290,7 @@ def test_a_tokenizer_in_the_folder_that_is_replaced_survives(
 
 
 @pytest.mark.parametrize("name", ["it's [1]", "a\\'b, c", "back\\", "äö = {x}"])
-def test_what_is_printed_names_the_files_whatever_the_folder_is_called(
+def test_the_printed_keys_name_the_files_in_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     (tmp_path / name).mkdir()
@@ -319,7 +317,7 @@ def test_an_interrupt_leaves_nothing_and_ends_in_words(
         assert main([str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--workers", "1"]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "prepare_data: interrupted, nothing is left\n"
+    assert capsys.readouterr().err == "reprise prepare-data: interrupted, nothing is left\n"
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
@@ -346,7 +344,7 @@ def _die_at_call(arguments: list[str]) -> None:
         raise SystemExit(1)
 
 
-def test_a_run_that_is_killed_anywhere_leaves_nothing_under_the_name(tmp_path: Path) -> None:
+def test_a_run_killed_anywhere_leaves_nothing_under_the_name(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(lines([prose(10, seed) for seed in range(20)]))
     command = [
         str(tmp_path / "in.jsonl"),
@@ -376,7 +374,7 @@ def test_a_run_that_is_killed_anywhere_leaves_nothing_under_the_name(tmp_path: P
     assert set(statuses[:-1]) == {-9}
 
 
-def test_a_replacement_that_is_killed_anywhere_loses_neither_folder(tmp_path: Path) -> None:
+def test_a_replacement_killed_anywhere_loses_neither_folder(tmp_path: Path) -> None:
     texts = [tmp_path / "old.txt", tmp_path / "new.txt"]
     for path in texts:
         path.write_text(path.stem)

@@ -111,7 +111,7 @@ def test_every_way_to_write_a_number_is_read(written: str, value: float) -> None
         assert absolute_difference(losses_of(parse_log(line + "\n", source="log"))[1], value) == 0
 
 
-def test_a_training_line_with_an_unreadable_loss_is_refused_with_its_line() -> None:
+def test_an_unreadable_loss_is_refused_with_its_line() -> None:
     with pytest.raises(DataError, match="line 2"):
         parse_log("step 1/9 | train loss 4.0 |\nstep 2/9 | train loss 4.x |\n", source="log")
 
@@ -147,7 +147,7 @@ val loss 4.290000
 """
 
 
-def test_a_log_that_counts_from_0_is_told_so_and_compared_by_what_was_trained() -> None:
+def test_a_log_that_counts_from_0_is_compared_by_iteration() -> None:
     ours = "step 1/2 | train loss 10.9958 |\nstep 2/2 | train loss 10.8772 |\n"
     main = parse_log(MAIN_LOG, source="main.log")
     assert main.notes == ("main.log counts from 0, as llm.c does: its step 0 is iteration 1",)
@@ -179,7 +179,7 @@ def test_progress_bars_that_return_without_newline_are_lines() -> None:
     assert losses_of(parse_log("10%\rstep 1/9 | train loss 2.0 |\r\n20%\r", source="log")) == {1: 2.0}
 
 
-def test_a_repeated_log_line_must_be_the_same_unless_the_last_one_wins() -> None:
+def test_a_repeated_log_line_must_be_equal_unless_the_last_wins() -> None:
     first, second = "step 5/9 | train loss 2.0 |\n", "step 5/9 | train loss 2.5 |\n"
     assert losses_of(parse_log(first + first, source="log")) == {5: 2.0}
     with pytest.raises(DataError, match=r"Iteration 5 comes twice.*line 2.*--last-wins"):
@@ -245,7 +245,7 @@ def test_an_iteration_twice_in_metrics_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["", "\n\n", "hello\n", '{"iteration": 1, "event": "save"}\n'])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "train.log"])
-def test_a_file_without_a_loss_is_refused_naming_file_and_formats(tmp_path: Path, name: str, text: str) -> None:
+def test_a_file_without_a_loss_is_refused_by_name_and_formats(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError) as caught:
         read_curve(tmp_path / name)
@@ -330,7 +330,7 @@ def test_the_relative_tolerance_is_of_the_base_and_comes_on_top() -> None:
     assert Tolerance(0.5, 0.1).admits(10.0, 11.5)
 
 
-def test_one_bit_of_the_loss_is_seen_bitwise_and_admitted_within_a_tolerance() -> None:
+def test_one_bit_of_the_loss_is_seen_or_within_a_tolerance() -> None:
     base, test = metrics({1: 2.0, 2: 3.0}), metrics({1: 2.0, 2: math.nextafter(3.0, 4.0)})
     assert compare(base, test, tolerance=None).verdict == "DIFFERENT: 1 of 2 iterations, first at 2"
     within = compare(base, test, tolerance=Tolerance(1e-5))
@@ -397,7 +397,7 @@ def test_the_coarser_dtype_is_the_common_one(base: str | None, test: str | None,
 
 
 @given(FLOATS_32, FLOATS_32)
-def test_ulp_distance_is_symmetric_and_zero_only_for_equal_values(one: float, other: float) -> None:
+def test_ulp_distance_is_symmetric_and_zero_for_equals_alone(one: float, other: float) -> None:
     for bits in (32, 64):
         distance = ulp_distance(one, other, bits=bits)
         assert distance == ulp_distance(other, one, bits=bits)

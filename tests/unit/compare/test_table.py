@@ -33,7 +33,7 @@ def compared(*tests: dict[int, float]) -> list[Comparison]:
         (["/metrics.jsonl"], ["/"]),
     ],
 )
-def test_runs_are_named_by_as_much_of_their_path_as_tells_them_apart(sources: list[str], names: list[str]) -> None:
+def test_runs_are_named_by_the_part_of_the_path_that_differs(sources: list[str], names: list[str]) -> None:
     assert name_runs(sources) == names
 
 

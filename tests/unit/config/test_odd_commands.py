@@ -70,7 +70,7 @@ ODD: list[tuple[str, str]] = [
     ("=3", "(=3)"),
     ("model=null", "(model=null)"),
     ("data=null", "(data=null)"),
-    ("checkpoint=null", "(checkpoint=null)"),
+    ("checkpoint=null", "checkpoint=null"),
     ("experiment=null", "(experiment=null)"),
     ("model=", "gpt2_tiny"),
     ("model=gpt5", "gpt2_tiny"),
@@ -97,8 +97,8 @@ ODD: list[tuple[str, str]] = [
     ("+train.typo=1", "train.typo is unknown"),
     ("++checkpoint.typo=1", "checkpoint.typo is unknown"),
     ("+train.deep.typo=1", "train.deep is unknown"),
-    ("~train", "train is taken out"),
-    ("~model", "model is taken out"),
+    ("~train", "train is removed"),
+    ("~model", "model is removed"),
     ("~train.seed", "train.seed"),
     ("train.train_iter=5", "Could not override 'train.train_iter': Key 'train_iter' not in 'TrainSection'"),
     # paths
@@ -173,11 +173,11 @@ def test_surrogates_in_an_override_are_refused() -> None:
         compose([f"run.name={os.fsdecode(bytes([0xFF]))}"])
     config = compose([])
     config.run.name = os.fsdecode(b"a\xff")
-    with pytest.raises(ConfigError, match=r"run\.name=a\\udcff: is not text in UTF-8"):
+    with pytest.raises(ConfigError, match=r"run\.name=a\\udcff: is not valid UTF-8"):
         validate(config, 1)
 
 
-def test_the_memory_of_a_host_is_that_of_its_control_group_and_its_swap() -> None:
+def test_a_host_s_memory_is_that_of_its_control_group_and_swap() -> None:
     meminfo = "MemTotal:       2048 kB\nMemFree:  1 kB\nSwapTotal:      1024 kB\n"
     assert host_bytes(meminfo) == 3 << 20
     assert host_bytes(meminfo, "1048576\n") == 2 << 20
@@ -210,7 +210,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
         (["=3"], {}, "ConfigError: The configuration cannot be composed (=3)"),
         (["train.dry_run=true", "train.dry_run_ranks=0"], {}, "ConfigError: The configuration cannot run"),
         (["run.dir=${oc.env:NO_SUCH_VARIABLE_HERE}"], {"HYDRA_FULL_ERROR": "1"}, "ConfigError: "),
-        (["--multirun", "train.seed=1,2"], {}, "ConfigError: The trainer runs one configuration per command"),
+        (["--multirun", "train.seed=1,2"], {}, "ConfigError: A command runs one configuration"),
         (["-m"], {}, "found --multirun"),
         (["checkpoint.save=s3://bucket/run"], {}, "ConfigError: "),
         (["checkpoint.save="], {}, "ConfigError: "),
@@ -230,12 +230,12 @@ def test_the_command_prints_one_message_and_makes_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_saving_is_switched_off_by_one_key_and_a_line_names_the_keys_that_are_not_used() -> None:
+def test_one_key_switches_saving_off_and_unused_keys_are_named() -> None:
     config = compose(["experiment=demo", "checkpoint.save=null", "checkpoint.max_checkpoint_keep=2"])
     validate(config, 1)
     (line,) = unused_keys(config)
-    assert line.endswith("not used: checkpoint.save_interval=20, checkpoint.max_checkpoint_keep=2")
-    assert unused_keys(compose(["checkpoint.save=null", "checkpoint.save_interval=0"])) == []
+    assert line.endswith("not used: checkpoint.max_checkpoint_keep=2")
+    assert unused_keys(compose(["checkpoint.save=null"])) == []
     assert unused_keys(compose(["experiment=demo"])) == []
 
 

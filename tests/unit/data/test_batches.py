@@ -20,7 +20,7 @@ def token_file(*tokens: int, dtype: type = np.uint16, name: str = "a.bin") -> To
     return tokens_in_memory(np.array(tokens, dtype=dtype), name=name)
 
 
-def test_windows_overlap_by_one_token_and_drop_the_last_partial_one() -> None:
+def test_windows_overlap_by_one_token_and_drop_a_partial_one() -> None:
     samples = Samples([token_file(*range(10))], seq_length=4)
     assert samples.count == 2
     windows = samples.windows(np.array([1, 0, 1]))

@@ -95,7 +95,7 @@ def test_where_nothing_can_be_kept_the_tokens_are_read_each_time(path: Path, tmp
     assert look(path, tmp_path) == look(path, tmp_path) == (expected, True)
 
 
-def test_other_tokens_of_the_same_size_and_modification_time_are_read(path: Path, tmp_path: Path) -> None:
+def test_other_tokens_of_the_same_size_and_time_are_read(path: Path, tmp_path: Path) -> None:
     before, _ = look(path, tmp_path)
     status = path.stat()
     with path.open("r+b") as file:
@@ -143,7 +143,7 @@ def test_what_is_malformed_counts_for_nothing_and_is_replaced(path: Path, tmp_pa
         assert beside(path).read_bytes() == good
 
 
-def test_a_link_or_a_pipe_in_its_place_is_neither_followed_nor_waited_for(path: Path, tmp_path: Path) -> None:
+def test_a_link_or_pipe_in_its_place_is_not_followed_or_awaited(path: Path, tmp_path: Path) -> None:
     expected, _ = look(path, tmp_path)
     good = tmp_path / "good"
     beside(path).rename(good)
@@ -168,7 +168,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(path: Path, tmp_p
     assert not beside(path).exists()
 
 
-def test_nothing_is_kept_of_a_file_that_may_have_changed_in_the_same_tick(path: Path, tmp_path: Path) -> None:
+def test_no_digest_is_kept_of_a_file_changed_in_the_same_tick(path: Path, tmp_path: Path) -> None:
     """A change of status that lies ahead stands for a clock that has not moved on since the last write."""
 
     class Young(TokenFile):

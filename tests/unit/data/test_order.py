@@ -55,7 +55,7 @@ def test_permute_refuses_an_index_outside_its_range(index: list[int]) -> None:
         permute(np.array(index), count=5, key=0)
 
 
-def test_every_permutation_of_a_small_range_is_about_equally_likely() -> None:
+def test_permutations_of_a_small_range_are_about_equally_likely() -> None:
     seen = Counter(tuple(permute(np.arange(4), count=4, key=key).tolist()) for key in range(24 * 250))
     # 250 expected, standard deviation 15.5; the keys are fixed, so the outcome is too.
     assert len(seen) == 24
@@ -104,7 +104,7 @@ def test_epochs_and_seeds_have_orders_of_their_own(seed: int, other: int, epoch:
     assert seed == other or ids != sample_ids(epoch * 100, 100, epoch_size=100, seed=other).tolist()
 
 
-def test_seeds_do_not_share_epochs_at_the_increment_of_the_generator() -> None:
+def test_seeds_an_increment_apart_do_not_share_epochs() -> None:
     step = 0x9E3779B97F4A7C15
     assert (
         sample_ids(100, 100, epoch_size=100, seed=0).tolist() != sample_ids(0, 100, epoch_size=100, seed=step).tolist()

@@ -58,9 +58,7 @@ def test_a_run_trains_on_the_tokens_of_arrays(
     assert "valid loss" in ended.text
 
 
-def test_a_tokenizer_that_is_named_gives_vocabulary_and_end_of_text(
-    arrays: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_named_tokenizer_gives_vocabulary_and_end_of_text(arrays: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (arrays / "tokenizer.json").write_bytes(train_bpe(["one and two " * 9], 270))
     assert prepare(arrays, "--tokenizer", str(arrays / "tokenizer.json")) == 0
     said = capsys.readouterr().out.splitlines()
@@ -117,6 +115,6 @@ def test_what_is_said_of_texts_is_refused(arrays: Path, capsys: pytest.CaptureFi
     assert not (arrays / "out").exists()
 
 
-def test_a_headerless_file_given_to_a_run_is_refused_with_the_way_in(arrays: Path) -> None:
+def test_a_run_on_a_headerless_file_is_refused_with_a_remedy(arrays: Path) -> None:
     with pytest.raises(DataError, match=r"unknown header.*train\.bin.*prepare_data --raw"):
         open_token_file(arrays / "train.bin")

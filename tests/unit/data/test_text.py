@@ -283,14 +283,14 @@ def test_a_vocabulary_above_65536_is_written_as_uint32(tmp_path: Path) -> None:
     assert tokens_of(corpus.valid)[-1] == corpus.end_of_text == 2**16 + 256
 
 
-def test_a_tokenizer_without_end_of_text_is_refused_with_the_names_looked_for(tmp_path: Path) -> None:
+def test_a_tokenizer_without_end_of_text_is_refused_by_name(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json", special=["<end>"])
     (tmp_path / "a.txt").write_text("abc")
     with pytest.raises(DataError, match=r"<\|endoftext\|>, </s>, <\|end_of_text\|>"):
         prepare(text_section(tmp_path / "a.txt", tokenizer=str(tokenizer)), cache=tmp_path / "cache")
 
 
-def test_a_text_that_is_not_utf_8_is_refused_by_name_for_a_tokenizer(tmp_path: Path) -> None:
+def test_a_text_not_in_utf_8_is_refused_for_a_tokenizer(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json", special=["</s>"])
     (tmp_path / "a.txt").write_bytes(b"fine" * 10)
     (tmp_path / "b.txt").write_bytes(b"abc\xff" * 10)
@@ -311,7 +311,7 @@ def test_a_tokenizer_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
 # The section
 
 
-def test_token_files_are_found_sorted_and_their_vocabulary_is_not_known(tmp_path: Path) -> None:
+def test_token_files_are_sorted_and_their_vocabulary_unknown(tmp_path: Path) -> None:
     for name in ("b.bin", "a.bin", "v.bin"):
         write_token_file(tmp_path / name, [np.arange(3)], dtype=np.uint16)
     section = DataSection(kind=DataKind.token_file, train=f"{tmp_path}/[ab].bin", valid=f"{tmp_path}/v.bin")

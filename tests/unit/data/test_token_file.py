@@ -70,7 +70,7 @@ def test_a_part_of_the_tokens_is_read(start: int, stop: int) -> None:
 
 
 @pytest.mark.parametrize("left_bytes", [0, 500, 1024, 1030, 1043])
-def test_a_file_that_is_cut_after_it_was_opened_is_named_with_both_sizes(tmp_path: Path, left_bytes: int) -> None:
+def test_a_file_truncated_while_open_is_named_with_both_sizes(tmp_path: Path, left_bytes: int) -> None:
     path = write(tmp_path / "a.bin", *range(10))
     file = open_token_file(path)
     os.truncate(path, left_bytes)
@@ -86,7 +86,7 @@ def test_a_file_that_is_replaced_is_read_on_as_it_was(tmp_path: Path) -> None:
     assert file.read().tolist() == [1, 2]
 
 
-def test_a_data_set_of_more_files_than_a_process_may_open_is_read(tmp_path: Path) -> None:
+def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{number}.bin", number) for number in range(80)]
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 10, limits[1]))
@@ -204,7 +204,7 @@ def test_a_folder_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
         write(tmp_path / "none" / "a.bin", 1)
 
 
-def test_a_token_outside_the_vocabulary_is_refused_with_position_and_token(tmp_path: Path) -> None:
+def test_a_token_outside_the_vocabulary_is_refused_by_position(tmp_path: Path) -> None:
     tokens = np.zeros(5 * 2**20, dtype=np.uint16)
     tokens[[4 * 2**20 + 17, 4 * 2**20 + 18]] = 300, 400
     path = tmp_path / "a.bin"
@@ -224,7 +224,7 @@ def test_the_fingerprint_does_not_depend_on_paths(tmp_path: Path) -> None:
     assert of(first) == of(second)
 
 
-def test_the_fingerprint_changes_with_content_order_cuts_and_dtype(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_content_order_cuts_dtype(tmp_path: Path) -> None:
     a, b = opened(tmp_path / "a.bin", 1, 2), opened(tmp_path / "b.bin", 3)
     variants = [
         [a, b],

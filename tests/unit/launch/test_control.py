@@ -84,7 +84,7 @@ def test_only_rank_0_looks_at_clock_and_files(tmp_path: Path) -> None:
         assert asked.now() == expected
 
 
-def test_a_touched_file_asks_for_one_save_and_is_gone_when_that_begins(tmp_path: Path) -> None:
+def test_a_touched_file_asks_for_one_save_and_is_then_gone(tmp_path: Path) -> None:
     clock = Clock()
     asked = requests(ControlRules(), clock, folder=tmp_path)
     asked.begin()
@@ -120,7 +120,7 @@ def test_a_signal_on_any_rank_asks_for_the_end() -> None:
     asked.begin()
     assert not asked.is_signalled()
     assert not asked.now().stop
-    watch.heard(signal.SIGTERM)
+    watch.receive(signal.SIGTERM)
     assert asked.is_signalled()
     assert asked.now() == ControlFlags(stop=True)
     assert asked.reason() == "SIGTERM"
@@ -147,7 +147,7 @@ def saves_asked(asked: RunControl, clock: Clock, seconds: int) -> int:
     return count
 
 
-def test_a_folder_in_the_place_of_the_file_asks_for_no_save_and_is_told_once(
+def test_a_folder_in_its_place_asks_for_no_save_and_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -155,14 +155,14 @@ def test_a_folder_in_the_place_of_the_file_asks_for_no_save_and_is_told_once(
     (tmp_path / SAVE_NOW).mkdir()
     assert saves_asked(asked, clock, 5) == 0
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / SAVE_NOW} is ignored: it is a folder, and a file of this name asks for a save"
+        f"{tmp_path / SAVE_NOW} is ignored: it is a folder; a file of this name requests a save"
     ]
     (tmp_path / SAVE_NOW).rmdir()
     (tmp_path / SAVE_NOW).touch()
     assert saves_asked(asked, clock, 5) == 1
 
 
-def test_a_file_that_cannot_be_removed_asks_for_one_save_each_time_it_is_touched(
+def test_an_unremovable_file_asks_for_one_save_each_touch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object, **__: object) -> None:

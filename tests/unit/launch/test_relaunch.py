@@ -31,7 +31,7 @@ def test_a_plain_start_is_no_restart_of_anything() -> None:
     assert identify({}, None) == Launch()
 
 
-def test_a_store_that_outlives_its_ranks_tells_the_launch_whatever_the_count_says() -> None:
+def test_a_store_that_outlives_its_ranks_identifies_the_launch() -> None:
     """Workers that are started again as a host comes or goes count no restart; another launch may have the same id."""
     store = HashStore()
     first, again, other = identify(TORCHRUN, store), identify(TORCHRUN, store), identify(TORCHRUN, HashStore())
@@ -49,7 +49,7 @@ def test_without_that_store_the_count_of_restarts_decides() -> None:
     assert not is_restart(first, identify({**counted, "TORCHELASTIC_RUN_ID": "other"}, None))
 
 
-def test_a_requeued_job_is_the_same_launch_and_a_second_command_of_a_job_is_another() -> None:
+def test_a_requeued_job_is_one_launch_a_second_command_another() -> None:
     first = identify({**SLURM, **TORCHRUN}, HashStore())
     requeued = {**SLURM, "SLURM_RESTART_COUNT": "1", **TORCHRUN}
     assert is_restart(first, identify(requeued, HashStore()))
@@ -58,7 +58,7 @@ def test_a_requeued_job_is_the_same_launch_and_a_second_command_of_a_job_is_anot
     assert not is_restart(first, identify({**requeued, "SLURM_CLUSTER_NAME": "two"}, HashStore()))
 
 
-def test_a_launch_has_committed_only_what_is_beyond_its_beginning(tmp_path: Path) -> None:
+def test_a_launch_has_committed_only_beyond_its_beginning(tmp_path: Path) -> None:
     launch, stranger = Launch(("a", "b"), ("a",)), Launch(("c",), ("c",))
     found = folder(tmp_path, 4)
     assert not has_committed(found, launch)
@@ -83,7 +83,7 @@ def test_a_restart_keeps_the_beginning_and_adds_its_names(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"launches": [1], "began_at": 1}', '{"launches": [], "began_at": true}'])
-def test_a_malformed_record_is_refused_by_a_restart_and_no_concern_of_others(tmp_path: Path, text: str) -> None:
+def test_a_malformed_record_is_refused_by_a_restart_alone(tmp_path: Path, text: str) -> None:
     found = folder(tmp_path, 6)
     (tmp_path / RECORD).write_text(text)
     assert not has_committed(found, Launch(("a",)))

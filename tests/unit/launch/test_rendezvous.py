@@ -10,13 +10,13 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from trainer.errors import LaunchError
-from trainer.launch.rendezvous import meet
+from trainer.launch.rendezvous import rendezvous
 
 
 def together(store: Store, ranks: list[int], world_size: int, timeout_s: float = 10.0) -> list[str | LaunchError]:
     def call(rank: int) -> str | LaunchError:
         try:
-            return meet(store, rank, world_size=world_size, timeout_s=timeout_s)
+            return rendezvous(store, rank, world_size=world_size, timeout_s=timeout_s)
         except LaunchError as error:
             return error
 
@@ -44,12 +44,12 @@ def test_a_rank_that_comes_first_does_not_meet_the_dead() -> None:
     store = HashStore()
     (old, _) = together(store, [0, 1], 2)
     found = list[str]()
-    early = threading.Thread(target=lambda: found.append(meet(store, 1, world_size=2, timeout_s=10.0)))
+    early = threading.Thread(target=lambda: found.append(rendezvous(store, 1, world_size=2, timeout_s=10.0)))
     early.start()
     # It has greeted under the old name: there lies another word than the one that was answered.
     await_true(lambda: store.get(f"{old}/hello/1") != store.get(f"{old}/welcome/1"))
     assert not found
-    name = meet(store, 0, world_size=2, timeout_s=10.0)
+    name = rendezvous(store, 0, world_size=2, timeout_s=10.0)
     early.join(10.0)
     assert found == [name]
     assert name != old
@@ -64,15 +64,15 @@ def await_true(is_true: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen in time")
 
 
-def test_rank_0_names_those_who_did_not_come_and_tells_the_others() -> None:
+def test_rank_0_names_the_missing_ranks_to_the_others() -> None:
     first, second = together(HashStore(), [0, 2], 5, timeout_s=0.5)
-    assert "Rank 1, 3, 4 did not come within 0 s" in str(first) or "Rank 1, 3, 4 did not come within 1 s" in str(first)
+    assert "Rank 1, 3, 4 did not join within 0 s" in str(first) or "Rank 1, 3, 4 did not join within 1 s" in str(first)
     assert isinstance(second, LaunchError)
 
 
 def test_a_rank_without_rank_0_gives_up_in_time() -> None:
-    with pytest.raises(LaunchError, match="Rank 0 did not let rank 1 in"):
-        meet(HashStore(), 1, world_size=2, timeout_s=0.2)
+    with pytest.raises(LaunchError, match="Rank 0 did not admit rank 1"):
+        rendezvous(HashStore(), 1, world_size=2, timeout_s=0.2)
 
 
 def test_a_failed_meeting_does_not_spoil_the_next() -> None:

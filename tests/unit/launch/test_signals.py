@@ -35,7 +35,7 @@ def test_the_first_signal_is_a_wish(number: signal.Signals) -> None:
     case = Case()
     case.watch.await_iteration()
     assert case.watch.name is None
-    case.watch.heard(number)
+    case.watch.receive(number)
     assert case.watch.name == number.name
     assert case.statuses == []
 
@@ -45,7 +45,7 @@ def test_another_signal_within_two_seconds_is_the_same_wish() -> None:
     case.watch.await_iteration()
     for now in (100.0, 100.1, 101.9):
         case.now = now
-        case.watch.heard(TERM)
+        case.watch.receive(TERM)
     assert case.statuses == []
     assert case.exit_graces == []
 
@@ -54,9 +54,9 @@ def test_another_signal_within_two_seconds_is_the_same_wish() -> None:
 def test_a_signal_two_seconds_later_is_an_order(second: signal.Signals) -> None:
     case = Case()
     case.watch.await_iteration()
-    case.watch.heard(USR1)
+    case.watch.receive(USR1)
     case.now += 2.0
-    case.watch.heard(second)
+    case.watch.receive(second)
     assert case.statuses == [128 + second]
     assert case.exit_graces == [f"received {second.name} after SIGUSR1"]
     assert case.watch.name == "SIGUSR1"
@@ -65,12 +65,12 @@ def test_a_signal_two_seconds_later_is_an_order(second: signal.Signals) -> None:
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_before_the_first_iteration_is_an_order(number: signal.Signals) -> None:
     case = Case()
-    case.watch.heard(number)
+    case.watch.receive(number)
     assert case.statuses == [128 + number]
     assert case.exit_graces == [f"received {number.name} before the first iteration"]
 
 
-def test_a_signal_that_comes_just_before_the_first_iteration_is_not_forgotten() -> None:
+def test_a_signal_just_before_the_first_iteration_counts() -> None:
     case = Case()
     case.watch._first = int(TERM), case.now  # taken, and not yet judged
     case.watch.await_iteration()
@@ -79,15 +79,15 @@ def test_a_signal_that_comes_just_before_the_first_iteration_is_not_forgotten() 
 
 def test_other_signals_mean_nothing() -> None:
     case = Case()
-    case.watch.heard(signal.SIGCHLD)
-    case.watch.heard(signal.SIGWINCH)
+    case.watch.receive(signal.SIGCHLD)
+    case.watch.receive(signal.SIGWINCH)
     assert (case.watch.name, case.statuses) == (None, [])
 
 
-def test_who_is_not_through_within_the_notice_is_left_with_status_1() -> None:
+def test_a_process_not_done_within_the_notice_exits_with_1() -> None:
     case = Case(notice_s=0.01)
     case.watch.await_iteration()
-    case.watch.heard(TERM)
+    case.watch.receive(TERM)
     assert case.has_left.wait(10.0)
     assert case.statuses == [1]
     assert "train.exit_signal_save_seconds" in case.exit_graces[0]
@@ -96,7 +96,7 @@ def test_who_is_not_through_within_the_notice_is_left_with_status_1() -> None:
 def test_who_is_through_within_the_notice_is_left_alone() -> None:
     case = Case(notice_s=0.05)
     case.watch.await_iteration()
-    case.watch.heard(TERM)
+    case.watch.receive(TERM)
     case.watch.stop()
     assert not case.has_left.wait(0.2)
 
@@ -104,7 +104,7 @@ def test_who_is_through_within_the_notice_is_left_alone() -> None:
 def test_a_exit_grace_that_hangs_keeps_nobody() -> None:
     stuck, left = threading.Event(), threading.Event()
     watch = SignalHandler(LONG_S, exit_grace=lambda _: stuck.wait(30.0), leave=lambda _: left.set())
-    watch.heard(TERM)
+    watch.receive(TERM)
     assert left.is_set()
     assert not stuck.is_set()
     stuck.set()

@@ -44,7 +44,7 @@ def test_a_rank_that_hangs_is_left_when_another_gave_up(capsys: pytest.CaptureFi
     first.channel.fail("the disk is gone")
     assert second.has_left.wait(10.0)
     assert second.statuses == [1]
-    assert "rank 1 leaves: Rank 0 failed: the disk is gone" in capsys.readouterr().err
+    assert "rank 1 exits: Rank 0 failed: the disk is gone" in capsys.readouterr().err
 
 
 def test_a_rank_that_ends_by_itself_is_not_left() -> None:
@@ -69,7 +69,7 @@ def test_an_error_of_ones_own_follows_from_nobody() -> None:
     assert first.watch.explain(CheckpointError("No"), second.channel) is None
 
 
-def test_what_all_ranks_know_follows_from_nobody_whoever_says_it_first() -> None:
+def test_an_error_of_all_ranks_has_no_cause_among_them() -> None:
     ranks = [Rank(store := HashStore(), 0), Rank(store, 1)]
     problem = CheckpointError("The disk is full")
     known = run_ranks(2, lambda channel: channel.agree("k", None if channel.rank else problem))
@@ -79,12 +79,12 @@ def test_what_all_ranks_know_follows_from_nobody_whoever_says_it_first() -> None
     assert ranks[0].watch.explain(known[0], ranks[0].channel) is None
 
 
-def test_a_lost_connection_follows_from_the_rank_that_does_not_answer() -> None:
+def test_a_lost_connection_is_caused_by_the_silent_rank() -> None:
     store = HashStore()
     ranks = [Rank(store, rank, world_size=3) for rank in range(3)]
     ranks[0].watch.start()  # alive, and watching; rank 1 is not
     cause = ranks[2].watch.explain(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed"), ranks[2].channel)
-    assert cause == "Rank 1 does not answer: it was killed, or hangs"
+    assert cause == "Rank 1 does not answer: it was killed or is hung"
     ranks[0].watch.stop()
 
 
@@ -105,11 +105,11 @@ def test_a_rank_that_shows_no_sign_of_life_is_named_to_all(capsys: pytest.Captur
         assert rank.has_left.wait(10.0)
         assert rank.statuses == [1]
     said = capsys.readouterr().err
-    assert "rank 0 leaves: Rank 1 failed: Rank 2 has shown no sign of life for 0 s" in said
-    assert "rank 1 leaves: Rank 2 has shown no sign of life" in said
+    assert "rank 0 exits: Rank 1 failed: Rank 2 sent no heartbeat for 0 s" in said
+    assert "rank 1 exits: Rank 2 sent no heartbeat" in said
 
 
-def test_a_rank_that_stops_to_show_signs_of_life_is_lost_and_one_that_shows_them_is_not() -> None:
+def test_a_rank_is_lost_once_its_heartbeat_stops() -> None:
     store = HashStore()
     channels = [StoreChannel(store, rank, world_size=2, timeout_s=0.0) for rank in range(2)]
     first, second = (peers._Heartbeat(channel, 8.0, look_s=1.0) for channel in channels)
@@ -157,7 +157,7 @@ def test_a_store_that_is_gone_ends_those_who_hang(capsys: pytest.CaptureFixture[
     rank.watch.start()
     store.is_dead = True
     assert rank.has_left.wait(10.0)
-    assert "rank 1 leaves: The store is gone: its host, rank 0, was killed" in capsys.readouterr().err
+    assert "rank 1 exits: The store is gone: its host, rank 0, was killed" in capsys.readouterr().err
 
 
 def test_an_error_after_the_end_of_the_stores_host_names_that() -> None:
@@ -193,7 +193,7 @@ class Suspended:
         return 3600.0 * self.looks
 
 
-def test_time_in_which_a_process_was_stopped_itself_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_while_a_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Suspended()
     store = Brittle()
     store.flows.clear()

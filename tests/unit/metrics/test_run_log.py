@@ -19,7 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer.checkpoint.policy import SaveReport
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import TrainerError
-from trainer.metrics.run_log import IterationRecord, RunLog, cut_after, last_recorded_iteration, peak_flops
+from trainer.json_value import dumps
+from trainer.metrics.jsonl_file import cut_after, last_recorded_iteration
+from trainer.metrics.run_log import IterationRecord, RunLog, peak_flops
 
 
 def record(iteration: int, loss: float = 2.5) -> IterationRecord:
@@ -63,7 +65,7 @@ def test_later_and_torn_lines_go_to_a_file_beside(tmp_path: Path) -> None:
     assert last_recorded_iteration(path) is None
 
 
-def test_a_line_that_is_torn_is_cut_even_if_its_iteration_would_stay(tmp_path: Path) -> None:
+def test_a_torn_line_is_cut_even_if_its_iteration_would_stay(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(lines(1) + '{"iteration": 2}')
     cut_after(path, 9)
@@ -154,9 +156,7 @@ def test_lines_wait_for_a_disk_that_fails(
     log.close()
 
 
-def test_a_disk_that_fails_tensorboard_costs_points_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_disk_costs_tensorboard_points_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = run_log(tmp_path, tensorboard=True)
     log.open(0, "a: 1\n")
     (tmp_path / "tensorboard").write_text("a file where the folder is to be")
@@ -182,7 +182,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_in_words(tmp_path: Path)
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_is_null_beside_its_exact_form(loss: float) -> None:
-    line = json.loads(json.dumps(record(1, loss).line(), allow_nan=False))
+    line = json.loads(dumps(record(1, loss).line()))
     assert line["loss"] is None
     assert line["loss_hex"] == loss.hex()
 
@@ -246,9 +246,7 @@ def test_the_first_iteration_after_a_resume_is_marked(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_iterations_beside_a_save_are_never_shown_as_slowed_by_less_than_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_slowdown_beside_a_save_is_never_negative(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     log = run_log(tmp_path)
     log.open(0, "")

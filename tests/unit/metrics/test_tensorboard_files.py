@@ -14,10 +14,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch.utils.tensorboard import SummaryWriter
 
+from trainer.atomic import temporary_of
 from trainer.checkpoint.policy import SaveReport
-from trainer.checkpoint.storage.files import temporary_of
 from trainer.metrics.run_log import IterationRecord, RunLog
-from trainer.metrics.tensorboard_files import _step_of, cut_events, put_before
+from trainer.metrics.tensorboard_files import _parsed, cut_events, put_before
 
 
 def write(folder: Path, **curves: list[int]) -> Path:
@@ -118,7 +118,7 @@ def test_what_a_killed_cut_left_is_removed(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(min_value=90, max_value=120), max_size=6))
-def test_a_file_made_later_comes_after_all_others_which_keep_their_order(seconds: list[int]) -> None:
+def test_a_later_file_sorts_behind_the_others(seconds: list[int]) -> None:
     with TemporaryDirectory() as folder:
         names = [f"events.out.tfevents.{second:010d}.host.{pid}" for pid, second in enumerate(seconds, start=7)]
         for name in names:
@@ -129,7 +129,7 @@ def test_a_file_made_later_comes_after_all_others_which_keep_their_order(seconds
         assert all(path.name < "events.out.tfevents.0000000100." for path in found)
 
 
-def test_a_run_that_goes_on_within_the_second_or_behind_the_clock_shows_every_point_once(tmp_path: Path) -> None:
+def test_a_quick_resume_or_a_clock_set_back_shows_points_once(tmp_path: Path) -> None:
     """TensorBoard reads files by their names, and takes what a file of a later name repeats for a new beginning."""
     for first, last in ((1, 5), (5, 9), (7, 12)):
         log = opened(tmp_path, first - 1)
@@ -149,16 +149,16 @@ def test_the_step_of_any_event_is_found(step: int, time: float) -> None:
     )
     for event in events:
         data = event.SerializeToString()
-        assert _step_of(data) == step
-        assert _step_of(Event(file_version="x" * 200).SerializeToString() + data) == step
+        assert _parsed(data).step == step
+        assert _parsed(Event(file_version="x" * 200).SerializeToString() + data).step == step
 
 
 @given(st.binary(max_size=40))
 def test_bytes_that_are_no_event_are_read_without_an_error(data: bytes) -> None:
-    assert _step_of(data) >= 0
+    assert isinstance(_parsed(data).step, int)
 
 
-def test_a_run_that_goes_back_shows_no_point_twice_and_none_of_the_other_branch(tmp_path: Path) -> None:
+def test_a_rewound_run_shows_only_points_of_its_branch_once(tmp_path: Path) -> None:
     first = opened(tmp_path, 0)
     train(first, 1, 14)
     first.close()
@@ -183,7 +183,7 @@ def test_an_evaluation_that_is_owed_again_has_one_point(tmp_path: Path) -> None:
     assert found["train/loss"] == list(range(1, 17))
 
 
-def test_the_figures_of_a_save_are_in_the_files_once_it_is_recorded(tmp_path: Path) -> None:
+def test_the_figures_of_a_recorded_save_are_in_the_files(tmp_path: Path) -> None:
     killed = opened(tmp_path, 0)  # and never closed
     train(killed, 1, 4)
     assert points(tmp_path / "tensorboard")["save/seconds"] == [4]

@@ -8,16 +8,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from models import (
-    Activation,
-    ModelConfig,
-    RopeScaling,
-    build_model,
-    flops_per_token,
-    parameter_count,
-    problems,
-    stored_tensors,
-)
+from models.build import build_model
+from models.config import Activation, ModelConfig, RopeScaling
+from models.families import flops_per_token, parameter_count, problems, stored_tensors
 from tests import ROOT
 from tests.unit.model_samples import FAMILIES, GPT2, LLAMA3
 

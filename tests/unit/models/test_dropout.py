@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models import Stage, build_model, token_loss
-from models.layers import Dropout, Site, site_seed, splitmix64
+from models.build import build_model
+from models.config import Stage
+from models.layers import Dropout, Site, site_seed, splitmix64, token_loss
 from tests.unit.model_samples import GPT2, backward, fill, random_values, samples, stored_gradients
 
 
@@ -42,7 +43,7 @@ def test_a_dropout_key_decides_every_mask() -> None:
     assert torch.equal(model(tokens, dropout_key=torch.tensor([5])), small)
 
 
-def test_without_a_key_nothing_is_dropped_and_no_generator_is_touched() -> None:
+def test_without_a_key_nothing_is_dropped_or_drawn() -> None:
     config = replace(GPT2, dropout=0.3)
     values, tokens = random_values(config), samples(config)[0]
     generator = torch.get_rng_state()

@@ -11,19 +11,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import (
-    Family,
-    InitialKind,
-    ModelConfig,
-    Stage,
-    aliases,
-    build_model,
-    hf_config,
-    initial_values,
-    stored_tensors,
-    token_loss,
-)
-from models.layers import Embedding
+from models.build import build_model
+from models.config import Family, InitialKind, ModelConfig, Stage
+from models.families import aliases, hf_config, initial_values, stored_tensors
+from models.layers import Embedding, token_loss
 from tests.unit.model_samples import (
     FAMILIES,
     VARIANTS,
@@ -186,7 +177,7 @@ def test_activation_checkpointing_gives_the_same_gradient_bits(config: ModelConf
         assert torch.equal(gradient, gradients[name]), name
 
 
-def test_bfloat16_compute_stays_near_float32_with_float32_masters(config: ModelConfig) -> None:
+def test_bfloat16_compute_with_float32_masters_is_near_float32(config: ModelConfig) -> None:
     values, batch = {name: value * 0.5 for name, value in random_values(config).items()}, samples(config)
     exact = backward(fill(build_model(config), values), batch)
     model = fill(build_model(config, compute_dtype=torch.bfloat16), values)
@@ -236,7 +227,7 @@ LLAMA_CPP = {
 }
 
 
-def test_the_configuration_has_the_names_that_llama_cpps_converter_reads(family: ModelConfig) -> None:
+def test_the_configuration_has_the_names_llama_cpp_reads(family: ModelConfig) -> None:
     found = hf_config(family)
     assert [name for name in LLAMA_CPP[family.family.value] if name not in found] == []
     if family.family is Family.gpt2:
@@ -255,9 +246,7 @@ def test_token_loss_is_float32_and_leaves_out_ignored_targets() -> None:
 
 
 @pytest.mark.parametrize("dropout_key", [None, 2**63 + 1])
-def test_blocks_compiled_one_by_one_share_a_graph_and_keep_the_bits(
-    family: ModelConfig, dropout_key: int | None
-) -> None:
+def test_blocks_compiled_singly_share_a_graph_and_keep_the_bits(family: ModelConfig, dropout_key: int | None) -> None:
     config = replace(family, n_layer=10, dropout=0.3 if family.family is Family.gpt2 else 0.0)
     values, batch = random_values(config), samples(config)
     model, compiled = fill(build_model(config), values), fill(build_model(config), values)
@@ -297,7 +286,7 @@ def test_a_tied_table_has_the_gradient_of_both_its_ends(family: ModelConfig) -> 
     torch.testing.assert_close(found, asked, rtol=1e-5, atol=1e-6)
 
 
-def test_a_tied_table_fuses_tied_gradient_only_to_the_output_that_has_it_and_where_no_hook_waits(
+def test_a_tied_table_fuses_its_gradient_only_without_hooks(
     family: ModelConfig,
 ) -> None:
     config = replace(family, tie_word_embeddings=True)

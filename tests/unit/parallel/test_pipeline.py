@@ -9,7 +9,7 @@ from trainer.parallel.pipeline import divide_layers
 
 
 @given(st.integers(1, 20), st.integers(0, 200))
-def test_layers_are_dealt_out_in_order_and_shares_differ_by_one_at_most(stages: int, n_layer: int) -> None:
+def test_layers_are_dealt_out_in_order_and_evenly(stages: int, n_layer: int) -> None:
     shares = divide_layers(n_layer, stages)
     assert len(shares) == stages
     assert [layer for share in shares for layer in share] == list(range(n_layer))

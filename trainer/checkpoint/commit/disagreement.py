@@ -1,4 +1,4 @@
-"""Finds disagreements of the ranks of a save in their reports, and names them by the tables of two ranks."""
+"""Finds disagreements between the ranks of a save in their reports and explains them from two ranks' tables."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Two ranks whose tables differ, and all ranks that side with either.
+    """The ranks of a save, grouped by the value on which they differ.
 
     Args:
-        sides: the ranks by what they report, the side of the lowest rank first.
-        is_of_content: whether they hold the same tensors, with other bits.
+        sides: the ranks with equal values, the side of the lowest rank first.
+        is_of_content: whether the ranks hold the same tensors with different bits.
     """
 
     sides: tuple[tuple[int, ...], ...]
@@ -29,12 +29,12 @@ class Disagreement:
 
     @property
     def witnesses(self) -> tuple[int, int]:
-        """Return one rank of each of the first two sides: their tables show the difference."""
+        """Return one rank of each of the first two sides, whose tables show the difference."""
         return self.sides[0][0], self.sides[1][0]
 
 
 def refuse_other_iterations(iterations: Mapping[int, int]) -> None:
-    """Refuse a save that ranks make of different iterations, given by rank.
+    """Refuse a save in which ranks save different iterations, given by rank.
 
     Raises:
         CheckpointError: naming the iterations and the ranks.
@@ -50,7 +50,7 @@ def refuse_other_iterations(iterations: Mapping[int, int]) -> None:
 
 
 def find(reports: Sequence[RankReport]) -> Disagreement | None:
-    """Return the first thing that the ranks of these reports, which are in order of rank, do not agree on.
+    """Return the first disagreement in the reports, which are in rank order; None if the ranks agree.
 
     A rank whose part failed reports no digests of replicas.
     """
@@ -72,10 +72,10 @@ def find(reports: Sequence[RankReport]) -> Disagreement | None:
 
 
 def explain(found: Disagreement, tables: Sequence[bytes]) -> TrainerError:
-    """Return the error that names the first tensors that differ, and the ranks.
+    """Return an error that names the ranks and the first tensors that differ.
 
     Args:
-        tables: of the two witnesses, in their order; as `Inventory.to_bytes` makes them.
+        tables: `Inventory.to_bytes` of the two witnesses, in their order.
     """
     a, b = found.witnesses
     rows, others = ({row["name"]: row for row in json.loads(table)} for table in tables)
@@ -114,9 +114,9 @@ def replica_error(found: str, *, fix: str = "") -> ReplicaError:
 
 
 def _difference(name: str, row: _Row | None, other: _Row | None, ranks: tuple[int, int]) -> str | None:
-    """Return how two ranks' rows of one tensor contradict each other, or None.
+    """Return the contradiction between two ranks' rows of one tensor, or None.
 
-    Ranks hold other boxes of a tensor by design, or none, but not where both name the same ranks as holders of theirs.
+    Ranks may hold different boxes of a tensor, or none. Boxes must be equal only if both rows list the same replicas.
     """
     if row is None or other is None:
         return f"{name} only on rank {ranks[0] if other is None else ranks[1]}"
@@ -132,13 +132,13 @@ def _difference(name: str, row: _Row | None, other: _Row | None, ranks: tuple[in
 
 
 def _box(row: _Row) -> str:
-    """Return which part of a tensor a row is about, where that is not all of it."""
+    """Return the box of a row in words, empty for the whole tensor."""
     is_whole = "box" not in row or (not any(row["offset"]) and list(row["box"]) == list(row["shape"]))
     return "" if is_whole else f" (the box at {row['offset']} of {row['box']})"
 
 
 def _sides(answers: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that give each answer, the first answer first."""
+    """Group ranks by equal answers, in the order in which the answers first appear."""
     sides: dict[object, list[int]] = defaultdict(list)
     for rank, answer in answers.items():
         sides[answer].append(rank)
@@ -146,6 +146,6 @@ def _sides(answers: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Return ranks in words, some of them where they are many."""
+    """Return ranks in words, at most the first eight by number."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

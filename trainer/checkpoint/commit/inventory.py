@@ -1,4 +1,4 @@
-"""The inventory of a checkpoint on one rank: all its tensors, the boxes of this rank, and digests of shared bytes."""
+"""One rank's view of a checkpoint: all tensors, the boxes of this rank, and the digests of its replicas."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trainer.checkpoint.format.layout import DTYPE_NAMES, Layout
 from trainer.checkpoint.format.report import GroupDigest
 from trainer.checkpoint.tensors.live import LiveTensor
 
-# For each set of ranks that hold the same boxes, by tensor: the digests of all blocks of its box, packed.
+# By set of ranks that hold the same boxes, then by tensor: the packed digests of all blocks of the box.
 SharedDigests = Mapping[tuple[int, ...], Mapping[str, bytes]]
 
 
 class Inventory:
-    """The table that a rank's report is made of, and that is sent whole only where two ranks disagree.
+    """The table behind a rank's report. Reports carry its digests; the table is sent only if two ranks disagree.
 
     Args:
-        layout: of all tensors of the checkpoint, as this rank sees it.
-        live: the parts that this rank holds.
+        layout: the layout of all tensors of the checkpoint, as this rank computes it.
+        live: the tensor parts that this rank holds.
     """
 
     def __init__(self, layout: Layout, live: Sequence[LiveTensor] = ()) -> None:
@@ -36,11 +36,11 @@ class Inventory:
         return identity_of(self._layout)
 
     def add(self, shared: SharedDigests) -> None:
-        """Take the digests of what other ranks hold too."""
+        """Add the digests of this rank's replicas."""
         self._shared = shared
 
     def groups(self) -> tuple[GroupDigest, ...]:
-        """Return one row for each set of ranks."""
+        """Return one row for each set of ranks that share boxes."""
         return tuple(
             GroupDigest(
                 digest_of_ranks(ranks),
@@ -82,5 +82,5 @@ def identity_of(layout: Layout) -> int:
 
 
 def digest_of_ranks(ranks: Sequence[int]) -> int:
-    """Return the digest (xxh3-64) of a set of ranks in rising order."""
+    """Return the digest (xxh3-64) of a set of ranks in ascending order."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(ranks)}Q", *ranks))

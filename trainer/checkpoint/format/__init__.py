@@ -1,1 +1,1 @@
-"""The format on disk: names, layout, manifest, and headers."""
+"""The format on disk: names, layout, manifest and headers."""

@@ -1,4 +1,4 @@
-"""Rectangles of a tensor, and the bytes they occupy in it. Pure arithmetic; `live.py` knows where a box comes from."""
+"""Boxes: rectangles of a tensor, and the bytes they occupy in it. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Return the index that takes the box out of an array."""
+        """Return the index of the box in an array."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
@@ -35,7 +35,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box:
-    """Return the common part of two boxes of one tensor; its `numel` is 0 where they do not meet."""
+    """Return the intersection of two boxes of one tensor; its `numel` is 0 if they are disjoint."""
     if a == b:
         return a
     offset = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))
@@ -44,30 +44,30 @@ def intersect(a: Box, b: Box) -> Box:
 
 
 def relative(inner: Box, outer: Box) -> Box:
-    """Return `inner`, which lies inside `outer`, in coordinates that start at `outer`'s corner."""
+    """Return `inner`, a box inside `outer`, in coordinates relative to the corner of `outer`."""
     return Box(tuple(i - o for i, o in zip(inner.offset, outer.offset, strict=True)), inner.shape)
 
 
 def absolute(inner: Box, outer: Box) -> Box:
-    """Return `inner`, given in coordinates that start at `outer`'s corner, in those of `outer`."""
+    """Return `inner`, a box in coordinates relative to the corner of `outer`, in the coordinates of `outer`."""
     return Box(tuple(i + o for i, o in zip(inner.offset, outer.offset, strict=True)), inner.shape)
 
 
 def in_bytes(box: Box, itemsize: int) -> Box:
-    """Return the box of a tensor that has one dimension more: the bytes of its items."""
+    """Return the box with one more dimension, the bytes of each item."""
     return Box((*box.offset, 0), (*box.shape, itemsize))
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One mesh axis that cuts a tensor dimension.
+    """One mesh axis that shards a tensor dimension.
 
     Args:
-        dim: the tensor dimension that is cut.
+        dim: the sharded tensor dimension.
         index: this rank's coordinate on the mesh axis.
         count: size of the mesh axis.
-        strided: product of the sizes of the axes to its right that cut the same dimension *before* it
-            (`split_factor` of torch's `_StridedShard`); 1 for a plain cut.
+        strided: product of the sizes of the axes to the right that shard the same dimension *before* this one
+            (`split_factor` of torch's `_StridedShard`); 1 for a plain shard.
     """
 
     dim: int
@@ -84,14 +84,13 @@ def cut(lo: int, hi: int, *, index: int, count: int) -> tuple[int, int]:
 
 
 def box_of_splits(shape: Sequence[int], splits: Sequence[Split]) -> Box:
-    """Return the box that a rank holds after all `splits`, listed in order of the mesh axes.
+    """Return the box that a rank holds after all `splits`, listed in mesh axis order.
 
-    A tensor dimension is cut by one axis after the other. Plain cuts apply from left to right; a strided one applies
-    after the axes to its right whose sizes multiply to its `strided` factor (FSDP2 over tensor parallelism:
-    `torch/distributed/tensor/placement_types.py`, `_StridedShard`).
+    Plain splits apply from left to right. A strided one applies after the axes to its right whose sizes multiply to its
+    `strided` factor (FSDP2 over tensor parallelism: `torch/distributed/tensor/placement_types.py`, `_StridedShard`).
 
     Raises:
-        ValueError: if a strided factor is no product of the sizes to its right, so that the shard is not one box.
+        ValueError: if a strided factor is not a product of sizes to its right, so that the shard is not a single box.
     """
     offset, size = [0] * len(shape), list(shape)
     for dim in range(len(shape)):
@@ -121,8 +120,8 @@ class Image:
 
     Args:
         start: offset of the first run in the tensor's bytes.
-        loops: how runs follow, `(count, stride in bytes)` from the outermost to the innermost; none where all is one
-            run. No two that follow each other could be one.
+        loops: `(count, stride in bytes)` of the runs, from the outermost loop to the innermost; empty for a single run.
+            Adjacent loops are merged where possible.
     """
 
     box: Box
@@ -136,7 +135,7 @@ class Image:
 
     @property
     def extent(self) -> int:
-        """Return how many bytes lie between its first and its last one in the tensor, both counted."""
+        """Return the distance in bytes from its first byte to its last in the tensor, both included."""
         return self.run_bytes + sum((count - 1) * stride for count, stride in self.loops)
 
     @property
@@ -145,7 +144,7 @@ class Image:
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """Return the packed image's shape as an array of bytes with a dimension for every loop and one for the run."""
+        """Return the packed image's shape as an array of bytes: one dimension per loop, and one for the run."""
         return (*(count for count, _ in self.loops), self.run_bytes)
 
     def before(self, offset: int) -> int:
@@ -162,13 +161,13 @@ class Image:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Return by how many bytes the dimensions of the packed image lie apart in the tensor."""
+        """Return the strides, in bytes of the tensor, of the packed image's dimensions."""
         return (*(stride for _, stride in self.loops), 1)
 
     def boxes(self, lo: int, hi: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
-        """Yield packed bytes `[lo, hi)` in arrays, as few as can be, that lie in the tensor by `strides`.
+        """Yield packed bytes `[lo, hi)` as a minimal number of arrays with strides `strides` in the tensor.
 
-        Each is its shape, the offset of its first byte in the tensor's bytes, and that in the packed image.
+        Each is a shape, the offset of its first byte in the tensor's bytes, and that in the packed image.
         """
         strides, at = self.strides, lo
         for box in extent(self.packed_shape, lo, hi):
@@ -193,7 +192,7 @@ class Image:
 
 
 def image(box: Box, shape: Sequence[int], itemsize: int) -> Image:
-    """Describe the bytes of `box` in a C-ordered tensor of `shape`, with runs as long as they can be."""
+    """Return the image of `box` in a C-ordered tensor of `shape`, with runs as long as possible."""
     if 0 in box.shape:
         return Image(box, 0, (), 0)
     run = stride = itemsize
@@ -212,9 +211,9 @@ def image(box: Box, shape: Sequence[int], itemsize: int) -> Image:
 
 
 def extent(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
-    """Yield boxes that are, one behind the other, elements `[lo, hi)` of a C-ordered array of `shape`.
+    """Yield the boxes that together are elements `[lo, hi)` of a C-ordered array of `shape`, in order.
 
-    They are as few as can be: at most two for every dimension, less one.
+    Their number is minimal: at most 2 * dimensions - 1.
     """
     if lo >= hi:
         return

@@ -1,4 +1,4 @@
-"""Standard JSON in and out: no NaN, no doubled keys, bounded size and depth. Others know what the members mean."""
+"""Reads and writes standard JSON files: no NaN, no duplicate keys, limited size and depth."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MAX_DEPTH = 64
 
 
 def to_bytes(value: Json) -> bytes:
-    """Return `value` as readable standard JSON that ends with a line break.
+    """Return `value` as indented standard JSON that ends with a newline.
 
     Raises:
-        CheckpointError: for NaN, Infinity or a value that JSON does not have, and for all else that `parse` refuses.
+        CheckpointError: for NaN, infinity, a value that JSON does not have, or anything that `parse` rejects.
     """
     try:
         data = (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -45,7 +45,7 @@ def content(document: Document) -> bytes:
     """Return the bytes of a file that holds no tensors.
 
     Raises:
-        CheckpointError: as `to_bytes` does.
+        CheckpointError: as `to_bytes`.
     """
     return document if isinstance(document, bytes) else to_bytes(document)
 
@@ -54,8 +54,8 @@ def parse(data: bytes, *, where: object) -> Json:
     """Parse one JSON object.
 
     Raises:
-        CheckpointError: if `data` is no standard JSON object: bad UTF-8, half a surrogate pair, NaN, a number beyond
-            what a float holds, a key twice, too large, too deep.
+        CheckpointError: if `data` is not a standard JSON object: invalid UTF-8, an unpaired surrogate, NaN, a number
+            out of float range, a duplicate key, too large, too deep.
     """
     if len(data) > MAX_BYTES:
         raise CheckpointError("A JSON file is too large", where=where, expected=f"<= {MAX_BYTES} B", found=len(data))
@@ -79,8 +79,8 @@ def read(path: Path) -> Json:
     """Read and parse the JSON object in `path`.
 
     Raises:
-        CheckpointError: if the file is missing, a pipe or a device, or no standard JSON object.
-        UnreadableError: if it cannot be read now.
+        CheckpointError: if the file is missing, a pipe or a device, or not a standard JSON object.
+        UnreadableError: if it cannot be read at the moment.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -96,7 +96,7 @@ def _refuse_constant(name: str) -> None:
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"{digits[:40]} is beyond what a float holds")
+        raise ValueError(f"{digits[:40]} is out of the range of a float")
     return value
 
 

@@ -1,10 +1,9 @@
-"""Where every tensor lies on disk: a pure function of names, shapes, dtypes and `file_bytes`.
+"""The position of every tensor on disk: a pure function of names, shapes, dtypes and `file_bytes`.
 
-Every rank computes the same layout alone, so no bytes travel to plan a save. `saving/plan.py` gives
-every byte its writer.
+Every rank computes the same layout, so planning a save needs no communication.
 
 The files are safetensors (https://github.com/huggingface/safetensors#format): eight bytes of little-endian header
-length, a JSON header, then the data. Ours are padded so that the data starts on a page.
+length, a JSON header, then the data. Headers are padded so that the data starts on a page boundary.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class TensorKind(Enum):
-    """Which family of files a tensor goes to."""
+    """The family of files that a tensor is stored in."""
 
     MODEL = "model"
     OPTIMIZER = "optimizer"
@@ -55,11 +54,11 @@ class TensorKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One logical tensor as it lies on disk.
+    """One logical tensor as stored on disk.
 
     Args:
-        shape: the shape written in the header.
-        view: a shape of the same C-ordered bytes, in whose coordinates boxes of live parameters are given.
+        shape: the shape in the header.
+        view: another shape of the same C-ordered bytes; boxes of live parameters are in its coordinates.
     """
 
     kind: TensorKind
@@ -73,13 +72,13 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def image(self, box: Box) -> Image:
-        """Return which bytes of the tensor a box in the coordinates of `view` occupies."""
+        """Return the bytes of the tensor that a box, in the coordinates of `view`, occupies."""
         return image(box, self.view, self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor's place: `file` is relative to the checkpoint folder, `offset` counts from the start of the file."""
+    """A tensor's position: `file` is relative to the checkpoint folder, `offset` counts from the start of the file."""
 
     spec: TensorSpec
     file: str
@@ -98,7 +97,7 @@ class FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All files of a checkpoint that hold tensors, and the place of each tensor by name."""
+    """All tensor files of a checkpoint, and the place of each tensor by name."""
 
     files: tuple[FileLayout, ...]
     places: dict[str, Place]
@@ -109,12 +108,12 @@ class Layout:
 
 
 def build_layout(specs: Sequence[TensorSpec], *, file_bytes: int = DEFAULT_FILE_BYTES) -> Layout:
-    """Lay out `specs`, given in model order: larger items first, no holes, files of at most `file_bytes` of data.
+    """Lay out `specs`, given in model order: larger items first, without holes, at most `file_bytes` of data per file.
 
-    A tensor is never split over files; one larger than `file_bytes` has a file of its own.
+    A tensor is never split across files; one larger than `file_bytes` gets a file of its own.
 
     Raises:
-        CheckpointError: for a name that occurs twice, a dtype that safetensors cannot hold or too many dimensions.
+        CheckpointError: for a duplicate name, a dtype that safetensors does not have, or too many dimensions.
     """
     refuse_unstorable(specs)
     files: list[FileLayout] = []
@@ -133,7 +132,7 @@ def file_name(kind: TensorKind, index: int, count: int) -> str:
 
 
 def model_index(layout: Layout) -> dict[str, object]:
-    """Return `model.safetensors.index.json`, so that loaders which glob find exactly the weights."""
+    """Return `model.safetensors.index.json`, so that loaders that glob find exactly the weights."""
     weights = [place for place in layout.places.values() if place.spec.kind is TensorKind.MODEL]
     return {
         "metadata": {"total_size": sum(place.spec.total_bytes for place in weights)},
@@ -142,7 +141,7 @@ def model_index(layout: Layout) -> dict[str, object]:
 
 
 def refuse_unstorable(specs: Iterable[TensorSpec]) -> None:
-    """Refuse tensors that no file of a checkpoint can hold.
+    """Refuse tensors that no checkpoint file can hold.
 
     Raises:
         CheckpointError: naming the first of them.

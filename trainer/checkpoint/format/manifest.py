@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: sizes and digests of everything in the folder, and the pieces that tile each tensor.
 
-Pure values and their JSON form. Digests are `xxh3_64` (https://github.com/Cyan4973/xxHash), as 16 hex digits.
+Digests are `xxh3_64` (https://github.com/Cyan4973/xxHash) as 16 hex digits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.box import Box, image
 from trainer.checkpoint.format.layout import DTYPE_NAMES, MOST_DIMENSIONS, Layout, Place
 from trainer.errors import CheckpointError, MismatchError
+from trainer.json_value import integer
 
 FORMAT = "reprise-manifest/1"
 BLOCK_BYTES = 4 << 20
@@ -30,7 +31,7 @@ _TAIL = ',"xxh3_64":"%s"}\n'
 
 @dataclass(frozen=True, slots=True)
 class WrittenPiece:
-    """What a rank reports: bytes `[lo, hi)` of the packed image of `box`, and the digests of their blocks, packed."""
+    """A piece in a rank's report: bytes `[lo, hi)` of the packed image of `box`, and its packed block digests."""
 
     name: str
     box: Box
@@ -41,9 +42,9 @@ class WrittenPiece:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a rank has done for a save: its pieces, and how many bytes of tensors it has put into the files.
+    """A rank's share of a save: its pieces, and the tensor bytes it wrote.
 
-    These need not be those of its pieces: ranks of one host write for each other. In sum over all ranks they are.
+    The two may differ on one rank, because ranks of one host write for each other; their sums over all ranks are equal.
     """
 
     pieces: list[WrittenPiece]
@@ -52,7 +53,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Size of a file in bytes, and the digest of its safetensors header or, for any other file, of all of it."""
+    """Size of a file in bytes, and the digest of its safetensors header or, for any other file, of its content."""
 
     total_bytes: int
     digest: str
@@ -61,10 +62,10 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """How a tensor was written: `cuts` per dimension of `view` form a product grid of cells, in C order.
+    """The pieces of a tensor: `cuts` per dimension of `view` form a product grid of cells, in C order.
 
-    A cell in `shares` was written by several replicas, cut at these byte offsets of its packed image. `digests` lists
-    the blocks of all pieces in order, eight bytes each, big-endian.
+    A cell in `shares` was written by several replicas, cut at these byte offsets of its packed image. `digests` holds
+    the block digests of all pieces in order, eight bytes each, big-endian.
     """
 
     view: tuple[int, ...]
@@ -84,7 +85,7 @@ class TensorEntry:
                 position += length
 
     def fits(self, itemsize: int) -> bool:
-        """Return whether shares and the number of digests are those of a tensor with items of `itemsize` bytes."""
+        """Return whether shares and the number of digests fit a tensor with items of `itemsize` bytes."""
         count, cells = 0, math.prod(len(marks) - 1 for marks in self.cuts)
         if cells * DIGEST_BYTES > len(self.digests):  # a cell has at least one; no tensor is worth counting more
             return False
@@ -98,7 +99,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything a reader needs to check a checkpoint folder; `aliases` maps a tied name to the stored one."""
+    """Everything needed to check a checkpoint folder; `aliases` maps a tied name to the stored one."""
 
     attempt: str
     files: Mapping[str, FileEntry]
@@ -112,7 +113,7 @@ def digest_of(data: bytes | memoryview) -> str:
 
 
 def is_shape(sizes: Sequence[int]) -> bool:
-    """Return whether a tensor can have these sizes, natural numbers all: so many dimensions, so many elements."""
+    """Return whether a tensor can have these sizes: limits on the number of dimensions and elements hold."""
     if len(sizes) > MOST_DIMENSIONS or any(size > MOST_ELEMENTS for size in sizes):
         return False
     return math.prod(sizes) <= MOST_ELEMENTS
@@ -124,11 +125,11 @@ def block_count(total_bytes: int) -> int:
 
 
 def tile(layout: Layout, written: Sequence[WrittenPiece]) -> dict[str, TensorEntry]:
-    """Check that the pieces cover every byte of every tensor exactly once, and return the entry of each tensor.
+    """Check that the pieces cover every byte of every tensor exactly once, and return each tensor's entry.
 
     Raises:
-        CheckpointError: naming the first tensor with a missing, doubled or foreign piece, or one whose digests are
-            not one for each block.
+        CheckpointError: naming the first tensor with a missing, duplicate or unknown piece, or with a wrong number of
+            digests.
     """
     by_name: dict[str, list[WrittenPiece]] = defaultdict(list)
     for piece in written:
@@ -218,7 +219,7 @@ def from_bytes(data: bytes, *, where: object) -> Manifest:
 
     Raises:
         MismatchError: if it has another format version.
-        CheckpointError: if it is damaged or not consistent in itself.
+        CheckpointError: if it is damaged or inconsistent.
     """
     tail = len(_TAIL % ("0" * 16))
     if data[-tail:] != (_TAIL % digest_of(data[:-tail])).encode():
@@ -245,7 +246,7 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
     for name, entry in table["files"].items():
         is_tensor_file = "header_xxh3_64" in entry
         digest = entry["header_xxh3_64" if is_tensor_file else "xxh3_64"]
-        files[_inside(name)] = FileEntry(_natural(entry["bytes"]), str(digest), is_tensor_file)
+        files[_inside(name)] = FileEntry(_size(entry["bytes"]), str(digest), is_tensor_file)
     if sum(entry.total_bytes for entry in files.values() if not entry.is_tensor_file) > json_file.MAX_BYTES:
         raise ValueError(f"the files that hold no tensors are larger than {json_file.MAX_BYTES} B")
     tensors = {name: _tensor_entry(entry) for name, entry in table["tensors"].items()}
@@ -253,16 +254,16 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
 
 
 def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
-    view = tuple(_natural(n) for n in entry["view"])
+    view = tuple(_size(n) for n in entry["view"])
     if not is_shape(view):
         raise ValueError(f"a view of {len(view)} dimensions has more of them, or of elements, than a tensor can")
-    cuts = tuple(tuple(_natural(n) for n in marks) for marks in entry["cuts"])
+    cuts = tuple(tuple(_size(n) for n in marks) for marks in entry["cuts"])
     if len(cuts) != len(view) or any(
         marks[0] != 0 or marks[-1] != n or list(marks) != sorted(set(marks))
         for marks, n in zip(cuts, view, strict=True)
     ):
         raise ValueError(f"cuts {cuts} do not fit a tensor of {view}")
-    shares = {_cell(key): tuple(_natural(n) for n in offsets) for key, offsets in entry.get("shares", {}).items()}
+    shares = {_cell(key): tuple(_size(n) for n in offsets) for key, offsets in entry.get("shares", {}).items()}
     found = TensorEntry(view, cuts, shares, bytes.fromhex(entry["digests"]))
     # Only the headers know the item size; `reader.read_places` asks again with it.
     if not any(found.fits(itemsize) for itemsize in _ITEMSIZES):
@@ -270,10 +271,8 @@ def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
     return found
 
 
-def _natural(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_ELEMENTS:
-        raise ValueError(f"{value!r} is no natural number that a tensor can have")
-    return value
+def _size(value: object) -> int:
+    return integer(value, most=MOST_ELEMENTS)
 
 
 def _cell(key: str) -> int:

@@ -1,4 +1,4 @@
-"""A rank's report on its part of a save: what it believes it saves, and what it wrote or why it failed."""
+"""A rank's report on its share of a save: the digest of its inventory, and its pieces or the reason it failed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _PIECE = struct.Struct("<IBQQI")
 
 @dataclass(frozen=True, slots=True)
 class GroupDigest:
-    """Digests (xxh3-64) of everything that this rank holds in common with the same other ranks.
+    """Digests (xxh3-64) of everything that this rank replicates with one group of ranks.
 
     Args:
-        ranks: of the ranks that hold it, this one among them.
-        size: how many ranks these are.
-        boxes: of the names and boxes of the tensors.
-        content: of the bytes of the tensors, as they were when the save began.
+        ranks: digest of the group's rank numbers, this rank included.
+        size: number of ranks in the group.
+        boxes: digest of the names and boxes of the tensors.
+        content: digest of the tensors' bytes when the save began.
     """
 
     ranks: int
@@ -34,13 +34,13 @@ class GroupDigest:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank tells rank 0 about an attempt.
+    """A rank's report to rank 0 about an attempt.
 
     Args:
-        identity: digest of the table of all tensors of the checkpoint, as this rank sees it; see `Inventory`.
-        problem: why this rank's part failed, or None.
-        written_bytes: what this rank wrote, without headers.
-        pieces: what it wrote, in the form of `encode`.
+        identity: digest of the inventory of all tensors of the checkpoint, as this rank sees it; see `Inventory`.
+        problem: the reason why this rank failed, or None.
+        written_bytes: bytes that this rank wrote, without headers.
+        pieces: its pieces, in the form of `encode`.
     """
 
     iteration: int
@@ -51,7 +51,7 @@ class RankReport:
     pieces: bytes = b""
 
     def to_bytes(self) -> bytes:
-        """Return the message."""
+        """Return the serialized report."""
         has_failed = self.problem is not None
         head = _HEAD.pack(has_failed, self.iteration, self.identity, self.written_bytes, len(self.groups))
         rows = b"".join(_GROUP.pack(row.ranks, row.size, row.boxes, row.content) for row in self.groups)
@@ -59,7 +59,7 @@ class RankReport:
 
     @staticmethod
     def from_bytes(data: bytes) -> RankReport:
-        """Return the report that a message holds."""
+        """Return the report in a message."""
         has_failed, iteration, identity, written_bytes, count = _HEAD.unpack_from(data)
         at = _HEAD.size + count * _GROUP.size
         groups = tuple(GroupDigest(*row) for row in _GROUP.iter_unpack(data[_HEAD.size : at]))
@@ -81,7 +81,7 @@ def encode(pieces: Sequence[WrittenPiece], layout: Layout) -> bytes:
 
 
 def decode(data: bytes, layout: Layout) -> list[WrittenPiece]:
-    """Return the pieces that `encode` was given, for the same layout."""
+    """Return the pieces given to `encode`, for the same layout."""
     names = list(layout.places)
     pieces, at = [], 0
     while at < len(data):

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read: what it says, checked to be sound. `layout.py` writes it."""
+"""Parses and validates the header of a safetensors file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainer.errors import CheckpointError
 
 
 def parse(table: Json, kind: TensorKind, *, data_bytes: int, where: object) -> list[tuple[TensorSpec, int]]:
-    """Return every tensor of a header in order of the file, with its offset in the file's `data_bytes` of data.
+    """Return every tensor of a header in file order, with its offset in the file's `data_bytes` of data.
 
     Raises:
-        CheckpointError: naming the first tensor that is not described as the format demands, or does not begin where
-            the one before it ended, or a file that ends elsewhere than the last one.
+        CheckpointError: naming the first tensor with a malformed entry, or with a gap or overlap before it; or if the
+            data does not end with the last tensor.
     """
     found = []
     for name, entry in table.items():

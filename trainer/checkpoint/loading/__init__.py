@@ -1,1 +1,1 @@
-"""Loading: choose, open, read, verify."""
+"""Loading: choose, open, read and verify."""

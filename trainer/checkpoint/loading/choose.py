@@ -1,4 +1,4 @@
-"""Which checkpoint to load: an iteration folder named exactly, or the newest valid one of a run. Rank 0 only."""
+"""Chooses the checkpoint to load: one iteration folder, or the newest valid one of a run. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadSource:
-    """Where to load from: a run's checkpoint folder or one iteration folder; `iteration` picks one of a run."""
+    """The folder to load from: a run's checkpoint folder, optionally with an `iteration`, or one iteration folder."""
 
     path: Path
     iteration: int | None = None
 
     @staticmethod
     def named(path: Path) -> LoadSource:
-        """Return what a person means by a path, who may name a run by its own folder."""
+        """Return the source that a user means by a path, which may be the run's own folder."""
         inner = path / "checkpoints"
         return LoadSource(inner if inner.is_dir() else path)
 
 
 def no_folder(path: Path, *, kind: str = "such folder", fix: str | None = None) -> CheckpointError:
-    """Return the error of a path that is no folder: nothing is there, or something else is."""
+    """Return the error for a path that is missing or is not a folder."""
     if path.exists():
         return CheckpointError("A path is a file where a folder is expected", where=path, fix=fix)
     return CheckpointError(f"There is no {kind}", where=path, fix=fix)
 
 
 def committed_in(folder: CheckpointFolder) -> list[int]:
-    """Return the committed iterations of a run in rising order; a line of the log names links among them.
+    """Return the committed iterations of a run in ascending order; links among them are logged.
 
     Raises:
-        CheckpointError: if the newest name is a link, or a file: going back to an older checkpoint would lose it.
+        CheckpointError: if the newest name is a link or a file: falling back to an older checkpoint would lose it.
         OSError: if the folder cannot be listed.
     """
     committed = folder.committed()
-    for iteration in reversed(folder.strange()):
+    for iteration in reversed(folder.non_folders()):
         path = folder.iteration(iteration)
         if iteration > max(committed, default=-1):
             raise CheckpointError(
@@ -60,21 +60,21 @@ def committed_in(folder: CheckpointFolder) -> list[int]:
                 where=path,
                 expected="a folder",
                 found=kind_of(path),
-                fix="Put the folder itself there, or remove the link; or name what it leads to in checkpoint.load.",
+                fix="Put the folder itself there, or remove the link; or name its target in checkpoint.load.",
             )
         _log.warning("%s is %s and no checkpoint of this run: it is left alone", path, kind_of(path))
     return committed
 
 
 class Chooser:
-    """Offers the candidates of a source, newest first, each checked as far as that goes without reading its tensors.
+    """Offers the candidates of a source, newest first, each checked as far as possible without reading its tensors.
 
     Args:
         check: raises MismatchError for a valid checkpoint of another run, before any tensor file is opened.
-        patience: how long a folder that cannot be listed is tried again; not at all by default.
+        patience: how long listing the folder is retried; not at all by default.
 
     Attributes:
-        digest: that of the checkpoint picked last.
+        digest: manifest digest of the checkpoint picked last.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Chooser:
         self.digest = ""
 
     def pick(self) -> Path:
-        """Return the newest candidate that is valid.
+        """Return the newest valid candidate.
 
         Raises:
             MismatchError: if that one belongs to another run.
-            UnreadableError: if it, or the folder, cannot be read now: an older one is no substitute.
-            CheckpointError: if there is none, naming what was skipped and why.
+            UnreadableError: if it, or the folder, cannot be read at the moment: an older one is no substitute.
+            CheckpointError: if there is none, naming the skipped ones and the reasons.
         """
         if self._candidates is None:
             try:
@@ -125,11 +125,11 @@ class Chooser:
         )
 
     def skip(self, error: TrainerError) -> None:
-        """Strike the candidate picked last off the list, damaged as `error` says.
+        """Remove the candidate picked last from the list because of `error`.
 
         Raises:
-            TrainerError: `error` itself if it is a mismatch, if it says nothing of the checkpoint, or if the folder was
-                named exactly: nothing else will do.
+            TrainerError: `error` itself if it is a mismatch, if it proves nothing about the checkpoint, or if the user
+                named this iteration: there is no substitute then.
         """
         if self._is_exact or isinstance(error, (MismatchError, UnreadableError)):
             raise error
@@ -167,13 +167,13 @@ class Chooser:
 
     def _exactly(self, folder: CheckpointFolder, iteration: int) -> list[Path]:
         committed, path = folder.committed(), folder.iteration(iteration)
-        if iteration in folder.strange():
+        if iteration in folder.non_folders():
             raise CheckpointError(
                 "An iteration is no folder of its own",
                 where=path,
                 expected="one of " + (", ".join(map(str, committed)) or "none"),
                 found=kind_of(path),
-                fix="Put the folder itself there, or name what the link leads to in checkpoint.load.",
+                fix="Put the folder itself there, or name the link's target in checkpoint.load.",
             )
         if iteration not in committed:
             raise CheckpointError(

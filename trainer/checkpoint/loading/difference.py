@@ -1,4 +1,4 @@
-"""How two checkpoints differ, tensor by tensor and field by field, in little memory. Checks no digest."""
+"""Compares two checkpoints, tensor by tensor and field by field, in little memory. Digests are not checked."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import DTYPE_NAMES, Place
-from trainer.checkpoint.loading.reader import Checkpoint, opened, read_places
+from trainer.checkpoint.loading.reader import Checkpoint, open_tensor_file, read_places
 
 ITEMS = 1 << 20  # compared at once
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How one tensor differs.
+    """The result of comparing one tensor.
 
     Args:
-        found: "equal", where dtype, shape and every bit are; "values"; "dtype" with equal or other values; "shape";
-            "only in A" or "only in B".
-        largest: the largest absolute difference of two values, infinite where one is not a number; None where values
-            cannot be compared.
-        differing: how many values differ, or their bits do.
-        total: how many there are.
-        detail: the dtypes or shapes, if these differ.
+        found: "equal" if dtype, shape and every bit are; "values"; "dtype" with equal or other values; "shape"; "only
+            in A" or "only in B".
+        largest: the largest absolute difference of two values, infinite if one is NaN; None if values cannot be
+            compared.
+        differing: number of values that differ, in value or in bits.
+        total: number of values.
+        detail: the dtypes or shapes, if they differ.
     """
 
     name: str
@@ -38,10 +38,10 @@ class TensorDifference:
 
 
 def tensor_differences(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifference]:
-    """Compare all tensors of two checkpoints, in the order of their names.
+    """Compare all tensors of two checkpoints, sorted by name.
 
     Raises:
-        CheckpointError: for a header that is damaged, or a file that cannot be read.
+        CheckpointError: for a damaged header or an unreadable file.
     """
     ours, theirs = read_places(a), read_places(b)
     for name in sorted(ours.keys() | theirs.keys()):
@@ -73,19 +73,19 @@ def _compare(a: Checkpoint, ours: Place, b: Checkpoint, theirs: Place) -> Tensor
 
 
 def _unlike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return where two tensors of one dtype have other bits."""
+    """Return the positions at which two tensors of one dtype differ in bits."""
     bits = (x.view(torch.uint8) != y.view(torch.uint8)).reshape(x.numel(), -1)
     return bits.any(dim=1)
 
 
 def _unlike_values(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return where two tensors have other values; what is no number in both is alike."""
+    """Return the positions at which two tensors differ in value; NaN equals NaN."""
     return (x != y) & ~(x.isnan() & y.isnan())
 
 
 def _values(checkpoint: Checkpoint, place: Place) -> Iterator[torch.Tensor]:
     itemsize = place.spec.dtype.itemsize
-    with opened(checkpoint.files, checkpoint.path / place.file) as file:
+    with open_tensor_file(checkpoint.files, checkpoint.path / place.file) as file:
         for lo in range(0, place.spec.total_bytes, ITEMS * itemsize):
             data = bytearray(min(ITEMS * itemsize, place.spec.total_bytes - lo))
             file.read(memoryview(data), place.offset + lo)

@@ -1,4 +1,4 @@
-"""Brings bytes that lie apart in a file together in memory, in few calls. What they are is told elsewhere."""
+"""Gathers scattered bytes of a file into contiguous memory, in few reads."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SCRATCH_BYTES = 2 << 20
 
 
 class Gatherer:
-    """Reads packed images from where they lie apart, through a buffer of its own: one for each thread."""
+    """Reads packed images from their scattered positions, through a buffer of its own; use one per thread."""
 
     def __init__(self, *, gap_bytes: int = GAP_BYTES, scratch_bytes: int = SCRATCH_BYTES) -> None:
         self._gap_bytes = gap_bytes
         self._scratch: Bytes = np.empty(scratch_bytes, dtype=np.uint8)
 
     def gather(self, read: Read, source: Image, lo: int, into: Bytes, *, offset: int) -> None:
-        """Fill `into` with the bytes from `lo` on of the packed image `source`, whose tensor begins at `offset`."""
+        """Fill `into` with bytes of the packed image `source`, from `lo` on; its tensor begins at `offset`."""
         if source.is_contiguous:
             read(into.data, offset + source.start + lo)
             return
@@ -38,7 +38,7 @@ class Gatherer:
             self._cover(read, offset + start, source.strides, part)
 
     def _cover(self, read: Read, start: int, strides: Sequence[int], into: Bytes) -> None:
-        """Fill the C-ordered array `into` from the bytes that lie at `start` by `strides`, the last of which is 1."""
+        """Fill the C-ordered array `into` from the bytes at `start` with `strides`, the last of which is 1."""
         if into.ndim == 1:
             read(into.data, start)
             return
@@ -57,5 +57,5 @@ class Gatherer:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many bytes lie between the first and the last byte of an array, both counted."""
+    """Return the distance in bytes from the first byte of an array to its last, both included."""
     return 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))

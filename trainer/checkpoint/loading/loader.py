@@ -1,4 +1,4 @@
-"""Fills live tensors from a checkpoint, box by box, checking every block it touches. Choosing one is told elsewhere."""
+"""Fills live tensors from a checkpoint, box by box, verifying every block it reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.checkpoint.format.box import Box, Image, absolute, extent, image, i
 from trainer.checkpoint.format.layout import Place, TensorSpec
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
 from trainer.checkpoint.loading.gather import Bytes, Gatherer
-from trainer.checkpoint.loading.reader import Checkpoint, OpenFile, check_block, opened
+from trainer.checkpoint.loading.reader import Checkpoint, OpenFile, check_block, open_tensor_file
 from trainer.checkpoint.loading.target import Target
 from trainer.checkpoint.storage.worker import Worker
 from trainer.checkpoint.tensors.live import LiveTensor
@@ -30,10 +30,10 @@ _LEAVE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a rank loaded: `tensors` of `expected`, `filled_bytes` of memory, in `seconds`.
+    """A rank's loading statistics: `tensors` of `expected`, `filled_bytes` of memory, in `seconds`.
 
     Args:
-        read_bytes: what was read from files for it: blocks are read whole, and narrow gaps along with them.
+        read_bytes: bytes read from files: blocks are read completely, and narrow gaps along with them.
     """
 
     tensors: int
@@ -44,10 +44,10 @@ class LoadReport:
 
 
 def check_tensors(specs: Sequence[TensorSpec], places: Mapping[str, Place], *, where: object) -> None:
-    """Compare the tensors that are wanted with those that are there, all of them, before anything is copied.
+    """Compare all expected tensors with those in the checkpoint, before anything is copied.
 
     Raises:
-        MismatchError: listing every missing or unexpected tensor and every other shape or dtype.
+        MismatchError: listing every missing or unexpected tensor and every difference in shape or dtype.
     """
     problems = []
     wanted = {spec.name: spec for spec in specs}
@@ -76,16 +76,16 @@ def fill(
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
-    """Read every box of `live` from the checkpoint into its live memory, verifying each block that is touched.
+    """Read every box of `live` from the checkpoint into its live memory, verifying each block it touches.
 
     Args:
-        threads: how many read at once; by default one for each core this process may use, at most `MOST_THREADS`.
-        progress: called by the calling thread about once a second with the bytes that are there and those of all.
+        threads: number of reading threads; by default one per available core, at most `MOST_THREADS`.
+        progress: called by the calling thread about once a second with the bytes filled so far and the total.
 
     Raises:
-        CheckpointError: for a damaged block, naming file, tensor and bytes: the first in the order of the files. What
-            was filled before stays filled.
-        MismatchError: for a shard of a tensor that was written in other dimensions, before anything is filled.
+        CheckpointError: for the first damaged block in file order, naming file, tensor and bytes. Memory filled before
+            stays filled.
+        MismatchError: before anything is filled, for a shard of a tensor that was written with other dimensions.
     """
     start = time.perf_counter()
     tensors = [tensor for tensor in live if tensor.box.numel]
@@ -111,7 +111,7 @@ def fill(
 
 
 def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: LiveTensor) -> Box:
-    """Return a tensor's box in the dimensions in which it was written; a whole tensor may live in others."""
+    """Return a tensor's box in the dimensions it was written in, which may differ for an unsharded tensor."""
     written, lives = places[tensor.spec.name].spec.view, tensor.spec.view
     if lives == written:
         return tensor.box
@@ -127,7 +127,7 @@ def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: Li
 
 
 def _synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait for what is under way on devices: threads that fill do not copy on the stream of the caller."""
+    """Wait for pending work on devices: the filling threads do not copy on the caller's stream."""
     for device in devices:
         torch.cuda.synchronize(device)
 
@@ -147,9 +147,9 @@ class _Piece:
     """A written piece of which a part, `common`, goes to a target. Boxes are in bytes.
 
     Args:
-        image: where its bytes lie in the tensor.
-        first: where the bytes of `common` begin in the packed piece, and `last` where they end.
-        memory: where they go as they are; None if they lie apart in the piece or in live memory.
+        image: positions of its bytes in the tensor.
+        first: start of the bytes of `common` in the packed piece; `last` is their end.
+        memory: destination for a direct copy; None if the bytes are scattered in the piece or in live memory.
     """
 
     place: Place
@@ -165,7 +165,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Bytes `[lo, hi)` of a packed piece, which have a digest of their own."""
+    """Bytes `[lo, hi)` of a packed piece, which have their own digest."""
 
     piece: _Piece
     lo: int
@@ -173,7 +173,7 @@ class _Block:
 
 
 def _blocks(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequence[Target]) -> Iterator[_Block]:
-    """Yield every block that holds a part of a target."""
+    """Yield every block that contains a part of a target."""
     for target in targets:
         place = places[target.tensor.spec.name]
         size = place.spec.dtype.itemsize
@@ -201,7 +201,7 @@ def _blocks_of(piece: _Piece) -> Iterator[_Block]:
 
 
 class _Queue:
-    """Gives blocks in the order of the files to several threads, until all are given or it is closed."""
+    """Hands out blocks in file order to several threads, until it is empty or closed."""
 
     def __init__(self, blocks: Iterator[_Block]) -> None:
         self._blocks, self._number = blocks, 0
@@ -209,7 +209,7 @@ class _Queue:
         self._lock = threading.Lock()
 
     def take(self) -> tuple[int, _Block | None]:
-        """Return a block and its number, which rises; None where there is none left."""
+        """Return a block and its number, which ascends; None if no block is left."""
         with self._lock:
             self._number += 1
             return self._number, None if self._is_closed else next(self._blocks, None)
@@ -219,7 +219,7 @@ class _Queue:
 
 
 class _Worker:
-    """Fills blocks, on a thread of its own."""
+    """Fills blocks on a thread of its own."""
 
     def __init__(self, checkpoint: Checkpoint, queue: _Queue, *, verify: bool, is_pinned: bool) -> None:
         self._checkpoint, self._queue, self._verify = checkpoint, queue, verify
@@ -230,14 +230,14 @@ class _Worker:
         self.filled: Counter[Target] = Counter()
 
     def run(self) -> None:
-        """Fill one block after the other. A worker that fails stops the others at their next block.
+        """Fill blocks one after the other. A worker that fails stops the others at their next block.
 
-        Invariant: blocks are taken in order and finished, so that of all failures the one with the lowest `number` is
-        the first in the files, however the threads ran.
+        Invariant: blocks are taken in order and finished, so the failure with the lowest `number` is the first in the
+        files, regardless of thread timing.
         """
         try:
             for name, blocks in itertools.groupby(self._take(), key=lambda block: block.piece.place.file):
-                with opened(self._checkpoint.files, self._checkpoint.path / name) as file:
+                with open_tensor_file(self._checkpoint.files, self._checkpoint.path / name) as file:
                     for block in blocks:
                         self._fill(block, file)
                     self.read_bytes += file.read_bytes
@@ -267,7 +267,7 @@ class _Worker:
 
 
 def _move(piece: _Piece, lo: int, data: Bytes) -> int:
-    """Copy to the target what belongs there of `data`, the packed piece's bytes from `lo` on; return how many."""
+    """Copy the target's part of `data`, the packed piece's bytes from `lo` on; return the number of bytes."""
     at = filled = 0
     for found in extent(piece.box.shape, lo, lo + data.size):
         box = absolute(found, piece.box)
@@ -283,7 +283,7 @@ def _move(piece: _Piece, lo: int, data: Bytes) -> int:
 def _run(
     workers: Sequence[_Worker], queue: _Queue, *, progress: Callable[[int, int], None] | None, total_bytes: int
 ) -> None:
-    """Run workers on threads until all have ended, and raise the first error in the order of the files."""
+    """Run workers on threads until all are done, and raise the first error in file order."""
     pool = Worker("checkpoint-reader", threads=len(workers))
     jobs = [pool.submit(worker.run) for worker in workers]
     try:

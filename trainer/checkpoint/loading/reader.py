@@ -1,4 +1,4 @@
-"""Opens a committed checkpoint: checks that it is whole, and says where every tensor lies. It copies none."""
+"""Opens a committed checkpoint: checks that it is complete, and locates every tensor."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint whose JSON files are checked; its tensors are not read yet.
+    """A committed checkpoint with verified JSON files; its tensors have not been read.
 
     Args:
-        digest: of the manifest's bytes: two folders with the same one hold the same checkpoint.
+        digest: digest of the manifest: two folders with the same one hold the same checkpoint.
     """
 
     path: Path
@@ -51,13 +51,12 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, files: Files) -> Checkpoint:
-    """Check the manifest, the sizes of all files and every JSON file, and return the checkpoint. Reads no tensor.
+    """Check the manifest, all file sizes and every JSON file, and return the checkpoint. Reads no tensor.
 
     Raises:
         MismatchError: if it has another format version.
-        UnreadableError: if a file cannot be read now.
-        CheckpointError: naming the first file that is missing or damaged, or if its folder is named after another
-            iteration than it holds.
+        UnreadableError: if a file cannot be read at the moment.
+        CheckpointError: naming the first missing or damaged file, or if the folder has another iteration's name.
     """
     try:
         content = _read(path / MANIFEST, files)
@@ -93,7 +92,7 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
 
 
 def _check_name(path: Path, iteration: int) -> None:
-    """Refuse a copy under the name of another iteration: a run would count on from there."""
+    """Refuse a copy under the name of another iteration: a run would continue counting from there."""
     named = named_iteration(path.name)
     if named is not None and named != iteration:
         raise CheckpointError(
@@ -106,13 +105,13 @@ def _check_name(path: Path, iteration: int) -> None:
 
 
 def misleading_files(checkpoint: Checkpoint) -> list[str]:
-    """Return the files of others in its folder that transformers' `from_pretrained` prefers to the checkpoint's own.
+    """Return foreign files in the folder that transformers' `from_pretrained` prefers to the checkpoint's own.
 
-    Of transformers 5.23: `model.safetensors` comes before the index of several files, and with PEFT installed
-    `adapter_config.json` names another folder of weights.
+    As of transformers 5.23, `model.safetensors` takes precedence over the index of several files, and with PEFT
+    installed `adapter_config.json` redirects to another folder.
 
     Raises:
-        UnreadableError: if the folder cannot be looked at now.
+        UnreadableError: if the folder cannot be listed at the moment.
     """
     found = []
     for name in _MISLEADING:
@@ -126,7 +125,7 @@ def misleading_files(checkpoint: Checkpoint) -> list[str]:
 
 
 def _check_index(index: Json, found: Manifest, *, where: Path) -> None:
-    """Refuse an index that sends other loaders to a tensor or a file that the checkpoint does not have."""
+    """Refuse an index that refers other loaders to a tensor or a file that the checkpoint does not have."""
     weight_map = index.get("weight_map")
     for name, file in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", None)]:
         entry = found.files.get(file) if isinstance(file, str) else None
@@ -143,8 +142,8 @@ def _read(path: Path, files: Files) -> bytes:
     """Return the content of a file that holds no tensors.
 
     Raises:
-        OSError: if it is missing, or no regular file.
-        CheckpointError: if it is larger than such a file can be; it is not read then.
+        OSError: if it is missing, or not a regular file.
+        CheckpointError: if it exceeds the maximum size, without reading it.
     """
     size = files.size(path)
     if size > json_file.MAX_BYTES:
@@ -160,21 +159,21 @@ def _read(path: Path, files: Files) -> bytes:
 
 
 def _refuse_links(root: Path, name: str, files: Files) -> None:
-    """Refuse a file in a folder that is a link: it may lie anywhere. Of the file itself, `Files.size` asks.
+    """Refuse a file below a linked folder, which may be anywhere. `Files.size` refuses a linked file itself.
 
     Raises:
         OSError: if there is no such folder.
-        CheckpointError: if one of the folders between `root` and the file is a link.
+        CheckpointError: if a folder between `root` and the file is a link.
     """
     folder = root
     for part in name.split("/")[:-1]:
         folder /= part
         if not files.is_folder(folder):
-            raise CheckpointError("A file of a checkpoint lies in what is no folder", where=folder, expected="a folder")
+            raise CheckpointError("A file's parent is not a folder", where=folder, expected="a folder")
 
 
 def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files) -> bytes:
-    """Check a file's size and, if it is no tensor file, its digest; return the content of the latter."""
+    """Check a file's size and, unless it is a tensor file, its digest; return its content in that case."""
     path = root / name
     try:
         _refuse_links(root, name, files)
@@ -194,10 +193,10 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
 
 
 def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
-    """Check every safetensors header against the manifest, once, and return the place of every tensor by name.
+    """Check every safetensors header against the manifest, once, and return every tensor's place by name.
 
     Raises:
-        CheckpointError: if a header is damaged or malformed, or does not say the same as the manifest.
+        CheckpointError: if a header is damaged or malformed, or contradicts the manifest.
     """
     if not checkpoint._places:
         checkpoint._places.update(_checked_places(checkpoint))
@@ -224,7 +223,7 @@ def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
     path = checkpoint.path / name
     kind = TensorKind.OPTIMIZER if name.startswith("optimizer/") else TensorKind.MODEL
     total_bytes = checkpoint.manifest.files[name].total_bytes
-    with opened(checkpoint.files, path) as file:
+    with open_tensor_file(checkpoint.files, path) as file:
         data = read_header(file, total_bytes, where=path)
     if manifest.digest_of(data) != digest:
         raise CheckpointError("A safetensors header is damaged", where=path, expected=f"digest {digest}")
@@ -234,10 +233,10 @@ def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
 
 
 def read_header(file: OpenFile, total_bytes: int, *, where: Path) -> bytes:
-    """Return the header of a safetensors file of `total_bytes`, behind the 8 bytes that say its length.
+    """Return the header of a safetensors file of `total_bytes`, without its 8-byte length.
 
     Raises:
-        CheckpointError: for a length that is beyond the file, or beyond what the safetensors library reads.
+        CheckpointError: for a length beyond the file, or beyond the limit of the safetensors library.
     """
     prefix = bytearray(8)
     file.read(memoryview(prefix), 0)
@@ -250,13 +249,13 @@ def read_header(file: OpenFile, total_bytes: int, *, where: Path) -> bytes:
 
 
 def _as_written(checkpoint: Checkpoint, spec: TensorSpec, *, where: Path) -> TensorSpec:
-    """Return a header's `spec` with the view in which the manifest says the tensor was written."""
+    """Return a header's `spec` with the view in which the tensor was written, according to the manifest."""
     entry = checkpoint.manifest.tensors.get(spec.name)
     if entry is None or math.prod(entry.view) != math.prod(spec.shape) or not entry.fits(spec.dtype.itemsize):
         raise CheckpointError(
             "A header and the manifest disagree",
             where=f"{where}, tensor {spec.name}",
-            expected=f"what fits shape {list(spec.shape)} of {spec.dtype}",
+            expected=f"cuts, shares and digests for shape {list(spec.shape)} of {spec.dtype}",
             found="no entry" if entry is None else f"view {list(entry.view)}, {len(entry.digests)} B of digests",
         )
     return replace(spec, view=entry.view)
@@ -278,7 +277,7 @@ def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> N
         hi = min(piece.hi, piece.lo + BLOCK_BYTES)
         block = np.empty(hi - piece.lo, dtype=np.uint8)
         packed = spec.image(piece.box)
-        with opened(checkpoint.files, checkpoint.path / place.file) as file:
+        with open_tensor_file(checkpoint.files, checkpoint.path / place.file) as file:
             gatherer.gather(file.read, packed, piece.lo, block, offset=place.offset)
         check_block(checkpoint, place, block.data, digest=piece.digests[:DIGEST_BYTES], at=(piece.lo, hi))
 
@@ -301,7 +300,7 @@ def check_block(checkpoint: Checkpoint, place: Place, block: memoryview, *, dige
 
 
 class OpenFile:
-    """A file of a checkpoint that is open for reading. Counts what is read: one for each thread."""
+    """A checkpoint file open for reading, which counts the bytes read; use one per thread."""
 
     def __init__(self, files: Files, path: Path, descriptor: int) -> None:
         self._files, self._path, self._descriptor = files, path, descriptor
@@ -311,7 +310,7 @@ class OpenFile:
         """Fill `buffer` from `offset`.
 
         Raises:
-            CheckpointError: if the file ends before.
+            CheckpointError: if the file ends before that.
         """
         count = self._files.read(self._descriptor, buffer, offset=offset)
         self.read_bytes += count
@@ -321,12 +320,12 @@ class OpenFile:
 
 
 @contextlib.contextmanager
-def opened(files: Files, path: Path) -> Iterator[OpenFile]:
+def open_tensor_file(files: Files, path: Path) -> Iterator[OpenFile]:
     """Open a tensor file for reading.
 
     Raises:
-        CheckpointError: if it is missing, or no regular file.
-        UnreadableError: if it cannot be opened or read now.
+        CheckpointError: if it is missing, or not a regular file.
+        UnreadableError: if it cannot be opened or read at the moment.
     """
     try:
         descriptor = files.open_for_reading(path)

@@ -1,4 +1,4 @@
-"""Checks, after a load or between iterations, that all ranks that hold a box hold the same bits of it."""
+"""Proves, after a load or between iterations, that ranks with the same box hold the same bits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Group = tuple[int, ...]
 
 
 def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) -> None:
-    """Compare the digests of all boxes that several ranks hold. A call of all ranks.
+    """Compare the digests of all replicated boxes. A call of all ranks.
 
-    Each rank sends one digest per group of replicas; only where two differ, those of every tensor.
+    Each rank sends one digest per group of replicas, and the digests of every tensor only where two disagree.
 
     Raises:
         ReplicaError: on rank 0, naming the first tensor that differs and the ranks; a CheckpointError on the others.
@@ -49,7 +49,7 @@ def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) 
 
 
 def _digests(live: Sequence[LiveTensor]) -> dict[Group, dict[str, bytes]]:
-    """Return the digest of every tensor that other ranks hold too, by the ranks that do."""
+    """Return the digest of every replicated tensor, by the ranks that hold it."""
     groups: dict[Group, dict[str, bytes]] = defaultdict(dict)
     for tensor in live:
         if len(tensor.replicas) > 1:
@@ -59,7 +59,7 @@ def _digests(live: Sequence[LiveTensor]) -> dict[Group, dict[str, bytes]]:
 
 
 def _first_difference(reports: Sequence[bytes]) -> bytes:
-    """Return the digest of the first group whose members do not agree, or nothing. Rank 0 only."""
+    """Return the digest of the first group whose members disagree, or nothing. Rank 0 only."""
     known: dict[int, int] = {}
     for report in reports:
         for group, digest in _ROW.iter_unpack(report):
@@ -69,7 +69,7 @@ def _first_difference(reports: Sequence[bytes]) -> bytes:
 
 
 def _describe(details: Sequence[tuple[int, bytes]], live: Sequence[LiveTensor], odd_group: bytes) -> ReplicaError:
-    """Return the error that names the first tensor, where this rank knows its name, and the ranks that differ."""
+    """Return the error that names the differing ranks and, if this rank knows its name, the first tensor."""
     (first_rank, first), *others = details
     names = [t.spec.name for t in live if _DIGEST.pack(digest_of_ranks(t.replicas)) == odd_group]
     for rank, data in others:

@@ -1,4 +1,4 @@
-"""Opens the checkpoint that rank 0 chose, on every other rank, and checks that it is the same one."""
+"""Opens the checkpoint that rank 0 chose on every other rank, and checks that it is the same one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trainer.errors import CheckpointError, MismatchError, UnreadableError
 
 
 def open_same(path: Path, digest: str, files: Files) -> Checkpoint:
-    """Open the checkpoint that rank 0 has picked; a network file system may show an older one, or a part, at first.
+    """Open the checkpoint picked by rank 0; a network file system may show an older one, or a part, at first.
 
-    Rank 0 has found it whole. So what is wrong with it here says that this host sees something else, not that the
-    checkpoint is damaged: the run would go back to an older one for that.
+    Rank 0 found it complete, so any problem here means that this host sees something else, not that the checkpoint is
+    damaged. Treating it as damage would make the run fall back to an older one.
 
     Args:
-        digest: of the manifest that rank 0 has read.
+        digest: digest of the manifest that rank 0 read.
 
     Raises:
         MismatchError: if this rank still reads another manifest, or finds a file missing or damaged, after

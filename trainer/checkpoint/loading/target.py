@@ -1,4 +1,4 @@
-"""Where a loaded box goes: the memory of a live tensor, on the host or on a device. What comes is told elsewhere."""
+"""The destination of a loaded box: the memory of a live tensor, on the host or on a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.checkpoint.tensors.live import LiveTensor
 
 
 class Target:
-    """The memory of a live tensor, byte by byte. Threads may fill parts of it that do not meet.
+    """The memory of a live tensor, byte by byte. Threads may fill disjoint parts of it.
 
     Args:
         box: the tensor's box in the dimensions in which it was written.
@@ -28,7 +28,7 @@ class Target:
         self._array: Bytes | None = self._memory.numpy() if self._memory.device.type == "cpu" else None
 
     def memory(self, part: Box) -> Bytes | None:
-        """Return the memory of `part` if the host can write to it and it is the packed image of that."""
+        """Return the memory of `part` if the host can write to it and it is contiguous, otherwise None."""
         if self._array is None:
             return None
         found = self._array if part == self.box else self._array[relative(part, self.box).slices]
@@ -43,14 +43,14 @@ class Target:
             self._memory[index].copy_(torch.from_numpy(np.ascontiguousarray(data)))
 
     def finish(self) -> None:
-        """Bring what has come to where it belongs, once all of it is there."""
+        """Copy staged data to its destination, once all of it has arrived."""
         if self._staging is not None:
             with torch.no_grad():
                 self.tensor.local.copy_(self._staging.reshape(self.tensor.local.shape))
 
 
 def _bytes_of(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the bytes of a tensor, in its own memory, in `shape`, the last dimension of which are those of an item."""
+    """Return the bytes of a tensor, in its own memory, as `shape`, whose last dimension is the bytes of an item."""
     size = local.element_size()
     memory = torch.empty(0, dtype=torch.uint8, device=local.device)
     strides = (*(stride * size for stride in local.stride()), 1)

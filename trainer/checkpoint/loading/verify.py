@@ -1,4 +1,4 @@
-"""Checks the digest of every block of a checkpoint, filling nothing. What a load fills, `loader.py` checks itself."""
+"""Checks the digest of every block of a checkpoint without filling tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from trainer.checkpoint.format.layout import Place
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
 from trainer.checkpoint.loading.gather import Gatherer
-from trainer.checkpoint.loading.reader import Checkpoint, check_block, opened
+from trainer.checkpoint.loading.reader import Checkpoint, check_block, open_tensor_file
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Bytes `[lo, hi)` of a packed piece; `digest` is what they should have."""
+    """Bytes `[lo, hi)` of a packed piece, with the expected `digest`."""
 
     place: Place
     piece: WrittenPiece
@@ -33,10 +33,10 @@ def verify_share(
     world_size: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> int:
-    """Read every `world_size`-th block, from number `rank` on, and check its digest; return how many bytes that were.
+    """Check the digest of every `world_size`-th block, from number `rank` on; return the number of bytes read.
 
     Args:
-        progress: told how many more bytes are checked.
+        progress: called with the number of bytes checked since the last call.
 
     Raises:
         CheckpointError: naming the file, the tensor and the byte range of the first damaged block.
@@ -45,7 +45,7 @@ def verify_share(
     checked_bytes = 0
     mine = itertools.islice(_blocks(checkpoint, places), rank, None, world_size)
     for name, blocks in itertools.groupby(mine, key=lambda block: block.place.file):
-        with opened(checkpoint.files, checkpoint.path / name) as file:
+        with open_tensor_file(checkpoint.files, checkpoint.path / name) as file:
             for block in blocks:
                 data = buffer[: block.hi - block.lo]
                 spec = block.place.spec
@@ -58,7 +58,7 @@ def verify_share(
 
 
 def _blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> Iterator[_Block]:
-    """Yield the blocks of all tensors in the order of the files."""
+    """Yield the blocks of all tensors in file order."""
     for place in sorted(places.values(), key=lambda place: (place.file, place.offset)):
         for piece in checkpoint.manifest.tensors[place.spec.name].pieces(place.spec.dtype.itemsize):
             for number, lo in enumerate(range(piece.lo, piece.hi, BLOCK_BYTES)):

@@ -1,4 +1,4 @@
-"""Cuts a rank's pieces into what is read, digested and written at once. Pure arithmetic."""
+"""Cuts a rank's pieces into chunks, the unit of reading, digesting and writing. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trainer.checkpoint.format.box import Box, Image
 from trainer.checkpoint.format.layout import PAGE_BYTES, Layout
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES
 
-# A file is written in extents of about this size, several at once.
-STRETCH_BYTES = 128 << 20
-# A training step that comes in the middle waits for the one chunk of each thread that is under way.
+# A file is written in extents of about this size, several concurrently.
+EXTENT_BYTES = 128 << 20
+# An optimizer step during a save waits for the chunk that each thread is writing, so a chunk is small.
 CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box, or a share of one, with one writer: bytes `[lo, hi)` of the packed image of `box`."""
+    """Bytes `[lo, hi)` of the packed image of `box`, written by one rank: a whole box or a part of it."""
 
     name: str
     box: Box
@@ -39,12 +39,12 @@ class ChunkPart:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Parts that go to one file together, `size` bytes one after the other.
+    """Parts that are read and written together, `size` contiguous bytes of one file.
 
     Args:
-        offset: where in the file they go.
-        strided: None where they follow each other in the file too; else there is one part, of this image, whose rows
-            lie apart in the tensor, which begins at `offset`.
+        offset: the offset in the file.
+        strided: None for contiguous bytes. Otherwise the chunk has one part, its rows are not contiguous in the
+            tensor, `offset` is the start of the tensor, and `strided` is the image of the part's box.
     """
 
     file: str
@@ -55,9 +55,9 @@ class Chunk:
 
 
 def cut(pieces: Sequence[Piece], layout: Layout) -> dict[str, list[list[Chunk]]]:
-    """Return the chunks of `pieces` by file, in the order in which they lie there, in extents of whole pieces.
+    """Return the chunks of `pieces` by file, in file order, grouped into extents of whole pieces.
 
-    Pieces that follow each other share chunks; all but the ends of a extent, or of such a run, fall on pages.
+    Adjacent pieces share chunks. Chunks end on page boundaries, except at the end of an extent or of a contiguous run.
     """
     chunks: dict[str, list[list[Chunk]]] = {}
     for name, run in itertools.groupby(sorted(map(_Placed.of, pieces, itertools.repeat(layout))), lambda p: p.file):
@@ -67,7 +67,7 @@ def cut(pieces: Sequence[Piece], layout: Layout) -> dict[str, list[list[Chunk]]]
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Placed:
-    """A piece with the place of its first byte in the files; `tensor` is that of its tensor."""
+    """A piece with the file offset of its first byte; `tensor` is the file offset of its tensor."""
 
     file: str
     offset: int
@@ -90,7 +90,7 @@ def _extents(placed: list[_Placed]) -> Iterator[list[_Placed]]:
     for item in placed:
         extent.append(item)
         size += item.piece.hi - item.piece.lo
-        if size >= STRETCH_BYTES:
+        if size >= EXTENT_BYTES:
             yield extent
             extent, size = [], 0
     if extent:
@@ -125,19 +125,19 @@ def _cut_extent(name: str, placed: list[_Placed]) -> Iterator[Chunk]:
 
 
 def _room(start: int, end: int) -> int:
-    """Return how many bytes a chunk that began at `start` and reached `end` still takes, up to a page's boundary."""
+    """Return the bytes that still fit into a chunk from `start` to `end` before it ends on a page boundary."""
     return (start + CHUNK_BYTES) // PAGE_BYTES * PAGE_BYTES - end
 
 
 class PieceDigests:
-    """The digests of pieces whose bytes come by in order, one piece after the other."""
+    """Computes the digests of pieces whose bytes are added in order, one piece after the other."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[bytes]] = {}
         self._open = xxhash.xxh3_64()
 
     def add(self, part: ChunkPart, data: memoryview) -> None:
-        """Take the bytes of the next part."""
+        """Digest the bytes of the next part."""
         at, end = part.lo - part.piece.lo, part.piece.hi - part.piece.lo
         found = self._found.setdefault(part.piece.name, [])
         while data.nbytes:

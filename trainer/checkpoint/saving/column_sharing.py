@@ -1,8 +1,9 @@
-"""Memory that the ranks of one host share, in which columns become whole rows. `stripes.py` places the rows in it.
+"""Shared memory in which the ranks of one host assemble their columns into whole rows. `stripes.py` lays it out.
 
-No rank waits for another here once all have said what they write: each puts its columns into the stripes and then, when
-it has nothing else to do, writes full stripes until there are none. So all are written: the rank that fills a stripe
-looks for full ones later. If a rank fails, its stripes stay unfilled, and its report fails the save.
+Ranks exchange their pieces once, before writing; after that no rank waits for another. Each rank copies its columns
+into the stripes and, when its own chunks are written, writes full stripes until none is left. Every stripe is written:
+the rank that fills a stripe looks for full ones afterwards. If a rank fails, its stripes stay unfilled and its report
+fails the save.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from trainer.checkpoint.format.layout import Layout
 from trainer.checkpoint.format.manifest import WrittenPiece
 from trainer.checkpoint.format.report import decode, encode
 from trainer.checkpoint.saving.chunks import Piece
-from trainer.checkpoint.saving.stripes import COUNTERS_AT, STRIPS_AT, Stripe, Strips, shared_bytes, stripes_of
+from trainer.checkpoint.saving.stripes import COUNTERS_AT, STRIPES_AT, Stripe, Stripes, shared_bytes, stripes_of
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.arena import populate
 from trainer.errors import CheckpointError, LaunchError
@@ -40,26 +41,26 @@ _JOINS, _STAYS_OUT = b"+", b"-"
 
 
 class SharedMemory:
-    """A block of memory without a name in any file system: it is gone with the last process that has it."""
+    """An anonymous block of memory (memfd). The kernel frees it when the last process closes it."""
 
     def __init__(self, descriptor: int, address: bytes) -> None:
         self.address = address
         self._descriptor = descriptor
         self._lock = threading.Lock()
-        self._memory = np.frombuffer(mmap.mmap(descriptor, STRIPS_AT), np.uint8)
+        self._memory = np.frombuffer(mmap.mmap(descriptor, STRIPES_AT), np.uint8)
 
     @staticmethod
     def make() -> SharedMemory:
-        """Return a new one, nearly empty.
+        """Create a block that holds only its name and the counters.
 
         Raises:
-            OSError: if there is none to be had.
+            OSError: if the system refuses the memory.
         """
         name = secrets.token_bytes(_NAME_BYTES)
         descriptor = os.memfd_create(_NAME)
         with contextlib.ExitStack() as on_error:
             on_error.callback(os.close, descriptor)
-            os.ftruncate(descriptor, STRIPS_AT)
+            os.ftruncate(descriptor, STRIPES_AT)
             os.pwrite(descriptor, name, 0)
             found = SharedMemory(descriptor, b"%d %d %s" % (os.getpid(), descriptor, name.hex().encode()))
             on_error.pop_all()
@@ -67,11 +68,11 @@ class SharedMemory:
 
     @staticmethod
     def open(address: bytes) -> SharedMemory | None:
-        """Return that of another process of this host; None if it cannot be had, or is another one."""
+        """Open the block of another process on this host; None if it cannot be opened or its name differs."""
         pid, number, name = address.decode().split()
         path = f"/proc/{pid}/fd/{number}"
         try:
-            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # the number means something else here
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # the descriptor belongs to another file here
                 return None
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             with contextlib.ExitStack() as on_error:
@@ -85,10 +86,10 @@ class SharedMemory:
         return found
 
     def reach(self, total_bytes: int) -> None:
-        """Be at least so large, and have the pages there.
+        """Grow the block to at least `total_bytes` and populate its pages.
 
         Raises:
-            OSError: if there is no memory for it.
+            OSError: if there is not enough memory.
         """
         if self._memory.nbytes < total_bytes:
             Files().reserve(self._descriptor, total_bytes)  # always to the same size, by any rank first
@@ -96,7 +97,7 @@ class SharedMemory:
             populate(self._memory)
 
     def put(self, stripe: Stripe, packed: Image, lo: int, data: memoryview) -> None:
-        """Put bytes of a packed image, from `lo` on, into their stripe."""
+        """Copy bytes of a packed image, from `lo` on, into their stripe."""
         source = np.frombuffer(data, np.uint8)
         for shape, start, at in packed.boxes(lo, lo + data.nbytes):
             place = stripe.place + start - stripe.lo
@@ -106,29 +107,29 @@ class SharedMemory:
             self._counters[stripe.number] += data.nbytes
 
     def close(self) -> None:
-        """Let go of it; nobody may be using it."""
+        """Close the descriptor. No thread may be using the memory."""
         self._memory = np.empty(0, np.uint8)
         os.close(self._descriptor)
 
     def is_full(self, stripe: Stripe) -> bool:
-        """Return whether all bytes of a stripe are there, and nobody has claimed it."""
+        """Return whether a stripe holds all its bytes and is not claimed yet."""
         return int(self._counters[stripe.number]) == stripe.size
 
     def begin_rename(self, stripe: Stripe) -> memoryview | None:
-        """Return the bytes of a full stripe to the one process and thread that is to write it."""
+        """Claim a full stripe: return its bytes to exactly one thread of one process, None to every other."""
         with self._locked():
             if not self.is_full(stripe):
                 return None
-            self._counters[stripe.number] = 0  # as the next save wants it
+            self._counters[stripe.number] = 0  # ready for the next save
         return self._memory[stripe.place : stripe.place + stripe.size].data
 
     @property
     def _counters(self) -> npt.NDArray[np.uint32]:
-        return self._memory[COUNTERS_AT:STRIPS_AT].view(np.uint32)
+        return self._memory[COUNTERS_AT:STRIPES_AT].view(np.uint32)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with self._lock:  # threads do not lock each other out of what they have opened once
+        with self._lock:  # flock does not exclude threads that share a descriptor
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             try:
                 yield
@@ -137,14 +138,14 @@ class SharedMemory:
 
 
 class Sharing:
-    """What one save puts together with the other ranks of the host. Its threads may use it at once.
+    """The stripes that one save assembles with the other ranks of the host. Thread-safe.
 
     Args:
-        turn: the share of the stripes after which this rank begins to look for full ones, so that the ranks of a host
-            do not all look for the same.
+        turn: where this rank starts to look for full stripes, as a fraction of all stripes. Ranks start at different
+            places, so that they do not compete for the same stripe.
     """
 
-    def __init__(self, memory: SharedMemory, stripes: Strips, layout: Layout, *, turn: float) -> None:
+    def __init__(self, memory: SharedMemory, stripes: Stripes, layout: Layout, *, turn: float) -> None:
         self.files = {layout.places[tensor].file for tensor in stripes}
         self._memory, self._stripes = memory, stripes
         order = [(tensor, stripe) for tensor, found in stripes.items() for stripe in found]
@@ -156,26 +157,26 @@ class Sharing:
         return self._stripes.get(tensor, ())
 
     def put(self, stripe: Stripe, packed: Image, lo: int, data: memoryview) -> None:
-        """Put bytes of a packed image, from `lo` on, into their stripe."""
+        """Copy bytes of a packed image, from `lo` on, into their stripe."""
         self._memory.put(stripe, packed, lo, data)
 
     def full(self) -> Iterator[tuple[str, Stripe, memoryview]]:
-        """Yield the stripes, with their tensors and bytes, that are for the caller to write now; no other gets them."""
+        """Claim full stripes and yield each with its tensor and bytes. The caller must write them."""
         for tensor, stripe in self._order:
             if self._memory.is_full(stripe) and (data := self._memory.begin_rename(stripe)) is not None:
                 yield tensor, stripe, data
 
 
 class LocalRanks:
-    """The ranks of one host, seen from one of them, and the memory that they share.
+    """The ranks of one host and the memory that they share.
 
-    The first of them decides, for each save, whether columns come together. Each of the others sends it the pieces that
-    it writes and whether it takes part, and receives the pieces of all and the memory. A rank that will not write sends
-    that, too.
+    For each save the first rank of the host decides whether columns are assembled. Every other rank sends it a report:
+    its pieces, or that it does not take part. The first rank answers with the pieces of all ranks and the address of
+    the memory. A rank that cannot write the save reports that too, so that no rank waits for it.
 
     Args:
-        channel: the worker thread's.
-        ranks: those that are said to be on this host, this one among them; fewer than two share nothing.
+        channel: the store channel of the worker thread.
+        ranks: the ranks expected on this host, including this one; fewer than two share nothing.
     """
 
     def __init__(self, channel: StoreChannel, ranks: Sequence[int]) -> None:
@@ -183,7 +184,7 @@ class LocalRanks:
         self._ranks = tuple(ranks) if len(ranks) > 1 else (channel.rank,)
         self._memory: SharedMemory | None = None
         self._stays_out = False
-        self._table: tuple[Layout, bytes, Strips] | None = None
+        self._table: tuple[Layout, bytes, Stripes] | None = None
         self._lock = threading.Lock()
         self._answered = ""  # the last attempt on which this rank has sent its message
 
@@ -191,10 +192,10 @@ class LocalRanks:
         """Make sure that they are on one host, by an exchange of their hosts. Main thread, all ranks.
 
         Args:
-            name: not used before on this channel.
+            name: a key prefix that is new on this channel.
 
         Raises:
-            LaunchError: if one of them sends nothing.
+            LaunchError: if a rank does not answer.
         """
         if channel.world_size == 1:
             return
@@ -202,7 +203,7 @@ class LocalRanks:
         channel.put(f"{name}/{self._rank}", here)
         others = [rank for rank in self._ranks if rank != self._rank]
         if any(channel.read(f"{name}/{rank}", sender=f"rank {rank}") != here for rank in others):
-            _log.warning("ranks %s are not all on one host, columns are written row by row", self._ranks)
+            _log.warning("ranks %s are not all on one host: columns are written row by row", self._ranks)
             self._ranks = (self._rank,)
 
     def part(self, channel: StoreChannel, name: str) -> None:
@@ -212,14 +213,14 @@ class LocalRanks:
     def join(self, attempt: Attempt, pieces: Sequence[Piece], *, may_share: bool) -> Sharing | None:
         """Exchange the pieces whose rows lie apart; return None where they go to the file row by row.
 
-        All ranks of the host call it, before anything else of the save that can fail. Worker thread.
+        All ranks of the host call it before any other part of the save that can fail. Worker thread.
 
         Args:
-            pieces: this rank's that have rows apart.
-            may_share: whether this rank has the memory for it.
+            pieces: this rank's pieces whose rows are not contiguous in the tensor.
+            may_share: whether this rank has the memory to take part.
 
         Raises:
-            TrainerError: if another one sends nothing, this one has refused, or there is no memory.
+            TrainerError: if another rank does not answer, this rank has refused, or the memory is not available.
         """
         if len(self._ranks) < 2:
             return None
@@ -250,7 +251,7 @@ class LocalRanks:
                 _log.error("the refusal of %s could not be sent: %s", attempt, lost)
 
     def drop(self) -> None:
-        """Let go of the memory: a rank that has failed may still write to it, so the next save gets another."""
+        """Drop the memory, so that the next save uses a new block: a failed rank may still write to this one."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -264,7 +265,7 @@ class LocalRanks:
         try:
             self._memory = self._memory or SharedMemory.make()
         except OSError as error:
-            _log.warning("no memory to share, columns are written row by row: %s", error.strerror)
+            _log.warning("no shared memory, columns are written row by row: %s", error.strerror)
             self._stays_out = True
             return _STAYS_OUT
         return _JOINS + self._memory.address + b"\n" + b"".join(report[len(_JOINS) :] for report in reports)
@@ -275,7 +276,7 @@ class LocalRanks:
         if self._memory is None:
             self._memory = SharedMemory.open(address)
         if self._memory is None:
-            raise self._cannot_share(f"that of rank {self._ranks[0]}", "it cannot be opened")
+            raise self._cannot_share(f"the memory of rank {self._ranks[0]}", "it cannot be opened")
         return self._memory
 
     def _share(self, memory: SharedMemory, everyone: bytes, layout: Layout) -> Sharing | None:
@@ -292,13 +293,13 @@ class LocalRanks:
         return Sharing(memory, stripes, layout, turn=self._ranks.index(self._rank) / len(self._ranks))
 
     def _cannot_share(self, expected: str, found: str | None) -> CheckpointError:
-        """Stay out from now on, and return why this save fails: the others count on this rank by now."""
+        """Stay out of later saves; return the error of this one, which other ranks count on this rank to share."""
         self._stays_out = True
         return CheckpointError(
-            "There is no memory in which the ranks of this host could put columns together",
+            "The ranks of this host cannot share memory to assemble columns",
             expected=expected,
             found=found,
-            fix="From the next save on they are written row by row, which is slower.",
+            fix="Later saves write columns row by row, which is slower.",
         )
 
     def _send(self, channel: StoreChannel, attempt: str, data: bytes) -> None:
@@ -318,7 +319,7 @@ class LocalRanks:
 
 
 def _host() -> str:
-    """Return what is the same in processes that see each other's `/proc`, and different in any others."""
+    """Return an identity that two processes share exactly if each sees the other in `/proc` and has the same user."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     try:
         return f"{boot.read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino} {os.getuid()}"

@@ -80,7 +80,7 @@ class OwnedFolder:
         problem: TrainerError | None = None
         if self._channel.rank == 0:
             try:
-                names = [*self.folder.committed(), *self.folder.strange()]
+                names = [*self.folder.committed(), *self.folder.non_folders()]
                 newer = [found for found in names if found > iteration]
                 for path in self.folder.supersede(newer):
                     _log.info("an abandoned branch of this run is kept as %s", path.name)

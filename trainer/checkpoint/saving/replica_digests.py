@@ -1,4 +1,4 @@
-"""Digests of the bytes that several ranks hold, as they were when a save began, so that replicas can be compared."""
+"""Digests of replicated bytes, taken at the start of a save, by which the ranks compare their replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SharedPieces = Mapping[tuple[int, ...], Mapping[str, Sequence[Piece]]]
 
 @dataclass(frozen=True, slots=True)
 class DigestBlock:
-    """Bytes `[lo, hi)` of the packed image of this rank's box of a tensor: a digest block of some rank's piece."""
+    """One digest block of a piece of any rank: bytes `[lo, hi)` of the packed image of this rank's box of a tensor."""
 
     name: str
     lo: int
@@ -38,17 +38,17 @@ def blocks_of(piece: Piece) -> list[DigestBlock]:
 
 
 class ReplicaDigests:
-    """Digests one rank's copy of what other ranks write; what it writes itself is digested while it is written.
+    """Digests this rank's replicas of pieces that other ranks write; the writer digests the pieces of this rank.
 
-    Parameters and optimizer state change inside `optimizer.step()` only. So a background thread digests them until
-    `release`, which digests the rest. What may change earlier is digested when the object is made. Of tensors on a
-    device the device itself computes a checksum then, in the order of its stream.
+    Parameters and optimizer state change only inside `optimizer.step()`, so a background thread digests them until
+    `release`, which digests the rest. Tensors that may change earlier are digested at construction. For tensors on a
+    device, the device computes a checksum at construction, in stream order.
 
     Args:
         shared: the pieces of every box that other ranks hold too.
         mine: the pieces that this rank writes.
-        memory: where the bytes of each tensor are; on the host, it stays as it is until `release`.
-        changing: the same of tensors that may change at any time.
+        memory: the memory of each tensor; host memory does not change until `release`.
+        changing: the memory of tensors that may change at any time.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class ReplicaDigests:
         self._open = len(self._left)
 
     def run(self) -> None:
-        """Digest what is left, from the first block on. Any thread."""
+        """Digest the remaining blocks from the first one on. Any thread."""
         while self._take(self._left.popleft):
             pass
 
     def release(self) -> None:
-        """Digest what is left, from the last block on, so that live memory may change. Main thread."""
+        """Digest the remaining blocks from the last one backwards, so that live memory may change. Main thread."""
         if self._is_released:
             return
         self._is_released = True
@@ -96,10 +96,10 @@ class ReplicaDigests:
         self.blocked_s += time.perf_counter() - start
 
     def all(self, written: Written) -> SharedDigests:
-        """Return the digests of all shared boxes, once they are there.
+        """Wait for the digests of all shared boxes and return them.
 
         Args:
-            written: what this rank wrote, with the digests of its own pieces.
+            written: the pieces that this rank wrote, with their digests.
         """
         self._await_all()
         found = self._sums.all() | self._digests
@@ -124,7 +124,7 @@ class ReplicaDigests:
         assert isinstance(source, HostMemory)
         try:
             self._digests[block] = _digest(source, block)
-        finally:  # also where that fails: another thread may wait for this block
+        finally:  # also on failure: another thread may wait for this block
             with self._changed:
                 self._open -= 1
                 self._changed.notify_all()
@@ -136,7 +136,7 @@ class ReplicaDigests:
 
 
 class _Sums:
-    """Checksums on their way from a device to the host, by block: the device's stream is not waited for."""
+    """Checksums by block, copied from a device to the host without waiting for its stream."""
 
     def __init__(self, sums: Mapping[DigestBlock, torch.Tensor]) -> None:
         self._blocks = list(sums)
@@ -150,7 +150,7 @@ class _Sums:
             self._event.record()
 
     def all(self) -> dict[DigestBlock, bytes]:
-        """Return the checksums once they are on the host. Any thread."""
+        """Wait for the copy and return the checksums. Any thread."""
         if not self._blocks:
             return {}
         if self._event is not None:
@@ -161,10 +161,10 @@ class _Sums:
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
-    """Return the sum, modulo 2^64, of 4-byte words times odd numbers: one int64, computed where the data lies.
+    """Return the sum over i of (2 i + 1) * word i, modulo 2^64, as a 0-d int64 tensor on the device of the data.
 
-    A change of a single word always changes it, since an odd number has an inverse modulo 2^64. It is the same for the
-    same bytes in whatever order a device adds.
+    Words are 4 bytes, or 1 byte where size or address is not a multiple of 4. A change of a single word always changes
+    the sum, since an odd number has an inverse modulo 2^64. The sum does not depend on the order of addition.
 
     Args:
         data: bytes, of shape `[n]`.

@@ -1,4 +1,4 @@
-"""Keeps the bytes of a save as they were when it began, while training goes on. `writer.py` writes them."""
+"""A snapshot of the bytes of a save, valid while training continues. `writer.py` writes it."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from trainer.checkpoint.tensors.arena import Arena, Bytes
 from trainer.checkpoint.tensors.memory import Memory
 from trainer.errors import CheckpointError
 
-# O_DIRECT wants memory on the block size of the device, 512 bytes or less where it is not said otherwise.
+# O_DIRECT requires memory aligned to the logical block size of the device, at most 512 bytes on common devices.
 DIRECT_BYTES = 512
 
 
 class _State(Enum):
-    """Where the bytes of a chunk are."""
+    """Where a writer finds the bytes of a chunk."""
 
     LIVE = auto()  # in live memory only
-    READ_IN_PLACE = auto()  # in live memory, from which they are just being written
-    STAGING = auto()  # being copied
+    READ_IN_PLACE = auto()  # in live memory, being written from there
+    STAGING = auto()  # being copied to the arena
     STAGED = auto()  # in the arena
-    READ = auto()  # wherever the writer has them: live memory may change
+    READ = auto()  # with the writer, or written: live memory may change
 
 
 _NEEDS_LIVE = (_State.LIVE, _State.READ_IN_PLACE, _State.STAGING)
 
 
 class Snapshot:
-    """Gives the bytes of chunks: from live memory until `release`, which copies what is not written yet.
+    """Supplies the bytes of chunks, from live memory until `release` and from copies after it.
 
-    Parameters and optimizer state change inside `optimizer.step()` only, so a save needs no copy of what is written by
-    then. What may change earlier is copied when the snapshot is made. The main thread makes and releases it, writing
-    threads read it, each chunk once.
+    Parameters and optimizer state change only inside `optimizer.step()`, so chunks written before it need no copy.
+    `release` copies the rest. Tensors that may change earlier are copied when the snapshot is made. The main thread
+    makes and releases the snapshot. Writer threads read it, each chunk once.
 
     Args:
-        memory: where the bytes of each tensor are; what is not private stays as it is until `release`.
-        chunks: what will be written, in about that order.
-        arena: where copies go; cleared here, so no other snapshot may use it.
-        stall_timeout_s: how long `release` may wait without seeing a chunk written.
+        memory: the memory of each tensor; memory that is not private does not change until `release`.
+        chunks: the chunks to write, in roughly that order.
+        arena: holds the copies; cleared here, so no other snapshot may use it.
+        stall_timeout_s: longest time in seconds that `release` waits without a chunk being written.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class Snapshot:
         self._states = {id(chunk): _State.LIVE for chunk in chunks}
         self._staged: dict[int, tuple[Bytes, torch.cuda.Event | None]] = {}
         self._is_released = self._is_closed = self._is_aborted = False
-        self._left = sum(not self._is_private(chunk) for chunk in chunks)  # how many of them need live memory
+        self._left = sum(not self._is_private(chunk) for chunk in chunks)  # chunks that still need live memory
         self._read_count = 0
         self._stage_ahead()
 
     def take(self, chunk: Chunk, bounce: Bytes) -> memoryview:
-        """Return the bytes of a chunk, valid until `done`; any writing thread may ask, once for each chunk.
+        """Return the bytes of a chunk, valid until `done`. Any writer thread may call it, once per chunk.
 
         Args:
-            bounce: room for a chunk and a page, on page-aligned ground, for bytes that do not lie as the file does.
+            bounce: a page-aligned buffer for a chunk and a page; takes bytes whose live memory cannot be written as is.
 
         Raises:
-            CheckpointError: if the snapshot was aborted before.
+            CheckpointError: after `abort`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._states[id(chunk)] is not _State.STAGING)
@@ -101,14 +101,14 @@ class Snapshot:
         return memoryview(copy)  # type: ignore[arg-type]
 
     def done(self, chunk: Chunk) -> None:
-        """Mark a chunk as written, or as never to be: `take` may have returned live memory."""
+        """Mark a chunk as written or aborted, so that its live memory may change."""
         self._set(chunk, _State.READ)
 
     def release(self) -> None:
-        """Copy what is not written yet, so that live memory may change. Main thread; a second call costs nothing.
+        """Copy all chunks not written yet, so that live memory may change. Main thread; a second call returns at once.
 
-        It copies from the end while the writers go on from the start. Where the arena is full, it waits until the rest
-        is written; if no chunk is written for `stall_timeout_s`, the snapshot is aborted.
+        It copies from the last chunk backwards while the writers proceed from the first. When the arena is full, it
+        waits until the rest is written. If no chunk is written for `stall_timeout_s`, it gives the snapshot up.
         """
         if self._is_released:
             return
@@ -122,13 +122,13 @@ class Snapshot:
         self.blocked_s += time.perf_counter() - start
 
     def close(self) -> None:
-        """End the snapshot: nothing more will be read, so no step waits for it."""
+        """End all reads, so that no optimizer step waits for them."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def abort(self) -> None:
-        """Let live memory change from now on; bytes that are still being written from it must not be committed."""
+        """Let live memory change at once. A save that still reads it must not be committed."""
         with self._changed:
             self._is_aborted = True
             self._changed.notify_all()
@@ -138,7 +138,7 @@ class Snapshot:
         return self._is_aborted
 
     def check(self) -> None:
-        """Refuse to go on if live memory may have changed while it was read.
+        """Fail if live memory may have changed while it was read.
 
         Raises:
             CheckpointError: after `abort`.
@@ -149,11 +149,11 @@ class Snapshot:
     def _require(self) -> None:
         if self._is_aborted:
             raise CheckpointError(
-                "A save was aborted while it was being written: the disk hangs", fix="Training goes on."
+                "A save was aborted while it was being written: the disk hangs", fix="Training continues."
             )
 
     def _stage_ahead(self) -> None:
-        """Start copying what lies on a device, as much as the arena holds; the host does not wait."""
+        """Start copies of device memory, as many as the arena holds, without waiting on the host."""
         if not any(memory.is_on_device for memory in self._memory.values()):
             return
         for chunk in self._chunks:
@@ -161,7 +161,7 @@ class Snapshot:
                 break
 
     def _stage(self, chunk: Chunk) -> bool:
-        """Copy a chunk to the arena if nobody reads it yet; return False if the arena is full."""
+        """Copy a chunk to the arena unless a writer has it already; return False if the arena is full."""
         with self._changed:
             if self._is_closed or self._states[id(chunk)] is not _State.LIVE:
                 return True
@@ -188,7 +188,7 @@ class Snapshot:
                     self._is_aborted = True
 
     def _order_device(self) -> None:
-        """Let the device's next work wait for the copies, so that the host need not."""
+        """Make the current stream wait for the copies, so that the host does not have to."""
         events = [event for _, event in self._staged.values() if event is not None]
         for event in events[-1:]:
             torch.cuda.current_stream().wait_event(event)
@@ -208,7 +208,7 @@ class Snapshot:
         return any(self._memory[part.piece.name].is_on_device for part in chunk.parts)
 
     def _in_place(self, chunk: Chunk) -> memoryview | None:
-        """Return live memory that lies as the file does: in one extent, and where O_DIRECT wants it."""
+        """Return the chunk's live memory if it is contiguous and aligned for O_DIRECT, else None."""
         if self._is_on_device(chunk):
             return None
         first = self._address(chunk.parts[0])
@@ -225,7 +225,7 @@ class Snapshot:
         return self._memory[part.piece.name].address + part.lo
 
     def _gather(self, chunk: Chunk, target: Bytes) -> torch.cuda.Event | None:
-        """Copy the bytes of a chunk to `target`; return the event after which copies from a device are there."""
+        """Copy the bytes of a chunk to `target`; return the event after the last copy from a device, if any."""
         at = 0
         event = None
         for part in chunk.parts:

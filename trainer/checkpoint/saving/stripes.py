@@ -1,7 +1,7 @@
-"""Which extents of tensors the ranks of one host hold together, each of them only columns. Pure arithmetic.
+"""The layout of stripes: extents of a tensor whose columns the ranks of one host hold together. Pure arithmetic.
 
-A rank that holds columns has short runs of every row. Ranks of one host put theirs together in memory that they share,
-and a full stripe is written in one call. `column_sharing.py` fills them.
+A rank that holds columns of a tensor has a short run of bytes in every row. The ranks of one host assemble these runs
+in shared memory (`column_sharing.py`) and write each full stripe in one call.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from trainer.checkpoint.format.box import Image
 from trainer.checkpoint.format.layout import PAGE_BYTES, Layout
 from trainer.checkpoint.saving.chunks import Piece
 
-STRIP_BYTES = 4 << 20
-# The shared memory begins with a page that names it and a counter of four bytes for each stripe.
-MOST_STRIPS = 1 << 16
+STRIPE_BYTES = 4 << 20
+# The shared memory starts with a page that holds its name, then a 4-byte counter for each stripe.
+MAX_STRIPES = 1 << 16
 COUNTERS_AT = PAGE_BYTES
-STRIPS_AT = COUNTERS_AT + 4 * MOST_STRIPS
+STRIPES_AT = COUNTERS_AT + 4 * MAX_STRIPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Stripe:
     """Bytes `[lo, hi)` of a tensor, all of them held on this host.
 
     Args:
-        place: where the shared memory has them, on the same ground modulo a page as the file.
+        place: offset in the shared memory, congruent to the offset in the file modulo a page.
     """
 
     number: int
@@ -39,14 +39,14 @@ class Stripe:
         return self.hi - self.lo
 
 
-Strips = Mapping[str, Sequence[Stripe]]  # by tensor, in the tensor's order
+Stripes = Mapping[str, Sequence[Stripe]]  # by tensor, in the tensor's order
 
 
-def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Strips:
-    """Return the stripes that these pieces fill to the last byte, and nobody else's: the same for the same pieces.
+def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Stripes:
+    """Return the stripes that these pieces fill completely. The result depends on the set of pieces only.
 
     Args:
-        pieces: those of all ranks of the host that have rows apart in the tensor, in any order.
+        pieces: the strided pieces of all ranks of the host, in any order.
     """
     filled: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for piece in pieces:
@@ -54,28 +54,28 @@ def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Strips:
         for number, count in _shares(piece, place.spec.image(piece.box), place.offset):
             filled[piece.name][number] += count
     found: dict[str, list[Stripe]] = {}
-    number, end = 0, STRIPS_AT
+    number, end = 0, STRIPES_AT
     for name in sorted(filled):
         place = layout.places[name]
         for index, count in sorted(filled[name].items()):
-            lo = max(0, index * STRIP_BYTES - place.offset)
-            hi = min(place.spec.total_bytes, (index + 1) * STRIP_BYTES - place.offset)
-            if count == hi - lo and number < MOST_STRIPS:
+            lo = max(0, index * STRIPE_BYTES - place.offset)
+            hi = min(place.spec.total_bytes, (index + 1) * STRIPE_BYTES - place.offset)
+            if count == hi - lo and number < MAX_STRIPES:
                 start = end + (place.offset + lo - end) % PAGE_BYTES
                 found.setdefault(name, []).append(Stripe(number, lo, hi, start))
                 number, end = number + 1, start + hi - lo
     return found
 
 
-def shared_bytes(stripes: Strips) -> int:
-    """Return the size of the memory that has room for all stripes."""
-    return max((stripe.place + stripe.size for found in stripes.values() for stripe in found), default=STRIPS_AT)
+def shared_bytes(stripes: Stripes) -> int:
+    """Return the size in bytes of the memory that holds all stripes."""
+    return max((stripe.place + stripe.size for found in stripes.values() for stripe in found), default=STRIPES_AT)
 
 
 def cut_by_stripes(
     packed: Image, lo: int, hi: int, stripes: Sequence[Stripe]
 ) -> Iterator[tuple[int, int, Stripe | None]]:
-    """Yield bytes `[lo, hi)` of a packed image in extents, in order, each with the stripe it goes to, or None."""
+    """Split bytes `[lo, hi)` of a packed image into extents, in order, each with its stripe or None."""
     for stripe in stripes:
         first, last = max(lo, packed.before(stripe.lo)), min(hi, packed.before(stripe.hi))
         if first >= last:
@@ -89,11 +89,11 @@ def cut_by_stripes(
 
 
 def _shares(piece: Piece, packed: Image, at: int) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of the extents of the file that a piece reaches, and how many of its bytes lie in each."""
-    first = (at + packed.start) // STRIP_BYTES
-    last = (at + packed.start + packed.extent - 1) // STRIP_BYTES
+    """Yield the number of each stripe of the file that a piece overlaps, with the bytes of the piece in it."""
+    first = (at + packed.start) // STRIPE_BYTES
+    last = (at + packed.start + packed.extent - 1) // STRIPE_BYTES
     for number in range(first, last + 1):
-        lo = max(piece.lo, packed.before(number * STRIP_BYTES - at))
-        hi = min(piece.hi, packed.before((number + 1) * STRIP_BYTES - at))
+        lo = max(piece.lo, packed.before(number * STRIPE_BYTES - at))
+        hi = min(piece.hi, packed.before((number + 1) * STRIPE_BYTES - at))
         if lo < hi:
             yield number, hi - lo

@@ -1,4 +1,4 @@
-"""Writes one rank's chunks into the shared files, digesting them on the way. It commits nothing."""
+"""Writes one rank's chunks into the shared files and computes the digests of its pieces."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from trainer.checkpoint.storage.worker import Job, Worker
 from trainer.checkpoint.tensors.arena import Bytes, map_memory
 from trainer.errors import CheckpointError
 
-# Stretches that a rank writes at once: one is digested while another is with the disk, even where ranks share a core
-# (with one thread each, 2 ranks at zero3 took 1.32 times as long as plain writing; with two, as long). More gain
-# nothing on a local disk, and each holds a chunk that a step may wait for.
+# Extents that a rank writes concurrently: one is digested while another is on its way to the disk, even if ranks share
+# a core. 2 ranks at zero3 took 1.32 times as long as a plain write with one thread each, and 1.0 times with two. More
+# threads gain nothing on a local disk, and each holds a chunk that an optimizer step may wait for.
 THREADS = 2
-# Files that a rank keeps open at once, each with two descriptors, of the 1024 that a process usually has.
+# Files that a rank keeps open at once. Each takes two descriptors; the usual limit of a process is 1024.
 MOST_OPEN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes into one folder that is not yet a checkpoint; every rank has one.
+    """Writes one rank's chunks into a folder that is not committed yet.
 
     Args:
-        threads: how many extents are written at once.
-        progress: called from any writing thread with the number of bytes that it has just written.
-        sharing: where columns become whole rows; None where they are written row by row.
+        threads: number of extents written concurrently.
+        progress: called from any writer thread with the number of bytes just written.
+        sharing: assembles columns into whole rows; None writes them row by row.
     """
 
     folder: Path
@@ -56,10 +56,10 @@ class Writer:
     ) -> Written:
         """Write this rank's chunks and, on rank 0, the headers, then sync; return the pieces with their digests.
 
-        Nothing is synced before all is written: a step that waits for memory to be read does not wait for that.
+        All writes precede the first sync, so that an optimizer step that waits for a chunk never waits for a sync.
 
         Args:
-            chunks: by file, in the order in which they are written.
+            chunks: the extents of each file, in the order of writing.
 
         Raises:
             CheckpointError: with path, errno and free space, if the file system fails.
@@ -82,7 +82,7 @@ class Writer:
                     for extent in chunks.get(file.name, ()) or ((),)
                 ]
             _raise_first(jobs)
-            stripes = partial(self._write_strips, targets, snapshot, has_failed)
+            stripes = partial(self._write_stripes, targets, snapshot, has_failed)
             _raise_first([pool.submit(stripes) for _ in range(self.threads)])
             _raise_first([pool.submit(partial(self._sync, target)) for target in targets.values()])
         return Written(
@@ -114,8 +114,8 @@ class Writer:
             has_failed.set()
             raise
 
-    def _write_strips(self, targets: Mapping[str, _Target], snapshot: Snapshot, has_failed: threading.Event) -> None:
-        """Write stripes that the host's ranks have filled, this one or another."""
+    def _write_stripes(self, targets: Mapping[str, _Target], snapshot: Snapshot, has_failed: threading.Event) -> None:
+        """Write full stripes, filled by any rank of the host."""
         for tensor, stripe, data in () if self.sharing is None else self.sharing.full():
             self._go_on(snapshot, has_failed)
             place = self.layout.places[tensor]
@@ -134,7 +134,7 @@ class Writer:
             raise self._failure(target.path, error) from error
 
     def _go_on(self, snapshot: Snapshot, has_failed: threading.Event) -> None:
-        """Refuse to go on with what has become of no use: a folder that is being removed must not come back."""
+        """Stop if the save has failed: a late write would recreate the folder that is being removed."""
         snapshot.check()
         if has_failed.is_set():
             raise _Stopped
@@ -157,7 +157,7 @@ class Writer:
         self.progress(chunk.size)
 
     def _place_rows(self, target: _Target, chunk: Chunk, packed: Image, data: memoryview) -> None:
-        """Bring rows that lie apart to memory that the host's ranks share, or else into the file, one by one."""
+        """Copy strided rows into the stripes of the host; write rows outside any stripe to the file, one by one."""
         (part,) = chunk.parts
         stripes = () if self.sharing is None else self.sharing.stripes(part.piece.name)
         for lo, hi, stripe in cut_by_stripes(packed, part.lo, part.hi, stripes):
@@ -173,13 +173,13 @@ class Writer:
 
 
 def writing_failed(path: Path, error: OSError, files: Files, *, root: Path, total_bytes: int) -> CheckpointError:
-    """Return the error of a file that cannot be written, of a checkpoint in `root` that takes `total_bytes`."""
+    """Return the error for a failed write to `path`, a file of a checkpoint of `total_bytes` in `root`."""
     problem = f"Writing a checkpoint failed: {error.strerror} (errno {error.errno})"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return CheckpointError(
             problem,
             where=path,
-            expected="a descriptor to spare",
+            expected="a free file descriptor",
             found=f"a limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files in this process",
             fix="Committed checkpoints are untouched; raise the limit of open files with `ulimit -n`.",
         )
@@ -188,16 +188,16 @@ def writing_failed(path: Path, error: OSError, files: Files, *, root: Path, tota
         where=path,
         expected=f"room for {total_bytes} B",
         found=describe_free_space(files, root),
-        fix="Committed checkpoints are untouched; make room or mend the disk.",
+        fix="Committed checkpoints are untouched; free space or repair the disk.",
     )
 
 
 class _Stopped(Exception):
-    """Another extent failed, so this one is of no use."""
+    """Ends an extent after another one has failed."""
 
 
 def _raise_first(jobs: Sequence[Job]) -> None:
-    """Wait for all jobs; raise what failed, and not what only stopped for it."""
+    """Wait for all jobs, then raise the first error; `_Stopped` only if there is no other."""
     errors = []
     for job in jobs:
         try:
@@ -209,14 +209,14 @@ def _raise_first(jobs: Sequence[Job]) -> None:
 
 
 class _Target:
-    """A file that is written in extents by several threads, and open in a `with` of any of them.
+    """A file that several threads write in extents; open while any of them is inside its `with`.
 
-    Whole pages go around the page cache where file system and memory allow it. Only whole pages: what lies in the rest
-    of a page may be another rank's.
+    Whole pages bypass the page cache (O_DIRECT) where file system and memory alignment allow it. Partial pages go
+    through the cache, because the rest of the page may belong to another rank.
 
     Args:
-        stays_open: keep it open until `close`, so that an error of the page cache is not forgotten before `sync`. Where
-            there are more files than a process may have open, that is left to the system.
+        stays_open: keep the file open until `close`, so that `sync` reports every write-back error of the page cache.
+            False where a save has more files than a process may keep open.
     """
 
     def __init__(self, writer: Writer, file: FileLayout, *, stays_open: bool) -> None:
@@ -228,12 +228,12 @@ class _Target:
         self._users = 0
         self._cached: int | None = None
         self._direct: int | None = None
-        self._refuses_direct = False  # as the file system may say with the first write
+        self._refuses_direct = False  # set if the first direct write fails with EINVAL
         self._is_begun = self._is_reserved = False
         self.written_bytes = 0  # without the header
 
     def __enter__(self) -> None:
-        """Have the file open; the first time, reserve its blocks too and, on rank 0, write its header."""
+        """Open the file. The first time, also reserve its blocks and, on rank 0, write its header."""
         with self._lock:
             if self._cached is None:
                 try:
@@ -251,7 +251,7 @@ class _Target:
                 self.close()
 
     def sync(self) -> None:
-        """Make the file durable, however it was written."""
+        """Sync the file to the disk and close it."""
         if self._cached is None:
             self._cached = self._files.open_for_writing(self.path)
         self._files.sync(self._cached)
@@ -262,7 +262,7 @@ class _Target:
             raise _Stopped
         if not self._is_begun:
             self._is_begun = True
-            self._files.make_folder(self._folder)  # never the one above: if that is gone, this is no place to write to
+            self._files.make_folder(self._folder)  # never its parent: if that is gone, the save must fail
             if self.path.parent != self._folder:
                 self._files.make_folder(self.path.parent)
         self._cached = self._files.open_for_writing(self.path)
@@ -274,7 +274,7 @@ class _Target:
             self._is_reserved = True
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the open descriptors."""
         known = (self._cached, self._direct)
         self._cached = self._direct = None
         with ExitStack() as ending:

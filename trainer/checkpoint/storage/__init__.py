@@ -1,1 +1,1 @@
-"""The file system under a checkpoint: calls, retries, locks, folders, and threads."""
+"""The file system under a checkpoint: calls, retries, locks, folders and threads."""

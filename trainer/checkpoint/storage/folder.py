@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: names, the scan, the tracker, the sweep. It looks into none."""
+"""The folder of a run's checkpoints: names, listing, tracker, commit by rename, and sweep."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.checkpoint.storage.files import Files, read_small, replace_file, temporary_of
+from trainer.atomic import replace_file, temporary_of
+from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
+from trainer.regular_file import read_regular
 
 _log = logging.getLogger(__name__)
 
@@ -31,46 +33,46 @@ def iteration_name(iteration: int) -> str:
 
 
 def iteration_of(path: Path) -> int | None:
-    """Return the iteration that a folder's name says it holds, or None if it is no checkpoint."""
+    """Return the iteration in a checkpoint folder's name, or None if it is not a checkpoint's name."""
     match = _ITERATION.fullmatch(path.name)
     iteration = int(match[1]) if match else None
     return iteration if iteration is not None and iteration_name(iteration) == path.name else None
 
 
 def is_iteration_name(name: str) -> bool:
-    """Return whether a folder's name says that it is one iteration, superseded ones included."""
+    """Return whether a folder name is that of an iteration, superseded ones included."""
     return _ANY_ITERATION.fullmatch(name) is not None
 
 
 def named_iteration(name: str) -> int | None:
-    """Return the iteration in the name of a folder, superseded ones included; None if it names none."""
+    """Return the iteration in a folder name, superseded ones included, or None."""
     match = _ANY_ITERATION.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def kind_of(path: Path) -> str:
-    """Return in words what a path is that is no folder."""
+    """Return in words the kind of a path that is not a folder."""
     return f"a link to {os.readlink(path)}" if path.is_symlink() else "a file"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """The folder that `checkpoint.save` names. Only rank 0 changes names in it, and only under the lock."""
+    """The folder `checkpoint.save`. Only rank 0 changes names in it, and only under the lock."""
 
     root: Path
     files: Files
 
     def committed(self) -> list[int]:
-        """Return the committed iterations in rising order; an empty list if the folder is not there."""
+        """Return the committed iterations in ascending order; an empty list if the folder does not exist."""
         if not self.root.is_dir():
             return []
         found = (iteration_of(path) for path in self.root.iterdir() if path.is_dir() and not path.is_symlink())
         return sorted(iteration for iteration in found if iteration is not None)
 
-    def strange(self) -> list[int]:
-        """Return, in rising order, the iterations whose name a link or a file has: that is no checkpoint of the run.
+    def non_folders(self) -> list[int]:
+        """Return, in ascending order, the iterations whose name belongs to a link or a file, not a checkpoint.
 
-        Where a link leads, another run may write, and another host may see nothing.
+        The target of a link may be written by another run, and may be invisible on another host.
         """
         if not self.root.is_dir():
             return []
@@ -78,7 +80,7 @@ class CheckpointFolder:
         return sorted(iteration for iteration in found if iteration is not None)
 
     def held(self, iterations: Iterable[int]) -> list[int]:
-        """Return those that hold a file named `hold`."""
+        """Return the iterations with a `hold` file."""
         return [iteration for iteration in iterations if (self.iteration(iteration) / HOLD).exists()]
 
     def iteration(self, iteration: int) -> Path:
@@ -90,33 +92,33 @@ class CheckpointFolder:
         return self.root / f".{iteration_name(iteration)}.{attempt}.partial"
 
     def mark(self, nonce: str) -> Path:
-        """Return the file by which the ranks of a launch find out whether they see one folder."""
+        """Return the marker file by which the ranks of a launch check that they see the same folder."""
         return self.root / f".shared.{nonce}.mark"
 
     def mark_of(self, iteration: int, attempt: str) -> Path:
-        """Return the file by which they find that out of an attempt; it is gone before the attempt is committed."""
+        """Return the marker file by which they check it for an attempt; it is removed before the commit."""
         return self.partial(iteration, attempt) / f".{attempt}.mark"
 
     def tracker(self) -> int | None:
-        """Return what Megatron's tracker says, a hint only; None if it is missing or unreadable."""
+        """Return the iteration in Megatron's tracker file, only a hint; None if it is missing or unreadable."""
         try:
-            return int(read_small(self.root / TRACKER, _MOST_TRACKER_BYTES))
+            return int(read_regular(self.root / TRACKER, limit_bytes=_MOST_TRACKER_BYTES))
         except (OSError, ValueError):
             return None
 
     def commit(self, iteration: int, attempt: str) -> bool:
-        """Give a complete, synced partial folder its name. From here on the checkpoint exists.
+        """Rename a complete, synced partial folder to its final name. From here on the checkpoint exists.
 
         Invariant: a process whose partial folder was swept by its successor changes nothing here.
 
         Returns:
-            Whether the name is durable. If not, and it could not be taken back either, the checkpoint is there, but a
-            power failure may undo it.
+            Whether the name is durable. If it is not, and the rename could not be undone either, the checkpoint exists,
+                but a power failure may undo it.
 
         Raises:
-            OSError: if the folder could not be renamed, or its name was not durable and was taken back; a checkpoint
-                of that name stays what it was.
-            CheckpointError: if a link, or a file, has that name.
+            OSError: if the rename failed, or was undone because it could not be made durable; a checkpoint of that name
+                is unchanged.
+            CheckpointError: if a link or a file has that name.
         """
         partial, target = self.partial(iteration, attempt), self.iteration(iteration)
         aside: Path | None = None
@@ -145,7 +147,7 @@ class CheckpointFolder:
     def supersede(self, iterations: list[int]) -> list[Path]:
         """Rename committed folders that a new branch of the run overtakes, and return their new names.
 
-        A link of such a name is renamed itself, and not followed.
+        A link of such a name is renamed itself, not its target.
         """
         renamed = []
         for iteration in iterations:
@@ -166,9 +168,9 @@ class CheckpointFolder:
         return target
 
     def sweep(self) -> list[Path]:
-        """Remove what dead attempts and interrupted deletions left, and return it. Only under the lock.
+        """Remove the leftovers of dead attempts and interrupted deletions, and return them. Only under the lock.
 
-        What cannot be removed stays, with a line that says so: it is in nobody's way.
+        A leftover that cannot be removed is logged and stays.
         """
         if not self.root.is_dir():
             return []
@@ -185,7 +187,7 @@ class CheckpointFolder:
         return removed
 
     def _replace(self, partial: Path, target: Path, aside: Path) -> None:
-        """Rename over a checkpoint that is there, which is put aside; `_settle` ends it where the process is killed."""
+        """Rename over an existing checkpoint, which is moved aside first; `_settle` completes an interrupted one."""
         self.files.rename(target, aside)
         try:
             self.files.rename(partial, target)
@@ -208,11 +210,11 @@ class CheckpointFolder:
         return True
 
     def _keep_replaced(self, aside: Path, target: Path) -> None:
-        """Give what was replaced a name of its own; `_settle` does it where that fails."""
+        """Give a replaced checkpoint its own name; if that fails, `_settle` does it at the next start."""
         try:
             self.files.rename(aside, self._free_name(target))
         except OSError as error:
-            _log.error("what was %s waits as %s for the next start: %s", target, aside, error)
+            _log.error("the replaced %s waits as %s for the next start: %s", target, aside, error)
 
     def _settle(self, path: Path) -> None:
         match = _REPLACED.fullmatch(path.name)
@@ -232,7 +234,7 @@ class CheckpointFolder:
         return True
 
     def _report_lost(self, newest: int) -> None:
-        """Log that the tracker names a newer checkpoint than there is; a superseded one was renamed on purpose."""
+        """Log that the tracker names a newer checkpoint than exists; a superseded one was renamed on purpose."""
         tracked = self.tracker()
         if tracked is None or tracked <= newest or any(self.root.glob(f"{iteration_name(tracked)}.superseded-*")):
             return
@@ -244,7 +246,7 @@ class CheckpointFolder:
         )
 
     def _mend_tracker(self) -> None:
-        """Let the tracker name the newest checkpoint: a hint only, the checkpoints are there all the same."""
+        """Make the tracker name the newest checkpoint. It is only a hint, so a failure is logged."""
         tracker = self.root / TRACKER
         try:
             newest, tracked = max(self.committed(), default=None), self.tracker()

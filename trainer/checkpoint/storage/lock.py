@@ -1,4 +1,4 @@
-"""One writer per checkpoint folder: an flock, and a record of its holder with a heartbeat for other hosts."""
+"""One writer per checkpoint folder: an flock, and a file that names its holder, with a heartbeat for other hosts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.checkpoint.storage.files import Files, keep_block, make_folders, read_small
+from trainer.atomic import make_folders
+from trainer.checkpoint.storage.files import Files, keep_block
 from trainer.errors import LockError
+from trainer.regular_file import read_regular
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ _MOST_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds the lock; `started` is Unix time in seconds."""
+    """The holder of the lock; `started` is Unix time in seconds."""
 
     host: str
     pid: int
@@ -41,12 +43,12 @@ class Holder:
 class FolderLock:
     """The lock of one folder, held from `acquire` to `release` or to the end of the process.
 
-    flock(2) alone decides between processes of one host: the kernel lets go when the holder dies. Between hosts whose
-    file system does not carry flock, the holder's heartbeat (the file's time) decides.
+    Between processes of one host, flock(2) alone decides: the kernel releases it when the holder dies. Between hosts
+    whose file system does not propagate flock, the holder's heartbeat (the file's modification time) decides.
 
     Args:
-        kind: what the folder is, for messages.
-        key: the key of the configuration that names it.
+        kind: the kind of folder, for messages.
+        key: the configuration key that names the folder.
     """
 
     def __init__(
@@ -69,20 +71,21 @@ class FolderLock:
         """Take the lock.
 
         Raises:
-            LockError: if another job holds it, naming its host, pid and start, or the file system has no locks to give.
+            LockError: if another job holds it, naming its host, pid and start time, or the file system has no locks
+                left.
         """
         make_folders(Files(), self._path.parent)
         self._descriptor = self._take()
         threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True).start()
 
     def check(self) -> None:
-        """Refuse to go on if the lock is no longer ours.
+        """Raise if the lock is no longer ours.
 
-        A lock file that is gone, with its folder or alone, is made again: a job that takes over leaves one.
+        A missing lock file, with or without its folder, is made again: a job that takes over leaves one.
 
         Raises:
-            LockError: if somebody took it over.
-            OSError: if the folder is gone.
+            LockError: if another job took it over.
+            OSError: if the folder does not exist.
         """
         if self._descriptor is not None and not self._path.exists():
             lost, self._descriptor = self._descriptor, self._take()
@@ -92,21 +95,22 @@ class FolderLock:
             raise self._refusal(holder)
 
     def refuse_if_taken(self) -> None:
-        """Refuse to go on where the lock can be read and is not ours; where it cannot be, nobody knows.
+        """Raise if the lock file is readable and not ours; an unreadable one proves nothing.
 
         Raises:
-            LockError: if somebody took it over, who may have let it go again since.
+            LockError: if another job took it over, even if it has released it since.
         """
         try:
-            read_small(self._path, _MOST_BYTES)
-        except OSError:
-            return
+            read_regular(self._path, limit_bytes=_MOST_BYTES)
+        except OSError as error:
+            if error.errno != errno.EFBIG:  # a file of that size is a lock of nobody
+                return
         holder = self._holder()
         if holder is None or holder.nonce != self._me.nonce:
             raise self._refusal(holder)
 
     def release(self) -> None:
-        """Let go; doing so twice is fine."""
+        """Release the lock; calling it again is fine."""
         self._stop.set()
         if self._descriptor is not None:
             holder = self._holder()
@@ -118,7 +122,7 @@ class FolderLock:
             self._descriptor = None
 
     def _take(self) -> int:
-        """Take the lock file, made if it is not there, and return its descriptor."""
+        """Open the lock file, creating it if missing, take the lock and return the descriptor."""
         descriptor = self._open()
         try:
             self._lock(descriptor)
@@ -146,9 +150,9 @@ class FolderLock:
         return descriptor
 
     def _refuse_if_alive(self, holder: Holder) -> None:
-        """Refuse to go on unless a holder on another host, where flock may not reach, is dead by its heartbeat.
+        """Raise unless a holder on another host, where flock may not reach, is dead by its heartbeat.
 
-        The age of a heartbeat from the future says nothing: it is watched, as a living holder sets it again and again.
+        The age of a heartbeat in the future proves nothing; it is observed for a change instead.
         """
         seen = self._heartbeat()
         age_s = self._clock() - seen
@@ -190,7 +194,7 @@ class FolderLock:
 
     def _holder(self) -> Holder | None:
         try:
-            holder = Holder(**json.loads(read_small(self._path, _MOST_BYTES)))
+            holder = Holder(**json.loads(read_regular(self._path, limit_bytes=_MOST_BYTES)))
             time.localtime(holder.started)
         except (OSError, OverflowError, RecursionError, ValueError, TypeError):
             return None

@@ -1,4 +1,4 @@
-"""Tells damage from a file system that cannot answer now, and tries again for a while before it gives up."""
+"""Tells damage from temporary read failures, and retries the latter for a limited time."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def is_damage(error: OSError) -> bool:
 def failed_read(
     what: str, error: OSError, *, where: object, expected: object = None, fix: str | None = None
 ) -> CheckpointError:
-    """Return what to raise where a read failed: an UnreadableError unless the error itself is proof of damage.
+    """Return the error to raise after a failed read: UnreadableError unless the error itself proves damage.
 
     Args:
-        what: what is wrong if the file is missing.
-        where: the path, used where the error does not name one.
-        expected: what should be there.
-        fix: what to do if the file is missing.
+        what: the problem if the file is missing.
+        where: the path, if the error does not name one.
+        expected: the expected content.
+        fix: the remedy if the file is missing.
     """
     if is_damage(error):
         return CheckpointError(what, where=where, expected=expected, found=error.strerror, fix=fix)
@@ -46,7 +46,7 @@ def failed_read(
 
 
 def unreadable(error: OSError, *, where: object) -> UnreadableError:
-    """Return the error of a path that cannot be read now, which says nothing of what it holds."""
+    """Return the error for a path that cannot be read at the moment, which proves nothing about its content."""
     return UnreadableError(
         f"A file cannot be read now: {error.strerror} (errno {error.errno})",
         where=error.filename or where,
@@ -56,13 +56,13 @@ def unreadable(error: OSError, *, where: object) -> UnreadableError:
 
 
 class Patience:
-    """How long reads that fail are tried again.
+    """How long failing reads are retried.
 
     Args:
-        seconds: for how long each of them; `RETRY_S` by default.
+        seconds: time limit of each read; `RETRY_S` by default.
         pauses_s: the first pause between tries, and the longest; each is twice the one before.
-        clock: the time in seconds, from any zero.
-        sleep: waits for so many seconds.
+        clock: a clock in seconds.
+        sleep: sleeps for a number of seconds.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Patience:
     def retry(
         self, call: Callable[[], T], *, where: object = None, is_final: Callable[[OSError], bool] = is_damage
     ) -> T:
-        """Return what `call` returns, called again while it fails.
+        """Return the result of `call`, retrying it while it fails.
 
         Args:
             where: the path, for the log.
-            is_final: tells the errors that come again whenever it is called.
+            is_final: returns whether retrying an error is pointless.
 
         Raises:
-            OSError: the final error, or the last one once the time is over.
+            OSError: the final error, or the last one when time is up.
         """
         waits: Iterator[bool] | None = None
         while True:
@@ -116,7 +116,7 @@ def await_sight(path: Path, patience: Patience, *, rank: int) -> None:
     """Wait until this rank sees a file that rank 0 has read: a file system may show it late.
 
     Raises:
-        UnreadableError: if it is not there, or cannot be looked at, once the patience is at its end.
+        UnreadableError: if the file is still missing or inaccessible when time is up.
     """
 
     def look() -> None:
@@ -137,7 +137,7 @@ def await_sight(path: Path, patience: Patience, *, rank: int) -> None:
 
 
 class PatientFiles(Files):
-    """A file system whose reads are tried again for a while."""
+    """A file system that retries reads for a limited time."""
 
     def __init__(self, files: Files, patience: Patience) -> None:
         self._files, self._patience = files, patience
@@ -156,7 +156,7 @@ class PatientFiles(Files):
         return descriptor
 
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-        """Fill `buffer` from `offset`, from the file opened again where that fails; see `Files.read`."""
+        """Fill `buffer` from `offset`, reopening the file after a failure; see `Files.read`."""
         try:
             return self._files.read(descriptor, buffer, offset=offset)
         except OSError as error:
@@ -167,12 +167,12 @@ class PatientFiles(Files):
         )
 
     def close(self, descriptor: int) -> None:
-        """Close a file that this object has opened."""
+        """Close a file opened by this object."""
         self._paths.pop(descriptor, None)
         self._files.close(descriptor)
 
     def _read_anew(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Open the file again before it is read: a stale handle stays stale."""
+        """Reopen the file before reading it: a stale handle stays stale."""
         path = self._paths.get(descriptor)
         if path is not None:
             fresh = self._files.open_for_reading(path)

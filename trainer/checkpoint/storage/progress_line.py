@@ -1,4 +1,4 @@
-"""A line now and then about a transfer that takes long. Short ones are silent."""
+"""Logs the progress of long transfers from time to time; short ones are silent."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ EVERY_S = 5.0
 
 
 class ProgressLine:
-    """Logs how far a transfer of `total_bytes` is, at most every `EVERY_S`; several threads may add to it.
+    """Logs the progress of a transfer of `total_bytes`, at most every `EVERY_S`; several threads may add to it.
 
     Args:
-        title: what is going on, such as "saving iteration 10".
+        title: the operation, such as "saving iteration 10".
     """
 
     def __init__(self, title: str, total_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,13 +26,13 @@ class ProgressLine:
         self._lock = threading.Lock()
 
     def add(self, done_bytes: int) -> None:
-        """Count bytes that are through."""
+        """Count transferred bytes."""
         with self._lock:
             self._done_bytes += done_bytes
             self._say()
 
     def at(self, done_bytes: int) -> None:
-        """Say how many bytes are through by now."""
+        """Set the number of bytes transferred so far."""
         with self._lock:
             self._done_bytes = done_bytes
             self._say()

@@ -1,6 +1,6 @@
-"""Makes sure that every rank sees the checkpoint folder of rank 0: rank 0 leaves a mark in it, the others look for it.
+"""Checks that every rank sees the checkpoint folder of rank 0, which leaves a marker file for the others to find.
 
-A path says nothing: a host whose mount is missing has another folder under the same path, or none.
+A path proves nothing: a host with a missing mount has another folder under the same path, or none.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _PAUSES_S = (0.005, 0.25)
 
 
 def sees_mark(mark: Path, files: Files) -> bool:
-    """Return whether this rank sees the file `mark` now. Its name is used once, so no other can be meant."""
+    """Return whether this rank sees the marker file now. Its name is used only once."""
     return not _problem_of(mark, files)
 
 
 def require_mark(mark: Path, files: Files) -> None:
-    """Return once this rank sees the file `mark`, which rank 0 has made.
+    """Return as soon as this rank sees the marker file that rank 0 made.
 
     Raises:
-        CheckpointError: if it does not see it within SEEN_WITHIN_S, naming this host and the path.
+        CheckpointError: naming this host and the path, if it does not within SEEN_WITHIN_S.
     """
     problem = look_again(lambda: _problem_of(mark, files), mark.parent)
     if problem:
@@ -45,10 +45,10 @@ def require_mark(mark: Path, files: Files) -> None:
 
 @contextlib.contextmanager
 def unchanged(folder: Path) -> Iterator[Callable[[], None]]:
-    """Give a call that refuses to go on where `folder` is no longer what it was, as after a mount that came or went.
+    """Return a call that raises if `folder` is a different one than now, as after a mount appeared or disappeared.
 
-    What was written before lies elsewhere then, though the mark of rank 0 is seen now. The call raises a
-    CheckpointError that names this host and the path.
+    Earlier writes are then elsewhere, even if rank 0's marker is visible now. The CheckpointError names this host and
+    the path.
     """
     with contextlib.ExitStack() as ending:
         before: os.stat_result | None = None
@@ -64,17 +64,17 @@ def unchanged(folder: Path) -> Iterator[Callable[[], None]]:
             raise CheckpointError(
                 "The checkpoint folder of this host became another one during a save",
                 where=on_this_host(folder),
-                fix="Nothing was saved. Look at what mounts and unmounts file systems on this host.",
+                fix="Nothing was saved. Check for services that mount and unmount file systems on this host.",
             )
 
         yield require
 
 
 def look_again(problem: Callable[[], str], folder: Path) -> str:
-    """Ask for a `problem` until there is none, or SEEN_WITHIN_S have passed; return the last one.
+    """Ask for a `problem` until there is none or SEEN_WITHIN_S have passed; return the last one.
 
     Args:
-        folder: where it looks; before each further look the file system is asked for its names once more.
+        folder: the folder to look in; its names are revalidated before each further look.
     """
     waits = Patience(SEEN_WITHIN_S, pauses_s=_PAUSES_S).waits()
     while (found := problem()) and next(waits, False):
@@ -83,12 +83,12 @@ def look_again(problem: Callable[[], str], folder: Path) -> str:
 
 
 def on_this_host(path: Path) -> str:
-    """Return in words where `path` was looked at."""
+    """Return in words the path and the host it was looked up on."""
     return f"host {socket.gethostname()}, {path.absolute()}"
 
 
 def _revalidate(folder: Path) -> None:
-    """Open a folder and all above it: for that an NFS client asks its server, and forgets which names are missing."""
+    """Open a folder and all its parents: an NFS client then asks its server and forgets negative lookups."""
     for path in reversed((folder.absolute(), *folder.absolute().parents)):
         with contextlib.suppress(OSError):
             os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))

@@ -1,4 +1,4 @@
-"""Background threads, each of which runs one job at a time."""
+"""Background threads that each run one job at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.errors import CheckpointError
 
 
 class Job:
-    """A call that runs on the worker; its outcome is there once `wait` returns."""
+    """A call that runs on the worker; its outcome is available once `wait` returns."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -19,7 +19,7 @@ class Job:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Run the call and keep what it raises. Called by the worker only."""
+        """Run the call and keep its exception. Called by the worker only."""
         try:
             self._call()
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
@@ -34,14 +34,14 @@ class Job:
         return self._done.is_set()
 
     def ends(self, timeout_s: float) -> bool:
-        """Return whether the call ends within `timeout_s`."""
+        """Return whether the call finishes within `timeout_s`."""
         return self._done.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the call, for ever if there is no timeout, and raise what it raised.
+        """Wait for the call, forever without a timeout, and raise its exception.
 
         Raises:
-            CheckpointError: if it did not end within `timeout_s`.
+            CheckpointError: if it did not finish within `timeout_s`.
         """
         if not self._done.wait(timeout_s):
             raise CheckpointError(
@@ -54,7 +54,7 @@ class Job:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Let go of what the functions that an error and its causes came through had in hand."""
+    """Release the local variables of the functions that an error and its causes passed through."""
     queue, seen = [error], set[int]()
     while queue:
         found = queue.pop()
@@ -70,7 +70,7 @@ def _nothing() -> None:
 
 
 class Worker:
-    """Runs jobs in turn on daemon threads, which start with the first job; no exit of the program waits for them."""
+    """Runs jobs in turn on daemon threads, started with the first job; the program's exit does not wait for them."""
 
     def __init__(self, name: str, *, threads: int = 1) -> None:
         self._name, self._count = name, threads
@@ -90,7 +90,7 @@ class Worker:
         return job
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Let the threads end after the jobs they have; one that hangs is left behind, as it is a daemon."""
+        """Let the threads end after the queued jobs; a thread that hangs is a daemon and is left behind."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:

@@ -1,4 +1,4 @@
-"""Host memory for bytes on their way to files, page-aligned like the files."""
+"""Page-aligned host memory for staging bytes on their way to files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _POPULATE_BYTES = 8 << 20
 
 
 class Arena:
-    """A block of host memory from which extents are taken one after the other, all given back at once.
+    """A block of host memory that hands out extents in order and frees all of them at once.
 
-    Not thread-safe: its user serves one thread at a time.
+    Not thread-safe; the caller serializes access.
 
     Args:
-        total_bytes: its size; pages of it that were never used take no memory until `touch`.
-        is_pinned: lock it for copies from a CUDA device that do not stop the host.
+        total_bytes: the size in bytes; unused pages take no physical memory until `touch`.
+        is_pinned: pin the memory, so that copies from a CUDA device do not block the host.
     """
 
     def __init__(self, total_bytes: int, *, is_pinned: bool) -> None:
@@ -51,31 +51,31 @@ class Arena:
         return self._memory[start : start + size]
 
     def clear(self) -> None:
-        """Take all extents back."""
+        """Free all extents."""
         self._used = 0
 
     def touch(self) -> None:
-        """Have the pages there, so that the first copy into them does not fault; what they hold stays."""
+        """Populate the pages, so that the first copy into them does not fault. Their contents are kept."""
         if not self._is_pinned:
             populate(self._memory)
 
     def close(self) -> None:
-        """Unlock pinned memory; the arena is not to be used afterwards."""
+        """Unpin the memory. The arena must not be used afterwards."""
         if self._is_pinned:
             _cudart().cudaHostUnregister(self._memory.ctypes.data)
             self._is_pinned = False
 
 
 def populate(memory: Bytes) -> None:
-    """Have the pages of a mapping there; an older kernel refuses, and they come as they are used."""
+    """Populate the pages of a mapping. Kernels before 5.14 refuse; pages are then populated on first use."""
     for at in range(0, memory.nbytes, _POPULATE_BYTES):
         part = memory[at : at + _POPULATE_BYTES]
         _libc.madvise(ctypes.c_void_p(part.ctypes.data), ctypes.c_size_t(part.nbytes), _MADV_POPULATE_WRITE)
 
 
 def map_memory(total_bytes: int) -> Bytes:
-    """Return zeros that begin on a page, on huge pages where the system has them."""
-    # Private: what is shared, as mmap.mmap has it otherwise, gets small pages only.
+    """Return page-aligned zeros, on huge pages where the system provides them."""
+    # MAP_PRIVATE: a shared mapping, the default of mmap.mmap, gets small pages only.
     mapping = mmap.mmap(-1, max(total_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -85,8 +85,8 @@ def map_memory(total_bytes: int) -> Bytes:
 def map_like_file(extents: Sequence[tuple[int, int]]) -> list[Bytes]:
     """Return zeros for extents `(offset, size)` of a file, at addresses congruent to the offsets modulo a page.
 
-    Stretches that follow each other in the file and in the list follow each other in memory, so that they can be
-    written at once, around the page cache.
+    Extents that are adjacent in the file and in the list are adjacent in memory, so that one O_DIRECT write covers
+    them.
     """
     starts, end = [], 0
     for offset, size in extents:
@@ -100,7 +100,7 @@ def _pin(memory: Bytes) -> None:
     result = _cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
     if int(result) != 0:
         raise CheckpointError(
-            "Memory for staging cannot be pinned",
+            "The staging memory cannot be pinned",
             found=f"CUDA error {int(result)} for {memory.nbytes} B",
             fix="Lower checkpoint.staging_bytes.",
         )

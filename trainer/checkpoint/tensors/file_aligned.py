@@ -1,4 +1,4 @@
-"""Memory for parameters and optimizer state that lies as the files do, so that it is written without a copy."""
+"""Memory for parameters and optimizer state that is laid out like the files, so that saving needs no copy."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from trainer.checkpoint.tensors.live import LiveTensor
 def zeros_like_files(
     parameters: Iterable[tuple[LiveTensor, torch.Tensor]], prefixes: Iterable[str], layout: Layout
 ) -> dict[str, torch.Tensor]:
-    """Return zeros for parameters and moments, at addresses congruent to their offsets in the files, in file order.
+    """Return zeros for parameters and moments, at addresses congruent to their file offsets, in file order.
 
-    Those that are on a device, or whose rows lie apart in the file, are left out: they are copied on their way anyway.
+    Parameters on a device, and those whose rows are not contiguous in the file, are left out: saving copies them
+    anyway.
 
     Args:
-        parameters: each with the local memory of which its live tensor is a part.
-        prefixes: what the names of a parameter's tensors begin with: none for itself, `exp_avg.` for a moment.
+        parameters: each with the local memory that its live tensor is part of.
+        prefixes: name prefixes of a parameter's tensors: empty for itself, `exp_avg.` for a moment.
 
     Returns:
         Tensors with shape and dtype of the local memory, by stored name.
@@ -43,7 +44,7 @@ def zeros_like_files(
 
 
 def _offset_in_file(live: LiveTensor, name: str, layout: Layout) -> int | None:
-    """Return where a box begins in the file of `name`, or None if its bytes do not lie there in one extent."""
+    """Return a box's offset in the file of `name`, or None if its bytes are not contiguous there."""
     if live.is_copy or name not in layout.places:
         return None
     packed = live.spec.image(live.box)

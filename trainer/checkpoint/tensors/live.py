@@ -1,6 +1,6 @@
-"""The live tensors of a model and its optimizer, with the names and boxes they have on disk.
+"""The live tensors of a model and its optimizer, with their names and boxes on disk.
 
-The only module that reads the internals of torch's DTensor. What is done with the tensors is told elsewhere.
+The only module that reads the internals of torch's DTensor.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a parameter lies on disk where that differs from how it lives.
+    """The on-disk form of a parameter, if it differs from the live one.
 
     Args:
         shape: shape on disk.
-        view: a shape of the same C-ordered bytes with the live parameter's dimensions; the live parameter may be
-            larger (padding), and what is beyond `view` is not stored.
+        view: a shape of the same C-ordered bytes with the live parameter's dimensions; the live parameter may be larger
+            (padding), and elements outside `view` are not stored.
     """
 
     shape: tuple[int, ...]
@@ -45,10 +45,10 @@ class LiveTensor:
     """A rank's part of one logical tensor.
 
     Args:
-        box: where it lies, in coordinates of `spec.view`.
+        box: its position, in coordinates of `spec.view`.
         local: the live memory, of shape `box.shape`; writing to it changes the model.
-        replicas: all global ranks that hold this same box, in rising order.
-        is_copy: a second live copy of a tensor that other ranks save: it is filled by a load and never written.
+        replicas: all global ranks that hold this box, in ascending order.
+        is_copy: a second live copy of a tensor that other ranks save: a load fills it, and a save skips it.
     """
 
     spec: TensorSpec
@@ -60,18 +60,17 @@ class LiveTensor:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """All that a checkpoint holds, seen from one rank.
+    """All content of a checkpoint, as seen from one rank.
 
     Args:
         specs: every tensor of the checkpoint in model order, equal on all ranks.
         live: the parts that this rank holds.
-        aliases: second names of stored tensors (tied parameters), alias -> stored name. What is saved is the stored
-            name's tensor, and no other is looked at: `aliases_of` gives only names of the very same tensor, so that
-            there is nothing to compare. Whoever names another tensor here answers for its being equal.
-        documents: files beside the tensors, by file name: JSON, or bytes that are written as they are. Only rank 0's
-            are written.
-        optimizers: those that change the live tensors; a background save holds their next step back for as long as it
-            reads what that changes. What none of them changes is copied.
+        aliases: second names of stored tensors (tied parameters), alias -> stored name. Only the stored name's tensor
+            is saved. `aliases_of` gives only names of the very same tensor; a caller that adds another name guarantees
+            that its tensor is equal.
+        documents: files beside the tensors, by file name: JSON, or raw bytes. Only rank 0's are written.
+        optimizers: those that change the live tensors; a background save delays their next step while it reads tensors
+            that the step changes. Tensors that none of them changes are copied.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -85,7 +84,7 @@ class Contents:
 class Grid:
     """The ranks that hold one model, or one stage of it, as an array over named axes.
 
-    A tensor without a placement on an axis is replicated along it: a plain tensor on all of them.
+    A tensor without a placement on an axis is replicated along it; a plain tensor is replicated along all.
     """
 
     ranks: npt.NDArray[np.int64]
@@ -93,11 +92,11 @@ class Grid:
 
     @staticmethod
     def flat(world_size: int) -> Grid:
-        """Return the grid of all ranks on one axis without a name that any mesh would have."""
+        """Return the grid of all ranks on one axis, with a name that no mesh uses."""
         return Grid(np.arange(world_size), ("",))
 
     def holders(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the ranks at the `fixed` coordinates, in rising order."""
+        """Return the ranks at the `fixed` coordinates, in ascending order."""
         index = tuple(fixed.get(axis, slice(None)) for axis in self.axes)
         return tuple(sorted(int(rank) for rank in np.ravel(self.ranks[index])))
 
@@ -105,8 +104,8 @@ class Grid:
 def free_gathered_parameters(model: nn.Module) -> None:
     """Free every gathered FSDP2 parameter, so that `named_parameters()` are the optimizer's again.
 
-    After a forward without gradients FSDP2 may hold whole plain tensors: saving them would see wrong boxes, loading
-    into them would leave the shards stale.
+    After a forward without gradients FSDP2 may hold unsharded plain tensors: saving them would see wrong boxes, and
+    loading into them would leave the shards stale.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -127,11 +126,11 @@ def live_tensors(
 
     Args:
         grid: the ranks that hold this model.
-        stored: how parameters lie on disk, by name, where that differs from how they live.
+        stored: the on-disk form of parameters, by name, if it differs from the live one.
 
     Raises:
-        CheckpointError: for an optimizer that holds other parameters than the model, a tensor that is no box, is
-            sparse or quantised, or shares memory with another, or a big-endian host.
+        CheckpointError: for an optimizer whose parameters are not the model's, for a tensor that is not a box, is
+            sparse or quantized, or shares memory with another, and on a big-endian host.
     """
     check_byteorder(sys.byteorder)
     free_gathered_parameters(model)
@@ -154,7 +153,7 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
-    """Return the second names of tied parameters: alias -> the name that is stored."""
+    """Return the second names of tied parameters, alias -> stored name."""
     names = parameter_names(model)
     return {
         canonical_name(name): names[parameter]
@@ -171,7 +170,7 @@ def canonical_name(name: str) -> str:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory this rank holds of a tensor that may be a DTensor, without a gradient."""
+    """Return this rank's memory of a tensor that may be a DTensor, detached."""
     plain = tensor.detach()
     return plain.to_local() if is_dtensor(plain) else plain  # type: ignore[attr-defined]
 
@@ -182,7 +181,7 @@ def memory_holder(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_memory(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is placed as `tensor` is, plain or a DTensor, whose local memory is `local`."""
+    """Return a tensor placed like `tensor`, plain or a DTensor, with local memory `local`."""
     if not is_dtensor(tensor):
         return local
     from torch.distributed.tensor import DTensor
@@ -192,7 +191,7 @@ def with_memory(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:
-    """Return what changes where a tensor of the state is another one, or lies elsewhere, than when it was asked last.
+    """Return a value that changes if a tensor of the state was replaced or moved since the last call.
 
     Frees gathered FSDP2 parameters first, as enumerating the state does.
     """
@@ -206,7 +205,7 @@ def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:
 
 
 def storages_of(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[int]:
-    """Return the addresses of all storages that only a step of these optimizers changes: parameters and their state."""
+    """Return the addresses of all storages that only a step of these optimizers changes: parameters and state."""
     tensors = [
         tensor
         for optimizer in optimizers
@@ -219,7 +218,7 @@ def storages_of(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[int]:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor, without importing what is not imported yet."""
+    """Return whether a tensor is a DTensor, without importing DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -292,7 +291,7 @@ def _is_tensor(key: str, value: object) -> bool:
 def _locate(
     kind: TensorKind, name: str, tensor: torch.Tensor, *, grid: Grid, stored: Stored | None
 ) -> Iterator[LiveTensor]:
-    """Yield the live tensor that `tensor` is, or nothing where this rank has no part of it."""
+    """Yield the live tensor of `tensor`, or nothing if this rank has no part of it."""
     shape = tuple(tensor.shape)
     layout = stored or Stored(shape, shape)
     coordinate = _own_coordinate(tensor)
@@ -302,7 +301,7 @@ def _locate(
     local = local_of(tensor)
     if tuple(local.shape) != box.shape:
         raise CheckpointError(
-            "A shard has another shape than its placement says", where=name, expected=box, found=local.shape
+            "The shape of a shard contradicts its placement", where=name, expected=box, found=local.shape
         )
     kept = intersect(box, whole(layout.view))
     if kept != box:
@@ -318,10 +317,10 @@ def placed_box(
     """Return the box of a tensor at a coordinate, in closed form, and the ranks that hold the same one.
 
     Args:
-        coordinate: a place on the axes of the tensor's mesh, this rank's or any other.
+        coordinate: a coordinate on the tensor's mesh axes, this rank's or any other.
 
     Raises:
-        CheckpointError: for a placement that is no box.
+        CheckpointError: for a placement that is not a box.
     """
     if not is_dtensor(tensor):
         return whole(tuple(tensor.shape)), grid.holders({})
@@ -348,7 +347,7 @@ def placed_box(
 
 
 def _own_coordinate(tensor: torch.Tensor) -> dict[str, int] | None:
-    """Return this rank's place on the axes of a tensor's mesh, or None where it is not on it."""
+    """Return this rank's coordinate on a tensor's mesh axes, or None if it is not on the mesh."""
     if not is_dtensor(tensor):
         return {}
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
@@ -357,7 +356,7 @@ def _own_coordinate(tensor: torch.Tensor) -> dict[str, int] | None:
 
 
 def _grid_of(owner: torch.Tensor | None, grid: Grid) -> Grid:
-    """Return the grid on which a DTensor lives: `grid` if that has the axes of its mesh, else its mesh."""
+    """Return the grid of a DTensor: `grid` if that has the axes of its mesh, otherwise its mesh."""
     if owner is None:
         return grid
     mesh = owner.device_mesh  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Where the bytes of live tensors are to be had, on the host or on a device. When they are is told in `snapshot.py`."""
+"""The source of the bytes of live tensors, in host or device memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.checkpoint.tensors.live import LiveTensor
 
 
 class HostMemory:
-    """The packed image of a box on the host; `is_private` where it is a copy that nobody changes."""
+    """The packed image of a box on the host; `is_private` for a copy that nobody changes."""
 
     is_on_device = False
 
@@ -43,7 +43,7 @@ class DeviceMemory:
         self.total_bytes = self.bytes.numel()
 
     def copy_to(self, target: Bytes, lo: int) -> torch.cuda.Event | None:
-        """Begin to copy bytes from `lo` on; return the event of their being there."""
+        """Start copying bytes from `lo` on; return the event of their arrival."""
         with torch.cuda.stream(self._stream):
             torch.from_numpy(target).copy_(self.bytes[lo : lo + target.nbytes], non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -55,11 +55,11 @@ Memory = HostMemory | DeviceMemory
 
 
 class Sources:
-    """The memory of tensors that are saved again and again from where they are.
+    """The memory of tensors that are saved repeatedly, without copying where possible.
 
     Args:
-        steady: the storages, by address, that change at known times only; None if all do. What lies in others, or
-            apart, is copied at every `begin`.
+        steady: addresses of the storages that change at known times only; None for all. Tensors in other storages, and
+            tensors that are not contiguous, are copied at every `begin`.
     """
 
     def __init__(self, live: Sequence[LiveTensor], steady: Collection[int] | None) -> None:
@@ -80,7 +80,9 @@ class Sources:
         return self._device is not None
 
     def begin(self) -> dict[str, Memory]:
-        """Return the memory of every tensor by name, as it is now: main thread, when the state is that to be saved."""
+        """Return the memory of every tensor by name, in its current state. Main thread, when the state is the one to
+        save.
+        """
         copies: dict[str, Memory] = {}
         for tensor in self._copied:
             packed = tensor.local.detach().clone(memory_format=torch.contiguous_format)
@@ -95,7 +97,7 @@ class Sources:
         return self._steady
 
     def changing(self) -> dict[str, Memory]:
-        """Return the memory of the other tensors as it is now, without a copy where they are contiguous."""
+        """Return the memory of the other tensors in its current state, without a copy if contiguous."""
         return {
             tensor.spec.name: self._memory(tensor.local.detach().contiguous(), is_private=False)
             for tensor in self._copied
@@ -109,6 +111,6 @@ class Sources:
 
 
 def memory_of(local: torch.Tensor) -> memoryview:
-    """Return the packed image of a tensor: its own memory where that is possible, else a copy on the host."""
+    """Return the packed image of a tensor: its own memory if possible, otherwise a copy on the host."""
     packed = local.detach().contiguous().cpu()
     return memoryview(packed.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,7 +1,4 @@
-"""Which tensors in memory can be saved and filled at all: plain numbers, each with bytes of its own.
-
-Dtypes are the business of `layout.py`.
-"""
+"""Checks that tensors in memory can be saved and filled: plain numbers, each element with its own bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from trainer.errors import CheckpointError
 
 
 def check_byteorder(byteorder: str) -> None:
-    """Refuse a host whose `sys.byteorder` is not the files': memory goes to disk and back as it is.
+    """Refuse a host whose `sys.byteorder` differs from that of the files: memory is written unconverted.
 
     Raises:
         CheckpointError: on a big-endian host.
@@ -28,10 +25,10 @@ def check_byteorder(byteorder: str) -> None:
 
 
 def check_memory(name: str, local: torch.Tensor) -> None:
-    """Refuse a tensor that is not strided memory with one place for each of its elements.
+    """Refuse a tensor that is not strided memory with separate bytes for each element.
 
     Raises:
-        CheckpointError: naming a sparse or quantised tensor, or one whose elements share memory.
+        CheckpointError: naming a sparse or quantized tensor, or one whose elements share memory.
     """
     if local.layout is not torch.strided or local.is_quantized:
         kind = local.dtype if local.is_quantized else local.layout
@@ -76,7 +73,7 @@ def check_disjoint(named: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 
 def _may_overlap_itself(local: torch.Tensor) -> bool:
-    """Return False only where each element surely has its own place: no stride reaches back into a smaller one's."""
+    """Return False only if every element certainly has its own bytes: strides do not reach into one another."""
     reach = 0
     for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
         if size > 1 and local.numel():
@@ -92,7 +89,7 @@ def _extent_bytes(local: torch.Tensor) -> int:
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether a byte belongs to both: columns of one matrix lie between each other and do not share any."""
+    """Return whether both contain a common byte: interleaved columns of one matrix do not."""
     start = min(a.data_ptr(), b.data_ptr())
     end = max(a.data_ptr() + _extent_bytes(a), b.data_ptr() + _extent_bytes(b))
     is_taken = torch.zeros(end - start, dtype=torch.bool)
@@ -101,6 +98,6 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bytes_of(local: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the view of `memory`, a byte map from address `start` on, that lies as `local` does."""
+    """Return the view of `memory`, a byte map from address `start` on, with the layout of `local`."""
     strides = [stride * local.itemsize for stride in local.stride()]
     return memory.as_strided((*local.shape, local.itemsize), (*strides, 1), local.data_ptr() - start)

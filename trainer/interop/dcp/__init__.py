@@ -1,1 +1,1 @@
-"""Folders of torch.distributed.checkpoint, in and out."""
+"""Import and export of torch.distributed.checkpoint folders."""

@@ -1,4 +1,4 @@
-"""Writes a source as a folder that torch.distributed.checkpoint loads into a model of transformers and its AdamW."""
+"""Writes a folder that torch.distributed.checkpoint loads into a transformers model and its AdamW."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from tqdm import tqdm
 
-from models import aliases, generation_config, hf_config, stored_tensors
 from models.config import ModelConfig
-from trainer.atomic import atomic_output
+from models.families import aliases, generation_config, hf_config, stored_tensors
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.loading.reader import Checkpoint
@@ -29,7 +28,9 @@ from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError, ConfigError, TrainerError
 from trainer.interop.dcp.names import MOMENTS, STEP
 from trainer.interop.formats import ExportOptions
+from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
+from trainer.json_value import finite_number
 from trainer.progress import Progress
 from trainer.run_record import no_decay_names, saved_schedule
 
@@ -38,7 +39,7 @@ _FILE_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Adam:
-    """The numbers of AdamW that a parameter group carries; `no_decay` names the parameters of the second group."""
+    """The AdamW settings of a parameter group; `no_decay` names the parameters of the second group."""
 
     lr: float
     betas: tuple[float, float]
@@ -48,26 +49,26 @@ class _Adam:
 
 
 def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
-    """Write `out`, a folder for `dcp.load`, with a file's tensors in memory at a time; it appears whole, by one rename.
+    """Write `out`, a folder for `dcp.load`, atomically and with one file's tensors in memory at a time.
 
-    It holds `model`, with a tied output layer under both names, and, where the checkpoint has an optimizer, `optim` as
-    `get_optimizer_state_dict` gives it, both nested and flattened. The counts of iterations, samples and tokens are 0-d
-    tensors; `config.json` lies beside.
+    It holds `model`, with a tied output layer under both names, and, if the checkpoint has an optimizer, `optim` as
+    returned by `get_optimizer_state_dict`, both nested and flattened. The counts of iterations, samples and tokens are
+    0-d tensors; `config.json` lies beside.
 
     Raises:
-        ConfigError: if another dtype than float32, or a tokenizer, is wanted.
-        CheckpointError: if `out` is there already, the checkpoint is damaged, or the file system fails.
+        ConfigError: if a dtype other than float32, or a tokenizer, is requested.
+        CheckpointError: if `out` exists, the checkpoint is damaged, or the file system fails.
     """
     if wanted.dtype is not torch.float32 or wanted.tokenizer is not None:
         raise ConfigError(
             "A DCP folder is written in float32 and without a tokenizer",
             where=out,
-            fix="Leave --dtype and --tokenizer out: dcp.load casts to the dtype of what it fills.",
+            fix="Leave --dtype and --tokenizer out: dcp.load casts to the dtype of the tensors it fills.",
         )
     files, source = Files(), of_checkpoint(checkpoint)
     adam = _saved_adam(checkpoint, source.model) if source.has_optimizer else None
     counters = _counters(checkpoint)
-    with atomic_output(out, files) as partial:
+    with new_output(out, files) as partial:
         files.make_folder(partial)
         _save(source, _state(source.model, adam, counters), partial)
         for name, document in _documents(source.model).items():
@@ -87,11 +88,12 @@ def _counters(checkpoint: Checkpoint) -> dict[str, int]:
 def _saved_adam(checkpoint: Checkpoint, config: ModelConfig) -> _Adam:
     where = checkpoint.path / STATE
     _, adam = saved_schedule(checkpoint.state, where=where)
-    lr = checkpoint.state.get("lr")
-    if isinstance(lr, bool) or not isinstance(lr, int | float):
-        raise CheckpointError("A state file has no learning rate", where=where, found=repr(lr))
+    try:
+        lr = finite_number(checkpoint.state.get("lr"))
+    except ValueError as error:
+        raise CheckpointError("A state file has no learning rate", where=where, found=str(error)) from error
     betas = (adam["beta1"], adam["beta2"])
-    return _Adam(float(lr), betas, adam["eps"], adam["weight_decay"], no_decay_names(config))
+    return _Adam(lr, betas, adam["eps"], adam["weight_decay"], no_decay_names(config))
 
 
 def _documents(model: ModelConfig) -> dict[str, dict[str, object]]:
@@ -99,7 +101,7 @@ def _documents(model: ModelConfig) -> dict[str, dict[str, object]]:
 
 
 def _sync(files: Files, folder: Path) -> None:
-    """Make every file durable: torch syncs its metadata before the last of it has left its buffer."""
+    """Make every file durable: torch syncs its metadata before its last buffer is flushed."""
     for path in sorted(folder.iterdir()):
         descriptor = files.open_for_reading(path)
         try:
@@ -110,7 +112,7 @@ def _sync(files: Files, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What `dcp.save` is given: tensors on `meta`, and by the key of each the name under which the source has it."""
+    """The arguments of `dcp.save`: tensors on `meta`, and the source's name of each by its key."""
 
     nested: dict[str, Any]
     names: dict[str, str]
@@ -140,9 +142,9 @@ def _empty(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _groups(names: list[str], adam: _Adam) -> list[dict[str, Any]]:
-    """Return our two parameter groups with every setting that this torch's AdamW has.
+    """Return our two parameter groups with every setting of the installed torch's AdamW.
 
-    `initial_lr` is what a scheduler of torch's adds to a group; who has one asks for it, who has none leaves it.
+    A torch scheduler adds `initial_lr` to a group: loading with a scheduler requires it, without one it is ignored.
     """
     settings = dict(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(()))]).param_groups[0])
     settings |= {"lr": adam.lr, "betas": adam.betas, "eps": adam.eps, "initial_lr": adam.lr}
@@ -155,7 +157,7 @@ def _groups(names: list[str], adam: _Adam) -> list[dict[str, Any]]:
 
 
 class _Streaming(DefaultSavePlanner):
-    """Gives torch's writer the true tensor of a key when it comes to it, and not before."""
+    """Gives torch's writer the real tensor of a key only when it writes that key."""
 
     def __init__(self, read: Callable[[str], torch.Tensor], names: Mapping[str, str], bar: Any) -> None:
         super().__init__()
@@ -184,7 +186,7 @@ class _Writer(FileSystemWriter):
 
 
 def _bundles(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield what is no tensor, then tensors that come together to at most `_FILE_BYTES`, or a larger one by itself."""
+    """Yield the items that are not tensors, then bundles of tensors of at most `_FILE_BYTES` or a single larger one."""
     yield [item for item in items if item.tensor_storage_size() is None]
     bundle, bundle_bytes = list[WriteItem](), 0
     for item in items:
@@ -215,9 +217,9 @@ def _save(source: StateSource, state: _State, folder: Path) -> None:
 
 
 def _reason(failed: BaseException, folder: Path) -> BaseException:
-    """Return what was at the bottom of it: of a full disk torch says that it found itself at another position."""
+    """Return the root cause: for a full disk torch only reports an unexpected file position."""
     reason: BaseException | None = failed
     while reason is not None and not isinstance(reason, OSError | TrainerError):
         reason = reason.__cause__ or reason.__context__
-    told = f"{type(failed).__name__}: {failed}"
-    return reason or CheckpointError("Writing failed", where=folder, found=told, fix="Nothing was written.")
+    message = f"{type(failed).__name__}: {failed}"
+    return reason or CheckpointError("Writing failed", where=folder, found=message, fix="Nothing was written.")

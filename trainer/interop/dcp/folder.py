@@ -1,4 +1,4 @@
-"""A folder of torch.distributed.checkpoint: its metadata, and its values one by one. Names mean nothing here.
+"""A torch.distributed.checkpoint folder: its metadata, and its values one by one, by key.
 
 The metadata is a pickle. It is read by an unpickler that admits the classes of torch's own metadata and no others.
 """
@@ -64,9 +64,10 @@ class _ForeignClass(pickle.UnpicklingError):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Knows the classes of DCP's metadata, `torch.Size`, dtypes and paths, and refuses every other name.
+    """Admits the classes of DCP's metadata, `torch.Size`, dtypes and paths, and refuses every other name.
 
-    It is Python's own unpickler in Python: the one in C makes room for whatever number of values a damaged file names.
+    It is Python's own unpickler written in Python: the one in C allocates memory for any number of values a damaged
+    file names.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -83,7 +84,7 @@ class _Unpickler(pickle._Unpickler):
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor of the folder: its whole shape, its dtype, and how many chunks it lies in."""
+    """A tensor of the folder: its full shape, its dtype, and its number of chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -91,7 +92,7 @@ class DcpTensor:
 
 
 class DcpFolder:
-    """A folder of DCP whose metadata is read and sound, and whose files are there.
+    """A DCP folder with validated metadata and all its files.
 
     Attributes:
         tensors: every tensor by its key.
@@ -110,10 +111,10 @@ class DcpFolder:
         self.values = frozenset(key for key, entry in table.items() if isinstance(entry, BytesStorageMetadata))
 
     def read_tensor(self, key: str) -> torch.Tensor:
-        """Return a whole tensor on the CPU, put together from its chunks, of which one at a time is in memory.
+        """Return a full tensor on the CPU, assembled from its chunks with one in memory at a time.
 
         Raises:
-            CheckpointError: if a chunk is damaged, or holds anything but a tensor.
+            CheckpointError: if a chunk is damaged, or does not hold a tensor.
         """
         stored = self.tensors[key]
         self._check_chunks(key)
@@ -122,10 +123,10 @@ class DcpFolder:
         return target
 
     def read_value(self, key: str) -> object:
-        """Return what is no tensor, or a 0-d tensor as a number.
+        """Return a value that is not a tensor, or a 0-d tensor as a number.
 
         Raises:
-            CheckpointError: if it is damaged, or more than numbers, strings, lists and dictionaries of them.
+            CheckpointError: if it is damaged, or is anything except numbers, strings, lists and dictionaries of them.
         """
         if key in self.tensors:
             return self.read_tensor(key).item()
@@ -134,7 +135,7 @@ class DcpFolder:
         return planner.value
 
     def _check_chunks(self, key: str) -> None:
-        """Compare the checksums in the files of a tensor, which torch writes and does not look at when it loads."""
+        """Compare the checksums in the files of a tensor, which torch writes but ignores when it loads."""
         entry = self._metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         for chunk in entry.chunks:
@@ -170,7 +171,7 @@ class DcpFolder:
 
 
 class _Reader(FileSystemReader):
-    """torch's reader of the folder's files, shown one key of metadata that has been read already."""
+    """torch's reader of the folder's files, restricted to one key of the metadata read before."""
 
     def __init__(self, path: Path, metadata: Metadata, key: str) -> None:
         super().__init__(path)
@@ -182,7 +183,7 @@ class _Reader(FileSystemReader):
 
 
 class _PlainValue(DefaultLoadPlanner):
-    """Unlike torch's own planner, reads what is no tensor with `weights_only=True`: that runs no code."""
+    """Reads values that are not tensors with `weights_only=True`, unlike torch's own planner: that runs no code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,9 +197,9 @@ class _PlainValue(DefaultLoadPlanner):
 
 
 def _damaged_part(data: bytes) -> str | None:
-    """Return what is wrong with the first member of a zip file that is not sound; what is no zip file is not judged.
+    """Return the error of the first damaged member of a zip file; a file that is not a zip is not judged.
 
-    torch writes 0 for all of them where it is told to leave checksums out.
+    torch writes 0 for all checksums if it is set to leave them out.
     """
     if not zipfile.is_zipfile(io.BytesIO(data)):
         return None
@@ -217,10 +218,10 @@ def _damaged_part(data: bytes) -> str | None:
 
 
 def open_folder(path: Path, *, trust_pickle: bool) -> DcpFolder:
-    """Read the metadata of a DCP folder and check that it is sound and that all its files are there.
+    """Read and validate the metadata of a DCP folder, and check that all its files exist.
 
     Raises:
-        CheckpointError: if `path` is no such folder, `trust_pickle` is not set, or anything is missing or damaged.
+        CheckpointError: if `path` is not such a folder, `trust_pickle` is not set, or anything is missing or damaged.
     """
     file = path / METADATA
     if not file.is_file():
@@ -306,7 +307,7 @@ def _read_metadata(file: Path) -> Metadata:
 
 
 def _unsound(metadata: Metadata) -> Iterable[str]:
-    """Yield what is wrong with the metadata: types, and tensors whose chunks do not fill them."""
+    """Yield problems of the metadata: types, and tensors that their chunks do not fill."""
     table, storage = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
     if not isinstance(table, dict) or not isinstance(storage, dict):
         yield "the metadata has no tables of values and of where they lie"
@@ -349,8 +350,10 @@ def _unsound_tensor(key: str, entry: TensorStorageMetadata, storage: dict[Any, A
 
 
 def _overlap(boxes: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Return whether boxes, sizes by offset, share an element. Those that a sweep over one dimension meets at once are
-    compared, over the dimension that most of them begin in at places of their own.
+    """Return whether boxes, sizes by offset, share an element.
+
+    Boxes are compared that a sweep over one dimension meets at once; it is the dimension with the most distinct
+    offsets.
     """
     if len(boxes) < 2:
         return False
@@ -369,7 +372,7 @@ def _is_size(value: object) -> TypeGuard[torch.Size]:
 
 
 def _missing_files(path: Path, metadata: Metadata) -> Iterable[str]:
-    """Yield the files that are not there, lie elsewhere, or are too short for what is said to lie in them."""
+    """Yield the files that are missing, lie outside the folder, or are too short for their chunks."""
     ends = dict[str, int]()
     storage = metadata.storage_data
     for info in storage.values() if isinstance(storage, dict) else ():

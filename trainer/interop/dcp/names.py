@@ -1,4 +1,4 @@
-"""Which key of a DCP folder holds which of our tensors, told by names alone. Nothing is read here."""
+"""Maps the keys of a DCP folder to our tensors, by names and shapes alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from models import aliases, stored_tensors
 from models.config import Family, ModelConfig
+from models.families import aliases, stored_tensors
 from trainer.errors import MismatchError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -21,9 +21,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class KeyOrigin:
-    """Where one of our tensors comes from: a name of the other program's, that tensor's shape, and what to take of it.
+    """The origin of one of our tensors: a name of the other program, that tensor's shape, and the part to take.
 
-    `take` maps a tensor of `shape` to one of ours; the same serves weight and moments, which lie alike.
+    `take` maps a tensor of `shape` to one of ours; it applies to weight and moments alike.
     """
 
     name: str
@@ -33,14 +33,14 @@ class KeyOrigin:
 
 @dataclass(frozen=True, slots=True)
 class FoundKeys:
-    """What a folder has of a model.
+    """The tensors of a model in a folder.
 
     Args:
-        scheme: whose names they are.
-        keys: for each of our tensors, moments and steps, the key of the folder and what to take of it.
+        scheme: the program whose names the folder uses.
+        keys: for each of our tensors, moments and steps, the folder's key and the part to take.
         tied: for a tied tensor that the folder holds twice, the key of the second.
         has_optimizer: whether moments and steps are among `keys`.
-        rest: keys that are none of the model's or its optimizer's.
+        rest: keys that belong neither to the model nor to its optimizer.
     """
 
     scheme: str
@@ -53,15 +53,15 @@ class FoundKeys:
 def locate(
     shapes: Mapping[str, Shape], config: ModelConfig, *, where: object, with_optimizer: bool = True
 ) -> FoundKeys:
-    """Find a model's tensors, and its optimizer's, among keys of any prefix.
+    """Find a model's tensors, and its optimizer's, among keys with any prefix.
 
     Args:
         shapes: the tensors of a folder by key.
         with_optimizer: whether to look for the optimizer's.
 
     Raises:
-        MismatchError: if the folder is not of this model: another family, tensors missing or too many, other shapes,
-            or an optimizer's state for a part of the model only. All that is found is listed.
+        MismatchError: listing all problems if the folder is not of this model: another family, tensors missing or
+            unexpected, other shapes, or optimizer state for a part of the model only.
     """
     scheme, origins, prefix = _scheme(shapes, config, where=where)
     problems = list[str]()
@@ -94,10 +94,9 @@ def locate(
 def _scheme(
     shapes: Mapping[str, Shape], config: ModelConfig, *, where: object
 ) -> tuple[str, dict[str, list[KeyOrigin]], str]:
-    """Return whose names the folder uses, the origins under these names, and what stands before them."""
-    schemes = {"transformers": _transformers(config)}
-    if config.family is Family.llama3:
-        schemes["torchtitan"] = _torchtitan(config)
+    """Return the naming scheme of the folder, the origins under its names, and their prefix."""
+    named = {"transformers": _transformers, **_OTHER_SCHEMES.get(config.family, {})}
+    schemes = {scheme: origins_of(config) for scheme, origins_of in named.items()}
     for scheme, origins in schemes.items():
         anchors = [origin.name for origin in next(iter(origins.values()))]
         prefixes = {key.removesuffix(a) for key in shapes for a in anchors if key == a or key.endswith("." + a)}
@@ -144,7 +143,7 @@ def _locate_moments(
 
 
 def _optimizer_root(shapes: Mapping[str, Shape], anchors: Sequence[KeyOrigin], *, where: object) -> str | None:
-    """Return what stands before `state.` in the keys of the optimizer, or None if there is none by name."""
+    """Return the prefix of `state.` in the optimizer's keys, or None if there is no state by name."""
     ends = [f"state.{origin.name}.{kind}" for origin in anchors for kind in MOMENTS]
     roots = {key.removesuffix(end) for key in shapes for end in ends if key == end or key.endswith("." + end)}
     for usual in ("optim.", "optimizer.", ""):
@@ -161,7 +160,7 @@ def _optimizer_root(shapes: Mapping[str, Shape], anchors: Sequence[KeyOrigin], *
 
 
 def is_numbered(keys: Set[str]) -> bool:
-    """Return whether there is optimizer state by the number of its parameter, as `Optimizer.state_dict` has it."""
+    """Return whether there is optimizer state by parameter number, as in `Optimizer.state_dict`."""
     return any(re.search(rf"(^|\.)state\.\d+\.{MOMENTS[0]}$", key) for key in keys)
 
 
@@ -174,7 +173,7 @@ _ROOTS = {
 
 
 def _too_many(shapes: Mapping[str, Shape], prefix: str, scheme: str, used: Set[str]) -> Iterator[str]:
-    """Yield tensors under the model's own names that no place is known for: more layers, biases, adapters."""
+    """Yield unexpected tensors under the model's own names: more layers, biases, adapters."""
     for key in shapes:
         is_ours = key.startswith(tuple(prefix + root for root in _ROOTS[scheme]))
         if is_ours and key not in used and not _COMPUTED.search(key):
@@ -226,7 +225,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _transformers(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
-    """Return the origins under our own names, which are transformers'; a tied tensor may come under either."""
+    """Return the origins under our own names, which are transformers'; a tied tensor may have either name."""
     second = {ours: alias for alias, ours in aliases(config).items()}
     return {
         name: [KeyOrigin(n, tensor.shape, _whole) for n in ([name, second[name]] if name in second else [name])]
@@ -272,9 +271,12 @@ def _torchtitan(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
     return found
 
 
+_OTHER_SCHEMES = {Family.llama3: {"torchtitan": _torchtitan}}
+
+
 def _titan_attention(config: ModelConfig, layer: str, part: str, shape: Shape) -> list[KeyOrigin]:
     theirs = _TITAN_ATTENTION[part]
-    take = _whole if theirs == "wv" else (lambda tensor: halves_from_pairs(tensor, config.head_dim))
+    take = _whole if theirs == "wv" else (lambda tensor: halves_from_pairs(tensor, config.head_width))
     return [KeyOrigin(f"layers.{layer}.attention.{inner}{theirs}.weight", shape, take) for inner in ("", "qkv_linear.")]
 
 
@@ -282,7 +284,7 @@ def halves_from_pairs(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Reorder the rows of each head from pairs to halves, [heads * head_dim, width].
 
     torchtitan rotates rows 2i and 2i + 1 of a head by the i-th angle (as complex numbers), transformers and we rows i
-    and i + head_dim / 2; the sum over a head that attention takes is the same.
+    and i + head_dim / 2; attention's sum over a head is the same.
     """
     heads = tensor.shape[0] // head_dim
     pairs = tensor.view(heads, head_dim // 2, 2, *tensor.shape[1:])

@@ -1,7 +1,4 @@
-"""Reads what FSDP2, DDP and torchtitan save with torch.distributed.checkpoint. `dcp_export` writes such folders.
-
-Names are the business of `dcp_names`, files that of `dcp_folder`.
-"""
+"""Reads checkpoints that FSDP2, DDP and torchtitan save with torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -23,25 +20,25 @@ from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.hf.config import read_model
 from trainer.interop.hf.folder import CONFIG
 from trainer.interop.source import StateSource
+from trainer.json_value import step_count
 
 _log = logging.getLogger(__name__)
 
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-_MOST_STEPS = 2**63
 # A number of the optimizer's parameter groups, whether these are told by number or by parameter.
 _SETTING = re.compile(r"(?:^|\.)param_groups\..*\.(lr|betas|eps|weight_decay)$")
 _MOST_SETTINGS_READ = 4096
 
 
 def read_source(path: Path, asked: ImportOptions) -> StateSource:
-    """Open a DCP folder that holds a model under transformers' or torchtitan's names, alone or with AdamW's state.
+    """Open a DCP folder with a model under transformers' or torchtitan's names, alone or with AdamW's state.
 
-    The model is the one that a `config.json` beside describes, else the one that is asked for. What lies in the folder
-    besides is told in the log. No more than two tensors are in memory at a time.
+    The model is the one of a `config.json` in the folder, otherwise the configured one. Other content of the folder is
+    logged. At most two tensors are in memory at a time.
 
     Raises:
-        CheckpointError: if `path` is no such folder, is damaged, or pickles are not trusted.
-        MismatchError: if the model in it is another one.
+        CheckpointError: if `path` is not such a folder, is damaged, or pickles are not trusted.
+        MismatchError: if it holds another model.
     """
     folder = open_folder(path, trust_pickle=asked.trusts_pickle)
     config = path / CONFIG
@@ -56,7 +53,7 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
 
 
 def _scalars(folder: DcpFolder) -> Iterable[str]:
-    """Yield the keys of steps that are Python's numbers, as some optimizers keep them."""
+    """Yield the keys of steps that are Python numbers, as some optimizers keep them."""
     return (key for key in folder.values if key.endswith(f".{STEP}"))
 
 
@@ -80,15 +77,15 @@ def _steps(folder: DcpFolder, found: FoundKeys) -> dict[str, torch.Tensor]:
     steps = dict[str, torch.Tensor]()
     for name, (key, _) in found.keys.items():
         if name.startswith(f"{STEP}."):
-            steps[name] = torch.tensor(_natural(folder.read_value(key), where=f"{folder.path}, {key}"))
+            steps[name] = torch.tensor(_step(folder.read_value(key), where=f"{folder.path}, {key}"))
     return steps
 
 
-def _natural(value: object, *, where: str) -> float:
-    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
-    if not (0 <= number < _MOST_STEPS and number == int(number)):
-        raise CheckpointError("A step is no natural number", where=where, found=repr(value))
-    return number
+def _step(value: object, *, where: str) -> float:
+    try:
+        return step_count(value)
+    except ValueError as error:
+        raise CheckpointError("A step is no natural number", where=where, found=repr(value)) from error
 
 
 def _read(folder: DcpFolder, found: FoundKeys, steps: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -107,7 +104,7 @@ def _read(folder: DcpFolder, found: FoundKeys, steps: Mapping[str, torch.Tensor]
 
 
 def _tell(folder: DcpFolder, found: FoundKeys) -> None:
-    """Log whose names they are, what the optimizer was set to, and what is not carried over."""
+    """Log the naming scheme, the optimizer's settings, and the content that is not carried over."""
     keys = found.rest | folder.values - {key for key, _ in found.keys.values()}
     moments = "weights and moments" if found.has_optimizer else "weights alone"
     _log.info(f"{folder.path}: {moments} under {possessive(found.scheme)} names")
@@ -128,7 +125,7 @@ def _tell(folder: DcpFolder, found: FoundKeys) -> None:
 
 
 def _settings(folder: DcpFolder) -> dict[str, set[str]]:
-    """Return the values of the settings that a resume should have again, as far as they are plain."""
+    """Return the values of the settings that a resume should have again, if they are plain."""
     settings = dict[str, set[str]]()
     named = [(match[1], key) for key in sorted(folder.values) if (match := _SETTING.search(key))]
     for name, key in named[:_MOST_SETTINGS_READ]:

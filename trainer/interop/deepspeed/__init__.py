@@ -1,1 +1,1 @@
-"""Checkpoints of DeepSpeed at ZeRO stages 0 to 3, in."""
+"""Import of DeepSpeed checkpoints at ZeRO stages 0 to 3."""

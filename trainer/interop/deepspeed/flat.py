@@ -1,13 +1,13 @@
-"""Where each parameter lies in the flat buffers of DeepSpeed's optimizers.
+"""Locates each parameter in the flat buffers of DeepSpeed's optimizers.
 
-Three layouts are known (DeepSpeed's `zero/stage_1_and_2.py`, `zero/stage3.py`, `fp16/unfused_optimizer.py`; its
-`utils/zero_to_fp32.py` puts the weights of the first two together):
+Three layouts are supported (DeepSpeed's `zero/stage_1_and_2.py`, `zero/stage3.py`, `fp16/unfused_optimizer.py`; its
+`utils/zero_to_fp32.py` assembles the weights of the first two):
 
-* ZeRO 1 and 2 lay the parameters of a group end to end, each perhaps with padding behind it, pad the end, and give each
-  rank an equal part of that. Of the weights, the padding at the end is not stored.
-* ZeRO 3 cuts every parameter into equal parts, the last one padded, and lays a rank's parts end to end, in several
-  buffers where there are many.
-* Stage 0 keeps parameters whole, by number. `deepspeed_numbered` finds their names.
+* ZeRO 1 and 2 concatenate the parameters of a group, with padding after each and at the end, and give each rank an
+  equal part. The padding at the end is not stored for weights.
+* ZeRO 3 cuts every parameter into equal parts, the last one padded, and concatenates a rank's parts, in several buffers
+  if there are many.
+* Stage 0 keeps parameters unsharded, by number; `numbered.py` finds their names.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, take
 from trainer.interop.deepspeed.numbered import Numbered, names_of
+from trainer.json_value import step_count
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = "weights"
@@ -31,28 +32,28 @@ Chain = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class FlatPlace:
-    """Where a parameter lies: stretches (chain, first, last + 1) of chains of tensors, end to end, padding last.
+    """A parameter's place: extents (chain, first, last + 1) of chains of tensors, end to end, padding last.
 
     Args:
-        step: how often the optimizer has changed it; None where it has no moments.
+        step: number of updates by the optimizer; None if it has no moments.
     """
 
     shape: tuple[int, ...]
-    stretches: tuple[tuple[int, int, int], ...]
+    extents: tuple[tuple[int, int, int], ...]
     step: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Flats:
-    """Every parameter's place by name, and the chains: of the weights and of each moment, numbered alike."""
+    """Every parameter's place by name, and the chains of the weights and of each moment, numbered alike."""
 
     places: dict[str, FlatPlace] = field(default_factory=dict)
     chains: dict[str, list[Chain]] = field(default_factory=lambda: {key: [] for key in (WEIGHTS, *MOMENTS)})
 
     def read(self, key: str, name: str) -> torch.Tensor:
-        """Return a parameter's weights or one of its moments, in its shape; a view where it lies in one piece."""
+        """Return a parameter's weights or one of its moments, in its shape; a view if it is contiguous."""
         place = self.places[name]
-        pieces = [p for chain, lo, hi in place.stretches for p in _cut(self.chains[key][chain], lo, hi)]
+        pieces = [p for chain, lo, hi in place.extents for p in _cut(self.chains[key][chain], lo, hi)]
         joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
         return joined[: prod(place.shape)].view(place.shape)
 
@@ -60,11 +61,11 @@ class Flats:
         """Add a chain of weights and those of its moments; return its number and its step.
 
         Args:
-            entries: what the optimizer has for each tensor of the chain; None to leave moments and step out.
+            entries: the optimizer's entries for each tensor of the chain; None to leave moments and step out.
 
         Raises:
-            CheckpointError: if the moments are not of one step, or not as many as the weights.
-            MismatchError: if the optimizer is not of Adam's kind.
+            CheckpointError: if the moments are not of one step, or their number differs from that of the weights.
+            MismatchError: if the optimizer is not a variant of Adam.
         """
         if entries is None:
             self.chains[WEIGHTS].append(weights)
@@ -100,7 +101,7 @@ class Flats:
         lengths = {key: [sum(t.numel() for t in chain) for chain in chains] for key, chains in self.chains.items()}
         for name, place in self.places.items():
             for key in (WEIGHTS, *(MOMENTS if place.step is not None else ())):
-                found = sum(max(0, min(hi, lengths[key][chain]) - lo) for chain, lo, hi in place.stretches)
+                found = sum(max(0, min(hi, lengths[key][chain]) - lo) for chain, lo, hi in place.extents)
                 if found < prod(place.shape):
                     raise CheckpointError(
                         "A buffer of DeepSpeed is shorter than its parameters",
@@ -113,7 +114,7 @@ class Flats:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """What the model file holds whole: nothing at stage 3.
+    """The unsharded content of the model file; empty at stage 3.
 
     Args:
         weights: by name, a shared one once, in the module's order.
@@ -125,15 +126,15 @@ class Whole:
 
 
 def locate(saved: DeepSpeedCheckpoint, whole: Whole, *, given: Sequence[str] | None, weights_only: bool) -> Flats:
-    """Return where every parameter lies; one that no optimizer holds lies in the model's own files.
+    """Return every parameter's place; a parameter in no optimizer lies in the model's own files.
 
     Args:
-        given: the names of the optimizer's parameters at stage 0, in its order, as the user lists them.
-        weights_only: whether moments are left out, and are not looked at.
+        given: the names of the optimizer's parameters at stage 0, in its order, as listed by the user.
+        weights_only: whether to ignore moments.
 
     Raises:
-        CheckpointError: if an entry is missing or no such thing.
-        MismatchError: if the optimizer is not of Adam's kind, or it is not certain whose its moments are.
+        CheckpointError: if an entry is missing or malformed.
+        MismatchError: if the optimizer is not a variant of Adam, or moments cannot be assigned with certainty.
     """
     flats = Flats()
     if saved.is_stage_3:
@@ -174,7 +175,7 @@ def _locate_cut_together(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_on
 
 
 def _locate_cut_one_by_one(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_only: bool) -> None:
-    """Find the parameters of ZeRO 3: a chain is what one rank has."""
+    """Find the parameters of ZeRO 3: a chain is one rank's buffers."""
     path, steps = saved.path, set[float | None]()
     for state in saved.optimizers:
         buffers = _tensors(state, "fp32_flat_groups", path)
@@ -188,8 +189,8 @@ def _locate_cut_one_by_one(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_
     for group in _shapes(saved.models[0], "param_shapes", path):
         for name, shape in group.items():
             part = _part(shape, saved)
-            stretches = tuple((rank, offset, offset + part) for rank in range(len(saved.optimizers)))
-            flats.places[name] = FlatPlace(shape, stretches, step)
+            extents = tuple((rank, offset, offset + part) for rank in range(len(saved.optimizers)))
+            flats.places[name] = FlatPlace(shape, extents, step)
             offset += part
     lengths = {sum(tensor.numel() for tensor in chain) for chain in flats.chains[WEIGHTS]}
     if lengths != {offset}:
@@ -203,7 +204,7 @@ def _locate_cut_one_by_one(flats: Flats, saved: DeepSpeedCheckpoint, *, weights_
 
 
 def _add_frozen_parts(flats: Flats, saved: DeepSpeedCheckpoint) -> None:
-    """Find what ZeRO 3 has cut and no optimizer holds."""
+    """Find the parameters that ZeRO 3 has cut and no optimizer holds."""
     path = saved.path
     if not saved.models[0].get("frozen_param_shapes"):
         return
@@ -217,7 +218,7 @@ def _add_frozen_parts(flats: Flats, saved: DeepSpeedCheckpoint) -> None:
 
 
 def _locate_numbered(flats: Flats, saved: DeepSpeedCheckpoint, whole: Whole, given: Sequence[str] | None) -> None:
-    """Find the parameters of stage 0; none, where no optimizer was saved."""
+    """Find the parameters of stage 0; none if no optimizer was saved."""
     path = saved.path
     if saved.models[0].get("optimizer") is None:
         return
@@ -264,7 +265,7 @@ def _numbered(table: Table, entries: Sequence[Table], copies: Sequence[Chain], w
 
 
 def _cut(chain: Chain, lo: int, hi: int) -> Iterator[torch.Tensor]:
-    """Yield the stretch from `lo` to `hi` of tensors that lie end to end."""
+    """Yield the extents from `lo` to `hi` of concatenated tensors."""
     start = 0
     for tensor in chain:
         end = start + tensor.numel()
@@ -278,7 +279,7 @@ def _part(shape: tuple[int, ...], saved: DeepSpeedCheckpoint) -> int:
 
 
 def _shapes(table: Table, key: str, where: object) -> list[dict[str, tuple[int, ...]]]:
-    """Return the shapes of the parameters of each group, in the order in which they lie."""
+    """Return the shapes of the parameters of each group, in storage order."""
     groups = take(table, key, list, where)
     try:
         found = [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in groups]
@@ -290,7 +291,7 @@ def _shapes(table: Table, key: str, where: object) -> list[dict[str, tuple[int, 
 
 
 def is_plain(value: object) -> bool:
-    """Return whether it is a dense tensor of floating point, all of whose numbers are in the file."""
+    """Return whether a tensor is dense floating point with all its numbers in the file."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
         return False
     is_there = value.device.type == "cpu" and value.dtype in _FLOATS
@@ -342,9 +343,10 @@ def _step(entry: Table, where: object) -> float:
     step = entry.get("step")
     if isinstance(step, torch.Tensor) and step.numel() == 1:
         step = step.item()
-    if isinstance(step, bool) or not isinstance(step, int | float) or not 0 <= step < 2**63 or step != int(step):
-        raise _damaged(where, "step", repr(step))
-    return float(step)
+    try:
+        return step_count(step)
+    except ValueError as error:
+        raise _damaged(where, "step", repr(step)) from error
 
 
 def _damaged(where: object, key: str, found: str) -> CheckpointError:

@@ -1,7 +1,7 @@
-"""The files of a DeepSpeed checkpoint: which belong together, whether all are there, and what cannot be imported.
+"""The files of a DeepSpeed checkpoint: which belong together, whether all are present, and unsupported variants.
 
-What their buffers mean is told in `deepspeed`. Source of all names of files and entries: DeepSpeed's
-`runtime/engine.py` (`_get_ckpt_name`, `_get_rank_zero_ckpt_name`, `_common_checkpoint_state`).
+Source of all names of files and entries: DeepSpeed's `runtime/engine.py` (`_get_ckpt_name`, `_get_rank_zero_ckpt_name`,
+`_common_checkpoint_state`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _WHOLE = "Consolidate it with DeepSpeed itself, or save it again without."
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedCheckpoint:
-    """A checkpoint whose files are all there and open.
+    """A complete checkpoint with open files.
 
     Args:
         path: the folder of one tag.
-        models: the model file of each rank at ZeRO stage 3; else the only one.
+        models: the model file of each rank at ZeRO stage 3; otherwise the only one.
         optimizers: the optimizer's state on each rank, in order; none at stage 0.
-        is_stage_3: whether parameters are cut over ranks one by one, not as a buffer of all.
+        is_stage_3: whether parameters are sharded one by one rather than as one flat buffer.
     """
 
     path: Path
@@ -49,14 +49,14 @@ class DeepSpeedCheckpoint:
 
 
 def open_saved(path: Path) -> DeepSpeedCheckpoint:
-    """Open the files of a checkpoint that `engine.save_checkpoint` wrote.
+    """Open the files of a checkpoint written by `engine.save_checkpoint`.
 
     Args:
-        path: the folder that was saved to, for what its file `latest` names, or the folder of one tag.
+        path: the folder that was saved to, for the tag named in its file `latest`, or the folder of one tag.
 
     Raises:
         CheckpointError: if files are missing, damaged, or of several saves.
-        MismatchError: if it was saved in a way that is not imported.
+        MismatchError: if it was saved in an unsupported way.
     """
     folder = _tag(path)
     names = sorted(entry.name for entry in folder.iterdir())
@@ -80,10 +80,10 @@ def open_saved(path: Path) -> DeepSpeedCheckpoint:
 
 
 def take(table: Table, key: object, kind: type[T], where: object) -> T:
-    """Return an entry of a table that must be there and of that kind.
+    """Return an entry of a table, which must exist and have the given type.
 
     Raises:
-        CheckpointError: if it is not.
+        CheckpointError: if it does not.
     """
     found = table.get(key)
     if not isinstance(found, kind):
@@ -98,7 +98,7 @@ def take(table: Table, key: object, kind: type[T], where: object) -> T:
 
 
 def _tag(path: Path) -> Path:
-    """Return the folder of the tag that is asked for."""
+    """Return the folder of the requested tag."""
     if not path.is_dir():
         raise no_folder(path)
     latest = path / "latest"

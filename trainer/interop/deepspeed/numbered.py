@@ -1,10 +1,10 @@
-"""Finds which parameter each of DeepSpeed's numbered moments belongs to, or refuses them.
+"""Assigns DeepSpeed's numbered moments to parameters, or refuses them.
 
-Stage 0 keeps the optimizer's state by number, in the order in which the user gave it the parameters. Shapes do not tell
-that order: two layers have the same ones. A name is taken only from one of these, the first that there is:
+Stage 0 keeps the optimizer's state by number, in the order in which the user passed the parameters. Shapes do not
+determine that order: two layers have the same ones. A name is taken only from one of these, the first available:
 
-* the list that the user gives;
-* the names that torch keeps in the groups of an optimizer that was made of `named_parameters()`;
+* the list given by the user;
+* the names that torch keeps in the groups of an optimizer made from `named_parameters()`;
 * the float32 copies of the weights beside the moments: rounded, each has the bits of one of the model's weights;
 * a shape that one parameter alone has.
 """
@@ -36,8 +36,8 @@ class Numbered:
 
     Args:
         shapes: of the moments of each.
-        copies: the float32 copy of each one's weights, or nothing where there are none.
-        recorded: the name of each as the file has it, or None where it has none.
+        copies: the float32 copy of each one's weights, or nothing if there are none.
+        recorded: the recorded name of each, or None if it has none.
     """
 
     shapes: Sequence[tuple[int, ...]]
@@ -58,10 +58,10 @@ def names_of(
     Args:
         whole: the model's weights by name, a shared one once.
         shared: second names of shared weights, with the first.
-        given: the names as the user lists them.
+        given: the names listed by the user.
 
     Raises:
-        MismatchError: if a name is not certain, or the names that are listed do not fit.
+        MismatchError: if a name is not certain, or the listed names do not fit.
     """
     named, origin = (given, "--optimizer-names") if given is not None else (numbered.recorded, "param_names")
     if named is None:
@@ -92,7 +92,7 @@ def _unfit(names: Sequence[str], numbered: Numbered, whole: Mapping[str, torch.T
 
 
 def _proved(numbered: Numbered, whole: Mapping[str, torch.Tensor], *, where: object) -> list[str]:
-    """Return the names as shapes, and bits where there are copies, settle them."""
+    """Return the names determined by shapes and, if there are copies, by bits."""
     by_mark, dtypes = defaultdict[_Mark, list[str]](list), sorted({t.dtype for t in whole.values()}, key=str)
     for name, tensor in whole.items():
         by_mark[_mark(tuple(tensor.shape), tensor if numbered.copies else None)].append(name)
@@ -118,7 +118,7 @@ def _proved(numbered: Numbered, whole: Mapping[str, torch.Tensor], *, where: obj
 
 
 def _mark(shape: tuple[int, ...], weights: torch.Tensor | None) -> _Mark:
-    """Return what a parameter is recognized by: its shape, and a digest of its bits where there are weights."""
+    """Return the key that identifies a parameter: its shape, and a digest of its bits if there are weights."""
     if weights is None:
         return shape, None, 0
     data = weights.detach().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,7 +1,4 @@
-"""Reads what DeepSpeed's `engine.save_checkpoint` wrote, at ZeRO stages 0 to 3; DeepSpeed itself is not needed.
-
-Files are the business of `deepspeed_folder`, flat buffers that of `deepspeed_flat`. Nothing is written in this format.
-"""
+"""Reads checkpoints of DeepSpeed's `engine.save_checkpoint` at ZeRO stages 0 to 3, without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from models import ModelConfig, aliases, stored_tensors
+from models.config import ModelConfig
+from models.families import aliases, stored_tensors
 from trainer.checkpoint.format import json_file
 from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Whole, is_plain, locate
@@ -38,20 +36,20 @@ _KNOWN = frozenset(
 
 
 def read_source(path: Path, asked: ImportOptions) -> StateSource:
-    """Open a DeepSpeed checkpoint of a model under transformers' names, perhaps behind one prefix.
+    """Open a DeepSpeed checkpoint of a model under transformers' names, with at most one prefix.
 
-    The model is that of the `config.json` beside the tag's folder, as transformers' Trainer leaves it, else the one
-    that is asked for. Weights are the float32 copies that the optimizer holds, else the model's own. Parameters that
-    were frozen get zero moments and step 0. Files are mapped; what is in memory beyond that is one tensor.
+    The model is that of the `config.json` beside the tag's folder, as left by transformers' Trainer, otherwise the
+    configured one. Weights are the optimizer's float32 copies, otherwise the model's own. Frozen parameters get zero
+    moments and step 0. Files are mapped; beyond that at most one tensor is in memory.
 
     Args:
         path: the folder that was saved to, or that of one tag in it.
 
     Raises:
-        ConfigError: if pickles are not trusted: the files are such, though nothing in them is run.
+        ConfigError: if pickles are not trusted: the files are pickles, although no code in them is run.
         CheckpointError: if files are missing or damaged.
-        MismatchError: if the model in it is another one, was saved in a way that is not imported, or it is not certain
-            whose the moments of stage 0 are.
+        MismatchError: if it holds another model, was saved in an unsupported way, or stage 0 moments cannot be assigned
+            with certainty.
     """
     if not asked.trusts_pickle:
         raise ConfigError(
@@ -101,7 +99,7 @@ class _Reader:
 
     Args:
         whole: the model's own weights at stages 0 to 2, in its dtype.
-        names: of every tensor of ours, by our name.
+        names: DeepSpeed's name of every tensor of ours, by our name.
     """
 
     saved: DeepSpeedCheckpoint
@@ -113,7 +111,7 @@ class _Reader:
         """Return a tensor under our name.
 
         Raises:
-            CheckpointError: if an optimizer's copy of weights is not what the model has, or holds NaN.
+            CheckpointError: if the optimizer's copy of a weight differs from the model's, or holds NaN.
         """
         key, _, rest = name.partition(".")
         if key != _STEP and key not in MOMENTS:
@@ -128,7 +126,7 @@ class _Reader:
         if own is not None and not torch.equal(found.to(own.dtype), own):
             require_finite(found, where=name)  # NaN is never equal to itself
             raise CheckpointError(
-                "The optimizer's copy of a parameter is not what the model has",
+                "The optimizer's copy of a parameter differs from the model's",
                 where=f"{self.saved.path}, {name}",
                 fix="The weights were changed beside DeepSpeed, or the files are of several saves.",
             )
@@ -138,14 +136,14 @@ class _Reader:
 def _check_model(
     shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str], model: ModelConfig, *, where: object
 ) -> None:
-    """Refuse another model than `model`.
+    """Refuse a model other than `model`.
 
     Args:
-        shapes: of what the checkpoint holds, by DeepSpeed's names.
+        shapes: the checkpoint's shapes, by DeepSpeed's names.
         names: DeepSpeed's name of every tensor of ours.
 
     Raises:
-        MismatchError: naming what is missing, what is left over and what has another shape.
+        MismatchError: naming missing tensors, unexpected ones, and other shapes.
     """
     expected = stored_tensors(model)
     lacking = [name for name in expected if names[name] not in shapes]
@@ -168,7 +166,7 @@ def _check_model(
 
 
 def _whole(saved: DeepSpeedCheckpoint) -> dict[str, torch.Tensor]:
-    """Return the parameters that the model file holds whole, a shared one once, in the module's order."""
+    """Return the unsharded parameters in the model file, a shared one once, in the module's order."""
     if saved.is_stage_3:
         return {}
     module = take(saved.models[0], "module", dict, saved.path)
@@ -181,7 +179,7 @@ def _whole(saved: DeepSpeedCheckpoint) -> dict[str, torch.Tensor]:
 
 
 def _shared(saved: DeepSpeedCheckpoint) -> Mapping[str, str]:
-    """Return the names of parameters that are another one, and that one's name."""
+    """Return the names of parameters that are shared, with the name of the first."""
     shared = saved.models[0].get("shared_params")
     if isinstance(shared, Mapping):
         for name, other in shared.items():
@@ -205,7 +203,7 @@ def _no_tensor(saved: DeepSpeedCheckpoint, name: object) -> CheckpointError:
 
 
 def _names(saved: DeepSpeedCheckpoint, shared: Mapping[str, str], model: ModelConfig) -> dict[str, str]:
-    """Return DeepSpeed's name of every tensor of ours: ours behind a prefix, and what that shares its memory with."""
+    """Return DeepSpeed's name of every tensor of ours, with a prefix, and with shared memory resolved."""
     ours = list(stored_tensors(model))
     module = take(saved.models[0], "module", dict, saved.path)
     prefix = next((name.removesuffix(ours[0]) for name in module if name.endswith(ours[0])), "")
@@ -215,7 +213,7 @@ def _names(saved: DeepSpeedCheckpoint, shared: Mapping[str, str], model: ModelCo
 
 
 def _tell_position(samples: object, iteration: int, asked: ImportOptions) -> None:
-    """Warn where DeepSpeed has counted other samples than a run of ours would at this iteration."""
+    """Warn if DeepSpeed counted other samples than a run of ours would at this iteration."""
     expected = iteration * asked.config.train.global_batch_size
     if isinstance(samples, int) and samples != expected:
         _log.warning(
@@ -225,7 +223,7 @@ def _tell_position(samples: object, iteration: int, asked: ImportOptions) -> Non
 
 
 def _tell(saved: DeepSpeedCheckpoint, reader: _Reader, asked: ImportOptions, *, has_optimizer: bool) -> None:
-    """Log what was found and what of it is not carried over."""
+    """Log the content, and the part of it that is not carried over."""
     table, places = saved.models[0], reader.flats.places
     frozen = [name for name, place in places.items() if place.step is None]
     ranks = f"{len(saved.optimizers)} ranks" if saved.optimizers else "stage 0"

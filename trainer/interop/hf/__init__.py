@@ -1,1 +1,1 @@
-"""Folders that transformers' `save_pretrained` writes, read without transformers."""
+"""Folders written by transformers' `save_pretrained`, read without transformers."""

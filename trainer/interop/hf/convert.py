@@ -1,7 +1,7 @@
-"""Model folders of transformers: in as weights at iteration 0, out as the weights of a checkpoint and no more.
+"""Model folders of transformers: imported as weights at iteration 0, exported as the weights of a checkpoint.
 
-To begin a run with such a folder nothing needs converting: `checkpoint.load` takes it. And a checkpoint opens in
-transformers as it lies; what is written here is smaller.
+Starting a run from such a folder needs no conversion: `checkpoint.load` takes it. A checkpoint also opens in
+transformers directly; an export is smaller, without the optimizer's state.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-import models
-from trainer.atomic import atomic_output
+from models import families
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES, build_layout, model_index
@@ -23,6 +22,7 @@ from trainer.errors import CheckpointError
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
+from trainer.interop.new_output import new_output
 from trainer.interop.source import TOKENIZER_FILES, StateSource, of_checkpoint, tokenizer_files_in
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.state import checkpoint_specs
@@ -33,11 +33,11 @@ FILE_BYTES = DEFAULT_FILE_BYTES
 
 
 def read_source(path: Path, _: ImportOptions) -> StateSource:
-    """Open a folder that `save_pretrained` wrote. What else a trainer has saved in it is named in the log.
+    """Open a folder written by `save_pretrained`. Other files of a trainer in it are named in the log.
 
     Raises:
-        CheckpointError: if it is none, or is damaged.
-        MismatchError: if it holds a model that ours cannot be.
+        CheckpointError: if it is not such a folder, or is damaged.
+        MismatchError: if its model is not supported.
     """
     folder = open_folder(path, Files())
     places = stored_places(folder, folder.model)
@@ -54,25 +54,25 @@ def read_source(path: Path, _: ImportOptions) -> StateSource:
 
 
 def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
-    """Write the weights as a folder that transformers opens, cast to the dtype that is wanted.
+    """Write the weights as a folder that transformers opens, cast to the requested dtype.
 
-    The tokenizer is the one that is wanted, else that of the checkpoint.
+    The tokenizer is the requested one, otherwise that of the checkpoint.
 
     Raises:
-        CheckpointError: if `out` is there, the checkpoint is damaged, a number is beyond the dtype, or the file system
+        CheckpointError: if `out` exists, the checkpoint is damaged, a number is beyond the dtype, or the file system
             fails.
     """
     files, source = Files(), of_checkpoint(checkpoint)
     specs = [replace(spec, dtype=wanted.dtype) for spec in checkpoint_specs(source.model, with_optimizer=False)]
     layout = build_layout(specs, file_bytes=FILE_BYTES)
     documents: dict[str, Json] = {
-        CONFIG: {**models.hf_config(source.model), "dtype": str(wanted.dtype).removeprefix("torch.")},
-        "generation_config.json": models.generation_config(source.model),
+        CONFIG: {**families.hf_config(source.model), "dtype": str(wanted.dtype).removeprefix("torch.")},
+        "generation_config.json": families.generation_config(source.model),
     }
     if len(layout.files) > 1:
         documents[INDEX] = model_index(layout)
     tokenizer = source.tokenizer if wanted.tokenizer is None else _tokenizer_files(wanted.tokenizer)
-    with atomic_output(out, files) as partial:
+    with new_output(out, files) as partial:
         files.make_folder(partial)
         write_tensor_files(partial, files, layout, source.read)
         for name, document in documents.items():
@@ -82,7 +82,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
 
 
 def _tokenizer_files(path: Path) -> dict[str, Path]:
-    """Return the tokenizer files to copy by the names they get; a file of another name is a `tokenizer.json`."""
+    """Return the tokenizer files to copy by their new names; a file of another name is a `tokenizer.json`."""
     if path.is_dir():
         found = tokenizer_files_in(path)
     else:

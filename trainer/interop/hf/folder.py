@@ -1,4 +1,4 @@
-"""A folder of transformers, opened: its model, and where each tensor lies. Its tensors are read elsewhere."""
+"""An open transformers folder: its model, and the place of each tensor."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-import models
-from models import ModelConfig
+from models import families
+from models.config import ModelConfig, StoredTensor
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format import safetensors_file as header
 from trainer.checkpoint.format.layout import Place, TensorKind
 from trainer.checkpoint.format.names import INDEX, MANIFEST
-from trainer.checkpoint.loading.reader import opened, read_header
+from trainer.checkpoint.loading.reader import open_tensor_file, read_header
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import is_iteration_name
 from trainer.errors import CheckpointError, MismatchError
@@ -43,7 +43,7 @@ _DEEPSPEED = "global_step[0-9]*"
 
 @dataclass(frozen=True, slots=True)
 class HfFolder:
-    """A folder whose JSON files and headers are read and checked; `places` is by the names in the files."""
+    """A folder with validated JSON files and headers; `places` is by the names in the files."""
 
     path: Path
     files: Files
@@ -52,16 +52,16 @@ class HfFolder:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path is a model folder of transformers, and no checkpoint or run of ours."""
+    """Return whether a path is a model folder of transformers, and not a checkpoint or run of ours."""
     is_ours = (path / MANIFEST).exists() or is_iteration_name(path.name)
     return not is_ours and (path / CONFIG).is_file()
 
 
 def open_folder(path: Path, files: Files) -> HfFolder:
-    """Read the configuration and the header of every safetensors file; links are followed, as caches are made of them.
+    """Read the configuration and every safetensors header; links are followed, because caches use them.
 
     Raises:
-        MismatchError: for a model that ours cannot be.
+        MismatchError: for a model that is not supported.
         CheckpointError: for files that are missing, pickled or malformed.
     """
     if not (path / CONFIG).is_file():
@@ -82,7 +82,7 @@ def open_folder(path: Path, files: Files) -> HfFolder:
             places[place.spec.name] = place
     for name, file in wanted.items():
         if name not in places or places[name].file != file:
-            raise CheckpointError("A tensor is not where the index says", where=index, expected=f"{name} in {file}")
+            raise CheckpointError("A tensor is not in the file of the index", where=index, expected=f"{name} in {file}")
     if model.n_layer > len(places):
         raise MismatchError(
             "A folder has fewer tensors than layers", where=path / CONFIG, expected=model.n_layer, found=len(places)
@@ -91,7 +91,7 @@ def open_folder(path: Path, files: Files) -> HfFolder:
 
 
 def left_behind(path: Path) -> list[str]:
-    """Return lines on what a trainer has saved beside the model and a folder of weights does not carry into a run."""
+    """Return log lines on a trainer's other files in the folder, which loading the weights ignores."""
     found = list[str]()
     for patterns, what in _BESIDE:
         names = sorted(child.name for pattern in patterns for child in path.glob(pattern))
@@ -116,12 +116,12 @@ def stored_places(folder: HfFolder, model: ModelConfig) -> dict[str, Place]:
     """Return the place of every stored tensor of `model` by our name, in its view.
 
     Names may lack the prefix of the model with a head. A tied output layer that is stored all the same, and buffers of
-    older versions, are left out; so are rows of the vocabulary that pad it.
+    older versions, are left out; so are rows that pad the vocabulary.
 
     Raises:
         MismatchError: listing every tensor that is missing, unexpected, of another shape or of another dtype.
     """
-    stored, aliases = models.stored_tensors(model), models.aliases(model)
+    stored, aliases = families.stored_tensors(model), families.aliases(model)
     prefix = next(iter(stored)).split(".")[0] + "."
     found: dict[str, Place] = {}
     problems, left_over = [], set(folder.places)
@@ -149,8 +149,8 @@ def stored_places(folder: HfFolder, model: ModelConfig) -> dict[str, Place]:
     return found
 
 
-def _padded(tensor: models.StoredTensor, model: ModelConfig) -> tuple[int, ...] | None:
-    """Return the shape of a table of the vocabulary with its padding; None for what is none."""
+def _padded(tensor: StoredTensor, model: ModelConfig) -> tuple[int, ...] | None:
+    """Return the padded shape of a vocabulary table; None for any other tensor."""
     is_table = tensor.shape == (model.vocab_size, model.n_embd)
     return (model.padded_vocab_size, model.n_embd) if is_table else None
 
@@ -162,7 +162,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name, file in table.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(
-                "An index names what is no safetensors file in its folder", where=f"{index}, {name}", found=repr(file)
+                "An index names a file that is not safetensors",
+                where=f"{index}, {name}",
+                found=repr(file),
             )
     return table
 
@@ -187,7 +189,7 @@ def _read_header(root: Path, name: str, files: Files) -> list[Place]:
         size = files.size(path)
     except OSError as error:
         raise CheckpointError("A file is missing", where=root / name, found=error.strerror) from error
-    with opened(files, path) as file:
+    with open_tensor_file(files, path) as file:
         data = read_header(file, size, where=root / name)
     table, length = json_file.parse(data[8:], where=root / name), len(data) - 8
     specs = header.parse(table, TensorKind.MODEL, data_bytes=size - 8 - length, where=root / name)

@@ -1,4 +1,4 @@
-"""Reads tensors of a transformers folder, box by box, as float32. Where they lie is told elsewhere."""
+"""Reads tensors of a transformers folder, box by box, as float32."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-import models
-from models import ModelConfig
+from models import families
+from models.config import ModelConfig
 from trainer.checkpoint.format.box import Box, in_bytes, whole
 from trainer.checkpoint.format.layout import Place
 from trainer.checkpoint.loading.gather import Gatherer
 from trainer.checkpoint.loading.loader import LoadReport
-from trainer.checkpoint.loading.reader import opened
+from trainer.checkpoint.loading.reader import open_tensor_file
 from trainer.checkpoint.loading.target import Target
 from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.errors import MismatchError
@@ -30,7 +30,7 @@ def fill(
     *,
     progress: Callable[[int], None] = lambda _: None,
 ) -> LoadReport:
-    """Read what each box of `live`, float32, needs into its memory; `progress` is told how many more bytes are there.
+    """Read the bytes of each box of `live`, float32, into its memory; `progress` gets the number of new bytes.
 
     Raises:
         CheckpointError: if a file cannot be read or ends early, or a number in it is NaN or infinite.
@@ -40,7 +40,7 @@ def fill(
     read_bytes = filled_bytes = 0
     for tensor in sorted(live, key=lambda t: (places[t.spec.name].file, places[t.spec.name].offset)):
         place, target, check = places[tensor.spec.name], Target(tensor, tensor.box), FiniteCheck()
-        with opened(folder.files, (folder.path / place.file).resolve()) as file:
+        with open_tensor_file(folder.files, (folder.path / place.file).resolve()) as file:
             for found, values in read_floats(file, place, tensor.box, gatherer=gatherer):
                 check.add(torch.from_numpy(values))
                 part = in_bytes(found, values.itemsize)
@@ -60,12 +60,12 @@ def read_whole(folder: HfFolder, place: Place) -> torch.Tensor:
 
 
 def check_tied(folder: HfFolder, model: ModelConfig) -> None:
-    """Refuse an output layer that is stored beside the embedding it is tied to and is another tensor.
+    """Refuse a stored output layer that differs from the embedding it is tied to.
 
     Raises:
-        MismatchError: if it is.
+        MismatchError: if it differs.
     """
-    for alias, name in models.aliases(model).items():
+    for alias, name in families.aliases(model).items():
         if alias not in folder.places:
             continue
         ours = name if name in folder.places else name.split(".", 1)[1]

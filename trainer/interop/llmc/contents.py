@@ -8,17 +8,16 @@ layers are [out, in].
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 import torch
 
-from models import Activation, Family, ModelConfig, RopeScaling
+from models.config import Activation, Family, ModelConfig, RopeScaling
 
 HEADER_BYTES = 1024
-MAGICS = {20240326: Family.gpt2, 20240803: Family.llama3}
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
 _PAD = 128  # rows of GPT-2's vocabulary are padded to a multiple of it
 _MOST_LAYERS, _MOST = 10_000, 1 << 24
@@ -68,24 +67,7 @@ class LlmcTensor:
         return self.to_ours(tensor)
 
 
-def problems_of_header(header: Sequence[int], family: Family) -> list[str]:
-    """Return what in a header no model has; a name for each member that counts something."""
-    names = _GPT2_SIZES if family is Family.gpt2 else _LLAMA3_SIZES
-    found = []
-    for name, index in names.items():
-        most = _MOST_LAYERS if name == "n_layer" else _MOST
-        if not 1 <= header[index] <= most:
-            found.append(f"{name}={header[index]}: must be 1 to {most}")
-    if not found and family is Family.gpt2 and header[7] < header[3]:
-        found.append(f"padded_vocab_size={header[7]}: below vocab_size={header[3]}")
-    return found
-
-
-_GPT2_SIZES = {"max_seq_len": 2, "vocab_size": 3, "n_layer": 4, "n_head": 5, "n_embd": 6, "padded_vocab_size": 7}
-_LLAMA3_SIZES = {"max_seq_len": 2, "vocab_size": 3, "n_layer": 4, "n_head": 5, "n_kv_head": 6, "n_embd": 7}
-
-
-def gpt2_model(header: Sequence[int]) -> ModelConfig:
+def _gpt2_model(header: Sequence[int], _: int) -> ModelConfig:
     """Return the model that a sound header describes."""
     begin, end = _tokens(header[3])
     return ModelConfig(
@@ -103,7 +85,7 @@ def gpt2_model(header: Sequence[int]) -> ModelConfig:
     )
 
 
-def llama3_model(header: Sequence[int], items: int) -> ModelConfig | None:
+def _llama3_model(header: Sequence[int], items: int) -> ModelConfig | None:
     """Return the model that a sound header describes, with as wide an MLP as a file of `items` numbers has.
 
     The header holds a multiplier for that width, which llm.c truncates to an integer. None where no width fits.
@@ -150,7 +132,7 @@ def _bits(number: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
-def gpt2_parts(model: ModelConfig, padded_vocab_size: int) -> Iterator[LlmcTensor]:
+def _gpt2_parts(model: ModelConfig, padded_vocab_size: int) -> Iterator[LlmcTensor]:
     """Yield the tensors of a GPT-2 file in order."""
     width, wide = model.n_embd, 4 * model.n_embd
     yield LlmcTensor("transformer.wte.weight", (padded_vocab_size, width), model.vocab_size)
@@ -176,9 +158,9 @@ def gpt2_parts(model: ModelConfig, padded_vocab_size: int) -> Iterator[LlmcTenso
     yield _plain("transformer.ln_f.bias", width)
 
 
-def llama3_parts(model: ModelConfig) -> Iterator[LlmcTensor]:
+def _llama3_parts(model: ModelConfig, _: int) -> Iterator[LlmcTensor]:
     """Yield the tensors of a LLaMA-3 file in order; query, key and value of a layer follow each other."""
-    width, inner, kv_width = model.n_embd, model.intermediate_size, model.n_kv_head * model.head_dim
+    width, inner, kv_width = model.n_embd, model.intermediate_size, model.n_kv_head * model.head_width
     layers = [f"model.layers.{layer}" for layer in range(model.n_layer)]
     yield _plain("model.embed_tokens.weight", model.vocab_size, width)
     yield from (_plain(f"{layer}.input_layernorm.weight", width) for layer in layers)
@@ -201,7 +183,7 @@ def _plain(name: str, *shape: int) -> LlmcTensor:
     return LlmcTensor(name, shape, shape[0])
 
 
-def gpt2_header(model: ModelConfig) -> tuple[list[int], list[str]]:
+def _gpt2_header(model: ModelConfig) -> tuple[list[int], list[str]]:
     """Return the header's members from the third on, and what of the model a file cannot say."""
     found = []
     if not model.tie_word_embeddings:
@@ -217,7 +199,7 @@ def gpt2_header(model: ModelConfig) -> tuple[list[int], list[str]]:
     return sizes, found
 
 
-def llama3_header(model: ModelConfig) -> tuple[list[int], list[str]]:
+def _llama3_header(model: ModelConfig) -> tuple[list[int], list[str]]:
     """Return the header's members from the third on, and what of the model a file cannot say.
 
     The width of the MLP is `multiple_of * ceil(int(multiplier * int(8 n_embd / 3)) / multiple_of)`; multiplier, epsilon
@@ -245,3 +227,54 @@ def llama3_header(model: ModelConfig) -> tuple[list[int], list[str]]:
         3,
         int(is_scaled),
     ], found
+
+
+@dataclass(frozen=True, slots=True)
+class LlmcFamily:
+    """The files of one family.
+
+    Args:
+        magic: the number with which a file begins.
+        sizes: the header's members that count something, by name.
+        read_model: the model that a sound header and so many numbers behind it describe; None where no model fits.
+        write_header: the members from the third on, and what of the model a file cannot say.
+        parts: the tensors in order, with so many rows of the vocabulary where a file pads it.
+    """
+
+    magic: int
+    sizes: Mapping[str, int]
+    read_model: Callable[[Sequence[int], int], ModelConfig | None]
+    write_header: Callable[[ModelConfig], tuple[list[int], list[str]]]
+    parts: Callable[[ModelConfig, int], Iterator[LlmcTensor]]
+
+    def problems_of_header(self, header: Sequence[int]) -> list[str]:
+        """Return what in a header no model has."""
+        found = []
+        for name, index in self.sizes.items():
+            most = _MOST_LAYERS if name == "n_layer" else _MOST
+            if not 1 <= header[index] <= most:
+                found.append(f"{name}={header[index]}: must be 1 to {most}")
+        padded = self.sizes.get(_PADDED)
+        if not found and padded is not None and header[padded] < header[3]:
+            found.append(f"{_PADDED}={header[padded]}: below vocab_size={header[3]}")
+        return found
+
+
+_PADDED = "padded_vocab_size"
+FAMILIES: dict[Family, LlmcFamily] = {
+    Family.gpt2: LlmcFamily(
+        magic=20240326,
+        sizes={"max_seq_len": 2, "vocab_size": 3, "n_layer": 4, "n_head": 5, "n_embd": 6, _PADDED: 7},
+        read_model=_gpt2_model,
+        write_header=_gpt2_header,
+        parts=_gpt2_parts,
+    ),
+    Family.llama3: LlmcFamily(
+        magic=20240803,
+        sizes={"max_seq_len": 2, "vocab_size": 3, "n_layer": 4, "n_head": 5, "n_kv_head": 6, "n_embd": 7},
+        read_model=_llama3_model,
+        write_header=_llama3_header,
+        parts=_llama3_parts,
+    ),
+}
+MAGICS = {family.magic: family for family in FAMILIES.values()}

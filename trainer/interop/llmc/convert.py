@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import models
-from models import Family, ModelConfig
-from trainer.atomic import atomic_output
+from models import families
+from models.config import ModelConfig
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import ConfigError, MismatchError
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
-from trainer.interop.llmc.contents import HEADER_BYTES, MAGICS, VERSIONS, LlmcTensor, gpt2_header, llama3_header
-from trainer.interop.llmc.file import HEADER, open_file, parts_of, read_whole
+from trainer.interop.llmc.contents import FAMILIES, HEADER_BYTES, VERSIONS, LlmcTensor
+from trainer.interop.llmc.file import HEADER, open_file, read_whole
+from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
 from trainer.interop.tensor_files import blocks_of
 
@@ -47,9 +47,9 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
         raise ConfigError("A file of weights has no room for a tokenizer", where=out, fix="Leave --tokenizer out.")
     header, parts = _describing(source.model, wanted.dtype, where=checkpoint.path)
     total = HEADER_BYTES + sum(math.prod(part.shape) for part in parts) * wanted.dtype.itemsize
-    aliases = models.aliases(source.model)
+    aliases = families.aliases(source.model)
     bar = tqdm(total=total, desc=out.name, unit="B", unit_scale=True, disable=None, leave=False)
-    with atomic_output(out, files) as partial, bar:
+    with new_output(out, files) as partial, bar:
         descriptor = files.open_for_writing(partial)
         try:
             files.reserve(descriptor, total)
@@ -71,14 +71,18 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
 def _describing(model: ModelConfig, dtype: torch.dtype, *, where: Path) -> tuple[list[int], list[LlmcTensor]]:
     """Return the header of a file, but for the zeros at its end, and its tensors."""
     version = {kind: number for number, kind in VERSIONS.items()}.get(dtype)
-    (magic,) = [number for number, family in MAGICS.items() if family is model.family]
-    write_header = gpt2_header if model.family is Family.gpt2 else llama3_header
-    sizes, found = write_header(model)
+    family = FAMILIES.get(model.family)
+    sizes, found = ([], [_unknown(model)]) if family is None else family.write_header(model)
     if version is None:
         found.append(f"{dtype}: a file has float32 or bfloat16")
-    if version is None or found:
+    if family is None or version is None or found:
         raise MismatchError("llm.c has no file for such a model", where=where, found="; ".join(found))
-    return [magic, version, *sizes], parts_of(model, sizes[5])
+    return [family.magic, version, *sizes], list(family.parts(model, sizes[5]))
+
+
+def _unknown(model: ModelConfig) -> str:
+    known = " and ".join(family.value for family in FAMILIES)
+    return f"model.family={model.family.value}: llm.c has {known}"
 
 
 FORMAT = Format("a file of weights of llm.c (GPT-2 or LLaMA-3)", read_source, write, names_model=True)

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 
-import models
-from models import Family, ModelConfig
-from trainer.checkpoint.loading.reader import opened
+from models.config import ModelConfig
+from models.families import problems as model_problems
+from trainer.checkpoint.loading.reader import open_tensor_file
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
-from trainer.interop.llmc import contents
 from trainer.interop.llmc.contents import HEADER_BYTES, MAGICS, VERSIONS, LlmcTensor
 
 HEADER = struct.Struct("<256i")
@@ -79,23 +78,14 @@ def read_whole(file: WeightsFile, name: str) -> torch.Tensor:
     """Return a tensor as we store it, in the file's dtype, without the rows that pad its vocabulary."""
     part, offset = file.parts[name]
     tensor = torch.empty((part.rows, *part.shape[1:]), dtype=file.dtype)
-    with opened(file.files, file.path.resolve()) as source:
+    with open_tensor_file(file.files, file.path.resolve()) as source:
         source.read(memoryview(tensor.view(-1).view(torch.uint8).numpy()), offset)  # type: ignore[arg-type]
     return part.to_ours(tensor)
 
 
-def parts_of(model: ModelConfig, padded_vocab_size: int) -> list[LlmcTensor]:
-    """Return the tensors of a file in order."""
-    match model.family:
-        case Family.gpt2:
-            return list(contents.gpt2_parts(model, padded_vocab_size))
-        case Family.llama3:
-            return list(contents.llama3_parts(model))
-
-
 def _read_header(path: Path, files: Files, size: int) -> list[int]:
     data = bytearray(min(size, HEADER_BYTES))
-    with opened(files, path.resolve()) as file:
+    with open_tensor_file(files, path.resolve()) as file:
         file.read(memoryview(data), 0)
     if int.from_bytes(data[:4], "little") not in MAGICS:
         raise CheckpointError("A file is none of llm.c's weights", where=path, expected=WEIGHTS, found=_told(data))
@@ -127,15 +117,15 @@ def _described(
 ) -> tuple[ModelConfig, list[LlmcTensor]]:
     """Return the model of a file and its tensors, after checking that the file has their size."""
     family = MAGICS[header[0]]
-    found = contents.problems_of_header(header, family)
+    found = family.problems_of_header(header)
     items, odd = divmod(size - HEADER_BYTES, dtype.itemsize)
     model = None
     if not found:
-        model = contents.gpt2_model(header) if family is Family.gpt2 else contents.llama3_model(header, items)
-        found = [] if model is None else models.problems(model)
+        model = family.read_model(header, items)
+        found = [] if model is None else model_problems(model)
     if found:
         raise CheckpointError("A file of weights describes no model", where=path, found="; ".join(found))
-    parts = [] if model is None else parts_of(model, header[7])
+    parts = [] if model is None else list(family.parts(model, header[7]))
     expected = sum(math.prod(part.shape) for part in parts)
     if model is None or odd or expected != items:
         wanted = f"{HEADER_BYTES + expected * dtype.itemsize} B" if parts else "what a whole number of columns makes"

@@ -13,7 +13,7 @@ from trainer.checkpoint.format.box import Box, in_bytes
 from trainer.checkpoint.format.layout import Place, TensorKind, TensorSpec
 from trainer.checkpoint.loading.gather import Gatherer
 from trainer.checkpoint.loading.loader import LoadReport
-from trainer.checkpoint.loading.reader import opened
+from trainer.checkpoint.loading.reader import open_tensor_file
 from trainer.checkpoint.loading.target import Target
 from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.interop.finite import FiniteCheck
@@ -57,7 +57,7 @@ def fill(
     """
     start, gatherer = time.perf_counter(), Gatherer()
     filled_bytes = 0
-    with opened(file.files, file.path.resolve()) as source:
+    with open_tensor_file(file.files, file.path.resolve()) as source:
         for tensor in sorted(live, key=lambda tensor: file.parts[tensor.spec.name][1]):
             part, offset = file.parts[tensor.spec.name]
             target = Target(tensor, tensor.box)

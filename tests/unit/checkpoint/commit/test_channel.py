@@ -29,7 +29,7 @@ def test_an_empty_message_arrives() -> None:
     ]
 
 
-def test_the_first_of_several_messages_ends_the_wait_and_so_does_a_check_that_raises() -> None:
+def test_the_first_message_or_a_raising_check_ends_the_wait() -> None:
     looks: list[int] = []
 
     def look_twice() -> None:

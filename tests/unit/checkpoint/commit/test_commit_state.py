@@ -286,7 +286,7 @@ def attempted(told: Troubles) -> Attempted:
 
 @given(troubles())
 @settings(max_examples=400, deadline=None)
-def test_whatever_happens_no_rank_contradicts_the_folder_and_all_end(told: Troubles) -> None:
+def test_no_rank_contradicts_the_folder_and_all_end(told: Troubles) -> None:
     attempted(told)
 
 
@@ -351,7 +351,7 @@ def test_a_part_that_fails_is_named_on_every_rank(number: int) -> None:
     assert outcomes(found) == [Outcome.FAILED] * 3
 
 
-def test_a_host_that_stops_leaves_no_rank_with_a_wrong_word_at_any_call() -> None:
+def test_a_host_that_stops_at_any_call_misleads_no_rank() -> None:
     total = attempted(calm(2)).store.calls
     commits = [attempted(calm(2, stops_at=call)).disk.commits for call in range(1, total + 1)]
     assert total > 10
@@ -360,7 +360,7 @@ def test_a_host_that_stops_leaves_no_rank_with_a_wrong_word_at_any_call() -> Non
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_rank_that_gives_up_at_any_moment_hears_or_makes_the_outcome_of_all(number: int) -> None:
+def test_a_rank_that_gives_up_shares_the_outcome_of_all(number: int) -> None:
     commits = []
     for moment in range(40):
         declines_s: list[float | None] = [None, None]
@@ -374,7 +374,7 @@ def test_a_rank_that_gives_up_at_any_moment_hears_or_makes_the_outcome_of_all(nu
 
 @pytest.mark.parametrize("dies_with", [Fault.KILLS, Fault.HANGS, Fault.FAILS, Fault.LATE, Fault.DROPS, Fault.REPEATS])
 @pytest.mark.parametrize("number", [0, 1])
-def test_no_single_fault_at_any_call_makes_a_rank_contradict_the_folder(number: int, dies_with: Fault) -> None:
+def test_no_single_fault_makes_a_rank_contradict_the_folder(number: int, dies_with: Fault) -> None:
     for call in range(1, 20):
         attempted(calm(2, faults={(number, call): dies_with}))
 
@@ -400,9 +400,7 @@ EVENTS: st.SearchStrategy[Event] = st.sampled_from(
 
 @given(st.integers(0, MOST_RANKS - 1), st.lists(EVENTS, max_size=25))
 @settings(max_examples=500, deadline=None)
-def test_no_order_of_events_renames_twice_or_what_is_not_whole_or_after_a_refusal(
-    rank: int, events: list[Event]
-) -> None:
+def test_no_order_of_events_renames_twice_or_wrongly(rank: int, events: list[Event]) -> None:
     known, whole, renames = CommitState.of(rank, MOST_RANKS), set[int](), 0
     for event in events:
         before = known

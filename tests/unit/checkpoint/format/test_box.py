@@ -64,7 +64,7 @@ def strided_factors(sizes: list[int], dims: list[int], order: list[int]) -> list
 
 @settings(deadline=None, max_examples=300)
 @given(meshes())
-def test_box_of_splits_is_what_cutting_one_axis_after_the_other_leaves(
+def test_box_of_splits_equals_cutting_axis_by_axis(
     mesh: tuple[tuple[int, ...], list[int], list[int], list[int]],
 ) -> None:
     shape, sizes, dims, order = mesh
@@ -87,7 +87,7 @@ def test_box_of_splits_is_what_cutting_one_axis_after_the_other_leaves(
     assert seen == Counter(range(math.prod(shape)))
 
 
-def test_box_of_splits_cuts_by_tensor_parallel_first_then_by_fsdp() -> None:
+def test_box_of_splits_cuts_by_tensor_parallel_then_by_fsdp() -> None:
     rows = 50257
     found = []
     for tp in range(2):
@@ -100,7 +100,7 @@ def test_box_of_splits_cuts_by_tensor_parallel_first_then_by_fsdp() -> None:
     ]  # fmt: skip
 
 
-def test_box_of_splits_refuses_a_factor_that_is_no_product_of_the_axes_to_the_right() -> None:
+def test_box_of_splits_refuses_a_factor_no_axes_multiply_to() -> None:
     with pytest.raises(ValueError, match="factor 3 is no box"):
         box_of_splits((12,), [Split(0, 0, 2, strided=3), Split(0, 0, 2)])
     with pytest.raises(ValueError, match="factor 2 is no box"):

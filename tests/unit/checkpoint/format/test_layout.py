@@ -59,7 +59,7 @@ def test_header_of_a_small_example_is_these_bytes() -> None:
 
 @settings(deadline=None)
 @given(st.data())
-def test_layout_has_no_holes_keeps_the_order_and_starts_on_a_page(data: st.DataObject) -> None:
+def test_layout_has_no_holes_keeps_order_and_starts_on_a_page(data: st.DataObject) -> None:
     dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8])
     shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
     parts = data.draw(st.lists(st.tuples(st.sampled_from(TensorKind), shapes, dtypes), max_size=12))

@@ -117,7 +117,7 @@ def test_shares_count_as_pieces_and_lie_inside_their_cell() -> None:
         assert not replace(entry, shares={cell: (16,)}).fits(4)
 
 
-def test_an_entry_of_countless_cells_is_refused_without_counting_them() -> None:
+def test_an_entry_of_countless_cells_is_refused_uncounted() -> None:
     marks = tuple(range(10_001))
     assert not TensorEntry((10_000,) * 4, (marks,) * 4, {}, A).fits(4)
 

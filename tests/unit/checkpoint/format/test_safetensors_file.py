@@ -127,7 +127,7 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda t: t.update(weight=t["bias"], bias=t["weight"]), "disagree"),
     ],
 )
-def test_a_header_that_is_wrong_though_its_digest_fits_is_refused(
+def test_a_wrong_header_with_a_fitting_digest_is_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], text: str
 ) -> None:
     path = save(tmp_path, nn.Linear(4, 3), iteration=1)
@@ -149,7 +149,7 @@ def test_a_tensor_that_lies_in_two_files_is_refused(tmp_path: Path) -> None:
         load(path, nn.Linear(4, 3))
 
 
-def test_the_number_of_digests_is_compared_with_the_header_s_item_size(tmp_path: Path) -> None:
+def test_the_number_of_digests_is_held_against_the_item_size(tmp_path: Path) -> None:
     holder = nn.Module()
     holder.register_buffer("x", torch.zeros(600_000, dtype=torch.float64))  # 4.8 MB, two blocks; one if it were floats
     path = save(tmp_path, holder, iteration=1)

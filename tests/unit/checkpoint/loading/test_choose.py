@@ -50,14 +50,14 @@ def test_a_run_folder_may_have_any_other_name(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["iter_0000010.superseded-2", "best", "iter_0000010.backup"])
-def test_a_folder_with_a_manifest_is_one_iteration_whatever_its_name(tmp_path: Path, name: str) -> None:
+def test_a_folder_with_a_manifest_is_an_iteration_by_any_name(tmp_path: Path, name: str) -> None:
     source, target = nn.Linear(2, 2), nn.Linear(2, 2)
     save(tmp_path, source, iteration=10).rename(tmp_path / name)
     assert load(tmp_path / name, target)["iteration"] == 10
     assert torch.equal(source.weight, target.weight)
 
 
-def test_a_superseded_folder_without_a_manifest_is_a_damaged_iteration(tmp_path: Path) -> None:
+def test_a_superseded_folder_without_a_manifest_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "iter_0000010.superseded-2"
     path.mkdir()
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
@@ -65,7 +65,7 @@ def test_a_superseded_folder_without_a_manifest_is_a_damaged_iteration(tmp_path:
 
 
 @pytest.mark.parametrize("iteration", [3, 4])
-def test_an_iteration_asked_of_one_iteration_is_refused_naming_the_option(tmp_path: Path, iteration: int) -> None:
+def test_a_step_asked_of_one_iteration_is_refused_by_option(tmp_path: Path, iteration: int) -> None:
     path = save(tmp_path, nn.Linear(2, 2), iteration=3)
     for named in (path, path.rename(tmp_path / "best")):
         if named.exists():

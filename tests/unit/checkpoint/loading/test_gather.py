@@ -50,7 +50,7 @@ def gathered(memory: Memory, source: Image, lo: int, hi: int, *, gap_bytes: int,
 
 @settings(deadline=None, max_examples=500)
 @given(sources(), st.integers(0, 40), st.integers(1, 40), st.data())
-def test_a_extent_of_a_box_is_gathered_to_the_bytes_that_numpy_takes_out(
+def test_an_extent_of_a_box_is_gathered_to_numpy_s_bytes(
     case: tuple[tuple[int, ...], Box, int], gap_bytes: int, scratch_bytes: int, data: st.DataObject
 ) -> None:
     shape, box, itemsize = case
@@ -76,7 +76,7 @@ def test_where_no_gap_is_read_along_every_byte_read_is_wanted(case: tuple[tuple[
     ]
 
 
-def test_narrow_gaps_are_read_along_as_much_at_once_as_the_buffer_takes() -> None:
+def test_narrow_gaps_are_read_along_up_to_the_buffer_size() -> None:
     shape, box = (100, 16), Box((0, 4), (100, 8))
     memory = Memory(tensor_of(shape, 1))
     gathered(memory, image(box, shape, 1), 0, 800, gap_bytes=8, scratch_bytes=10 * 16)

@@ -138,7 +138,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, ...]]
 
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut_tensors(), st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]), st.integers(1, 3), st.booleans())
-def test_any_box_loads_from_any_cut_to_the_bytes_that_numpy_takes_out(
+def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
     tmp_path: Path,
     case: tuple[tuple[int, ...], list[tuple[int, ...]], list[int], Box],
     dtype: torch.dtype,
@@ -259,7 +259,7 @@ def test_an_error_that_is_none_of_ours_is_raised_too(large: Path) -> None:
         load(large, threads=3, files=Broken())
 
 
-def test_a_worker_that_fails_stops_the_others_at_their_next_block(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed, close = threading.Event(), loader._Queue.close
 
     def close_and_tell(queue: loader._Queue) -> None:
@@ -284,9 +284,7 @@ def test_a_worker_that_fails_stops_the_others_at_their_next_block(large: Path, m
     assert all(told)
 
 
-def test_a_load_that_is_broken_off_does_not_wait_for_a_read_that_hangs(
-    large: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "PROGRESS_S", 0.01)
     monkeypatch.setattr(loader, "_LEAVE_S", 0.01)
     released = threading.Event()
@@ -319,7 +317,7 @@ def test_a_load_that_is_broken_off_does_not_wait_for_a_read_that_hangs(
     assert threading.active_count() == before
 
 
-def test_a_manifest_that_leaves_a_part_out_is_refused_naming_the_tensor(large: Path) -> None:
+def test_a_manifest_without_a_part_is_refused_by_tensor(large: Path) -> None:
     checkpoint = open_checkpoint(large, Files())
     places = read_places(checkpoint)
     entry = checkpoint.manifest.tensors["b"]
@@ -331,9 +329,7 @@ def test_a_manifest_that_leaves_a_part_out_is_refused_naming_the_tensor(large: P
         fill(other, places, live, verify=False)
 
 
-def test_progress_rises_towards_the_bytes_of_all_and_comes_from_the_calling_thread(
-    large: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_rises_to_all_bytes_on_the_calling_thread(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "PROGRESS_S", 0.0)
     told, called, go_on = list[tuple[int, int]](), set[int](), threading.Event()
 
@@ -359,7 +355,7 @@ def test_progress_rises_towards_the_bytes_of_all_and_comes_from_the_calling_thre
     assert called == {threading.get_ident()}
 
 
-def test_a_shard_that_lives_in_other_dimensions_is_refused_before_anything_is_filled(large: Path) -> None:
+def test_a_shard_of_other_dimensions_is_refused_before_filling(large: Path) -> None:
     checkpoint = open_checkpoint(large, Files())
     places = read_places(checkpoint)
     live = SHARDINGS[0].live(0, [places["a"].spec], {"a": torch.zeros(2500, 1024)})

@@ -90,7 +90,7 @@ def test_a_checkpoint_has_exactly_the_files_its_manifest_names(run: Path) -> Non
     assert checkpoint.has_optimizer
 
 
-def test_headers_are_read_once_and_their_places_belong_to_the_caller(run: Path) -> None:
+def test_headers_are_read_once_and_the_caller_owns_the_places(run: Path) -> None:
     files = FailingFiles("open_for_reading")
     files.is_armed = False
     checkpoint = open_checkpoint(run / "iter_0000010", files)
@@ -172,7 +172,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_at_error(
     assert name in record.getMessage()
 
 
-def test_two_damaged_checkpoints_are_skipped_and_three_are_an_error(run: Path) -> None:
+def test_two_damaged_checkpoints_are_skipped_three_are_an_error(run: Path) -> None:
     flip(run / "iter_0000011" / STATE, 5)
     flip(run / "iter_0000010" / FILES[1], 8000)
     assert load(run)[0] == 9
@@ -196,7 +196,7 @@ def test_a_named_iteration_that_is_damaged_is_refused(run: Path) -> None:
         load(run, 10)
 
 
-def test_an_iteration_that_was_never_saved_is_refused_naming_those_there(run: Path) -> None:
+def test_a_never_saved_iteration_is_refused_naming_those_present(run: Path) -> None:
     with pytest.raises(CheckpointError, match="one of 9, 10, 11"):
         load(run, 12)
 
@@ -211,7 +211,7 @@ def test_a_missing_or_empty_path_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "iter_0000001")
 
 
-def test_a_newer_format_is_refused_by_its_number_and_never_skipped(run: Path) -> None:
+def test_a_newer_format_is_refused_by_number_and_not_skipped(run: Path) -> None:
     save(run, 12, state_format="reprise/2")
     for path in (run, run / "iter_0000012"):
         with pytest.raises(MismatchError, match="reprise/2"):
@@ -250,7 +250,7 @@ def test_what_one_rank_refuses_every_rank_refuses(run: Path, culprit: int) -> No
     assert all("Another model" in str(outcome) for outcome in outcomes)
 
 
-def test_damage_that_one_rank_sees_makes_every_rank_take_the_older(run: Path) -> None:
+def test_damage_seen_by_one_rank_makes_all_ranks_take_the_older(run: Path) -> None:
     flip(run / "iter_0000011" / FILES[1], 4096 + 7000)
 
     def call(channel: StoreChannel) -> int:

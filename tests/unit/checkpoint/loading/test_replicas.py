@@ -15,7 +15,7 @@ REPLICAS = Sharding("replicas of rows", (Axis("replica", 2), Axis("row", 2)))
 
 
 @pytest.mark.parametrize("culprit", [None, 0, 3])
-def test_replicas_that_differ_are_refused_on_every_rank_by_tensor_and_ranks(culprit: int | None) -> None:
+def test_differing_replicas_are_refused_by_tensor_and_ranks(culprit: int | None) -> None:
     state = sample_state(SPECS, seed=1)
 
     def call(channel: StoreChannel) -> None:

@@ -56,7 +56,7 @@ def test_memory_is_given_where_a_part_is_packed_in_it() -> None:
     assert target_of(torch.zeros(6, 4).T, Box((0, 0), (4, 6))).memory(in_bytes(whole((4, 6)), 4)) is None
 
 
-def test_a_scalar_and_a_shard_of_a_larger_storage_are_filled_in_place() -> None:
+def test_a_scalar_and_a_shard_of_a_storage_are_filled_in_place() -> None:
     storage = torch.zeros(10)
     target = target_of(storage[3], whole(()))
     memory = target.memory(in_bytes(whole(()), 4))
@@ -66,7 +66,7 @@ def test_a_scalar_and_a_shard_of_a_larger_storage_are_filled_in_place() -> None:
 
 
 @pytest.mark.parametrize("local", LAYOUTS[:2], ids=["packed", "transposed"])
-def test_a_tensor_in_other_dimensions_than_it_was_written_in_is_there_when_finished(local: torch.Tensor) -> None:
+def test_a_tensor_of_other_dimensions_is_there_when_finished(local: torch.Tensor) -> None:
     local = local.clone()
     target = target_of(local, whole((4, 6)), written=whole((4, 2, 3)))
     target.put(in_bytes(whole((4, 2, 3)), 4), bytes_of(VALUES.reshape(4, 2, 3)))

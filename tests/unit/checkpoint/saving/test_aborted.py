@@ -170,7 +170,7 @@ def test_what_a_rank_gives_up_too_late_is_there_on_that_rank_too(
     assert names(tmp_path) == ["iter_0000001"]
 
 
-def test_a_rank_that_saves_again_before_it_is_committed_hears_that_it_is(tmp_path: Path) -> None:
+def test_a_rank_that_saves_again_early_learns_of_the_commit(tmp_path: Path) -> None:
     gate, store = Gate("iter_0000001"), HashStore()
 
     def call(channel: StoreChannel) -> list[list[str | None]]:

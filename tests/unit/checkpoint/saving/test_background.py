@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from models import build_model
+from models.build import build_model
 from tests import ROOT
 from tests.fakes import JOIN_S, FailingFiles, StuckFiles, run_ranks
 from tests.unit.model_samples import GPT2, fill, random_values
@@ -44,7 +44,7 @@ SMALL_CHUNK = 1 << 16
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", SMALL_CHUNK)
-    monkeypatch.setattr(chunks, "STRETCH_BYTES", 4 * SMALL_CHUNK)
+    monkeypatch.setattr(chunks, "EXTENT_BYTES", 4 * SMALL_CHUNK)
 
 
 _SEEDED = threading.Lock()
@@ -189,7 +189,7 @@ def test_the_bytes_committed_are_those_of_the_iteration_saved(
     checkpointer.close()
 
 
-def test_nothing_that_a_step_changes_is_copied_once_it_is_written(tmp_path: Path) -> None:
+def test_no_tensor_is_copied_once_it_is_written(tmp_path: Path) -> None:
     training = Training()
     checkpointer = started(SavePolicy(tmp_path, async_save=True))
     checkpointer.save(1, training.contents())
@@ -200,7 +200,7 @@ def test_nothing_that_a_step_changes_is_copied_once_it_is_written(tmp_path: Path
     checkpointer.close()
 
 
-def test_without_an_optimizer_to_hold_back_everything_is_copied_at_once(tmp_path: Path) -> None:
+def test_without_an_optimizer_everything_is_copied_at_once(tmp_path: Path) -> None:
     training, gate = Training(), Gate(0)
     checkpointer = started(SavePolicy(tmp_path, async_save=True), gate)
     expected, contents = training.values(), training.contents()
@@ -232,7 +232,7 @@ def test_saves_closer_than_the_disk_is_fast_never_mix(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["open_for_writing", "reserve", "write", "sync", "free_bytes", "rename"])
 @pytest.mark.usefixtures("idle_threads")
-def test_a_writer_that_fails_does_not_hold_a_step_and_is_reported(tmp_path: Path, kind: str) -> None:
+def test_a_failing_writer_is_reported_and_holds_no_step(tmp_path: Path, kind: str) -> None:
     files = FailingFiles(kind, errno.ENOSPC, after=7 if kind == "write" else 0)
     training = Training()
     checkpointer = started(SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=20.0), files)
@@ -332,7 +332,7 @@ def test_the_error_of_a_save_does_not_keep_its_memory(tmp_path: Path) -> None:
     checkpointer.close()
 
 
-def test_a_save_that_may_still_be_committed_does_not_keep_its_memory(tmp_path: Path) -> None:
+def test_a_save_in_doubt_does_not_keep_its_memory(tmp_path: Path) -> None:
     class Slow(Files):
         reached, opened = threading.Event(), threading.Event()
 
@@ -413,7 +413,7 @@ def keys_left(root: Path, culprit: int, failures: int) -> int:
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_saves_that_were_given_up_leave_nothing_in_the_store_once_one_is_good(tmp_path: Path, culprit: int) -> None:
+def test_aborted_saves_leave_no_keys_after_a_good_one(tmp_path: Path, culprit: int) -> None:
     assert keys_left(tmp_path / "one", culprit, 1) == keys_left(tmp_path / "five", culprit, 5)
 
 
@@ -462,7 +462,7 @@ def idle_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("idle_threads")
-def test_a_hundred_saves_leave_no_thread_no_descriptor_and_no_hook(tmp_path: Path) -> None:
+def test_a_hundred_saves_leave_no_thread_descriptor_or_hook(tmp_path: Path) -> None:
     training = Training()
     checkpointer = started(SavePolicy(tmp_path, async_save=True, retention=Retention(1)))
     counts = set()

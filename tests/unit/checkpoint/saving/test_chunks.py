@@ -22,7 +22,7 @@ LARGE = TensorSpec(TensorKind.MODEL, "large", (5_000_001,), torch.float32, (5_00
 
 @pytest.fixture(autouse=True, params=[1 << 40, 1 << 14])
 def _extents(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunking, "STRETCH_BYTES", request.param)
+    monkeypatch.setattr(chunking, "EXTENT_BYTES", request.param)
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=lambda sharding: sharding.name)
@@ -71,7 +71,7 @@ def test_all_but_the_ends_of_a_run_lie_on_pages() -> None:
         assert after.offset % PAGE_BYTES == 0
 
 
-def test_digests_are_those_of_the_blocks_of_the_piece_however_it_is_cut() -> None:
+def test_digests_do_not_depend_on_how_a_piece_is_cut() -> None:
     layout = build_layout([LARGE])
     piece = Piece("large", Box((0,), LARGE.shape), 1_000_004, LARGE.total_bytes)
     data = memoryview(torch.arange(LARGE.shape[0], dtype=torch.float32).view(torch.uint8).numpy())  # type: ignore[arg-type]

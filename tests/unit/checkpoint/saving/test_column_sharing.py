@@ -27,7 +27,7 @@ from trainer.checkpoint.saving import stripes as striping
 from trainer.checkpoint.saving.chunks import Piece, cut
 from trainer.checkpoint.saving.column_sharing import LocalRanks, SharedMemory, Sharing
 from trainer.checkpoint.saving.plan import plan
-from trainer.checkpoint.saving.stripes import STRIPS_AT, Stripe
+from trainer.checkpoint.saving.stripes import STRIPES_AT, Stripe
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.tensors.live import Contents
@@ -44,7 +44,7 @@ ALONE = Sharding("one rank")
 
 @pytest.fixture(autouse=True)
 def _strip_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(striping, "STRIP_BYTES", 1 << 16)
+    monkeypatch.setattr(striping, "STRIPE_BYTES", 1 << 16)
 
 
 class CountingFiles(Files):
@@ -151,7 +151,7 @@ def test_a_rank_without_the_memory_for_it_has_all_write_rows(tmp_path: Path, exp
     assert tensor_files(tmp_path / "iter_0000001") == expected
 
 
-def test_a_rank_that_fails_fails_the_save_and_the_next_one_is_whole(tmp_path: Path, expected: dict[str, bytes]) -> None:
+def test_a_failing_rank_fails_the_save_and_the_next_is_complete(tmp_path: Path, expected: dict[str, bytes]) -> None:
     failing = FailingFiles("write", errno.EIO, after=2)
     failing.is_armed = True
 
@@ -178,7 +178,7 @@ def test_a_rank_that_fails_fails_the_save_and_the_next_one_is_whole(tmp_path: Pa
     assert tensor_files(tmp_path / "iter_0000002") == expected
 
 
-def test_where_there_is_no_memory_the_save_fails_and_the_next_one_writes_rows(
+def test_without_memory_the_save_fails_and_the_next_writes_rows(
     tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse_memory(*_: int) -> None:
@@ -191,12 +191,12 @@ def test_where_there_is_no_memory_the_save_fails_and_the_next_one_writes_rows(
     assert tensor_files(tmp_path / "iter_0000002") == expected
 
 
-def test_memory_that_cannot_be_opened_fails_the_save_and_the_next_one_writes_rows(
+def test_unopenable_memory_fails_the_save_the_next_writes_rows(
     tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedMemory, "open", staticmethod(lambda _: None))
     for reports in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
-        assert "that of rank 0" in str(reports[0].error)
+        assert "the memory of rank 0" in str(reports[0].error)
         assert reports[1].error is None
     assert tensor_files(tmp_path / "iter_0000002") == expected
 
@@ -245,7 +245,7 @@ def test_a_rank_that_refuses_ends_the_wait_of_the_others(tmp_path: Path, culprit
     assert run_ranks(3, run, timeout_s=20.0) == [None] * 3
 
 
-def test_a_rank_that_has_refused_does_not_join_and_one_that_joins_is_not_refused_for(tmp_path: Path) -> None:
+def test_a_rank_either_refuses_or_joins(tmp_path: Path) -> None:
     def run(channel: StoreChannel) -> bool:
         local_ranks = met(channel, [0, 1])
         pieces = columns_of(COLUMNS, channel.rank)
@@ -300,7 +300,7 @@ def test_a_rank_that_is_alone_on_its_host_asks_nobody(tmp_path: Path) -> None:
         assert met(single_rank_channel(), ranks).join(attempt(tmp_path), [], may_share=True) is None
 
 
-def test_one_rank_without_columns_does_not_keep_the_others_from_sharing(tmp_path: Path) -> None:
+def test_one_rank_without_columns_lets_the_others_share(tmp_path: Path) -> None:
     def run(channel: StoreChannel) -> int:
         pieces = columns_of(COLUMNS, channel.rank) if channel.rank < 2 else []
         sharing = met(channel, [0, 1, 2]).join(attempt(tmp_path), pieces, may_share=True)
@@ -346,7 +346,7 @@ def columns_of(sharding: Sharding, rank: int) -> list[Piece]:
     return planning.columns_of(cut(plan(sharding.live(rank, SPECS, STATE_BYTES), layout, rank), layout))
 
 
-def test_memory_is_had_by_address_only_where_that_is_still_the_same() -> None:
+def test_memory_is_taken_by_address_only_while_unchanged() -> None:
     first = SharedMemory.make()
     assert SharedMemory.open(first.address) is not None
     pid, number, name = first.address.split()
@@ -361,8 +361,8 @@ def test_memory_is_had_by_address_only_where_that_is_still_the_same() -> None:
 
 def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
     memory = SharedMemory.make()
-    stripe = Stripe(3, 0, 4096, STRIPS_AT)
-    memory.reach(STRIPS_AT + 4096)
+    stripe = Stripe(3, 0, 4096, STRIPES_AT)
+    memory.reach(STRIPES_AT + 4096)
     others = [SharedMemory.open(memory.address) for _ in range(3)]
     claims: list[memoryview] = []
     start = threading.Barrier(8)
@@ -370,7 +370,7 @@ def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
     def begin_rename(number: int) -> None:
         mine = others[number % 3]
         assert mine is not None
-        mine.reach(STRIPS_AT + 4096)
+        mine.reach(STRIPES_AT + 4096)
         start.wait()
         for _ in range(200):
             if (found := mine.begin_rename(stripe)) is not None:
@@ -405,7 +405,7 @@ def test_a_strip_that_nobody_writes_is_never_committed(tmp_path: Path, monkeypat
 
 def save_as_rank(arguments: list[str]) -> None:
     """Be one of two processes that save columns, and say how often it wrote."""
-    striping.STRIP_BYTES = 1 << 16
+    striping.STRIPE_BYTES = 1 << 16
     cluster = launch.start("cpu", deterministic=False)
     files = CountingFiles()
     policy = SavePolicy(Path(arguments[0]), async_save=True)
@@ -418,7 +418,7 @@ def save_as_rank(arguments: list[str]) -> None:
     checkpointer.close()
     assert checkpointer.results.last_error is None
     print(f"wrote {files.writes.total()} times")
-    launch.stop(cluster)
+    launch.shutdown(cluster)
 
 
 def test_processes_of_one_host_write_whole_strips(tmp_path: Path, expected: dict[str, bytes]) -> None:

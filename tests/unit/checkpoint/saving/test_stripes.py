@@ -1,4 +1,4 @@
-"""Strips: extents of tensors of which the pieces of one host hold every byte, and no others."""
+"""Stripes: extents of tensors of which the pieces of one host hold every byte, and no others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.checkpoint.format.layout import PAGE_BYTES, Layout, build_layout
 from trainer.checkpoint.saving import stripes as striping
 from trainer.checkpoint.saving.chunks import Piece, cut
 from trainer.checkpoint.saving.plan import columns_of, plan
-from trainer.checkpoint.saving.stripes import STRIPS_AT, Strips, cut_by_stripes, shared_bytes, stripes_of
+from trainer.checkpoint.saving.stripes import STRIPES_AT, Stripes, cut_by_stripes, shared_bytes, stripes_of
 
 SPECS = sample_specs()
 LAYOUT = build_layout(SPECS, file_bytes=1 << 20)
@@ -21,7 +21,7 @@ OF_COLUMNS = [sharding for sharding in SHARDINGS if any(axis.role == "column" fo
 
 @pytest.fixture(autouse=True, params=[1 << 22, 1 << 14])
 def _strip_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(striping, "STRIP_BYTES", request.param)
+    monkeypatch.setattr(striping, "STRIPE_BYTES", request.param)
 
 
 def columns(sharding: Sharding, ranks: Sequence[int]) -> list[Piece]:
@@ -44,7 +44,7 @@ def held(pieces: Sequence[Piece], layout: Layout, name: str) -> set[int]:
     }
 
 
-def covered(stripes: Strips, name: str) -> set[int]:
+def covered(stripes: Stripes, name: str) -> set[int]:
     return {at for stripe in stripes.get(name, ()) for at in range(stripe.lo, stripe.hi)}
 
 
@@ -74,7 +74,7 @@ def test_hosts_that_hold_rows_of_their_own_share_them() -> None:
         found, expected = covered(stripes, "embedding"), held(pieces, LAYOUT, "embedding")
         assert found <= expected
         # All but what lies in one extent with the other host's.
-        assert len(expected) - len(found) <= striping.STRIP_BYTES
+        assert len(expected) - len(found) <= striping.STRIPE_BYTES
 
 
 def test_the_order_of_the_pieces_does_not_matter() -> None:
@@ -84,7 +84,7 @@ def test_the_order_of_the_pieces_does_not_matter() -> None:
 
 def test_places_do_not_meet_and_lie_as_the_file_does() -> None:
     stripes = stripes_of(columns(OF_COLUMNS[0], range(2)), LAYOUT)
-    end = STRIPS_AT
+    end = STRIPES_AT
     for name, found in stripes.items():
         for stripe in found:
             assert stripe.place >= end
@@ -96,13 +96,13 @@ def test_places_do_not_meet_and_lie_as_the_file_does() -> None:
 
 
 def test_what_exceeds_the_counters_is_in_no_strip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(striping, "MOST_STRIPS", 1)
+    monkeypatch.setattr(striping, "MAX_STRIPES", 1)
     stripes = stripes_of(columns(OF_COLUMNS[0], range(2)), LAYOUT)
     assert sum(map(len, stripes.values())) == 1
 
 
 @pytest.mark.parametrize("sharding", OF_COLUMNS, ids=lambda sharding: sharding.name)
-def test_a_piece_is_cut_by_stripes_without_gap_and_each_part_lies_in_its_strip(sharding: Sharding) -> None:
+def test_a_piece_is_cut_by_stripes_without_a_gap(sharding: Sharding) -> None:
     pieces = columns(sharding, range(sharding.world_size - 1))
     stripes = stripes_of(pieces, LAYOUT)
     for piece in pieces:

@@ -16,8 +16,9 @@ import pytest
 
 from tests import ROOT
 from tests.fakes import FailingFiles
+from trainer.atomic import make_folders, replace_file
 from trainer.checkpoint.storage import files as files_module
-from trainer.checkpoint.storage.files import Files, describe_free_space, make_folders, replace_file
+from trainer.checkpoint.storage.files import Files, describe_free_space
 
 
 def views(data: bytes, size: int) -> list[memoryview]:
@@ -208,7 +209,7 @@ checkpointer.close()
 """
 
 
-def test_a_file_system_without_inodes_is_told_as_such_and_not_as_full(tmp_path: Path) -> None:
+def test_a_file_system_without_inodes_is_not_called_full(tmp_path: Path) -> None:
     """A real one: a tmpfs of 20 inodes and 64 MiB in a mount namespace of its own."""
     script = f'mount -t tmpfs -o size=64m,nr_inodes=20 none "$1" && exec "{sys.executable}" -c "$2" "$1"'
     command = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c"]

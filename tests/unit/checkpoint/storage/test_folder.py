@@ -46,7 +46,7 @@ def test_a_missing_folder_holds_nothing(tmp_path: Path) -> None:
     assert folder.tracker() is None
 
 
-def test_sweep_removes_leftovers_and_nothing_that_merely_looks_similar(tmp_path: Path) -> None:
+def test_sweep_removes_leftovers_and_nothing_similar(tmp_path: Path) -> None:
     leftovers = {".iter_0000001.n-1.partial", ".iter_0000002.a.b-3.deleting", ".iter_10000000.n-1.partial"}
     similar = {
         "iter_0000001.n-1.partial", ".iter_0000001.partial", ".iter_01.n-1.partial", ".iter_0000001.n-1.partial.bak",
@@ -124,7 +124,7 @@ class Dying(Files):
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2, 3])
-def test_a_commit_over_a_checkpoint_that_dies_anywhere_loses_neither(tmp_path: Path, renames: int) -> None:
+def test_a_replacing_commit_killed_anywhere_loses_neither(tmp_path: Path, renames: int) -> None:
     folder_with(tmp_path, "iter_0000007", ".iter_0000007.n-2.partial")
     with pytest.raises(KeyboardInterrupt):
         CheckpointFolder(tmp_path, Dying(renames)).commit(7, "n-2")
@@ -157,7 +157,7 @@ def test_commit_names_the_folder_and_replaces_the_tracker(tmp_path: Path) -> Non
     assert names_in(tmp_path) == {"iter_0000007", TRACKER}
 
 
-def test_commit_of_an_iteration_that_is_there_keeps_the_old_one_under_another_name(tmp_path: Path) -> None:
+def test_a_replacing_commit_keeps_the_old_checkpoint_renamed(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, "iter_0000007", "iter_0000007.superseded-1", ".iter_0000007.n-2.partial")
     folder.commit(7, "n-2")
     assert (tmp_path / "iter_0000007/content").read_text() == ".iter_0000007.n-2.partial"
@@ -165,7 +165,7 @@ def test_commit_of_an_iteration_that_is_there_keeps_the_old_one_under_another_na
     assert (tmp_path / "iter_0000007.superseded-2/content").read_text() == "iter_0000007"
 
 
-def test_commit_that_fails_gives_the_old_checkpoint_its_name_back(tmp_path: Path) -> None:
+def test_a_failed_commit_restores_the_old_checkpoint_s_name(tmp_path: Path) -> None:
     folder_with(tmp_path, "iter_0000007", ".iter_0000007.n-2.partial")
 
     class OneRename(Files):
@@ -216,9 +216,7 @@ def test_a_commit_that_cannot_be_taken_back_stands(
     assert names_in(tmp_path) - {TRACKER} == {"iter_0000007", *(f"{name}.superseded-1" for name in before)}
 
 
-def test_a_replaced_checkpoint_that_cannot_come_back_does_so_at_the_next_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_replaced_checkpoint_comes_back_at_the_next_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder_with(tmp_path, "iter_0000007", ".iter_0000007.n-2.partial")
 
     class Once(Unsynced):
@@ -235,9 +233,7 @@ def test_a_replaced_checkpoint_that_cannot_come_back_does_so_at_the_next_start(
     assert names_in(tmp_path) - {TRACKER} == {"iter_0000007"}
 
 
-def test_what_was_replaced_and_cannot_be_named_does_not_undo_a_commit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_replaced_folder_without_a_name_undoes_no_commit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder_with(tmp_path, "iter_0000007", ".iter_0000007.n-2.partial")
 
     class Nameless(Files):

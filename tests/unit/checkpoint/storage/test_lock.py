@@ -91,7 +91,7 @@ def test_a_living_holder_on_another_host_is_respected(tmp_path: Path) -> None:
     assert "node-7" in (tmp_path / "lock").read_text()
 
 
-def test_a_refusal_for_another_host_says_how_long_to_wait_and_what_to_remove(
+def test_a_refusal_for_another_host_names_the_wait_and_the_file(
     tmp_path: Path,
 ) -> None:
     leave_record(tmp_path, host="node-7", age_s=0)
@@ -108,7 +108,7 @@ def leave_record_from_the_future(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     leave_record(folder, host="node-7", age_s=-3600)
 
 
-def test_a_holder_whose_heartbeat_lies_in_the_future_and_does_not_change_is_taken_for_dead(
+def test_a_constant_heartbeat_in_the_future_is_a_dead_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     leave_record_from_the_future(tmp_path, monkeypatch)
@@ -119,9 +119,7 @@ def test_a_holder_whose_heartbeat_lies_in_the_future_and_does_not_change_is_take
     assert "3600 s in the future, set by host node-7: compare the clocks" in caplog.text
 
 
-def test_a_holder_whose_heartbeat_lies_in_the_future_and_goes_on_is_respected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changing_heartbeat_in_the_future_is_a_live_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_record_from_the_future(tmp_path, monkeypatch)
     is_over = threading.Event()
 
@@ -161,7 +159,7 @@ def test_a_lock_that_is_no_regular_file_is_refused_at_once(tmp_path: Path, make:
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_a_lock_that_becomes_a_pipe_keeps_its_holder_waiting_for_nothing(tmp_path: Path) -> None:
+def test_a_lock_that_becomes_a_pipe_does_not_block_its_holder(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path, "mine")
     lock.acquire()
     (tmp_path / "lock").unlink()
@@ -173,7 +171,7 @@ def test_a_lock_that_becomes_a_pipe_keeps_its_holder_waiting_for_nothing(tmp_pat
     lock.release()
 
 
-def test_a_holder_on_another_host_that_fell_silent_is_taken_for_dead(tmp_path: Path) -> None:
+def test_a_silent_holder_on_another_host_is_taken_for_dead(tmp_path: Path) -> None:
     leave_record(tmp_path, host="node-7", age_s=STALE_S + 60)
     lock = FolderLock(tmp_path, "mine")
     lock.acquire()
@@ -181,7 +179,7 @@ def test_a_holder_on_another_host_that_fell_silent_is_taken_for_dead(tmp_path: P
     lock.release()
 
 
-def test_after_a_failure_only_a_lock_that_can_be_read_tells_of_another_holder(tmp_path: Path) -> None:
+def test_after_a_failure_only_a_readable_lock_names_a_holder(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path, "mine")
     lock.acquire()
     lock.refuse_if_taken()

@@ -100,7 +100,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", READS)
 @pytest.mark.parametrize("code", CODES, ids=[errno.errorcode[code] for code in CODES])
-def test_a_read_error_that_stays_ends_the_load_and_nothing_is_renamed(run: Path, kind: str, code: int) -> None:
+def test_a_lasting_read_error_ends_the_load_and_renames_nothing(run: Path, kind: str, code: int) -> None:
     before, clock = names(run), Clock()
     with pytest.raises(UnreadableError) as caught:
         resume(run, Failing(kind, code), clock)
@@ -210,7 +210,7 @@ def test_a_rank_waits_for_what_rank_0_sees(run: Path, tmp_path: Path) -> None:
     assert clock.sleeps == 3
 
 
-def test_a_rank_that_does_not_see_it_in_time_is_named_with_its_host(run: Path) -> None:
+def test_a_rank_that_sees_it_too_late_is_named_with_its_host(run: Path) -> None:
     path, clock = run / "iter_0000012", Clock()
     with pytest.raises(UnreadableError) as caught:
         await_sight(path / MANIFEST, clock.patience(), rank=1)
@@ -219,7 +219,7 @@ def test_a_rank_that_does_not_see_it_in_time_is_named_with_its_host(run: Path) -
     assert RETRY_S <= clock.now_s <= 2 * RETRY_S
 
 
-def test_a_best_checkpoint_whose_loss_cannot_be_read_is_not_deleted(
+def test_a_best_checkpoint_with_an_unreadable_loss_is_kept(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     read = json_file.read

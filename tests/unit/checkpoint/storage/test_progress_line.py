@@ -9,7 +9,7 @@ import pytest
 from trainer.checkpoint.storage.progress_line import EVERY_S, ProgressLine
 
 
-def test_a_line_comes_every_few_seconds_and_short_transfers_are_silent(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_comes_every_few_seconds_of_long_transfers_only(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     now = 100.0
     line = ProgressLine("saving iteration 7", 8_000_000_000, clock=lambda: now)

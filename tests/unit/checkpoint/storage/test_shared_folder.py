@@ -116,7 +116,7 @@ def test_a_rank_that_sees_the_folder_late_starts_and_saves(tmp_path: Path) -> No
     ]
 
 
-def test_a_start_sweeps_the_mark_of_a_killed_one_and_nothing_else(tmp_path: Path) -> None:
+def test_a_start_sweeps_only_the_mark_of_a_killed_one(tmp_path: Path) -> None:
     for name in (".shared.dead.mark", "shared.mark", ".shared.mark.txt"):
         (tmp_path / name).touch()
     (tmp_path / ".shared.folder.mark").mkdir()
@@ -133,7 +133,7 @@ def test_a_start_sweeps_the_mark_of_a_killed_one_and_nothing_else(tmp_path: Path
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("loser", [0, 1])
-def test_a_rank_that_writes_elsewhere_fails_the_save_and_removes_what_it_wrote(tmp_path: Path, loser: int) -> None:
+def test_a_rank_that_writes_elsewhere_fails_the_save_cleanly(tmp_path: Path, loser: int) -> None:
     shared, other = tmp_path / "shared", tmp_path / "other"
     for folder in (shared, other):
         folder.mkdir()
@@ -166,7 +166,7 @@ class CallAtSync(Files):
         self._call()
 
 
-def test_a_rank_that_wrote_elsewhere_before_it_sees_the_folder_fails_the_save(tmp_path: Path) -> None:
+def test_a_rank_that_wrote_elsewhere_first_fails_the_save(tmp_path: Path) -> None:
     shared, other, link = (tmp_path / name for name in ("shared", "other", "link"))
     for folder in (shared, other):
         folder.mkdir()
@@ -208,9 +208,7 @@ class LateMark(Files):
             raise
 
 
-def test_the_time_to_see_a_save_runs_from_its_beginning_on_rank_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_to_see_a_save_runs_from_rank_0_s_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_folder, "SEEN_WITHIN_S", 0.0)
     files = LateMark()
     for report in run_ranks(2, lambda channel: save(channel, tmp_path, files)):
@@ -220,7 +218,7 @@ def test_the_time_to_see_a_save_runs_from_its_beginning_on_rank_0(
 
 
 @pytest.mark.parametrize("kind", ["free_bytes", "make_folder", "write"])
-def test_a_save_that_rank_0_cannot_begin_fails_for_its_reason_on_all_ranks(tmp_path: Path, kind: str) -> None:
+def test_a_save_rank_0_cannot_begin_fails_alike_on_all_ranks(tmp_path: Path, kind: str) -> None:
     for report in run_ranks(
         2, lambda channel: save(channel, tmp_path, FailingFiles(kind if channel.rank == 0 else ""))
     ):
@@ -260,7 +258,7 @@ def checkpoints(tmp_path: Path) -> list[Path]:
     return found
 
 
-def test_a_rank_that_sees_the_replaced_checkpoint_at_first_loads_the_new_one(checkpoints: list[Path]) -> None:
+def test_a_rank_that_first_sees_the_old_checkpoint_loads_the_new(checkpoints: list[Path]) -> None:
     older, newer = checkpoints
     digest = open_checkpoint(newer, Files()).digest
     files = ReplacedFiles(newer, older, 2)
@@ -269,7 +267,7 @@ def test_a_rank_that_sees_the_replaced_checkpoint_at_first_loads_the_new_one(che
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_rank_that_reads_another_checkpoint_is_named_with_both_digests(checkpoints: list[Path]) -> None:
+def test_a_rank_with_another_checkpoint_is_named_with_digests(checkpoints: list[Path]) -> None:
     older, newer = checkpoints
     expected, found = (open_checkpoint(path, Files()).digest for path in (newer, older))
     with pytest.raises(MismatchError) as caught:
@@ -305,7 +303,7 @@ def test_a_rank_that_sees_a_file_of_the_checkpoint_late_loads_it(checkpoints: li
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("name", ["model.safetensors", STATE])
-def test_a_rank_that_misses_a_file_which_rank_0_has_takes_no_older_checkpoint(tmp_path: Path, name: str) -> None:
+def test_a_rank_that_lacks_a_file_takes_no_older_checkpoint(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "saved"
     for iteration in (1, 2):
         run_ranks(2, partial(save, folder=folder, iteration=iteration))

@@ -17,7 +17,7 @@ class Buffer:
     """Stands for memory that a job has in hand."""
 
 
-def test_an_error_that_is_kept_does_not_keep_what_the_job_had_in_hand() -> None:
+def test_a_kept_error_does_not_keep_the_job_s_data() -> None:
     held: list[weakref.ref[Buffer]] = []
 
     def fail() -> None:
@@ -51,7 +51,7 @@ def test_an_error_that_is_kept_does_not_keep_what_the_job_had_in_hand() -> None:
     assert [reference() for reference in held] == [None] * 3
 
 
-def test_a_job_that_does_not_end_says_nothing_of_what_became_of_the_save() -> None:
+def test_a_job_that_does_not_end_reports_no_outcome() -> None:
     worker, released = Worker("test"), threading.Event()
     job = worker.submit(lambda: assert_set(released))
     with pytest.raises(CheckpointError, match="did not end in time") as caught:

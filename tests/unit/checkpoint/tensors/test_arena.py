@@ -14,7 +14,7 @@ STRETCHES = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 20_000)),
 
 
 @given(STRETCHES)
-def test_an_arena_gives_each_extent_memory_of_its_own_congruent_to_its_offset(
+def test_an_arena_gives_extents_memory_congruent_to_offsets(
     extents: list[tuple[int, int]],
 ) -> None:
     arena = Arena(sum(size + PAGE_BYTES for _, size in extents), is_pinned=False)
@@ -30,7 +30,7 @@ def test_an_arena_gives_each_extent_memory_of_its_own_congruent_to_its_offset(
     assert all((memory == number).all() for number, memory in enumerate(taken))
 
 
-def test_a_full_arena_says_so_and_serves_again_when_it_is_cleared() -> None:
+def test_a_full_arena_says_so_and_serves_again_once_cleared() -> None:
     arena = Arena(10_000, is_pinned=False)
     assert arena.take(9_000, offset=0) is not None
     assert arena.take(2_000, offset=0) is None
@@ -49,7 +49,7 @@ def test_touching_keeps_what_is_there() -> None:
 
 
 @given(STRETCHES)
-def test_memory_like_a_file_is_congruent_to_it_and_neighbours_stay_neighbours(extents: list[tuple[int, int]]) -> None:
+def test_memory_like_a_file_is_congruent_and_keeps_adjacency(extents: list[tuple[int, int]]) -> None:
     memories = map_like_file(extents)
     for number, ((offset, size), memory) in enumerate(zip(extents, memories, strict=True)):
         assert memory.nbytes == size

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from models import build_model
+from models.build import build_model
 from tests.unit.model_samples import GPT2, fill, random_values
 from trainer.checkpoint.format.layout import PAGE_BYTES, build_layout
 from trainer.checkpoint.tensors.live import Grid
@@ -19,7 +19,7 @@ FILE_BYTES = 30_000
 
 
 @pytest.mark.parametrize("pad_vocab_multiple", [1, 64])
-def test_a_state_lies_congruent_to_its_places_in_the_files_and_keeps_its_values(pad_vocab_multiple: int) -> None:
+def test_a_file_aligned_state_is_congruent_and_keeps_its_values(pad_vocab_multiple: int) -> None:
     config = dataclasses.replace(GPT2, pad_vocab_multiple=pad_vocab_multiple)
     model = fill(build_model(config), random_values(config))
     before = {name: value.clone() for name, value in model.state_dict().items()}

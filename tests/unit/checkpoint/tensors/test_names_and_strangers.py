@@ -29,9 +29,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_copy_named_after_another_iteration_is_skipped_by_name_and_never_loaded_as_it(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_named_after_another_iteration_is_skipped(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree(run / "iter_0000020", run / "iter_0000100")
     assert load(run)[0] == 20
     assert "iter_0000100 is damaged and skipped: A checkpoint has the name of another iteration" in caplog.text
@@ -41,7 +39,7 @@ def test_a_copy_named_after_another_iteration_is_skipped_by_name_and_never_loade
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "show"])
-def test_the_command_says_that_a_copy_has_the_name_of_another_iteration(
+def test_the_command_reports_a_copy_with_another_s_name(
     run: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert script.main([command, str(run)]) == script.FINE
@@ -52,7 +50,7 @@ def test_the_command_says_that_a_copy_has_the_name_of_another_iteration(
 
 
 @pytest.mark.parametrize("name", ["iter_0000020.superseded-1", "iter_00000020", "best"])
-def test_other_names_of_the_same_iteration_and_names_without_a_number_are_right(run: Path, name: str) -> None:
+def test_other_names_of_an_iteration_and_unnumbered_ones_load(run: Path, name: str) -> None:
     (run / "iter_0000020").rename(run / name)
     assert load(run / name)[0] == 20
 
@@ -65,7 +63,7 @@ def test_a_superseded_folder_of_another_iteration_is_refused(run: Path) -> None:
 
 # The weights of these checkpoints are in two files, so that transformers would prefer the one.
 @pytest.mark.parametrize("name", ["model.safetensors", "adapter_config.json"])
-def test_a_file_that_transformers_prefers_is_named_by_verify_ls_and_a_load(
+def test_a_file_transformers_prefers_is_named_by_every_command(
     run: Path, name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     stray = run / "iter_0000020" / name
@@ -81,7 +79,7 @@ def test_a_file_that_transformers_prefers_is_named_by_verify_ls_and_a_load(
     assert f"{stray} is no file of the checkpoint, but transformers would read it" in caplog.text
 
 
-def test_a_checkpoint_whose_weights_are_one_file_does_not_mislead(tmp_path: Path) -> None:
+def test_a_checkpoint_with_weights_in_one_file_does_not_mislead(tmp_path: Path) -> None:
     checkpointer = Checkpointer(SavePolicy(tmp_path), single_rank_channel(), nonce="n")
     checkpointer.start()
     checkpointer.save(5, contents(5))

@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", REFUSED)
-def test_memory_that_is_not_a_tensor_s_own_is_refused_at_save_and_load(tmp_path: Path, name: str) -> None:
+def test_memory_not_a_tensor_s_own_is_refused_at_save_and_load(tmp_path: Path, name: str) -> None:
     make, text = REFUSED[name]
     with pytest.raises(CheckpointError, match=text):
         save(tmp_path, make(), iteration=1)
@@ -59,7 +59,7 @@ def test_memory_that_is_not_a_tensor_s_own_is_refused_at_save_and_load(tmp_path:
         load(tmp_path, make())
 
 
-def test_optimizer_state_that_is_no_memory_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
+def test_optimizer_state_in_shared_memory_is_refused_by_name(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["momentum_buffer"] = torch.zeros(1, 2).expand(2, 2)
@@ -107,7 +107,7 @@ def addresses(tensor: torch.Tensor) -> list[int]:
 
 
 @given(PARTS, PARTS, st.integers(0, 9))
-def test_memory_is_accepted_only_where_every_element_has_its_own_place(
+def test_memory_needs_a_place_of_its_own_for_every_element(
     first: list[tuple[int, int]], second: list[tuple[int, int]], offset: int
 ) -> None:
     a, b = part(first, 0), part(second, offset)

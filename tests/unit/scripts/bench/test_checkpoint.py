@@ -76,7 +76,7 @@ def test_every_way_comes_first_in_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("measured", "most", "verdict"), [(1.0, 1.0, "kept"), (1.01, 1.0, "MISSED"), (None, 1.0, ""), (2.0, None, "")]
+    ("measured", "most", "result"), [(1.0, 1.0, "met"), (1.01, 1.0, "MISSED"), (None, 1.0, ""), (2.0, None, "")]
 )
-def test_a_bound_is_kept_or_missed_or_there_is_none(measured: float | None, most: float | None, verdict: str) -> None:
-    assert BenchTarget("a", "a figure", measured, most).verdict == verdict
+def test_a_bound_is_met_or_missed_or_there_is_none(measured: float | None, most: float | None, result: str) -> None:
+    assert BenchTarget("a", "a figure", measured, most).result == result

@@ -54,7 +54,7 @@ def test_another_branch_is_another_edge(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b'{"a":[1,{"b":2.5}],"c":null}', b'{"lacks":["its","brace"]', b"\xff\x00", b""])
-def test_changes_follow_from_the_seed_and_reach_both_json_and_bytes(data: bytes) -> None:
+def test_mutations_follow_the_seed_and_reach_json_and_bytes(data: bytes) -> None:
     changed = [mutate(data, random.Random(seed)) for seed in range(300)]
     assert changed == [mutate(data, random.Random(seed)) for seed in range(300)]
     assert len(set(changed)) > 20

@@ -15,7 +15,7 @@ from scripts.faults.power.block_log import Entry, LogKind, decode, encode, read
 from scripts.faults.power.logged_disk import LoggedDisk, Opcode, Request
 from scripts.faults.power.mounting import FILE_SYSTEMS, make, repair
 from scripts.faults.power.recording import Recording, Start, saved_in
-from scripts.faults.power.replay import SECTOR_BYTES, Cut, Replay, Survival, copy_sparse, survivors
+from scripts.faults.power.replay import SECTOR_BYTES, PowerCut, Replay, Survival, copy_sparse, survivors
 from scripts.faults.soak_power import cut_in_the_middle, cuts, lost, recorded_saves
 
 PAGE = 4096
@@ -34,7 +34,7 @@ def syncing() -> Request:
     return Request(Opcode.FSYNC, 2, DISK_NODE, b"")
 
 
-def disk_after(log: list[Entry], cut: Cut, folder: Path, *, pages: int = 4) -> bytes:
+def disk_after(log: list[Entry], cut: PowerCut, folder: Path, *, pages: int = 4) -> bytes:
     """Return the content of a disk, which was all zeros, after a cut."""
     flushed = folder / "flushed"
     flushed.write_bytes(bytes(pages * PAGE))
@@ -69,7 +69,7 @@ class TestTheLoggedDisk:
     def disk(self, tmp_path: Path, image: Path) -> LoggedDisk:
         return LoggedDisk(os.open(image, os.O_RDWR), os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
 
-    def test_a_flush_covers_what_was_answered_before_it_was_asked_for(self, disk: LoggedDisk, tmp_path: Path) -> None:
+    def test_a_flush_covers_writes_answered_before_its_request(self, disk: LoggedDisk, tmp_path: Path) -> None:
         disk.answer_all([writing(0, page("a"))])
         disk.answer_all([writing(PAGE, page("b")), syncing(), writing(0, page("c"))])
         disk.answer_all([syncing()])
@@ -82,7 +82,7 @@ class TestTheLoggedDisk:
             (LogKind.FLUSH, 4),
         ]
 
-    def test_what_is_written_is_read_again_and_what_is_said_has_its_place(
+    def test_writes_are_read_back_and_notes_keep_their_place(
         self, disk: LoggedDisk, image: Path, tmp_path: Path
     ) -> None:
         answers = disk.answer_all([writing(PAGE, page("a")), writing(0, b"saved\n", node=SAID_NODE)])
@@ -91,7 +91,7 @@ class TestTheLoggedDisk:
         assert disk.answer_all([reading])[0][16:] == page("a") == image.read_bytes()[PAGE : 2 * PAGE]
         assert [bytes(entry.data) for entry in read(tmp_path / "log")] == [page("a"), b"saved\n"]
 
-    def test_what_a_disk_does_without_is_refused_and_what_wants_no_answer_gets_none(self, disk: LoggedDisk) -> None:
+    def test_unsupported_requests_are_refused_and_silent_ones_pass(self, disk: LoggedDisk) -> None:
         fallocate = Request(43, 7, DISK_NODE, b"")
         forget = Request(Opcode.FORGET, 8, DISK_NODE, b"")
         assert [struct.unpack("<IiQ", answer) for answer in disk.answer_all([fallocate, forget])] == [(16, -38, 7)]
@@ -123,14 +123,12 @@ class TestACut:
         self, tmp_path: Path, entries: int, survival: Survival, content: str
     ) -> None:
         expected = b"".join(page(letter) for letter in content.replace(".", "\0"))
-        assert disk_after(list(self.LOG), Cut(entries, survival, 0), tmp_path) == expected
+        assert disk_after(list(self.LOG), PowerCut(entries, survival, 0), tmp_path) == expected
 
-    def test_of_some_survivors_every_subset_and_torn_writes_come_and_what_was_flushed_stays(
-        self, tmp_path: Path
-    ) -> None:
+    def test_every_subset_of_unflushed_writes_comes_and_flushed_stay(self, tmp_path: Path) -> None:
         seen, torn = set(), 0
         for seed in range(200):
-            data = disk_after(list(self.LOG), Cut(5, Survival.some, seed), tmp_path)
+            data = disk_after(list(self.LOG), PowerCut(5, Survival.some, seed), tmp_path)
             sectors = [data[at : at + SECTOR_BYTES] for at in range(0, len(data), SECTOR_BYTES)]
             assert all(len(set(sector)) == 1 for sector in sectors)  # a sector is whole or not there
             letters = [{sector[:1] for sector in sectors[at : at + 8]} for at in range(0, 32, 8)]
@@ -144,12 +142,12 @@ class TestACut:
         assert torn > 10
 
     def test_the_same_cut_makes_the_same_disk(self, tmp_path: Path) -> None:
-        cut = Cut(5, Survival.some, 11)
+        cut = PowerCut(5, Survival.some, 11)
         assert disk_after(list(self.LOG), cut, tmp_path) == disk_after(list(self.LOG), cut, tmp_path)
 
     def test_of_two_writes_to_one_place_the_later_one_lies_on_top(self) -> None:
         writes = [Entry(LogKind.WRITE, 0, page("a")), Entry(LogKind.WRITE, 0, page("b"))]
-        assert [bytes(data[:1]) for _, data in survivors(writes, Cut(2, Survival.all, 0))] == [b"a", b"b"]
+        assert [bytes(data[:1]) for _, data in survivors(writes, PowerCut(2, Survival.all, 0))] == [b"a", b"b"]
 
     def test_a_log_makes_the_disks_of_many_cuts_on_the_way(self, tmp_path: Path) -> None:
         flushed, image = tmp_path / "many", tmp_path / "image"
@@ -158,7 +156,7 @@ class TestACut:
         for entries in range(len(self.LOG) + 1):
             replay.advance(entries)
             for survival in Survival:
-                cut = Cut(entries, survival, entries)
+                cut = PowerCut(entries, survival, entries)
                 replay.make(cut, image)
                 found = image.read_bytes()
                 assert found == disk_after(list(self.LOG), cut, tmp_path)
@@ -179,7 +177,7 @@ class TestACut:
 
 
 @pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="mkfs.ext4 is not installed")
-def test_an_ext4_superblock_of_which_half_was_written_is_repaired(tmp_path: Path) -> None:
+def test_a_half_written_ext4_superblock_is_repaired(tmp_path: Path) -> None:
     def is_clean() -> bool:
         return subprocess.run(["e2fsck", "-f", "-n", str(image)], capture_output=True, check=False).returncode == 0
 
@@ -203,7 +201,7 @@ class TestWhatIsLookedFor:
         saved = saved_in(log)
         assert saved == [(2, 2), (3, 4)]
         recording = Recording(Start(Path(), (1,)), log, saved)
-        told = [recording.told(Cut(entries, Survival.none, 0)) for entries in range(5)]
+        told = [recording.told(PowerCut(entries, Survival.none, 0)) for entries in range(5)]
         assert told == [[1], [1], [1], [1, 2], [1, 2, 4]]
 
     @pytest.mark.parametrize(
@@ -217,7 +215,7 @@ class TestWhatIsLookedFor:
             ([], [2], []),
         ],
     )
-    def test_a_save_that_was_told_is_there_or_newer_ones_have_taken_its_place(
+    def test_a_reported_save_is_there_or_replaced_by_newer_ones(
         self, told: list[int], committed: list[int], missing: list[int]
     ) -> None:
         assert lost(told, committed, keep=2) == missing
@@ -246,7 +244,7 @@ class TestWhatIsLookedFor:
         metrics.write_bytes(b"\n".join([save % 2, *others, save % 4, save[:20]]))
         assert recorded_saves(metrics) == [2, 4]
 
-    def test_cuts_come_in_the_order_of_the_log_many_right_after_a_save_was_told(self) -> None:
+    def test_cuts_follow_the_log_and_many_come_right_after_a_save(self) -> None:
         log = [Entry(LogKind.FLUSH, 0)] * 50
         found = list(cuts(Recording(Start(Path()), log, [(10, 2), (30, 4)]), 300, random.Random(0)))
         places = [cut.entries for cut in found]

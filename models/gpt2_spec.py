@@ -1,0 +1,120 @@
+"""GPT-2 as data, under transformers' names and orientation. The network is in `gpt2`.
+
+Sources: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; `GPT2LMHeadModel` of transformers.
+"""
+
+from math import sqrt
+
+from models.config import Activation, Initial, InitialKind, ModelConfig, StoredTensor
+from models.hf_config import HfConfig, HfConstant, HfField
+from models.spec import Cut, FamilySpec, TensorParallelPlan
+
+_plain = StoredTensor.plain
+
+
+def _first(config: ModelConfig) -> dict[str, StoredTensor]:
+    return {
+        "transformer.wte.weight": _plain(config.vocab_size, config.n_embd),
+        "transformer.wpe.weight": _plain(config.max_position_embeddings, config.n_embd),
+    }
+
+
+def _block(config: ModelConfig) -> dict[str, StoredTensor]:
+    width, inner = config.n_embd, config.intermediate_size
+    return {
+        "ln_1.weight": _plain(width),
+        "ln_1.bias": _plain(width),
+        "attn.c_attn.weight": StoredTensor(shape=(width, 3 * width), view=(width, 3, width)),
+        "attn.c_attn.bias": StoredTensor(shape=(3 * width,), view=(3, width)),
+        "attn.c_proj.weight": _plain(width, width),
+        "attn.c_proj.bias": _plain(width),
+        "ln_2.weight": _plain(width),
+        "ln_2.bias": _plain(width),
+        "mlp.c_fc.weight": _plain(width, inner),
+        "mlp.c_fc.bias": _plain(inner),
+        "mlp.c_proj.weight": _plain(inner, width),
+        "mlp.c_proj.bias": _plain(width),
+    }
+
+
+def _last(config: ModelConfig) -> dict[str, StoredTensor]:
+    return {"transformer.ln_f.weight": _plain(config.n_embd), "transformer.ln_f.bias": _plain(config.n_embd)}
+
+
+def _initial(name: str, config: ModelConfig) -> Initial:
+    """Return `GPT2PreTrainedModel._init_weights` of transformers.
+
+    Projections into the residual stream get std / sqrt(2 * n_layer), one for each addition to it: section 2.3 of the
+    GPT-2 paper.
+    """
+    if name.endswith(".bias"):
+        return Initial(InitialKind.zeros)
+    if name.split(".")[-2].startswith("ln_"):
+        return Initial(InitialKind.ones)
+    if name.endswith("c_proj.weight"):
+        return Initial(InitialKind.normal, config.initializer_range / sqrt(2 * config.n_layer))
+    return Initial(InitialKind.normal, config.initializer_range)
+
+
+_PLAN = TensorParallelPlan(
+    ends={
+        # Positions are added to whole embeddings, so these are cut along the sequence behind their dropout.
+        "transformer.wte": Cut.whole_embedding,
+        "dropout": Cut.scatter,
+        "transformer.ln_f": Cut.sequence_norm,
+        "lm_head": Cut.output,
+    },
+    block={
+        "attn": Cut.gather,
+        "attn.c_attn": Cut.columns,
+        "attn.c_proj": Cut.rows,
+        "mlp": Cut.gather,
+        "mlp.c_fc": Cut.columns,
+        "mlp.c_proj": Cut.rows,
+        "ln_1": Cut.sequence_norm,
+        "ln_2": Cut.sequence_norm,
+    },
+)
+# transformers' names, see its `activations.py`.
+_ACTIVATIONS = {
+    "gelu_new": Activation.gelu_tanh,
+    "gelu_pytorch_tanh": Activation.gelu_tanh,
+    "gelu": Activation.gelu,
+}
+_HF = HfConfig(
+    "GPT2LMHeadModel",
+    "gpt2",
+    (
+        HfField("activation", "activation_function", Activation.gelu_tanh, names=_ACTIVATIONS),
+        HfField("n_layer", "n_layer", 12),
+        HfField("n_head", "n_head", 12),
+        HfField("n_embd", "n_embd", 768),
+        HfField("intermediate_size", "n_inner", lambda values: 4 * values["n_embd"]),
+        HfField("max_position_embeddings", "n_positions", 1024),
+        HfField("max_position_embeddings", "n_ctx", is_read=False),  # llama.cpp's converter reads no other name
+        HfField("vocab_size", "vocab_size", 50257),
+        HfField("dropout", "attn_pdrop", is_read=False),
+        HfField("dropout", "embd_pdrop", is_read=False),
+        HfField("dropout", "resid_pdrop", 0.1),
+        HfField("norm_eps", "layer_norm_epsilon", 1e-5),
+        HfField("initializer_range", "initializer_range", 0.02),
+        HfField("tie_word_embeddings", "tie_word_embeddings", True),
+        HfConstant("scale_attn_weights", (True,), is_written=False),
+        HfConstant("scale_attn_by_inverse_layer_idx", (False,), is_written=False),
+        HfConstant("add_cross_attention", (False,), is_written=False),
+    ),
+)
+SPEC = FamilySpec(
+    network=("models.gpt2", "GPT2"),
+    blocks="transformer.h",
+    embedding="transformer.wte.weight",
+    first=_first,
+    block=_block,
+    last=_last,
+    initial=_initial,
+    plan=_PLAN,
+    hf=_HF,
+    is_rotary=False,
+    unused={"rope_scaling": "gpt2 has learned positions, leave it null"},
+    follows={"n_kv_head": "n_head"},
+)

@@ -1,0 +1,96 @@
+"""LLaMA-3 as data, under transformers' names and orientation. The network is in `llama3`.
+
+Sources: Dubey et al. 2024, "The Llama 3 Herd of Models"; `LlamaForCausalLM` of transformers.
+"""
+
+from models.config import Initial, InitialKind, ModelConfig, StoredTensor
+from models.hf_config import HfConfig, HfConstant, HfDerived, HfField, HfRope
+from models.spec import Cut, FamilySpec, TensorParallelPlan
+
+_plain = StoredTensor.plain
+
+
+def _first(config: ModelConfig) -> dict[str, StoredTensor]:
+    return {"model.embed_tokens.weight": _plain(config.vocab_size, config.n_embd)}
+
+
+def _block(config: ModelConfig) -> dict[str, StoredTensor]:
+    width, inner = config.n_embd, config.intermediate_size
+    q_width, kv_width = config.n_head * config.head_width, config.n_kv_head * config.head_width
+    return {
+        "self_attn.q_proj.weight": _plain(q_width, width),
+        "self_attn.k_proj.weight": _plain(kv_width, width),
+        "self_attn.v_proj.weight": _plain(kv_width, width),
+        "self_attn.o_proj.weight": _plain(width, q_width),
+        "mlp.gate_proj.weight": _plain(inner, width),
+        "mlp.up_proj.weight": _plain(inner, width),
+        "mlp.down_proj.weight": _plain(width, inner),
+        "input_layernorm.weight": _plain(width),
+        "post_attention_layernorm.weight": _plain(width),
+    }
+
+
+def _last(config: ModelConfig) -> dict[str, StoredTensor]:
+    return {"model.norm.weight": _plain(config.n_embd)}
+
+
+def _initial(name: str, config: ModelConfig) -> Initial:
+    """Return `_init_weights` of transformers."""
+    if name.endswith("norm.weight"):
+        return Initial(InitialKind.ones)
+    return Initial(InitialKind.normal, config.initializer_range)
+
+
+_PLAN = TensorParallelPlan(
+    ends={"model.embed_tokens": Cut.embedding, "model.norm": Cut.sequence_norm, "lm_head": Cut.output},
+    block={
+        "self_attn": Cut.gather,
+        "self_attn.q_proj": Cut.columns,
+        "self_attn.k_proj": Cut.columns,
+        "self_attn.v_proj": Cut.columns,
+        "self_attn.o_proj": Cut.rows,
+        "mlp": Cut.gather,
+        "mlp.gate_proj": Cut.columns,
+        "mlp.up_proj": Cut.columns,
+        "mlp.down_proj": Cut.rows,
+        "input_layernorm": Cut.sequence_norm,
+        "post_attention_layernorm": Cut.sequence_norm,
+    },
+)
+_HF = HfConfig(
+    "LlamaForCausalLM",
+    "llama",
+    (
+        HfConstant("hidden_act", ("silu", "swish")),
+        HfField("n_layer", "num_hidden_layers", 32),
+        HfField("n_head", "num_attention_heads", 32),
+        HfField("n_kv_head", "num_key_value_heads", lambda values: values["n_head"]),
+        HfDerived("head_dim", lambda values: values["n_embd"] // values["n_head"], "hidden_size / num_attention_heads"),
+        HfField("n_embd", "hidden_size", 4096),
+        HfField("intermediate_size", "intermediate_size", 11008),
+        HfField("vocab_size", "vocab_size", 32000),
+        HfField("max_position_embeddings", "max_position_embeddings", 2048),
+        HfField("norm_eps", "rms_norm_eps", 1e-6),
+        HfField("initializer_range", "initializer_range", 0.02),
+        HfConstant("attention_bias", (False,)),
+        HfConstant("mlp_bias", (False,)),
+        HfRope(),
+        HfField("tie_word_embeddings", "tie_word_embeddings", False),
+    ),
+)
+SPEC = FamilySpec(
+    network=("models.llama3", "Llama3"),
+    blocks="model.layers",
+    embedding="model.embed_tokens.weight",
+    first=_first,
+    block=_block,
+    last=_last,
+    initial=_initial,
+    plan=_PLAN,
+    hf=_HF,
+    is_rotary=True,
+    unused={
+        "dropout": "llama3 has none, leave it 0",
+        "activation": "llama3 has SwiGLU, leave the key out",
+    },
+)

@@ -1,0 +1,36 @@
+"""The interface of every network: a language model, or the stage of one."""
+
+import torch
+from torch import nn
+
+from models.config import ModelConfig, Stage
+
+
+class Model(nn.Module):
+    """A language model, or the stage of one.
+
+    Called with int64 tokens [B, T] on the first stage, else hidden states [B, T, n_embd], and with `dropout_key`, an
+    integer, one int64 element, or None for no dropout. Returns logits [B, T, padded_vocab_size] on the last stage, else
+    hidden states, in the compute dtype.
+    """
+
+    def __init__(self, config: ModelConfig, stage: Stage, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.stage = stage
+        self.compute_dtype = compute_dtype
+        self.activation_checkpointing = False
+        # Into how many parts hidden states are cut along the sequence; sequence parallelism sets it from outside.
+        self.sequence_shards = 1
+
+    @property
+    def blocks(self) -> nn.ModuleDict:
+        """Return the blocks of this stage by global layer number."""
+        raise NotImplementedError
+
+    def tie_weights(self) -> None:
+        """Make the output weight the embedding Parameter itself, where both are here and tied.
+
+        Materialising or wrapping a model separates the two: call again after each.
+        """
+        raise NotImplementedError

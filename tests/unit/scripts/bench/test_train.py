@@ -1,0 +1,39 @@
+"""The benchmark of training runs beside transformers, on the same values."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+
+import pytest
+import torch
+
+from scripts.bench import train as bench_train
+
+
+def test_training_is_measured_beside_transformers_on_one_state(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    arguments = ["tiny", "--rounds", "2", "--threads", str(threads), "--pad-vocab-multiple", "100", "--json"]
+    assert bench_train.main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["threads"], found["padded_vocab"]) == (threads, 100)
+    assert found["tokens_per_s"].keys() == found["loss"].keys() == {"reprise", "transformers", bench_train.EAGER}
+    assert all(rate > 0 for rate in found["tokens_per_s"].values())
+    # Theirs leaves out the last target of every sample, and decays biases and norms too.
+    assert found["loss"]["reprise"] == pytest.approx(found["loss"]["transformers"], rel=0.05)
+    shown = bench_train.table(found, {bench_train.OURS: [200.0, 300.0], bench_train.THEIRS: [100.0, 200.0]})
+    assert shown.startswith("tiny: device ")
+    assert "padded_vocab 100" in shown
+    assert "reprise is 1.750 times as fast" in shown
+
+
+def test_training_is_not_measured_at_unknown_sizes_or_one_sided(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_train.main(["tiny", "huge"])
+    assert "'huge' is none of small, gpt2_124m, tiny" in capsys.readouterr().err
+    # No such embedding can be built, so that the first process to be heard ends.
+    with pytest.raises(SystemExit, match="the process of reprise ended, status 1"):
+        bench_train.main(["tiny", "--rounds", "1", "--dropout", "2"])
+    assert not multiprocessing.active_children()

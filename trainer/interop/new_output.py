@@ -1,0 +1,41 @@
+"""Writes an export, which appears at its path complete or not at all, and reports why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.atomic import atomic_output
+from trainer.checkpoint.storage.files import Files, cannot_write, describe_free_space
+from trainer.errors import CheckpointError
+
+
+@contextmanager
+def new_output(out: Path, files: Files) -> Iterator[Path]:
+    """Yield a temporary path to write a file or a folder to, which becomes `out`; the caller syncs its files.
+
+    Raises:
+        CheckpointError: if `out` exists, its parent folder does not, or the file system fails; nothing is left behind.
+    """
+    _check_free(out)
+    try:
+        with atomic_output(out, files) as partial:
+            yield partial
+    except OSError as error:
+        _check_free(out)  # another process may have made it meanwhile
+        raise output_failed(out, error, files) from error
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise CheckpointError("There is something already", where=out, fix="Move it away, or name another path.")
+    if not out.parent.is_dir():
+        raise CheckpointError("There is no folder to write to", where=out.parent, fix="Make it, or name another path.")
+
+
+def output_failed(path: Path, error: OSError, files: Files) -> CheckpointError:
+    """Return the error to raise when writing an export fails."""
+    found = describe_free_space(files, path.parent)
+    fix = "Nothing was committed; make room or fix the disk."
+    return cannot_write(path, error, what="The output", found=found, fix=fix)

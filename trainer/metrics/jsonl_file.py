@@ -1,0 +1,136 @@
+"""Reads, cuts and appends to `metrics.jsonl`, one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+
+from trainer.atomic import replace_file, temporary_of
+from trainer.checkpoint.storage.files import Files
+from trainer.json_value import dumps
+from trainer.regular_file import read_regular
+
+_log = logging.getLogger(__name__)
+
+
+class JsonlFile:
+    """A file of JSON lines to append to. While the disk fails, lines wait in memory until it works again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._waiting = bytearray()
+        self._has_failed = False
+
+    def add(self, members: Mapping[str, object]) -> None:
+        """Append an object as one line; NaN and infinity become null."""
+        self._waiting += f"{dumps(members)}\n".encode()
+        self._try(self._write)
+
+    def sync(self) -> None:
+        """Make all lines durable."""
+        self._try(self._write, lambda: os.fsync(self._descriptor))
+
+    def close(self) -> None:
+        """Write the lines that wait, and close the file."""
+        self._try(self._write)
+        if self._waiting:
+            _log.error("%s lacks its last %d bytes", self._path, len(self._waiting))
+        os.close(self._descriptor)
+
+    def _write(self) -> None:
+        while self._waiting:
+            written = os.write(self._descriptor, self._waiting)
+            del self._waiting[:written]
+
+    def _try(self, *calls: Callable[[], None]) -> None:
+        try:
+            for call in calls:
+                call()
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed:
+                _log.error("%s cannot be written, its lines wait in memory: %s", self._path, error)
+            self._has_failed = True
+
+
+def cut_after(path: Path, iteration: int, *, owes_evaluation: bool = False) -> set[int]:
+    """Move lines after `iteration`, and truncated lines, to `metrics.abandoned-k.jsonl`.
+
+    Lines are written to the side file before they are removed from `path`. A process killed in between leaves them in
+    both, and the next cut rewrites the side file. `path` is always replaced by a new file, so an older process that was
+    suspended and continues keeps appending to the old, unlinked one.
+
+    Args:
+        owes_evaluation: also move the evaluation of `iteration`, because it will run again.
+
+    Returns:
+        The training iterations whose lines stay.
+    """
+    if not path.exists():
+        return set()
+    files, kept, cut, recorded = Files(), list[str](), list[str](), set[int]()
+    for line in _read_lines(path):
+        number, event = _parsed(line)
+        is_kept = number is not None and number <= iteration
+        if owes_evaluation and number == iteration:
+            is_kept = event != "evaluation"
+        (kept if is_kept else cut).append(line)
+        if number is not None and is_kept and event is None:
+            recorded.add(number)
+    side, is_unfinished = _side_file(path, {*kept, *cut})
+    if cut:
+        replace_file(files, side, _to_bytes(cut))
+    replace_file(files, path, _to_bytes(kept))
+    if is_unfinished and not cut:
+        files.remove_file(side)
+    for left in (temporary_of(path), temporary_of(side)):
+        files.remove_file(left)
+    return recorded
+
+
+def _side_file(path: Path, lines: Collection[str]) -> tuple[Path, bool]:
+    """Return the side file for lines cut from `path`, and whether it belongs to a cut that was interrupted.
+
+    Args:
+        lines: all lines of `path`. The last side file holds only some of these if its cut was interrupted.
+    """
+    count, last = 1, list[str]()
+    while (side := path.with_name(f"{path.stem}.abandoned-{count}.jsonl")).exists():
+        last = _read_lines(side)
+        count += 1
+    if last and all(line in lines for line in last):
+        return path.with_name(f"{path.stem}.abandoned-{count - 1}.jsonl"), True
+    return side, False
+
+
+def last_recorded_iteration(path: Path) -> int | None:
+    """Return the last iteration recorded in `path`, or None."""
+    if not path.exists():
+        return None
+    numbers = [_parsed(line)[0] for line in _read_lines(path)]
+    return max((number for number in numbers if number is not None), default=None)
+
+
+def _read_lines(path: Path) -> list[str]:
+    """Return the lines of a file with their line ends; bytes that are not UTF-8, left by a dying host, are kept."""
+    return read_regular(path).decode("utf-8", errors="surrogateescape").splitlines(keepends=True)
+
+
+def _to_bytes(lines: Iterable[str]) -> bytes:
+    return "".join(lines).encode("utf-8", errors="surrogateescape")
+
+
+def _parsed(line: str) -> tuple[int | None, object]:
+    """Return a line's iteration, None if the line is truncated, and its event, None for a training iteration."""
+    if not line.endswith("\n"):
+        return None, None
+    try:
+        members = json.loads(line)
+        number = members["iteration"]
+        return (number if isinstance(number, int) else None), members.get("event")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, None
