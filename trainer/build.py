@@ -13,6 +13,7 @@ from models import families
 from trainer import run_record as record
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.config.schema import Config, topology_of
 from trainer.data.batches import Samples
@@ -52,6 +53,7 @@ class Run:
     valid_data: BatchLoader | None
     sampler: Sampler | None
     checkpointer: Checkpointer
+    restorer: Restorer
     log: RunLog | None
     requests: RunControl
     description: Json
@@ -96,6 +98,7 @@ def build(config: Config, cluster: Cluster, watch: SignalHandler | None = None) 
         valid_data=valid,
         sampler=_build_sampler(config, cluster) if config.train.sample_interval else None,
         checkpointer=_build_checkpointer(config, cluster),
+        restorer=Restorer(cluster.channel, nonce=cluster.nonce),
         log=_build_log(config, cluster) if cluster.rank == 0 else None,
         requests=_build_requests(config, cluster, watch),
         description=description,

@@ -63,16 +63,16 @@ def train(run: Run) -> None:
     _save(run, slowdown)
     run.checkpointer.wait()
     _record_saves(run, run.checkpointer.reports(), slowdown)
-    if run.checkpointer.last_error is not None:
-        raise run.checkpointer.last_error
+    if run.checkpointer.results.last_error is not None:
+        raise run.checkpointer.results.last_error
 
 
 def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
     """Train one iteration, record it and the finished saves, and return the control flags of all ranks."""
-    saving_s, is_saving = run.checkpointer.take_blocked_s(), run.checkpointer.is_saving
+    saving_s, is_saving = run.checkpointer.results.take_blocked_s(), run.checkpointer.is_saving
     start = time.perf_counter()
     result = iterate(run)
-    held_back_s = run.checkpointer.take_blocked_s()
+    held_back_s = run.checkpointer.results.take_blocked_s()
     seconds = time.perf_counter() - start - held_back_s
     slowdown.add(seconds, is_saving=is_saving)
     _record(run, result, seconds=seconds, blocked_s=saving_s + held_back_s)
@@ -99,7 +99,7 @@ def iterate(run: Run) -> StepResult:
         clip_grad=settings.clip_grad,
         context=run.context,
         cluster=run.cluster,
-        flags=lambda: run.requests.now(failed_saves=run.checkpointer.failed_saves).flags(),
+        flags=lambda: run.requests.now(failed_saves=run.checkpointer.results.failed_saves).flags(),
         skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip,
     )
     samples = settings.global_batch_size
@@ -158,7 +158,7 @@ def _sample(run: Run, sampler: Sampler) -> None:
 def _check_replicas(run: Run) -> None:
     """Raise ReplicaError if ranks that hold the same tensor hold different bits of it."""
     check_tied_copies(run.state, run.context.embedding_group)
-    run.checkpointer.check_replicas([tensor for tensor in run.state.shards() if not tensor.is_copy])
+    run.restorer.check_replicas([tensor for tensor in run.state.shards() if not tensor.is_copy])
 
 
 def _save(run: Run, slowdown: Slowdown) -> None:
@@ -191,12 +191,12 @@ def _record_saves(run: Run, reports: Sequence[SaveReport], slowdown: Slowdown) -
 
 
 def _too_many_failed_saves(run: Run) -> TrainerError:
-    count = run.checkpointer.failed_saves
+    count = run.checkpointer.results.failed_saves
     return CheckpointError(
         "Saving failed too often in a row",
         where=run.config.checkpoint.save,
         expected=f"fewer than checkpoint.exit_on_save_failure={run.config.checkpoint.exit_on_save_failure}",
-        found=f"{count} failed saves, the last: {str(run.checkpointer.last_error).rstrip('.')}",
+        found=f"{count} failed saves, the last: {str(run.checkpointer.results.last_error).rstrip('.')}",
         fix="Repair the file system and resume from the newest checkpoint.",
     )
 

@@ -12,8 +12,7 @@ from trainer.build import Run
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.loader import LoadReport, check_tensors
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
-from trainer.checkpoint.saving.save_job import cannot_write
-from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.files import Files, cannot_write
 from trainer.checkpoint.storage.folder import TRACKER, CheckpointFolder
 from trainer.checkpoint.storage.patience import Patience, failed_read
 from trainer.checkpoint.tensors.live import LiveTensor, local_of
@@ -239,14 +238,16 @@ def load_from(run: Run, origin: Origin) -> None:
     def live(_: Checkpoint) -> list[LiveTensor]:
         return list(run.state.shards(with_optimizer=with_optimizer))
 
-    checkpoint, report = run.checkpointer.restore(
+    restored = run.restorer.restore(
         origin.source,
         check=check,
         live=live,
         verify=section.verify is not Verify.none,
         verify_all=section.verify is Verify.full,
     )
-    _log_load(run, report, f"iteration {checkpoint.iteration}", checkpoint.path)
+    checkpoint = restored.checkpoint
+    run.checkpointer.loaded(restored)
+    _log_load(run, restored.report, f"iteration {checkpoint.iteration}", checkpoint.path)
     if section.finetune:
         return
     seq_length = run.config.train.seq_length

@@ -25,6 +25,7 @@ from scripts.bench.ways import proven
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
 from trainer.checkpoint.loading.choose import LoadSource
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.saving.plan import make_plan
 from trainer.checkpoint.saving.replica_digests import ReplicaDigests
@@ -134,18 +135,17 @@ class _Rank:
             row[name] = self._slowest(self._timed(partial(_save, checkpointer, iteration, contents)))
         checkpointer.close()
         read_through(self._folder)
-        loader = Checkpointer(SavePolicy(None), self._subject.cluster.channel, nonce=f"load-{self._name}-{number}")
+        restorer = Restorer(self._subject.cluster.channel, nonce=f"load-{self._name}-{number}")
 
         def load() -> None:
             live = list(self._subject.state.shards())
-            loader.restore(LoadSource(self._folder), check=lambda _: None, live=lambda _: live)
+            restorer.restore(LoadSource(self._folder), check=lambda _: None, live=lambda _: live)
 
         digest = self._subject.digest()
         self._subject.spoil()
         row[LOAD] = self._slowest(self._timed(load))
         if self._subject.digest() != digest:
             raise ValueError("what was loaded is not what was saved")
-        loader.close()
 
     def _in_background(self, row: dict[str, float], number: int) -> None:
         """Save twice, because the first save allocates the staging memory; nothing computes beside the second."""

@@ -20,6 +20,7 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.checkpoint.format.layout import PAGE_BYTES
 from trainer.checkpoint.loading.choose import LoadSource
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import SavePolicy, SaveReport
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.arena import map_memory
@@ -135,9 +136,8 @@ def opened_checkpointer(folder: Path, *, async_save: bool) -> Checkpointer:
 
 def load_ours(subject: Subject, folder: Path) -> None:
     """Load the newest checkpoint of a folder, checking every digest."""
-    checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="bench")
-    checkpointer.restore(LoadSource(folder), check=lambda _: None, live=lambda _: list(subject.state.shards()))
-    checkpointer.close()
+    restorer = Restorer(single_rank_channel(), nonce="bench")
+    restorer.restore(LoadSource(folder), check=lambda _: None, live=lambda _: list(subject.state.shards()))
 
 
 def proven(report: SaveReport | None) -> SaveReport:

@@ -230,7 +230,7 @@ def _gate_save(gate: Gate) -> None:
 def _gate_publish(gate: Gate) -> None:
     _before(
         trainer.checkpoint.commit.protocol,
-        "publish",
+        "prepare",
         lambda attempt, *_, **__: _stand_if(gate, attempt.iteration == gate.iteration),
     )
 

@@ -25,7 +25,9 @@ from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading.choose import LoadSource
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.tensors.file_aligned import zeros_like_files
 from trainer.checkpoint.tensors.live import Contents, Grid, aliases_of, live_tensors
@@ -84,7 +86,7 @@ def main(arguments: list[str]) -> None:
     policy = SavePolicy(plan.checkpoints, 1, Retention(plan.keep), async_save=True, commit_timeout_s=TIMEOUT_S)
     checkpointer = Checkpointer(policy, channel, nonce=nonce)
     try:
-        _train(plan, channel, checkpointer)
+        _train(plan, channel, checkpointer, nonce)
     except BaseException:
         checkpointer.abandon()
         raise
@@ -113,14 +115,17 @@ def _await_host(port: int) -> None:
         os.sched_yield()
 
 
-def _train(plan: Plan, channel: StoreChannel, checkpointer: Checkpointer) -> None:
+def _train(plan: Plan, channel: StoreChannel, checkpointer: Checkpointer, nonce: str) -> None:
     run = _Training(plan)
     log = RunLog(plan.root, train_iters=plan.iterations, log_interval=1, tensorboard=False, mfu_scale=None)
     checkpointer.start()
-    committed = CheckpointFolder(plan.checkpoints, checkpointer._files).committed() if channel.rank == 0 else []
+    committed = CheckpointFolder(plan.checkpoints, Files()).committed() if channel.rank == 0 else []
     if channel.broadcast("committed", str(len(committed)).encode()) != b"0":
         source = LoadSource(plan.checkpoints, plan.rewind_to)
-        checkpoint, _ = checkpointer.restore(source, check=lambda _: None, live=lambda _: run.contents().live)
+        restorer = Restorer(channel, nonce=nonce)
+        restored = restorer.restore(source, check=lambda _: None, live=lambda _: run.contents().live)
+        checkpointer.loaded(restored)
+        checkpoint = restored.checkpoint
         run.iteration = checkpoint.iteration
         checkpointer.rewind(run.iteration)
     if channel.rank == 0:
@@ -135,8 +140,8 @@ def _train(plan: Plan, channel: StoreChannel, checkpointer: Checkpointer) -> Non
             if report.error is not None:
                 raise report.error
     checkpointer.wait()
-    if checkpointer.last_error is not None:
-        raise checkpointer.last_error
+    if checkpointer.results.last_error is not None:
+        raise checkpointer.results.last_error
     checkpointer.close()
     if channel.rank == 0:
         log.close()

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from tests.harness import TINY, compose, launch, run_ok
-from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.checkpoint.format.box import whole
 from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.loader import check_tensors
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
-from trainer.checkpoint.policy import SavePolicy
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.config.schema import OptimizerName
 from trainer.errors import CheckpointError
@@ -53,9 +52,11 @@ class Loads:
         def check(checkpoint: Checkpoint) -> None:
             check_tensors(self.specs, read_places(checkpoint), where=checkpoint.path)
 
-        checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="n")
+        restorer = Restorer(single_rank_channel(), nonce="n")
         source = LoadSource(path, iteration)
-        return checkpointer.restore(source, check=check, live=lambda _: self.live, verify_all=verify_all)[0].iteration
+        return restorer.restore(
+            source, check=check, live=lambda _: self.live, verify_all=verify_all
+        ).checkpoint.iteration
 
 
 def test_every_one_of_a_thousand_flipped_bits_is_found_and_named(run: Path) -> None:
@@ -128,8 +129,8 @@ def test_full_verification_also_reads_the_optimizer(run: Path, tmp_path: Path) -
 def test_a_load_without_verification_reads_the_same(run: Path) -> None:
     loads, trusting = Loads(), Loads()
     loads.load(run / "checkpoints/iter_0000006", verify_all=True)
-    checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="n")
+    restorer = Restorer(single_rank_channel(), nonce="n")
     source = LoadSource(run / "checkpoints/iter_0000006")
-    checkpointer.restore(source, check=lambda _: None, live=lambda _: trusting.live, verify=False)
+    restorer.restore(source, check=lambda _: None, live=lambda _: trusting.live, verify=False)
     assert {t.spec.kind for t in loads.live} == set(TensorKind)
     assert all(torch.equal(a.local, b.local) for a, b in zip(loads.live, trusting.live, strict=True))

@@ -131,10 +131,10 @@ def _measure(arguments: list[str]) -> None:
 
 
 def _reread(run: Run, source: str) -> int:
-    _, report = run.checkpointer.restore(
+    restored = run.restorer.restore(
         LoadSource(Path(source)), check=lambda _: None, live=lambda _: list(run.state.shards())
     )
-    return report.read_bytes
+    return restored.report.read_bytes
 
 
 def _resident(name: str) -> int:

@@ -28,6 +28,7 @@ from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.loader import check_tensors
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.checkpoint.tensors.live import (
     Contents,
@@ -85,7 +86,7 @@ def save(
         problem = error
     summary = b"" if contents is None else _summary(document, from_rank0)
     summaries = channel.gather("summaries", summary)
-    channel.agree("given", problem or _difference(summaries))  # the other ranks would wait for one that has given up
+    channel.agree("given", problem or _difference(summaries))  # else the other ranks would wait for one that has failed
     assert contents is not None
     policy = SavePolicy(Path(folder), retention=Retention(max_checkpoint_keep), file_bytes=DEFAULT_FILE_BYTES)
     checkpointer = Checkpointer(policy, channel, nonce=nonce)
@@ -117,7 +118,6 @@ def load(
             another class; with `strict`, also if it has others of the model, or of the optimizer where one is given.
     """
     channel, nonce = _channel()
-    checkpointer = Checkpointer(SavePolicy(None), channel, nonce=nonce)
     left_out: list[str] = []
 
     def live(checkpoint: Checkpoint) -> list[LiveTensor]:
@@ -139,10 +139,7 @@ def load(
             _saved_groups(checkpoint)
             _check_optimizer(checkpoint, optimizer)
 
-    try:
-        checkpoint, _ = checkpointer.restore(LoadSource(Path(path)), check=check, live=live)
-    finally:
-        checkpointer.close()
+    checkpoint = Restorer(channel, nonce=nonce).restore(LoadSource(Path(path)), check=check, live=live).checkpoint
     if left_out and channel.rank == 0:
         shown = ", ".join(left_out[:_MOST_NAMED]) + (", ..." if len(left_out) > _MOST_NAMED else "")
         _log.warning(f"not loaded from {checkpoint.path}: {len(left_out)} tensors that nothing given has: {shown}")

@@ -1,46 +1,114 @@
-"""Saves and restores the state of a run, one save at a time. Each step of it lives in a module of its own."""
+"""Saves the state of a run while it trains, one save at a time. `saving/save_job.py` is one save from start to end."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import torch
+
+from trainer.checkpoint.commit import protocol
 from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.commit_state import Outcome
+from trainer.checkpoint.commit.protocol import Attempt, SharedCommitState
 from trainer.checkpoint.format.layout import TensorKind
-from trainer.checkpoint.format.names import MANIFEST
-from trainer.checkpoint.loading import choose
-from trainer.checkpoint.loading.loader import LoadReport, fill
-from trainer.checkpoint.loading.reader import Checkpoint, read_places
-from trainer.checkpoint.loading.replicas import check_replicas
-from trainer.checkpoint.loading.same_checkpoint import open_same
-from trainer.checkpoint.loading.verify import verify_share
+from trainer.checkpoint.loading.restorer import Restored
 from trainer.checkpoint.policy import SavePolicy, SaveReport
-from trainer.checkpoint.saving.save_job import cannot_write, decide_expired, delete
-from trainer.checkpoint.saving.saver import Saver
+from trainer.checkpoint.saving.column_sharing import LocalRanks
+from trainer.checkpoint.saving.owned_folder import OwnedFolder
+from trainer.checkpoint.saving.plan import Plan
+from trainer.checkpoint.saving.save_job import SaveJob
+from trainer.checkpoint.saving.saved_iterations import InDoubt, SavedIterations
+from trainer.checkpoint.saving.staging import Staging
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
-from trainer.checkpoint.storage.lock import FolderLock
-from trainer.checkpoint.storage.patience import Patience, PatientFiles, await_sight
-from trainer.checkpoint.storage.progress_line import ProgressLine
-from trainer.checkpoint.storage.shared_folder import require_mark
-from trainer.checkpoint.tensors.live import Contents, LiveTensor
-from trainer.errors import LaunchError, TrainerError
+from trainer.checkpoint.storage.worker import Job, Worker
+from trainer.checkpoint.tensors.live import Contents
+from trainer.errors import CheckpointError, TrainerError
 
 _log = logging.getLogger(__name__)
 
+# The share of a save's time for which the background thread waits for a message: its error names the sender, that of
+# the main thread, which waits for the rest too, does not.
+_PATIENCE = 0.8
 # torchrun kills 30 s after it has asked to end (torch/distributed/elastic/multiprocessing/api.py).
 _LINGER_S = 20.0
 
 
+@dataclass(slots=True)
+class SaveResults:
+    """The results of the saves of one rank.
+
+    Args:
+        reports: of background saves that have ended and were not returned yet.
+        blocked_s: for how long saving kept the main thread since `take_blocked_s`.
+        last_error: why the save that ended last became no checkpoint, or None if it did.
+        failed_saves: how many saves in a row have failed.
+    """
+
+    reports: list[SaveReport] = field(default_factory=list)
+    blocked_s: float = 0.0
+    last_error: TrainerError | None = None
+    failed_saves: int = 0
+
+    def add(self, report: SaveReport) -> None:
+        """Add the report of a save that has ended."""
+        if report.error is not None:
+            report.error.__traceback__ = None  # its frames hold the save, and the error is kept
+        self.last_error = report.error
+        self.failed_saves = 0 if report.error is None else self.failed_saves + 1
+        self.reports.append(report)
+
+    def take_blocked_s(self) -> float:
+        """Return for how long saving kept the main thread since the last call."""
+        blocked_s, self.blocked_s = self.blocked_s, 0.0
+        return blocked_s
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """The names of the attempts: equal on all ranks, and unique in the life of the folder.
+
+    Args:
+        earlier: on rank 0, those of which a partial folder or messages may be left, by iteration and name.
+    """
+
+    nonce: str
+    count: int = 0
+    earlier: list[tuple[int, str]] = field(default_factory=list)
+
+    def next(self) -> str:
+        """Return the name of the next one."""
+        self.count += 1
+        return f"{self.nonce}-{self.count}"
+
+
+@dataclass(slots=True)
+class _Started:
+    """A save under way: the job of the worker that runs it, and its times on the main thread."""
+
+    save_job: SaveJob
+    job: Job
+    hooks: list[torch.utils.hooks.RemovableHandle]
+    start: float
+    waited_s: float
+    blocked_s: float
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether there is nothing to wait for."""
+        return self.job.is_done or self.save_job.snapshot.is_aborted
+
+
 class Checkpointer:
-    """The checkpoints of one run, on one rank. All ranks make the same calls in the same order, on the main thread.
+    """The saves of one run, on one rank. All ranks make the same calls in the same order, on the main thread.
 
     Args:
         nonce: a name of this run of the program, equal on all ranks; attempts are named after it.
         local_ranks: the ranks on this host, this one among them; where they are not known, columns are written by row.
-        patience: how long a load tries reads again that fail.
     """
 
     def __init__(
@@ -51,17 +119,20 @@ class Checkpointer:
         nonce: str,
         files: Files | None = None,
         local_ranks: Sequence[int] = (),
-        patience: Patience | None = None,
     ) -> None:
-        self._policy, self._channel, self._nonce = policy, channel, nonce
-        self._files, self._patience = files or Files(), patience or Patience()
-        self._agreements = 0
-        self._is_loaded_whole = False
-        self._lock: FolderLock | None = None
-        self._folder = None if policy.folder is None else CheckpointFolder(policy.folder, self._files)
-        self._saver = None
-        if self._folder is not None:
-            self._saver = Saver(policy, self._folder, channel, nonce=nonce, local_ranks=local_ranks)
+        self._policy, self._channel = policy, channel
+        self._owned: OwnedFolder | None = None
+        if policy.folder is not None:
+            self._owned = OwnedFolder(CheckpointFolder(policy.folder, files or Files()), channel, nonce)
+        self._worker = Worker("checkpoint")
+        self._worker_channel = channel.clone(_PATIENCE * policy.commit_timeout_s)
+        self._local_ranks = LocalRanks(self._worker_channel, local_ranks)
+        self._staging = Staging(policy, channel.rank, self._worker)
+        self._attempts = _Attempts(nonce)
+        self._saved = SavedIterations()
+        self._started: _Started | None = None
+        self._stuck: Job | None = None  # of a save that was aborted while its thread hung
+        self.results = SaveResults()
 
     def start(self) -> None:
         """Take the lock, sweep what dead attempts left, and make sure that all ranks see one folder.
@@ -70,33 +141,37 @@ class Checkpointer:
             LockError: on every rank, if another job writes to the folder.
             CheckpointError: on every rank, if one of them does not see the folder of rank 0.
         """
-        if self._folder is None:
+        if self._owned is None:
             return
-        problem: TrainerError | None = None
-        if self._channel.rank == 0:
-            try:
-                lock = FolderLock(self._folder.root, self._nonce)
-                lock.acquire()
-                self._lock = lock
-                for path in self._folder.sweep():
-                    _log.info("swept %s, left by an interrupted save or deletion", path.name)
-                if self._channel.world_size > 1:
-                    self._files.mark(self._folder.mark(self._nonce))
-            except TrainerError as error:
-                problem = error
-            except OSError as error:
-                problem = cannot_write(self._folder.root, error)
-        assert self._saver is not None
-        self._saver.meet()
-        self._agree(problem)
-        self._saver.part()
-        if self._channel.world_size > 1:
-            self._require_shared(self._folder)
+        problem = self._owned.acquire()
+        hosts = f"hosts/{self._attempts.nonce}"
+        self._local_ranks.meet(self._channel, hosts)
+        self._owned.agree(problem)
+        self._local_ranks.part(self._channel, hosts)
+        self._owned.require_shared()
+
+    def loaded(self, restored: Restored) -> None:
+        """Take note of the checkpoint that the run goes on from: one of its own stays, and need not be saved again."""
+        if self._owned is None:
+            return
+        checkpoint = restored.checkpoint
+        own = self._owned.folder.iteration(checkpoint.iteration)
+        if not own.is_symlink() and checkpoint.path.resolve() == own.resolve():
+            has_optimizer, is_verified = checkpoint.has_optimizer, restored.is_verified
+            self._saved.loaded(checkpoint.iteration, has_optimizer=has_optimizer, is_verified=is_verified)
+
+    def rewind(self, iteration: int) -> None:
+        """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way; then delete those that
+        retention gives up: on a full disk no save will make room for the next."""
+        self.wait()
+        self._saved.rewound(iteration)
+        if self._owned is not None:
+            self._owned.rewind(iteration, self._policy.retention, self._saved)
 
     def is_due(self, iteration: int) -> bool:
         """Return whether the policy asks for a save after `iteration`."""
         interval = self._policy.save_interval
-        return self._folder is not None and interval > 0 and iteration % interval == 0
+        return self._owned is not None and interval > 0 and iteration % interval == 0
 
     def save(self, iteration: int, contents: Contents) -> SaveReport | None:
         """Save `contents` as `iteration`, unless that checkpoint is there already.
@@ -109,199 +184,198 @@ class Checkpointer:
         Returns:
             The report of an inline save; None if there was nothing to do, or the save goes on in the background.
         """
-        return None if self._saver is None else self._saver.save(iteration, contents, self._lock)
+        if self._owned is None:
+            return None
+        asked = time.perf_counter()
+        self.wait()
+        self._saved.settle(self._channel.rank)
+        start = time.perf_counter()
+        name = self._attempts.next()
+        has_optimizer = any(spec.kind is TensorKind.OPTIMIZER for spec in contents.specs)
+        if self._saved.has(iteration, with_optimizer=has_optimizer):
+            _log.info("iteration %d is saved already, nothing to do", iteration)
+            self._local_ranks.refuse(self._channel, name)  # a rank on which that save is in doubt may try again
+            if self._channel.rank == 0:
+                protocol.already_committed(self._channel, name, iteration)
+            self._keep([(iteration, name)])
+            return None
+        plan = self._staging.plan(contents)
+        attempt = Attempt(iteration, name, self._owned.folder, plan.layout)
+        if self._stuck is not None and not self._stuck.is_done:
+            self._refuse(attempt)
+        else:
+            self._stuck = None
+            save_job = self._new_job(self._owned, attempt, contents, plan)
+            hooks = []
+            if self._is_async:
+                hooks = [self._hold_back(optimizer, save_job) for optimizer in contents.optimizers]
+            job = self._worker.submit(save_job.run)
+            self._staging.touch()
+            self._started = _Started(save_job, job, hooks, start, start - asked, time.perf_counter() - start)
+            if not self._is_async:
+                self.wait()
+        self.results.blocked_s += time.perf_counter() - asked
+        return None if self._is_async else self.results.reports.pop()
 
     def reports(self) -> list[SaveReport]:
         """Return the reports of background saves that have ended since the last call; does not wait."""
-        return [] if self._saver is None else self._saver.reports()
+        if self._started is not None and self._started.is_over:
+            self.wait()
+        reports, self.results.reports = self.results.reports, []
+        return reports
 
     def wait(self) -> None:
-        """Wait until no save is under way."""
-        if self._saver is not None:
-            self._saver.wait()
-
-    def drain(self, timeout_s: float) -> None:
-        """Wait until the background thread has nothing to do, not even for a save that was given up, or for a while."""
-        if self._saver is not None:
-            self._saver.drain(timeout_s)
+        """Wait for the save that is under way, unless it was aborted, and take its outcome."""
+        if self._started is None:
+            return
+        started, self._started = self._started, None
+        save_job, error = started.save_job, None
+        attempt, snapshot = save_job.attempt, save_job.snapshot
+        try:
+            if snapshot.is_aborted and not started.job.is_done:
+                raise _stalled(attempt)
+            started.job.wait(self._policy.commit_timeout_s)
+            self._saved.committed(attempt.iteration, has_optimizer=save_job.has_optimizer)
+        except TrainerError as failure:
+            error = failure
+            if not started.job.is_done and not snapshot.is_aborted:
+                snapshot.abort()
+                if not self._abort(attempt, failure, save_job.shared):
+                    error = _in_doubt_error(attempt)
+            if save_job.shared.current.outcome is not Outcome.FAILED:
+                self._saved.in_doubt.append(InDoubt(attempt, save_job.shared, save_job.has_optimizer))
+        finally:
+            if not started.job.is_done:  # it may still read live memory, which is free to change from here on
+                snapshot.abort()
+                self._stuck = started.job
+            for hook in started.hooks:
+                hook.remove()
+            self._keep([*save_job.earlier, (attempt.iteration, attempt.name)])
+        if not self._is_async:
+            started.blocked_s = time.perf_counter() - started.start
+        self._ended(_report(started, error))
 
     @property
     def is_saving(self) -> bool:
         """Return whether a background save is under way."""
-        return self._saver is not None and self._saver.is_saving
+        return self._started is not None and not self._started.job.is_done
 
-    @property
-    def last_error(self) -> TrainerError | None:
-        """Return why the save that ended last became no checkpoint, or None if it did."""
-        return None if self._saver is None else self._saver.last_error
-
-    @property
-    def failed_saves(self) -> int:
-        """Return how many saves in a row have failed."""
-        return 0 if self._saver is None else self._saver.failed_saves
-
-    def take_blocked_s(self) -> float:
-        """Return for how long saving kept the main thread since the last call."""
-        return 0.0 if self._saver is None else self._saver.take_blocked_s()
-
-    def restore(
-        self,
-        source: choose.LoadSource,
-        *,
-        check: Callable[[Checkpoint], None],
-        live: Callable[[Checkpoint], Sequence[LiveTensor]],
-        verify: bool = True,
-        verify_all: bool = False,
-    ) -> tuple[Checkpoint, LoadReport]:
-        """Fill live tensors from the newest valid checkpoint of `source`; all ranks load the same one.
-
-        Args:
-            check: refuses a checkpoint of another run before any tensor is read; rank 0 only.
-            live: the tensors to fill, given the checkpoint; all ranks.
-            verify: check the digests of all blocks that are read.
-            verify_all: before that, check those of all blocks of the checkpoint, shared out between the ranks.
-
-        Raises:
-            UnreadableError: on every rank, if a rank cannot read the checkpoint now, or does not see it.
-            CheckpointError: on every rank, if none can be loaded; damaged ones are logged and skipped, unless named
-                exactly.
-            MismatchError: on every rank, if one of them finds another checkpoint under the path than rank 0.
-        """
-        self.wait()
-        files = PatientFiles(self._files, self._patience)
-        chooser = choose.Chooser(source, files, check, patience=self._patience)
-        damage: TrainerError | None = None
-        while True:
-            path, digest = self._pick(chooser, damage)
-            problem: TrainerError | None = None
-            try:
-                if self._channel.rank:
-                    await_sight(path / MANIFEST, self._patience, rank=self._channel.rank)
-                checkpoint = open_same(path, digest, files)
-                if verify_all:
-                    self._verify(checkpoint)
-                tensors = live(checkpoint)
-                report = self._fill(checkpoint, tensors, verify=verify)
-            except TrainerError as error:
-                problem = error
-            try:
-                self._agree(problem)
-                break
-            except LaunchError:  # a lost rank says nothing of the checkpoint
-                raise
-            except TrainerError as error:
-                damage = error
-        self.check_replicas(tensors)
-        if self._saver is not None:
-            self._saver.loaded(path, checkpoint.iteration, has_optimizer=checkpoint.has_optimizer)
-        is_all_read = not checkpoint.has_optimizer or any(
-            tensor.spec.kind is TensorKind.OPTIMIZER for tensor in tensors
-        )
-        self._is_loaded_whole = verify_all or (verify and is_all_read)
-        return checkpoint, report
-
-    def check_replicas(self, live: Sequence[LiveTensor]) -> None:
-        """Compare the bits of live tensors that several ranks hold. A call of all ranks.
-
-        Raises:
-            CheckpointError: on every rank, a ReplicaError on rank 0, naming the first tensor that differs.
-        """
-        self._agreements += 1
-        check_replicas(live, self._channel, f"replicas/{self._nonce}/{self._agreements}")
-
-    def rewind(self, iteration: int) -> None:
-        """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way; then delete what
-        retention gives up: on a full disk no save will make room for the next."""
-        self.wait()
-        if self._saver is not None:
-            self._saver.rewound(iteration)
-        problem: TrainerError | None = None
-        if self._channel.rank == 0 and self._folder is not None:
-            try:
-                names = [*self._folder.committed(), *self._folder.non_folders()]
-                newer = [found for found in names if found > iteration]
-                for path in self._folder.supersede(newer):
-                    _log.info("an abandoned branch of this run is kept as %s", path.name)
-                self._retain(self._folder)
-            except OSError as error:
-                problem = cannot_write(self._folder.root, error)
-        self._agree(problem)
+    def drain(self, timeout_s: float) -> None:
+        """Wait until the background thread has nothing to do, not even for an aborted save, or for a while."""
+        job = self._stuck if self._started is None else self._started.job
+        if job is not None:
+            with contextlib.suppress(TrainerError):
+                job.wait(timeout_s)
 
     def abandon(self) -> None:
         """Let go of the lock: this process is about to end with an error. A save under way, which is good, may land."""
-        if self._saver is not None:
-            self._saver.drain(_LINGER_S)
-        if self._lock is not None:
-            self._lock.release()
+        self.drain(_LINGER_S)
+        if self._owned is not None:
+            self._owned.release()
 
     def close(self) -> None:
         """Wait for the save that is under way, end the background thread and let go of the lock."""
-        if self._saver is not None:
-            self._saver.close()
+        self.wait()
+        is_stuck = self._stuck is not None and not self._stuck.is_done
+        self._worker.close(0.0 if is_stuck else self._policy.commit_timeout_s)
+        if not is_stuck:
+            self._local_ranks.drop()
+            self._staging.close()
         self.abandon()
 
-    def _retain(self, folder: CheckpointFolder) -> None:
-        """Delete what retention gives up, if the newest was loaded and all of it checked: it is known to be good."""
-        assert self._saver is not None
-        pinned = self._saver.pinned
-        expired, committed = decide_expired(folder, self._policy.retention, pinned=pinned)
-        if not expired or committed[-1] not in pinned or not self._is_loaded_whole:
-            return
-        keep = self._policy.retention.max_checkpoint_keep
-        for gone in delete(folder, expired, attempt=self._nonce, lock=self._lock):
-            _log.info("deleted iteration %d, which checkpoint.max_checkpoint_keep=%d does not keep", gone, keep)
+    @property
+    def _is_async(self) -> bool:
+        return self._policy.async_save
 
-    def _require_shared(self, folder: CheckpointFolder) -> None:
-        """Let every rank find the mark that rank 0 has left in the folder, then remove it."""
-        problem: TrainerError | None = None
-        mark = folder.mark(self._nonce)
-        try:
-            if self._channel.rank:
-                require_mark(mark, self._files)
-        except TrainerError as error:
-            problem = error
-        try:
-            self._agree(problem)
-        finally:
-            if self._channel.rank == 0:
-                with contextlib.suppress(OSError):  # the next start sweeps it
-                    self._files.remove_file(mark)
+    def _new_job(self, owned: OwnedFolder, attempt: Attempt, contents: Contents, plan: Plan) -> SaveJob:
+        earlier, self._attempts.earlier = self._attempts.earlier, []
+        interval = self._policy.check_replicas
+        compares = interval > 0 and self._attempts.count % interval == 0
+        snapshot, replicas = self._staging.begin(plan, with_replicas=compares)
+        return SaveJob(
+            attempt=attempt,
+            contents=contents,
+            plan=plan,
+            snapshot=snapshot,
+            replicas=replicas,
+            channel=self._worker_channel,
+            shared=self._new_shared_state(),
+            lock=owned.lock,
+            retention=self._policy.retention,
+            pinned=frozenset(self._saved.pinned),
+            local_ranks=self._local_ranks,
+            may_share=self._staging.may_share(plan),
+            earlier=earlier,
+        )
 
-    def _verify(self, checkpoint: Checkpoint) -> None:
-        rank, world_size = self._channel.rank, self._channel.world_size
-        places = read_places(checkpoint)
-        share = sum(place.spec.total_bytes for place in places.values()) // world_size
-        line = ProgressLine(f"verifying iteration {checkpoint.iteration}", share)
-        checked = verify_share(checkpoint, places, rank=rank, world_size=world_size, progress=line.add)
-        _log.info("verified %d bytes of iteration %d on this rank", checked, checkpoint.iteration)
+    def _refuse(self, attempt: Attempt) -> None:
+        """Fail an attempt at once: the thread that would write it still hangs in one before."""
+        error = _stalled(attempt)
+        self._abort(attempt, error, self._new_shared_state())
+        self._keep([(attempt.iteration, attempt.name)])
+        self._ended(SaveReport(attempt.iteration, attempt.folder.iteration(attempt.iteration), 0, 0.0, error=error))
 
-    def _fill(self, checkpoint: Checkpoint, tensors: Sequence[LiveTensor], *, verify: bool) -> LoadReport:
-        title = f"loading iteration {checkpoint.iteration}"
-        line = ProgressLine(title, sum(tensor.local.nbytes for tensor in tensors))
-        return fill(checkpoint, read_places(checkpoint), tensors, verify=verify, progress=lambda done, _: line.at(done))
+    def _abort(self, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
+        """Abort an attempt in the place of the background thread, which hangs; return whether that is in time."""
+        self._local_ranks.refuse(self._channel, attempt.name)
+        return protocol.abort(self._channel, attempt, error, shared)
 
-    def _pick(self, chooser: choose.Chooser, damage: TrainerError | None) -> tuple[Path, str]:
-        """Return the next candidate and its digest on every rank.
-
-        Args:
-            damage: what any rank found wrong with the last one.
-        """
-        problem: TrainerError | None = None
-        picked = ""
+    def _keep(self, attempts: Sequence[tuple[int, str]]) -> None:
+        """Let the next save remove what is left of these attempts."""
         if self._channel.rank == 0:
-            try:
-                if damage is not None:
-                    chooser.skip(damage)
-                path = chooser.pick()
-                picked = f"{chooser.digest} {path}"
-            except TrainerError as error:
-                problem = error
-        self._agree(problem)
-        self._agreements += 1
-        data = self._channel.broadcast(f"pick/{self._nonce}/{self._agreements}", picked.encode())
-        digest, _, found = data.decode().partition(" ")
-        return Path(found), digest
+            self._attempts.earlier += attempts
 
-    def _agree(self, problem: TrainerError | None) -> None:
-        self._agreements += 1
-        self._channel.agree(f"agree/{self._nonce}/{self._agreements}", problem)
+    def _ended(self, report: SaveReport) -> None:
+        self.results.add(report)
+        if report.error is not None and self._channel.rank == 0:
+            _log.error("iteration %d was not saved: %s", report.iteration, report.error)
+
+    def _new_shared_state(self) -> SharedCommitState:
+        return SharedCommitState(self._channel.rank, self._channel.world_size)
+
+    def _hold_back(self, optimizer: torch.optim.Optimizer, save_job: SaveJob) -> torch.utils.hooks.RemovableHandle:
+        """Let the optimizer's next step begin only when live memory may change."""
+        snapshot = save_job.snapshot
+
+        def release(*_: object) -> None:
+            blocked_s, was_aborted = save_job.blocked_s, snapshot.is_aborted
+            save_job.release()
+            self.results.blocked_s += save_job.blocked_s - blocked_s
+            if snapshot.is_aborted and not was_aborted:
+                self._abort(save_job.attempt, _stalled(save_job.attempt), save_job.shared)
+
+        return optimizer.register_step_pre_hook(release)
+
+
+def _report(started: _Started, error: TrainerError | None) -> SaveReport:
+    save_job = started.save_job
+    attempt, snapshot = save_job.attempt, save_job.snapshot
+    end = time.perf_counter() if save_job.committed_at is None else save_job.committed_at
+    return SaveReport(
+        attempt.iteration,
+        attempt.folder.iteration(attempt.iteration),
+        written_bytes=save_job.written_bytes,
+        seconds=end - started.start,
+        blocked_s=started.blocked_s + save_job.blocked_s,
+        waited_s=started.waited_s,
+        copied_bytes=snapshot.copied_bytes,
+        error=error,
+    )
+
+
+def _stalled(attempt: Attempt) -> CheckpointError:
+    return CheckpointError(
+        "A save was aborted: the disk has written nothing for a while",
+        where=attempt.folder.root,
+        expected="a chunk within the time in which a training step may wait for it",
+        fix="Training goes on and committed checkpoints are untouched; look at the file system.",
+    )
+
+
+def _in_doubt_error(attempt: Attempt) -> CheckpointError:
+    return CheckpointError(
+        "A save did not end in time, and may still be committed",
+        where=attempt.folder.iteration(attempt.iteration),
+        expected="an end within checkpoint.commit_timeout_s",
+        fix="The disk or a peer hangs; the next save looks for it.",
+    )

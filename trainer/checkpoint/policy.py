@@ -57,7 +57,7 @@ class SavePolicy:
             overwrite. None allows the bytes that the rank writes plus the bytes of its columns, which the ranks of a
             host assemble in shared memory if they fit. With less memory, that step waits for the disk. Tensors that may
             change at any time (buffers, frozen parameters) are copied in addition.
-        stall_timeout_s: seconds that this step waits for a disk that writes nothing before the save is given up.
+        stall_timeout_s: seconds that this step waits for a disk that writes nothing before the save is aborted.
         check_replicas: compare the bits of replicas at every n-th save; 0 never compares.
     """
 

@@ -194,12 +194,12 @@ class CheckpointSection:
         verify: digests that a load checks beyond those of headers and JSON files: `touched` checks the blocks that are
             read, `full` all blocks of the checkpoint, shared between the ranks, `none` no block.
         file_bytes: size in bytes at which a safetensors file is full.
-        commit_timeout_s: seconds after which a save is given up.
+        commit_timeout_s: seconds after which a save is aborted.
         async_save: write in the background while training goes on; the next optimizer step copies what is not written
             by then.
         staging_bytes: upper bound in bytes of the host memory for those copies on each rank; null allows as much as the
             rank writes, plus the same again for tensors split by columns. With less, the step waits for the disk.
-        stall_timeout_s: seconds that this step waits for a disk that writes nothing before the save is given up.
+        stall_timeout_s: seconds that this step waits for a disk that writes nothing before the save is aborted.
         check_replicas: compare the bits of ranks that hold the same tensor at every so many saves; a difference commits
             nothing and ends the run. 0 never compares.
         exit_on_save_failure: end the run after so many failed saves in a row; 0 never.

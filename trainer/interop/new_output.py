@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.atomic import atomic_output
-from trainer.checkpoint.storage.files import Files, describe_free_space
+from trainer.checkpoint.storage.files import Files, cannot_write, describe_free_space
 from trainer.errors import CheckpointError
 
 
@@ -24,7 +24,7 @@ def new_output(out: Path, files: Files) -> Iterator[Path]:
             yield partial
     except OSError as error:
         _check_free(out)  # another process may have made it meanwhile
-        raise cannot_write(out, error, files) from error
+        raise output_failed(out, error, files) from error
 
 
 def _check_free(out: Path) -> None:
@@ -34,11 +34,8 @@ def _check_free(out: Path) -> None:
         raise CheckpointError("There is no folder to write to", where=out.parent, fix="Make it, or name another path.")
 
 
-def cannot_write(path: Path, error: OSError, files: Files) -> CheckpointError:
+def output_failed(path: Path, error: OSError, files: Files) -> CheckpointError:
     """Return the error to raise when writing an export fails."""
-    return CheckpointError(
-        f"Writing failed: {error.strerror} (errno {error.errno})",
-        where=error.filename or path,
-        found=describe_free_space(files, path.parent),
-        fix="Nothing was committed; make room or mend the disk.",
-    )
+    found = describe_free_space(files, path.parent)
+    fix = "Nothing was committed; make room or fix the disk."
+    return cannot_write(path, error, what="The output", found=found, fix=fix)

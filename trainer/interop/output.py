@@ -14,13 +14,13 @@ from models import families
 from models.families import problems as model_problems
 from trainer import run_record as record
 from trainer.build import describe_alone, tokenizer_of
-from trainer.checkpoint.commit import protocol as commit
+from trainer.checkpoint.commit import protocol
 from trainer.checkpoint.commit.protocol import Attempt
 from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import STATE
-from trainer.checkpoint.saving.save_job import cannot_write, require_room
-from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.saving.room import require_room
+from trainer.checkpoint.storage.files import Files, cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.compatibility import differences, settle
@@ -121,7 +121,8 @@ def _write(
         files.make_folder(partial)
         written = write_tensor_files(partial, files, attempt.layout, _finite_reader(source))
         aliases = families.aliases(config.model)
-        commit.publish(attempt, written, documents=documents, aliases=aliases, lock=lock, begin_rename=lambda: None)
+        protocol.prepare(attempt, written, documents=documents, aliases=aliases, lock=lock)
+        protocol.rename(attempt)
     finally:
         files.remove_tree(partial)  # gone, once it has its name
 

@@ -13,7 +13,7 @@ from trainer.checkpoint.format.layout import FileLayout, Layout, Place
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, digest_of
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
-from trainer.interop.new_output import cannot_write
+from trainer.interop.new_output import output_failed
 
 Read = Callable[[str], torch.Tensor]
 
@@ -37,7 +37,7 @@ def write_tensor_files(folder: Path, files: Files, layout: Layout, read: Read) -
                 files.make_folder(path.parent)
                 written += list(_write_file(path, files, file, read, bar.update))
             except OSError as error:
-                raise cannot_write(path, error, files) from error
+                raise output_failed(path, error, files) from error
     return written
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.storage.files import cannot_write
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.errors import TrainerError
 
@@ -32,7 +33,7 @@ def hold_run_folder(folder: Path, checkpoints: Path | None, channel: StoreChanne
         except TrainerError as error:
             problem = error
         except OSError as error:
-            problem = cannot_write(folder, error)
+            problem = run_folder_failed(folder, error)
     channel.agree("run folder", problem)
     try:
         yield
@@ -41,10 +42,7 @@ def hold_run_folder(folder: Path, checkpoints: Path | None, channel: StoreChanne
             lock.release()
 
 
-def cannot_write(folder: Path, error: OSError) -> TrainerError:
+def run_folder_failed(folder: Path, error: OSError) -> TrainerError:
     """Return the error of a run's folder that cannot be written."""
-    return TrainerError(
-        f"The run's folder cannot be written: {error.strerror} (errno {error.errno})",
-        where=error.filename or folder,
-        fix="Free space or repair the file system, or set another folder with run.dir.",
-    )
+    fix = "Free space or repair the file system, or set another folder with run.dir."
+    return cannot_write(folder, error, what="The run's folder", fix=fix)

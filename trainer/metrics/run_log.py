@@ -15,7 +15,7 @@ from typing import Any
 from trainer.atomic import make_folders, replace_file
 from trainer.checkpoint.policy import SaveReport
 from trainer.checkpoint.storage.files import Files
-from trainer.launch.run_folder import cannot_write
+from trainer.launch.run_folder import run_folder_failed
 from trainer.metrics.jsonl_file import JsonlFile, cut_after
 from trainer.metrics.progress_bar import RunBar
 from trainer.metrics.tensorboard_files import cut_events, put_before
@@ -145,7 +145,7 @@ class RunLog:
             self._lines = JsonlFile(path)
             Files().sync_folder(self._folder)  # the records are durable with the first checkpoint, and so is their name
         except OSError as error:
-            raise cannot_write(self._folder, error) from error
+            raise run_folder_failed(self._folder, error) from error
         self._report_gap(recorded, iteration, first=min(recorded, default=iteration + 1 if began_elsewhere else 1))
         but = _VALID_LOSS if owes_evaluation else None
         self._plot(lambda: cut_events(self._folder / _EVENTS, iteration, but=but), iteration)

@@ -23,6 +23,7 @@ from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.reader import open_checkpoint
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import Retention, SavePolicy, SaveReport
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import TRACKER
@@ -62,10 +63,22 @@ def folders_in(root: Path) -> list[str]:
 def load(path: Path) -> float:
     """Return the one value that all of `w` has."""
     target = contents(0)
-    checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="n")
-    checkpointer.restore(LoadSource(path), check=lambda _: None, live=lambda _: target.live)
+    restorer = Restorer(single_rank_channel(), nonce="n")
+    restorer.restore(LoadSource(path), check=lambda _: None, live=lambda _: target.live)
     (value,) = set(target.live[0].local.flatten().tolist())
     return float(value)
+
+
+def restore(
+    checkpointer: Checkpointer, source: LoadSource, *, verify: bool = True, with_optimizer: bool = False
+) -> int:
+    """Restore as the trainer does: the checkpointer is to know of it. Return the iteration."""
+    live = contents(0, with_optimizer=with_optimizer).live
+    restored = Restorer(single_rank_channel(), nonce="n").restore(
+        source, check=lambda _: None, live=lambda _: live, verify=verify
+    )
+    checkpointer.loaded(restored)
+    return restored.checkpoint.iteration
 
 
 def test_the_tracker_names_the_newest_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -95,7 +108,7 @@ def test_an_iteration_loaded_by_this_process_is_not_saved_again(tmp_path: Path) 
     saved(first, 5)
     first.close()
     second = started(SavePolicy(tmp_path))
-    second.restore(LoadSource(tmp_path), check=lambda _: None, live=lambda _: contents(0).live)
+    restore(second, LoadSource(tmp_path))
     assert second.save(5, contents(5)) is None
     second.close()
 
@@ -115,7 +128,7 @@ def test_loading_a_superseded_folder_is_not_its_iteration(tmp_path: Path) -> Non
     report.path.rename(tmp_path / "iter_0000005.superseded-1")
     second = started(SavePolicy(tmp_path))
     source = LoadSource(tmp_path / "iter_0000005.superseded-1")
-    second.restore(source, check=lambda _: None, live=lambda _: contents(0).live)
+    restore(second, source)
     saved(second, 5)
     second.close()
 
@@ -153,7 +166,7 @@ def test_retention_counts_past_seven_digits_and_spares_loaded(tmp_path: Path) ->
     saved(first, 9_999_998)
     first.close()
     second = started(SavePolicy(tmp_path, retention=Retention(2)))
-    second.restore(LoadSource(tmp_path), check=lambda _: None, live=lambda _: contents(0).live)
+    restore(second, LoadSource(tmp_path))
     for iteration in (9_999_999, 10_000_000, 10_000_001):
         saved(second, iteration)
     second.close()
@@ -164,8 +177,7 @@ def resumed(root: Path, retention: Retention, iteration: int | None = None) -> l
     """Start, load and rewind as the trainer does; return the folders that are left."""
     checkpointer = started(SavePolicy(root, retention=retention))
     source = LoadSource(root, iteration)
-    found, _ = checkpointer.restore(source, check=lambda _: None, live=lambda _: contents(0).live)
-    checkpointer.rewind(found.iteration)
+    checkpointer.rewind(restore(checkpointer, source))
     checkpointer.close()
     return folders_in(root)
 
@@ -210,8 +222,7 @@ def test_a_start_deletes_nothing_for_an_unchecked_newest(tmp_path: Path, verify:
         checkpointer.save(iteration, contents(iteration, with_optimizer=True))
         checkpointer.close()
     checkpointer = started(SavePolicy(tmp_path, retention=Retention(1)))
-    live = contents(0, with_optimizer=with_optimizer).live
-    checkpointer.restore(LoadSource(tmp_path), check=lambda _: None, live=lambda _: live, verify=verify)
+    restore(checkpointer, LoadSource(tmp_path), verify=verify, with_optimizer=with_optimizer)
     checkpointer.rewind(2)
     checkpointer.close()
     is_checked = verify and with_optimizer

@@ -12,11 +12,10 @@ from torch import nn
 from tests.fakes import SHARDINGS, Sharding, all_ranks
 from tests.golden import make
 from trainer.checkpoint import load
-from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
-from trainer.checkpoint.policy import SavePolicy
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import LiveTensor
 
@@ -50,8 +49,8 @@ def test_the_golden_checkpoint_holds_what_it_is_to_show() -> None:
 def test_format_1_loads_bitwise_at_every_sharding(sharding: Sharding) -> None:
     def call(channel: StoreChannel) -> list[LiveTensor]:
         target = sharding.live(channel.rank, make.specs(), zeros())
-        checkpointer = Checkpointer(SavePolicy(None), channel, nonce="n")
-        checkpoint, _ = checkpointer.restore(LoadSource(GOLDEN), check=lambda _: None, live=lambda _: target)
+        restorer = Restorer(channel, nonce="n")
+        checkpoint = restorer.restore(LoadSource(GOLDEN), check=lambda _: None, live=lambda _: target).checkpoint
         assert checkpoint.state == make.DOCUMENT
         return target
 
@@ -62,8 +61,8 @@ def test_format_1_loads_bitwise_at_every_sharding(sharding: Sharding) -> None:
 
 def test_every_digest_of_format_1_verifies() -> None:
     target = Sharding("one rank").live(0, make.specs(), zeros())
-    checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="n")
-    _, report = checkpointer.restore(LoadSource(GOLDEN), check=lambda _: None, live=lambda _: target)
+    restorer = Restorer(single_rank_channel(), nonce="n")
+    report = restorer.restore(LoadSource(GOLDEN), check=lambda _: None, live=lambda _: target).report
     assert report.filled_bytes == sum(spec.total_bytes for spec in make.specs())  # each block is checked as it is read
     assert set(read_places(open_checkpoint(GOLDEN, Files()))) == set(VALUES)
 

@@ -1,7 +1,7 @@
-"""Messages between ranks over a key-value store, so that saving and loading need no collective and any thread may talk.
+"""Messages between ranks over a key-value store: saving and loading need no collective, and any thread may send.
 
-What the messages mean is told elsewhere. A channel has a connection of its own: a store's connection is served one call
-at a time, and a waiting call would hold up every other thread's.
+A channel has a connection of its own: a store serves one call at a time on a connection, and a call that waits would
+hold up every other thread's.
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ _EXIT_GRACE_S = 5.0
 
 
 class StoreChannel:
-    """A notice channel that all ranks of a run share.
+    """Messages by key that all ranks of a run share.
 
     Args:
-        store: where the notices hang; the channel clones it where the store can be cloned.
+        store: it holds the messages; the channel clones it where there are several ranks.
         rank: this rank.
         world_size: how many ranks share the channel.
-        timeout_s: how long to wait for a peer before giving it up.
+        timeout_s: how long to wait for the message of a peer.
 
     Every method may be called from any thread, but a channel serves one thread at a time: `clone` for another. All
     ranks make the same calls of `gather`, `broadcast` and `agree` in the same order on a channel, or on clones of it.
 
-    Rank 0's notices come down at the end of its next `gather`: a rank that has posted to that one is done with all
-    before it. So what was posted after a channel's last `gather` is left on the store, and what was posted to a
-    `gather` that rank 0 never made or left with an error, such as a report with bytes for every digest. Whoever posted
-    such notices is to `discard` them when all ranks are past them.
+    `gather` deletes its messages, and those that rank 0 has broadcast before it: a rank that takes part in it is past
+    them. The sender of any other message, by `put`, is to `delete` it once all ranks are past it.
     """
 
     def __init__(self, store: Store, rank: int, *, world_size: int, timeout_s: float) -> None:
@@ -53,7 +51,7 @@ class StoreChannel:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._hanging: list[str] = []  # rank 0's notices to all since its last `gather`
+        self._broadcasts: list[str] = []  # rank 0's since its last `gather`
 
     def clone(self, timeout_s: float | None = None) -> StoreChannel:
         """Return a channel on the same store with its own connection."""
@@ -61,7 +59,7 @@ class StoreChannel:
         return StoreChannel(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s)
 
     def put(self, key: str, data: bytes) -> None:
-        """Hang up `data` under `key`, in chunks, and see it hang: setting a value on a dead host returns normally.
+        """Store `data` under `key`, in chunks, and make sure that it is stored: `set` on a dead host returns normally.
 
         Raises:
             LaunchError: if the store does not hold it.
@@ -70,7 +68,7 @@ class StoreChannel:
         try:
             for index, chunk in enumerate(chunks):
                 self._store.set(f"{key}/{index}", chunk)  # type: ignore[arg-type]
-            # The reader may take a notice down at once, so the answer to this call is the proof, not a second look.
+            # A reader may delete the message at once, so the answer to this call is the proof, not a second look.
             echo = self._store.compare_set(key, "", str(len(chunks)))
         except dist.DistError as error:
             raise self._lost(key, error) from error
@@ -112,36 +110,29 @@ class StoreChannel:
             raise self._silent(keys[0], sender, error) from error
         return found[0]
 
-    def forget(self, keys: Sequence[str]) -> None:
-        """Take notices down that everybody has read."""
-        for key in keys:
-            try:
-                self._take_down(key, int(self._get(key)))
-            except dist.DistError as error:
-                raise self._lost(key, error) from error
-
-    def discard(self, keys: Sequence[str]) -> None:
-        """Take those notices down that hang, and that nobody looks for any more; waits for none.
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete messages that no rank reads any more, those of them that are stored.
 
         Raises:
             LaunchError: if the store is gone.
         """
         for key in keys:
             try:
-                if self._store.check([key]):
-                    self._take_down(key, int(self._store.get(key)))
+                self._store.delete_key(key)
+                chunk = 0
+                while self._store.delete_key(f"{key}/{chunk}"):
+                    chunk += 1
             except dist.DistError as error:
                 raise self._lost(key, error) from error
 
     def gather(self, key: str, data: bytes) -> list[bytes]:
-        """Give `data` to rank 0, which gets everybody's in order of rank; other ranks get an empty list."""
+        """Send `data` to rank 0 and return, on rank 0 only, the data of all ranks in order; an empty list on others."""
         if self.rank:
             self.put(f"{key}/{self.rank}", data)
             return []
         others = [self.read(f"{key}/{rank}", sender=f"rank {rank}") for rank in range(1, self.world_size)]
-        self.forget([f"{key}/{rank}" for rank in range(1, self.world_size)])
-        self.discard(self._hanging)  # some may have been discarded before
-        self._hanging.clear()
+        self.delete([*(f"{key}/{rank}" for rank in range(1, self.world_size)), *self._broadcasts])
+        self._broadcasts.clear()
         return [data, *others]
 
     def broadcast(self, key: str, data: bytes | None) -> bytes:
@@ -150,7 +141,7 @@ class StoreChannel:
             assert data is not None
             if self.world_size > 1:
                 self.put(key, data)
-                self._hanging.append(key)
+                self._broadcasts.append(key)
             return data
         return self.read(key, sender="rank 0")
 
@@ -161,8 +152,8 @@ class StoreChannel:
             TrainerError: this rank's `problem`, or the first one of another rank: a DataError, MismatchError,
                 LockError, LaunchError or UnreadableError stays one, any other becomes a CheckpointError.
         """
-        notices = self.gather(f"{key}/problem", b"" if problem is None else _pack(problem))
-        found = [(rank, *_unpack(data)) for rank, data in enumerate(notices) if data]
+        messages = self.gather(f"{key}/problem", b"" if problem is None else _pack(problem))
+        found = [(rank, *_unpack(data)) for rank, data in enumerate(messages) if data]
         decision = b"".join(_pack(kind(f"Rank {rank}: {text}")) for rank, kind, text in found[:1])
         decision = self.broadcast(f"{key}/decision", decision)
         if decision:
@@ -172,10 +163,10 @@ class StoreChannel:
             raise error
 
     def fail(self, text: str) -> str | None:
-        """Tell every rank that this one gives up, so that none waits for its messages; the first to say so is heard.
+        """Report to every rank that this one fails, so that none waits for its messages; the first report counts.
 
         Returns:
-            What another rank said before; None if this one was the first.
+            The report of another rank that failed before; None if this one is the first.
         """
         mine, first = f"Rank {self.rank} failed: {text}", ""
         with contextlib.suppress(dist.DistError):
@@ -185,10 +176,10 @@ class StoreChannel:
         return first if first not in ("", mine) else None
 
     def await_others(self, *, but: Sequence[int] = ()) -> None:
-        """Stay until all ranks have said that they leave, or for a short while, on rank 0: it may host the store.
+        """Wait on rank 0, which may host the store, until all ranks have reported that they leave, or for 5 s.
 
         Args:
-            but: ranks that will say nothing any more.
+            but: ranks that will send nothing any more.
         """
         with contextlib.suppress(dist.DistError):
             others = [f"left/{rank}" for rank in range(1, self.world_size) if rank not in but]
@@ -196,7 +187,7 @@ class StoreChannel:
                 self._await(others, _EXIT_GRACE_S)
 
     def failure(self) -> str | None:
-        """Return what the first rank to give up has said, or None if none has.
+        """Return the report of the first rank that failed, or None if none has.
 
         Raises:
             DistError: if the store is gone.
@@ -204,7 +195,7 @@ class StoreChannel:
         return bytes(self._store.get(_FAILED)).decode() if self._store.check([_FAILED]) else None
 
     def answer(self) -> None:
-        """Show, where some rank gave up, that this one is alive."""
+        """Answer the failure of another rank: this one is alive."""
         self._store.set(f"here/{self.rank}", "")
 
     def silent_ranks(self, timeout_s: float) -> list[int]:
@@ -225,12 +216,8 @@ class StoreChannel:
             where=f"key {key}, rank {self.rank}",
             expected=f"one within {self.timeout_s:.0f} s",
             found=str(error).splitlines()[0],
-            fix="Look at that rank's log; it may have died or hang.",
+            fix="Look at that rank's log; it may have died, or it hangs.",
         )
-
-    def _take_down(self, key: str, count: int) -> None:
-        for name in [key, *(f"{key}/{index}" for index in range(count))]:
-            self._store.delete_key(name)
 
     def _get(self, key: str) -> bytes:
         if not self._await([key], self.timeout_s, watch=True):
@@ -238,7 +225,7 @@ class StoreChannel:
         return bytes(self._store.get(key))
 
     def _await(self, keys: list[str], timeout_s: float, *, watch: bool = False) -> bool:
-        """Look again and again until all `keys` hang or the time is over; `watch` also looks for a failed rank."""
+        """Poll until all `keys` are stored or the time is over; `watch` also looks for a failed rank."""
         return self._poll(lambda: bool(self._store.check(keys)), timeout_s, watch=watch)
 
     def _poll(self, is_there: Callable[[], bool], timeout_s: float, *, watch: bool) -> bool:

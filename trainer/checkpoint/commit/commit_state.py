@@ -1,6 +1,6 @@
-"""How one rank decides on an attempt: events in, the next thing to do out. No message, file, thread or clock is here.
+"""Decides the next step of one rank in a two-phase commit: an event in, an action out, and no effects.
 
-`protocol.py` does what is to be done and tells what came of it.
+`protocol.py` carries the actions out and reports their results as events.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from enum import Enum
 
 
 class CommitStage(Enum):
-    """What a rank is at. Ranks but 0 go by REPORTING, rank 0 goes by COLLECTING; either may skip to the end."""
+    """The stage of a rank. Rank 0, the coordinator, passes COLLECTING, the others REPORTING; all may skip."""
 
     WRITING = "writing its own part"
-    REPORTING = "handing in its report"
+    REPORTING = "storing its report"
     AWAITING = "waiting for the decision"
     LOOKING = "looking for the checkpoint, as no decision came"
     COLLECTING = "waiting for the others' reports"
-    PREPARING = "making all that the rename needs"
-    RENAMING = "renaming: there is no way back"
-    ANNOUNCING = "telling the decision"
-    ENDED = "through"
+    PREPARING = "writing all that the rename needs"
+    RENAMING = "renaming: too late to abort"
+    BROADCASTING = "sending the decision"
+    ENDED = "ended"
 
 
 class Outcome(Enum):
-    """What a rank knows of an attempt that has ended. UNKNOWN: it was not committed yet, but may still be."""
+    """The outcome of an attempt on a rank. UNKNOWN: in doubt, it was not committed yet but may still be."""
 
     COMMITTED = "committed"
     FAILED = "failed"
@@ -32,16 +32,16 @@ class Outcome(Enum):
 
 
 class Action(Enum):
-    """What is to be done next; what comes of it comes back as an event. NOTHING: somebody else is at it."""
+    """The next action, whose result is an event. NOTHING: another thread acts, or no action is due."""
 
     NOTHING = "nothing"
-    REPORT = "post the report"
+    REPORT = "store the report"
     AWAIT_DECISION = "wait for the decision"
     LOOK = "look whether the checkpoint is there"
     COLLECT = "wait for the reports"
-    PUBLISH = "prepare the checkpoint"
+    PREPARE = "prepare the checkpoint"
     RENAME = "rename it"
-    ANNOUNCE = "announce the decision"
+    BROADCAST = "send the decision"
     END = "end"
 
 
@@ -52,19 +52,19 @@ class Wrote:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """This rank's own part, or rank 0's publishing, has failed."""
+    """This rank's own part, or rank 0's preparation or rename, has failed."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReportStored:
-    """This rank's report hangs in the store."""
+    """This rank's report is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportArrived:
-    """A rank has handed in its report: why its part failed, or None."""
+    """A rank's report: the reason why its part failed, or None."""
 
     rank: int
     problem: str | None
@@ -72,7 +72,7 @@ class ReportArrived:
 
 @dataclass(frozen=True, slots=True)
 class ReadyToRename:
-    """Nothing is missing but the rename."""
+    """The checkpoint is prepared; only the rename is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +82,19 @@ class Renamed:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """The decision is out, or cannot be told: either way nothing changes by it."""
+    """The decision was sent, or the store is gone: it stays decided either way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Rank 0 has told why there is no checkpoint, or, with None, that there is one."""
+    """Rank 0's decision: the reason why it aborted, or None for a commit."""
 
     problem: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """A message will not come: its time is over, the store is gone, or a rank has given up the run."""
+    """A message will not come: it timed out, the store is gone, or another rank ends the run."""
 
     why: str
 
@@ -111,7 +111,7 @@ class FoundNothing:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The main thread gives the attempt up: time is over, the disk stalls, or a signal leaves no time."""
+    """The main thread aborts the attempt: it timed out, the disk stalls, or a signal leaves no time."""
 
     why: str
 
@@ -134,12 +134,12 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class CommitState:
-    """What a rank knows of an attempt.
+    """The state of an attempt on a rank.
 
     Args:
         missing: on rank 0, the ranks whose report is not in.
         problem: the first reason why it cannot become a checkpoint.
-        outcome: set once it is decided, on rank 0 before it is announced.
+        outcome: set once it is decided, on rank 0 before the broadcast.
     """
 
     rank: int
@@ -150,16 +150,16 @@ class CommitState:
 
     @staticmethod
     def of(rank: int, world_size: int) -> CommitState:
-        """Return what a rank knows at the start."""
+        """Return the state at the start."""
         return CommitState(rank, frozenset(range(1, world_size)) if rank == 0 else frozenset())
 
 
 def advance(state: CommitState, event: Event) -> tuple[CommitState, Action]:
-    """Return what a rank knows after an event, and what is to be done next.
+    """Return the state after an event, and the next action.
 
-    Invariant: RENAME is asked for once at most, only after every rank's part was reported whole, and never together
-    with an announcement that it failed: a rank that aborts before that moment ends the attempt, one that aborts
-    later changes nothing. An event that does not belong to the stage, repeated or late, changes nothing either.
+    Invariant: RENAME comes once at most, only after every rank has reported its part as written, and never after a
+    decision to abort: a rank that aborts before that moment ends the attempt, one that aborts later changes nothing.
+    An event that does not belong to the stage, repeated or late, changes nothing either.
     """
     if isinstance(event, Aborted):
         return _aborted(state, event.why)
@@ -172,7 +172,7 @@ def _aborted(state: CommitState, why: str) -> tuple[CommitState, Action]:
     is_open = _BEFORE_RENAME if state.rank == 0 else {CommitStage.WRITING}
     if state.stage not in is_open:
         return state, Action.NOTHING
-    action = Action.ANNOUNCE if state.rank == 0 else Action.REPORT
+    action = Action.BROADCAST if state.rank == 0 else Action.REPORT
     return replace(state, stage=CommitStage.ENDED, problem=state.problem or why, outcome=Outcome.FAILED), action
 
 
@@ -183,7 +183,7 @@ def _advance_rank0(state: CommitState, event: Event) -> tuple[CommitState, Actio
     match state.stage, event:
         case CommitStage.WRITING, Wrote():
             return _collected(replace(state, stage=CommitStage.COLLECTING))
-        case CommitStage.WRITING, Failed(why):  # the others' reports are still taken down
+        case CommitStage.WRITING, Failed(why):  # the others' reports are still collected
             return _collected(replace(state, stage=CommitStage.COLLECTING, problem=why))
         case CommitStage.COLLECTING, ReportArrived(rank, problem) if rank in state.missing:
             named = None if problem is None else f"Rank {rank}: {problem}"
@@ -193,8 +193,8 @@ def _advance_rank0(state: CommitState, event: Event) -> tuple[CommitState, Actio
         case CommitStage.PREPARING, ReadyToRename():
             return replace(state, stage=CommitStage.RENAMING), Action.RENAME
         case CommitStage.RENAMING, Renamed():
-            return replace(state, stage=CommitStage.ANNOUNCING, outcome=Outcome.COMMITTED), Action.ANNOUNCE
-        case CommitStage.ANNOUNCING, (Broadcast() | Silence()):
+            return replace(state, stage=CommitStage.BROADCASTING, outcome=Outcome.COMMITTED), Action.BROADCAST
+        case CommitStage.BROADCASTING, (Broadcast() | Silence()):
             return replace(state, stage=CommitStage.ENDED), Action.END
     return state, Action.NOTHING
 
@@ -205,11 +205,11 @@ def _collected(state: CommitState) -> tuple[CommitState, Action]:
         return state, Action.COLLECT
     if state.problem is not None:
         return _failed(state)
-    return replace(state, stage=CommitStage.PREPARING), Action.PUBLISH
+    return replace(state, stage=CommitStage.PREPARING), Action.PREPARE
 
 
 def _failed(state: CommitState) -> tuple[CommitState, Action]:
-    return replace(state, stage=CommitStage.ANNOUNCING, outcome=Outcome.FAILED), Action.ANNOUNCE
+    return replace(state, stage=CommitStage.BROADCASTING, outcome=Outcome.FAILED), Action.BROADCAST
 
 
 def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Action]:

@@ -87,19 +87,29 @@ def explain(found: Disagreement, tables: Sequence[bytes]) -> TrainerError:
     named = "; ".join(differences[:_MOST_NAMED]) or f"rank {a} and rank {b}"
     count = f"{len(differences)} differences, the first: " if len(differences) > _MOST_NAMED else ""
     if found.is_of_content:
-        return ReplicaError(
-            "Replicas of the same tensor hold different bits",
-            expected="the same bits on all ranks that hold a tensor",
-            found=f"{count}{named}; " + " against ".join(_named(side) for side in found.sides),
-            fix="Nothing was saved; committed checkpoints are untouched. Resume from the newest one. If it happens "
-            "again, the memory of one of these hosts cannot be trusted, or the program lets its replicas drift.",
-        )
+        sides = " against ".join(_named(side) for side in found.sides)
+        return replica_error(f"{count}{named}; {sides}", fix="Nothing was saved; committed checkpoints are untouched. ")
     return CheckpointError(
         "The ranks do not save the same tensors",
         expected="the same table of tensors on every rank",
         found=f"{count}{named}",
         fix="Nothing was saved. Give all ranks the same model and optimizer: the stages of a pipeline, which differ by "
         "rank, cannot be saved like this.",
+    )
+
+
+def replica_error(found: str, *, fix: str = "") -> ReplicaError:
+    """Return the error of replicas that differ.
+
+    Args:
+        fix: what comes before the common advice.
+    """
+    return ReplicaError(
+        "Replicas of the same tensor hold different bits",
+        expected="the same bits on all ranks that hold a tensor",
+        found=found,
+        fix=f"{fix}Resume from the newest checkpoint. If it happens again, the memory of one of these hosts cannot be "
+        "trusted, or the program lets its replicas drift.",
     )
 
 

@@ -1,10 +1,11 @@
-"""How the ranks turn what they wrote into one checkpoint, or agree that it is none. `writer.py` writes."""
+"""The two-phase commit of a save: the ranks turn the files that they wrote into one checkpoint, or into none."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from trainer.errors import CheckpointError, LaunchError, TrainerError
 
 _log = logging.getLogger(__name__)
 
-# The first two bytes of a decision; after _ASK, that of two ranks which are to send their tables comes later.
+# The first two bytes of a decision. _ASK names ranks that are to send their tables; the last decision comes later.
 _OK, _FAILED, _ASK = b"ok", b"no", b"??"
 
 
@@ -44,7 +45,7 @@ class Attempt:
 
 
 class SharedCommitState:
-    """The state of one attempt on one rank, for the two threads that have a say in it."""
+    """The state of one attempt on one rank, shared by its worker and its main thread."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._state = CommitState.of(rank, world_size)
@@ -52,17 +53,17 @@ class SharedCommitState:
 
     @property
     def current(self) -> CommitState:
-        """Return what is known now."""
+        """Return the state now."""
         return self._state
 
     def take(self, event: Event) -> Action:
-        """Take an event in, whole and alone, and return what is to be done."""
+        """Take an event in, one thread at a time, and return the next action."""
         with self._lock:
             self._state, action = commit_state.advance(self._state, event)
             return action
 
     def begin_rename(self) -> None:
-        """Say that the rename comes next: whoever aborts from here on comes too late.
+        """Begin the rename: from here on it is too late to abort.
 
         Raises:
             CheckpointError: if the attempt was aborted before.
@@ -71,126 +72,142 @@ class SharedCommitState:
             raise CheckpointError(str(self._state.problem).rstrip("."))
 
 
-BeginRename = Callable[[], None]
-Publish = Callable[[list[WrittenPiece], BeginRename], list[int]]
+class TwoPhaseCommit:
+    """One rank's side of the commit of one attempt: rank 0 coordinates, the others participate. Worker thread.
 
-
-def exchange(
-    channel: StoreChannel,
-    attempt: Attempt,
-    *,
-    inventory: Inventory,
-    work: Callable[[], Written],
-    publish: Publish,
-    shared: SharedCommitState,
-) -> list[int] | None:
-    """Run `work` on every rank and, if all succeed and agree, `publish` on rank 0; all ranks learn the outcome.
+    Its methods are the steps, in the order in which `SaveJob.run` takes them. Each does nothing where the attempt has
+    failed before it, or where it is not for this rank: `commit_state.advance` alone decides that.
 
     Args:
-        inventory: what this rank saves; complete once `work` has returned.
-        publish: makes the checkpoint of all ranks' pieces; it calls what it is given right before the rename, and ends
-            if that raises.
+        inventory: what this rank saves; complete once its part is written.
         shared: of this attempt on this rank; another thread may `abort` on it meanwhile.
-
-    Returns:
-        What `publish` returned, the iterations that are to be deleted now; None where that message was lost.
-
-    Raises:
-        ReplicaError: on rank 0, if ranks that hold the same tensor hold different bits of it.
-        TrainerError: on every rank, if the attempt did not become a checkpoint.
-        BaseException: on the rank where `work` or `publish` raised it; the others get a CheckpointError that names it.
     """
-    part = _Part(channel, attempt, inventory, work, publish, shared)
-    action = shared.take(part.work())
-    while action is not Action.END:
-        for event in part.perform(action):
-            action = shared.take(event)
-    if shared.current.outcome is Outcome.COMMITTED:
-        return part.expired
-    raise part.error or CheckpointError(str(shared.current.problem).rstrip("."))
-
-
-class _Part:
-    """What one rank does for an attempt, and what came of it; `error` is what it met first."""
 
     def __init__(
-        self,
-        channel: StoreChannel,
-        attempt: Attempt,
-        inventory: Inventory,
-        work: Callable[[], Written],
-        publish: Publish,
-        shared: SharedCommitState,
+        self, channel: StoreChannel, attempt: Attempt, inventory: Inventory, shared: SharedCommitState
     ) -> None:
-        self._channel, self._attempt, self._inventory = channel, attempt, inventory
-        self._work, self._publish, self._shared = work, publish, shared
+        self._channel, self._attempt, self._inventory, self._shared = channel, attempt, inventory, shared
         self._key = _key(attempt.name)
+        self._action = Action.NOTHING
+        self._error: BaseException | None = None  # the first of this rank
         self._report = RankReport(attempt.iteration, inventory.identity)
         self._reports: list[RankReport] = []
-        self.expired: list[int] | None = None
-        self.error: BaseException | None = None
+        # On rank 0: whether every rank is past the attempts before this one.
+        self.has_all_reports = channel.world_size == 1
 
-    def work(self) -> Event:
-        """Write this rank's part."""
+    @contextlib.contextmanager
+    def failing_on_error(self) -> Iterator[None]:
+        """Let an error fail the attempt; `end` raises it once the other ranks know."""
         try:
-            written = self._work()
-            self._report = replace(
-                self._report,
-                groups=self._inventory.groups(),
-                written_bytes=written.total_bytes,
-                pieces=encode(written.pieces, self._attempt.layout),
-            )
+            yield
         except BaseException as error:  # noqa: BLE001 - raised again once the peers know
-            self.error = error
+            self._error = error
             self._report = replace(self._report, problem=_text(error))
-            return commit_state.Failed(_text(error))
+            self._take(commit_state.Failed(_text(error)))
+
+    def wrote(self, written: Written) -> None:
+        """Note that this rank's part is durable."""
+        self._report = replace(
+            self._report,
+            groups=self._inventory.groups(),
+            written_bytes=written.total_bytes,
+            pieces=encode(written.pieces, self._attempt.layout),
+        )
         self._reports = [self._report]  # all there are, where there is one rank
-        return commit_state.Wrote()
+        self._take(commit_state.Wrote())
 
-    def perform(self, action: Action) -> list[Event]:
-        """Do what is to be done next, and return what came of it."""
+    def vote(self) -> None:
+        """Report this rank's part. Rank 0 waits for all reports, the others for its decision."""
         try:
-            match action:
-                case Action.REPORT:
-                    self._channel.gather(f"{self._key}/report", self._report.to_bytes())
-                    return [commit_state.ReportStored()]
-                case Action.AWAIT_DECISION:
-                    return [self._heard(self._await_decision())]
-                case Action.LOOK:
-                    return [
-                        commit_state.FoundCommitted() if is_committed(self._attempt) else commit_state.FoundNothing()
-                    ]
-                case Action.COLLECT:
-                    return self._collect()
-                case Action.PUBLISH:
-                    return [self._make()]
-                case Action.ANNOUNCE:
-                    _announce(self._channel, self._key, self._decision())
-                    return [commit_state.Broadcast()]
+            if self._action is Action.COLLECT:
+                self._collect()
+            if self._action is Action.REPORT:
+                self._channel.put(f"{self._key}/report/{self._channel.rank}", self._report.to_bytes())
+                self._take(commit_state.ReportStored())
+            if self._action is Action.AWAIT_DECISION:
+                self._take(self._decided(self._await_decision()))
         except LaunchError as error:
-            self.error = self.error or error
-            return [commit_state.Silence(str(error))]
-        raise AssertionError(f"{action} is nothing to perform")
+            self._error = self._error or error
+            self._take(commit_state.Silence(str(error)))
+        if self._action is Action.LOOK:
+            is_there = is_committed(self._attempt)
+            self._take(commit_state.FoundCommitted() if is_there else commit_state.FoundNothing())
 
-    def _collect(self) -> list[Event]:
+    @property
+    def is_unanimous(self) -> bool:
+        """Return whether all ranks have written their parts; on rank 0 alone, as the rename is its business."""
+        return self._action is Action.PREPARE
+
+    def pieces(self) -> list[WrittenPiece]:
+        """Return the pieces of all ranks. Rank 0 only.
+
+        Raises:
+            CheckpointError: if some rank has counted on another to write its bytes, which has not.
+        """
+        layout = self._attempt.layout
+        written_bytes = sum(report.written_bytes for report in self._reports)
+        expected = sum(place.spec.total_bytes for place in layout.places.values())
+        if written_bytes != expected:
+            raise CheckpointError(
+                "The ranks have not written every byte once",
+                expected=f"{expected} B of tensors",
+                found=f"{written_bytes} B",
+                fix="Nothing was committed; this is a defect of the program that wrote them.",
+            )
+        return [piece for report in self._reports for piece in decode(report.pieces, layout)]
+
+    def renamed(self) -> None:
+        """Note that the checkpoint exists."""
+        self._take(commit_state.Renamed())
+
+    def broadcast(self) -> None:
+        """Send the decision to all ranks. Rank 0 only."""
+        if self._action is Action.BROADCAST:
+            known = self._shared.current
+            decision = _FAILED + str(known.problem).encode()
+            if known.outcome is Outcome.COMMITTED:
+                decision = _OK + str(self._attempt.iteration).encode()
+            _broadcast(self._channel, self._key, decision)
+            self._take(commit_state.Broadcast())
+
+    def end(self) -> None:
+        """Return if the attempt became a checkpoint.
+
+        Raises:
+            ReplicaError: on rank 0, if ranks that hold the same tensor hold different bits of it.
+            TrainerError: on every rank, if it did not become one.
+            BaseException: on the rank that failed so; the others get a CheckpointError that names it.
+        """
+        known = self._shared.current
+        if known.outcome is not Outcome.COMMITTED:
+            raise self._error or CheckpointError(str(known.problem).rstrip("."))
+
+    def _take(self, event: Event) -> None:
+        self._action = self._shared.take(event)
+
+    def _collect(self) -> None:
+        others = range(1, self._channel.world_size)
         try:
-            reports = self._channel.gather(f"{self._key}/report", self._report.to_bytes())
-            self._reports = [RankReport.from_bytes(data) for data in reports]
+            found = [self._channel.read(f"{self._key}/report/{rank}", sender=f"rank {rank}") for rank in others]
+            self.has_all_reports = True
+            self._reports = [self._report, *map(RankReport.from_bytes, found)]
             self._require_agreement()
         except LaunchError:
             raise
         except BaseException as error:  # noqa: BLE001 - raised again once the peers know
-            if not (isinstance(error, TrainerError) and isinstance(self.error, TrainerError)):
-                error = self.error or error
-            self.error = error
-            return [commit_state.Failed(_text(error))]
-        return [commit_state.ReportArrived(rank, report.problem) for rank, report in enumerate(self._reports) if rank]
+            if not (isinstance(error, TrainerError) and isinstance(self._error, TrainerError)):
+                error = self._error or error
+            self._error = error
+            self._take(commit_state.Failed(_text(error)))
+            return
+        for rank in others:
+            self._take(commit_state.ReportArrived(rank, self._reports[rank].problem))
 
     def _require_agreement(self) -> None:
         """Refuse reports of ranks that do not save the same thing; two of them are asked for their tables.
 
         Raises:
-            CheckpointError: naming what differs and the ranks.
+            CheckpointError: naming the first differences and the ranks.
             LaunchError: if a rank does not answer.
         """
         disagreement.refuse_other_iterations({r: report.iteration for r, report in enumerate(self._reports)})
@@ -198,95 +215,62 @@ class _Part:
         if found is None:
             return
         asked = [rank for rank in found.witnesses if rank]
-        self._channel.broadcast(f"{self._key}/decision", _ASK + " ".join(map(str, asked)).encode())
-        keys = {rank: f"{self._key}/table/{rank}" for rank in asked}
-        tables = {rank: self._channel.read(key, sender=f"rank {rank}") for rank, key in keys.items()}
-        self._channel.forget(list(keys.values()))
+        self._channel.put(f"{self._key}/decision", _ASK + " ".join(map(str, asked)).encode())
+        tables = {rank: self._channel.read(f"{self._key}/table/{rank}", sender=f"rank {rank}") for rank in asked}
         tables[self._channel.rank] = self._inventory.to_bytes()
         raise disagreement.explain(found, [tables[rank] for rank in found.witnesses])
 
     def _await_decision(self) -> bytes:
-        decision = self._channel.broadcast(f"{self._key}/decision", None)
+        decision = self._channel.read(f"{self._key}/decision", sender="rank 0")
         if not decision.startswith(_ASK):
             return decision
         if self._channel.rank in map(int, decision[len(_ASK) :].split()):
             self._channel.put(f"{self._key}/table/{self._channel.rank}", self._inventory.to_bytes())
-        return self._channel.broadcast(f"{self._key}/decision/last", None)
+        return self._channel.read(f"{self._key}/decision/last", sender="rank 0")
 
-    def _make(self) -> Event:
-        layout = self._attempt.layout
-        try:
-            _check_total(sum(report.written_bytes for report in self._reports), layout)
-            pieces = [piece for report in self._reports for piece in decode(report.pieces, layout)]
-            self.expired = self._publish(pieces, self._shared.begin_rename)
-        except BaseException as error:  # noqa: BLE001 - raised again once the peers know
-            self.error = error
-            return commit_state.Failed(_text(error))
-        return commit_state.Renamed()
-
-    def _decision(self) -> bytes:
-        known = self._shared.current
-        if known.outcome is Outcome.COMMITTED:
-            return _committed(self._attempt.iteration, self.expired or [])
-        return _FAILED + str(known.problem).encode()
-
-    def _heard(self, decision: bytes) -> Event:
+    def _decided(self, decision: bytes) -> Event:
         if not decision.startswith(_OK):
             return commit_state.Decision(decision[len(_FAILED) :].decode().rstrip("."))
-        iteration, *expired = (int(number) for number in decision[len(_OK) :].split())
+        iteration = int(decision[len(_OK) :])
         if iteration != self._attempt.iteration:
             return commit_state.Decision(f"Rank 0 saved iteration {iteration}, this rank {self._attempt.iteration}")
-        self.expired = expired
         return commit_state.Decision(None)
 
 
-def _committed(iteration: int, expired: Sequence[int]) -> bytes:
-    return _OK + " ".join(map(str, [iteration, *expired])).encode()
-
-
-def _check_total(written_bytes: int, layout: Layout) -> None:
-    """Refuse a save in which some rank has counted on another to write its bytes, and that has not."""
-    expected = sum(place.spec.total_bytes for place in layout.places.values())
-    if written_bytes != expected:
-        raise CheckpointError(
-            "The ranks have not written every byte once",
-            expected=f"{expected} B of tensors",
-            found=f"{written_bytes} B",
-            fix="Nothing was committed; this is a defect of the program that wrote them.",
-        )
-
-
 def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
-    """Fail an attempt in the place of the worker, which hangs, and tell the other ranks.
+    """Abort an attempt in the place of the worker, which hangs, and let the other ranks know.
 
     Returns:
-        Whether it has failed for certain: a rank whose report is out, or that renames already, comes too late.
+        Whether it has failed for certain. Where this rank's report is out, or the rename has begun, it is too late to
+        abort: the attempt is in doubt.
     """
     action = shared.take(commit_state.Aborted(str(error)))
     key = _key(attempt.name)
-    if action is Action.ANNOUNCE:
-        _announce(channel, key, _FAILED + _text(error).encode())
+    if action is Action.BROADCAST:
+        _broadcast(channel, key, _FAILED + _text(error).encode())
     if action is Action.REPORT:
         report = RankReport(attempt.iteration, identity_of(attempt.layout), problem=_text(error))
         try:
             channel.put(f"{key}/report/{channel.rank}", report.to_bytes())
         except LaunchError as lost:
-            _log.error("the failure of %s did not go out: %s", key, lost)
+            _log.error("the failure of %s could not be reported: %s", key, lost)
     return shared.current.outcome is Outcome.FAILED
 
 
 def already_committed(channel: StoreChannel, name: str, iteration: int) -> None:
-    """Tell a rank that tries to save, as attempt `name`, what rank 0 knows to be there, that it is. Rank 0 only."""
-    _announce(channel, _key(name), _committed(iteration, []))
+    """Decide attempt `name` without a save: rank 0 knows that `iteration` is committed. Rank 0 only."""
+    _broadcast(channel, _key(name), _OK + str(iteration).encode())
 
 
-def say_marked(channel: StoreChannel, attempt: Attempt, *, is_marked: bool) -> None:
-    """Tell the other ranks whether the mark of an attempt is in its folder. Rank 0 only."""
-    channel.broadcast(f"{_key(attempt.name)}/marked", (_OK if is_marked else _FAILED) + str(attempt.iteration).encode())
+def broadcast_marked(channel: StoreChannel, attempt: Attempt, *, is_marked: bool) -> None:
+    """Let the other ranks know whether the mark of an attempt is in its folder. Rank 0 only."""
+    if channel.world_size > 1:
+        message = (_OK if is_marked else _FAILED) + str(attempt.iteration).encode()
+        channel.put(f"{_key(attempt.name)}/marked", message)
 
 
 def await_marked(channel: StoreChannel, attempt: Attempt, *, check: Callable[[], None]) -> bool:
-    """Wait until rank 0 has said whether the mark of an attempt is in its folder, and return that.
+    """Wait for rank 0's message on the mark of an attempt, and return whether it is in its folder.
 
     Args:
         check: called again and again; ends the wait if it raises.
@@ -295,7 +279,7 @@ def await_marked(channel: StoreChannel, attempt: Attempt, *, check: Callable[[],
         False also if rank 0 has ended the attempt, as its decision says.
 
     Raises:
-        LaunchError: if rank 0 says nothing in time.
+        LaunchError: if no message comes in time.
         CheckpointError: if rank 0 saves another iteration.
     """
     marked = f"{_key(attempt.name)}/marked"
@@ -306,29 +290,41 @@ def await_marked(channel: StoreChannel, attempt: Attempt, *, check: Callable[[],
     return data.startswith(_OK)
 
 
-def keys_of(name: str, rank: int) -> list[str]:
-    """Return the keys of what a rank may have posted about attempt `name`: they stay until rank 0 has collected."""
-    key = _key(name)
-    if rank == 0:
-        return [f"{key}/decision", f"{key}/decision/last", f"{key}/marked"]
-    return [f"{key}/report/{rank}", f"{key}/table/{rank}"]
+def stripes_key(name: str, rank: int) -> str:
+    """Return the key of a rank's message to its host on the columns of attempt `name`."""
+    return f"{_key(name)}/stripes/{rank}"
+
+
+def delete_messages(channel: StoreChannel, name: str) -> None:
+    """Delete all messages of attempt `name`, which every rank is past. Rank 0 only.
+
+    Raises:
+        LaunchError: if the store is gone.
+    """
+    if channel.world_size == 1:
+        return
+    key, ranks = _key(name), range(channel.world_size)
+    of_ranks = [f"{key}/{kind}/{rank}" for kind in ("report", "table", "stripes") for rank in ranks]
+    channel.delete([f"{key}/decision", f"{key}/decision/last", f"{key}/marked", *of_ranks])
 
 
 def _key(name: str) -> str:
     return f"save/{name}"
 
 
-def _announce(channel: StoreChannel, key: str, decision: bytes) -> None:
-    """Tell all ranks; where the store is gone, they look for the folder: nothing that happened here changes by it.
+def _broadcast(channel: StoreChannel, key: str, decision: bytes) -> None:
+    """Send the decision to all ranks; where the store is gone, they look for the checkpoint: it stays decided.
 
-    A failure goes out twice: a rank that was asked for its table, or saw others being asked, waits for the last word.
+    A failure goes out twice: a rank that was asked for its table, or saw others being asked, waits for the last one.
     """
+    if channel.world_size == 1:
+        return
     try:
-        channel.broadcast(f"{key}/decision", decision)
+        channel.put(f"{key}/decision", decision)
         if not decision.startswith(_OK):
-            channel.broadcast(f"{key}/decision/last", decision)
+            channel.put(f"{key}/decision/last", decision)
     except LaunchError as error:
-        _log.error("the decision on %s did not go out: %s", key, error)
+        _log.error("the decision on %s could not be sent: %s", key, error)
 
 
 def _text(error: BaseException) -> str:
@@ -344,22 +340,15 @@ def is_committed(attempt: Attempt) -> bool:
         return False
 
 
-def publish(
+def prepare(
     attempt: Attempt,
     written: Sequence[WrittenPiece],
     *,
     documents: Mapping[str, json_file.Document],
     aliases: Mapping[str, str],
     lock: FolderLock | None,
-    begin_rename: BeginRename,
-) -> bool:
-    """Check that the pieces tile every tensor, write the JSON files and the manifest, sync, and rename. Rank 0 only.
-
-    Args:
-        begin_rename: called right before the rename; nothing is renamed if it raises.
-
-    Returns:
-        Whether the checkpoint, which is there, is durable: nothing is to be deleted for one that may not be.
+) -> None:
+    """Check that the pieces tile every tensor, write the JSON files and the manifest, and sync. Rank 0 only.
 
     Raises:
         CheckpointError: if the pieces do not tile, the lock is lost, or the file system fails.
@@ -381,14 +370,30 @@ def publish(
             files.sync_folder(path)
         if lock is not None:
             lock.check()
-        begin_rename()
+    except OSError as error:
+        raise _commit_failed(attempt, error) from error
+
+
+def rename(attempt: Attempt) -> bool:
+    """Rename a prepared attempt to the checkpoint that it becomes. Rank 0 only.
+
+    Returns:
+        Whether the checkpoint, which is there, is durable: nothing is to be deleted for one that may not be.
+
+    Raises:
+        CheckpointError: if the file system fails; no checkpoint is there then.
+    """
+    try:
         return attempt.folder.commit(attempt.iteration, attempt.name)
     except OSError as error:
-        where = error.filename or folder
-        raise CheckpointError(
-            f"Committing a checkpoint failed: {error.strerror} (errno {error.errno})",
-            where=where,
-            expected=f"room for {attempt.layout.total_bytes} B",
-            found=describe_free_space(files, attempt.folder.root),
-            fix="Committed checkpoints are untouched; make room or mend the disk.",
-        ) from error
+        raise _commit_failed(attempt, error) from error
+
+
+def _commit_failed(attempt: Attempt, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"Committing a checkpoint failed: {error.strerror} (errno {error.errno})",
+        where=error.filename or attempt.folder.partial(attempt.iteration, attempt.name),
+        expected=f"room for {attempt.layout.total_bytes} B",
+        found=describe_free_space(attempt.folder.files, attempt.folder.root),
+        fix="Committed checkpoints are untouched; make room or mend the disk.",
+    )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import xxhash
 
 from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.disagreement import replica_error
 from trainer.checkpoint.commit.inventory import digest_of_ranks
 from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.checkpoint.tensors.memory import memory_of
@@ -79,12 +80,5 @@ def _describe(details: Sequence[tuple[int, bytes]], live: Sequence[LiveTensor], 
                 break
         else:
             continue
-        return ReplicaError(
-            "Replicas of the same tensor hold different bits",
-            where=name,
-            expected=f"the same bits on ranks {first_rank} and {rank}",
-            fix="Load the newest checkpoint again; if it happens again, the memory of one of these hosts cannot be "
-            "trusted.",
-        )
-    ranks = [rank for rank, _ in details]
-    return ReplicaError("Replicas of the same tensor hold different bits", found=f"ranks {ranks}")
+        return replica_error(f"other bits of {name} on ranks {first_rank} and {rank}")
+    return replica_error(f"other bits on ranks {[rank for rank, _ in details]}")

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.checkpoint.commit.channel import StoreChannel
-from trainer.checkpoint.commit.protocol import Attempt
+from trainer.checkpoint.commit.protocol import Attempt, stripes_key
 from trainer.checkpoint.format.box import Image
 from trainer.checkpoint.format.layout import Layout
 from trainer.checkpoint.format.manifest import WrittenPiece
@@ -92,9 +92,7 @@ class SharedMemory:
             OSError: if there is not enough memory.
         """
         if self._memory.nbytes < total_bytes:
-            Files().reserve(
-                self._descriptor, total_bytes
-            )  # every rank reserves the same size, so the order does not matter
+            Files().reserve(self._descriptor, total_bytes)  # always to the same size, by any rank first
             self._memory = np.frombuffer(mmap.mmap(self._descriptor, total_bytes), np.uint8)
             populate(self._memory)
 
@@ -188,12 +186,10 @@ class LocalRanks:
         self._stays_out = False
         self._table: tuple[Layout, bytes, Stripes] | None = None
         self._lock = threading.Lock()
-        self._spoken = ""  # the last attempt on which this rank has reported
-        self._posted: list[str] = []
-        self._older: list[str] = []  # keys of the save before the last, which no rank reads any more
+        self._answered = ""  # the last attempt on which this rank has sent its message
 
     def meet(self, channel: StoreChannel, name: str) -> None:
-        """Verify that the ranks are on one host by comparing their host identities. Main thread, all ranks.
+        """Make sure that they are on one host, by an exchange of their hosts. Main thread, all ranks.
 
         Args:
             name: a key prefix that is new on this channel.
@@ -204,20 +200,18 @@ class LocalRanks:
         if channel.world_size == 1:
             return
         here = f"{_host()} {self._ranks}".encode()
-        self._post(channel, f"{name}/{self._rank}", here)
+        channel.put(f"{name}/{self._rank}", here)
         others = [rank for rank in self._ranks if rank != self._rank]
         if any(channel.read(f"{name}/{rank}", sender=f"rank {rank}") != here for rank in others):
             _log.warning("ranks %s are not all on one host: columns are written row by row", self._ranks)
             self._ranks = (self._rank,)
 
-    def part(self, channel: StoreChannel) -> None:
-        """Delete this rank's keys, once all ranks have read them."""
-        with self._lock:
-            channel.discard([*self._older, *self._posted])
-            self._older, self._posted = [], []
+    def part(self, channel: StoreChannel, name: str) -> None:
+        """Delete the message of `meet`, once all ranks have read it."""
+        channel.delete([f"{name}/{self._rank}"])
 
     def join(self, attempt: Attempt, pieces: Sequence[Piece], *, may_share: bool) -> Sharing | None:
-        """Exchange the strided pieces of a save; return None if each rank writes its own row by row.
+        """Exchange the pieces whose rows lie apart; return None where they go to the file row by row.
 
         All ranks of the host call it before any other part of the save that can fail. Worker thread.
 
@@ -230,27 +224,28 @@ class LocalRanks:
         """
         if len(self._ranks) < 2:
             return None
-        self._begin(attempt.name)
+        with self._lock:
+            self._require_unanswered(attempt.name)
         mine = [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, b"") for piece in pieces]
         takes_part = may_share and not self._stays_out
         report = (_JOINS + encode(mine, attempt.layout)) if takes_part else _STAYS_OUT
         if self._rank == self._ranks[0]:
             decision = self._decide(attempt, report)
-            self._speak(self._channel, attempt.name, decision)
+            self._send(self._channel, attempt.name, decision)
         else:
-            self._speak(self._channel, attempt.name, report)
-            decision = self._channel.read(_key(attempt.name, self._ranks[0]), sender=f"rank {self._ranks[0]}")
+            self._send(self._channel, attempt.name, report)
+            decision = self._channel.read(stripes_key(attempt.name, self._ranks[0]), sender=f"rank {self._ranks[0]}")
         if not decision.startswith(_JOINS):
             return None
         address, _, everyone = decision[len(_JOINS) :].partition(b"\n")
         return self._share(self._open(address), everyone, attempt.layout)
 
     def refuse(self, channel: StoreChannel, attempt: str) -> None:
-        """Report that this rank writes nothing of an attempt, so that no rank of the host waits. Main thread."""
+        """Let the ranks of the host know that this one writes nothing of an attempt: none is to wait. Main thread."""
         if len(self._ranks) > 1:
             try:
-                self._speak(channel, attempt, _STAYS_OUT)
-            except CheckpointError:  # the worker has reported already; its failure follows in the vote
+                self._send(channel, attempt, _STAYS_OUT)
+            except CheckpointError:  # it has joined already, and its report will fail the attempt
                 return
             except LaunchError as lost:
                 _log.error("the refusal of %s could not be sent: %s", attempt, lost)
@@ -262,9 +257,9 @@ class LocalRanks:
             self._memory = None
 
     def _decide(self, attempt: Attempt, mine: bytes) -> bytes:
-        """Return the decision for all ranks of the host: the memory's address and all pieces, or to stay out."""
-        others = self._ranks[1:]
-        reports = [mine, *(self._channel.read(_key(attempt.name, rank), sender=f"rank {rank}") for rank in others)]
+        """Return what all ranks of the host are to do: the memory's address and everybody's pieces, or to stay out."""
+        keys = {rank: stripes_key(attempt.name, rank) for rank in self._ranks[1:]}
+        reports = [mine, *(self._channel.read(key, sender=f"rank {rank}") for rank, key in keys.items())]
         if not all(report.startswith(_JOINS) for report in reports):
             return _STAYS_OUT
         try:
@@ -307,35 +302,20 @@ class LocalRanks:
             fix="Later saves write columns row by row, which is slower.",
         )
 
-    def _begin(self, attempt: str) -> None:
-        """Delete keys that no rank reads any more.
+    def _send(self, channel: StoreChannel, attempt: str, data: bytes) -> None:
+        """Send this rank's one message on an attempt, from the worker or from the main thread in its place.
 
         Raises:
-            CheckpointError: if this attempt was given up before it began.
+            CheckpointError: if the other thread has sent one.
         """
         with self._lock:
-            self._require_silence(attempt)
-            self._channel.discard(self._older)
-            self._older, self._posted = self._posted, []
+            self._require_unanswered(attempt)
+            self._answered = attempt
+            channel.put(stripes_key(attempt, self._rank), data)
 
-    def _speak(self, channel: StoreChannel, attempt: str, data: bytes) -> None:
-        """Send this rank's one report on an attempt, from the worker or from the main thread.
-
-        Raises:
-            CheckpointError: if the other thread has reported already.
-        """
-        with self._lock:
-            self._require_silence(attempt)
-            self._spoken = attempt
-            self._post(channel, _key(attempt, self._rank), data)
-
-    def _require_silence(self, attempt: str) -> None:
-        if self._spoken == attempt:
-            raise CheckpointError("This rank has given up the save")
-
-    def _post(self, channel: StoreChannel, key: str, data: bytes) -> None:
-        channel.put(key, data)
-        self._posted.append(key)
+    def _require_unanswered(self, attempt: str) -> None:
+        if self._answered == attempt:
+            raise CheckpointError("This rank has aborted the save")
 
 
 def _host() -> str:
@@ -345,7 +325,3 @@ def _host() -> str:
         return f"{boot.read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino} {os.getuid()}"
     except OSError:
         return secrets.token_hex(8)
-
-
-def _key(attempt: str, rank: int) -> str:
-    return f"stripes/{attempt}/{rank}"

@@ -146,7 +146,7 @@ def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
 
 
 def shared_pieces(holdings: Sequence[Holding]) -> dict[tuple[int, ...], dict[str, list[Piece]]]:
-    """Return, for each set of two or more ranks with boxes in common, the pieces of these boxes, whoever writes them.
+    """Return, for each set of two or more ranks with boxes in common, the pieces of these boxes, by any writer.
 
     Pure, and equal on all these ranks.
 

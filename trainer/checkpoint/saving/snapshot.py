@@ -64,7 +64,7 @@ class Snapshot:
         self._changed = threading.Condition()
         self._states = {id(chunk): _State.LIVE for chunk in chunks}
         self._staged: dict[int, tuple[Bytes, torch.cuda.Event | None]] = {}
-        self._is_released = self._is_closed = self._is_given_up = False
+        self._is_released = self._is_closed = self._is_aborted = False
         self._left = sum(not self._is_private(chunk) for chunk in chunks)  # chunks that still need live memory
         self._read_count = 0
         self._stage_ahead()
@@ -76,7 +76,7 @@ class Snapshot:
             bounce: a page-aligned buffer for a chunk and a page; takes bytes whose live memory cannot be written as is.
 
         Raises:
-            CheckpointError: after `give_up`.
+            CheckpointError: after `abort`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._states[id(chunk)] is not _State.STAGING)
@@ -101,7 +101,7 @@ class Snapshot:
         return memoryview(copy)  # type: ignore[arg-type]
 
     def done(self, chunk: Chunk) -> None:
-        """Mark a chunk as written or given up, so that its live memory may change."""
+        """Mark a chunk as written or aborted, so that its live memory may change."""
         self._set(chunk, _State.READ)
 
     def release(self) -> None:
@@ -127,29 +127,29 @@ class Snapshot:
             self._is_closed = True
             self._changed.notify_all()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Let live memory change at once. A save that still reads it must not be committed."""
         with self._changed:
-            self._is_given_up = True
+            self._is_aborted = True
             self._changed.notify_all()
 
     @property
-    def is_given_up(self) -> bool:
-        return self._is_given_up
+    def is_aborted(self) -> bool:
+        return self._is_aborted
 
     def check(self) -> None:
         """Fail if live memory may have changed while it was read.
 
         Raises:
-            CheckpointError: after `give_up`.
+            CheckpointError: after `abort`.
         """
         with self._changed:
             self._require()
 
     def _require(self) -> None:
-        if self._is_given_up:
+        if self._is_aborted:
             raise CheckpointError(
-                "A save was given up while it was being written: the disk hangs", fix="Training continues."
+                "A save was aborted while it was being written: the disk hangs", fix="Training continues."
             )
 
     def _stage_ahead(self) -> None:
@@ -182,10 +182,10 @@ class Snapshot:
 
     def _await_written(self) -> None:
         with self._changed:
-            while self._left and not (self._is_closed or self._is_given_up):
+            while self._left and not (self._is_closed or self._is_aborted):
                 count = self._read_count
                 if not self._changed.wait(self._stall_timeout_s) and count == self._read_count:
-                    self._is_given_up = True
+                    self._is_aborted = True
 
     def _order_device(self) -> None:
         """Make the current stream wait for the copies, so that the host does not have to."""

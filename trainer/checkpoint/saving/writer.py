@@ -283,12 +283,22 @@ class _Target:
                     ending.callback(self._files.close, descriptor)
 
     def write(self, data: memoryview, *, offset: int) -> None:
-        """Write `data` at `offset`."""
+        """Write `data` at `offset`, its whole pages around the page cache unless the file system refuses that."""
         lo = -offset % PAGE_BYTES
         hi = (offset + data.nbytes) // PAGE_BYTES * PAGE_BYTES - offset
-        if hi <= lo or not self._write_direct(data[lo:hi], offset=offset + lo):
+        direct = self._direct
+        if hi <= lo or direct is None or self._refuses_direct or not _is_aligned(data[lo:hi]):
             self.write_cached(data, offset=offset)
             return
+        try:
+            self._files.write(direct, [data[lo:hi]], offset=offset + lo)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._refuses_direct = True  # another thread may be writing to it: it stays open until nobody does
+            self.write_cached(data, offset=offset)
+            return
+        self._count(hi - lo)
         self.write_cached(data[:lo], offset=offset)
         self.write_cached(data[hi:], offset=offset + hi)
 
@@ -303,17 +313,7 @@ class _Target:
         with self._lock:
             self.written_bytes += size
 
-    def _write_direct(self, pages: memoryview, *, offset: int) -> bool:
-        """Write whole pages with O_DIRECT; return False if alignment forbids it or the file system refuses it."""
-        direct = self._direct
-        if direct is None or self._refuses_direct or np.frombuffer(pages, np.uint8).ctypes.data % DIRECT_BYTES:
-            return False
-        try:
-            self._files.write(direct, [pages], offset=offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._refuses_direct = True  # stays open: another thread may be writing to it
-            return False
-        self._count(pages.nbytes)
-        return True
+
+def _is_aligned(pages: memoryview) -> bool:
+    """Return whether O_DIRECT may write from this memory."""
+    return np.frombuffer(pages, np.uint8).ctypes.data % DIRECT_BYTES == 0

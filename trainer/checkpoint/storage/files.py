@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 from trainer.atomic import FileCalls
+from trainer.errors import CheckpointError
 
 # fallocate(2) through ctypes: glibc's posix_fallocate falls back to reading and rewriting a byte of every block, which
 # zeroes what another rank wrote meanwhile.
@@ -120,6 +121,23 @@ def describe_free_space(files: Files, path: Path) -> str:
         return f"no inodes left, so no file can be made; {room}" if files.free_inodes(path) == 0 else room
     except OSError as error:
         return f"free space unknown: {error.strerror}"
+
+
+def cannot_write(
+    path: Path, error: OSError, *, what: str = "The checkpoint folder", found: str | None = None, fix: str | None = None
+) -> CheckpointError:
+    """Return the error of a folder or file, `what`, that cannot be written.
+
+    Args:
+        path: where the error does not name one.
+        fix: by default, that of a checkpoint folder.
+    """
+    if fix is None:
+        fix = "Fix the file system, or name another folder with checkpoint.save."
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = "Make room. A run deletes at its start what checkpoint.max_checkpoint_keep does not keep."
+    problem = f"{what} cannot be written: {error.strerror} (errno {error.errno})"
+    return CheckpointError(problem, where=error.filename or path, found=found, fix=fix)
 
 
 def keep_block(descriptor: int) -> None:

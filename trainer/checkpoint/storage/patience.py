@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 # How long a read that fails is tried again: a server that fails over, or a limit that another process has used up.
 RETRY_S = 10.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 # What a missing file, or something else in its place, answers. All other errors say nothing of the checkpoint.
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG})
 
@@ -61,6 +60,7 @@ class Patience:
 
     Args:
         seconds: time limit of each read; `RETRY_S` by default.
+        pauses_s: the first pause between tries, and the longest; each is twice the one before.
         clock: a clock in seconds.
         sleep: sleeps for a number of seconds.
     """
@@ -69,11 +69,12 @@ class Patience:
         self,
         seconds: float | None = None,
         *,
+        pauses_s: tuple[float, float] = (0.05, 1.0),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._seconds = RETRY_S if seconds is None else seconds
-        self._clock, self._sleep = clock, sleep
+        self._pauses_s, self._clock, self._sleep = pauses_s, clock, sleep
 
     def retry(
         self, call: Callable[[], T], *, where: object = None, is_final: Callable[[OSError], bool] = is_damage
@@ -87,21 +88,28 @@ class Patience:
         Raises:
             OSError: the final error, or the last one when time is up.
         """
-        deadline, pause_s = None, _FIRST_PAUSE_S
+        waits: Iterator[bool] | None = None
         while True:
             try:
                 return call()
             except OSError as error:
-                now = self._clock()
-                if deadline is None:
-                    deadline = now + self._seconds
-                    if not is_final(error):
-                        text = f"{error.strerror} (errno {error.errno})"
-                        _log.warning("%s cannot be read, trying again: %s", error.filename or where, text)
-                if is_final(error) or now >= deadline:
+                if is_final(error):
                     raise
-                self._sleep(min(pause_s, deadline - now))
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                if waits is None:
+                    waits = self.waits()
+                    text = f"{error.strerror} (errno {error.errno})"
+                    _log.warning("%s cannot be read, trying again: %s", error.filename or where, text)
+                if not next(waits, False):
+                    raise
+
+    def waits(self) -> Iterator[bool]:
+        """Pause, then yield True for another try, until the time, which begins with the first pause, is over."""
+        pause_s, longest_s = self._pauses_s
+        deadline = self._clock() + self._seconds
+        while (now := self._clock()) < deadline:
+            self._sleep(min(pause_s, deadline - now))
+            pause_s = min(2 * pause_s, longest_s)
+            yield True
 
 
 def await_sight(path: Path, patience: Patience, *, rank: int) -> None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.patience import Patience
 from trainer.errors import CheckpointError
 
 # How long a rank looks for what rank 0 has written. A file system on the network may show it late.
 SEEN_WITHIN_S = 5.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
+_PAUSES_S = (0.005, 0.25)
 
 
 def sees_mark(mark: Path, files: Files) -> bool:
@@ -76,10 +76,8 @@ def look_again(problem: Callable[[], str], folder: Path) -> str:
     Args:
         folder: the folder to look in; its names are revalidated before each further look.
     """
-    deadline, pause_s = time.monotonic() + SEEN_WITHIN_S, _FIRST_PAUSE_S
-    while (found := problem()) and time.monotonic() < deadline:
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    waits = Patience(SEEN_WITHIN_S, pauses_s=_PAUSES_S).waits()
+    while (found := problem()) and next(waits, False):
         _revalidate(folder)
     return found
 

@@ -104,25 +104,25 @@ def test_collect_names_the_rank_that_is_silent() -> None:
     assert "rank 1" in str(outcome)
 
 
-def test_forget_takes_all_chunks_down() -> None:
+def test_a_message_of_many_chunks_is_deleted_whole() -> None:
     def call(channel: StoreChannel) -> int:
         channel.put("k", bytes(9 << 20))
         before: int = channel._store.num_keys()
-        channel.forget(["k"])
+        channel.delete(["k"])
         return before - int(channel._store.num_keys())
 
     assert run_ranks(2, lambda channel: call(channel) if channel.rank == 0 else 0, store=tcp_store)[0] == 4
 
 
-def test_discard_takes_down_what_hangs_and_waits_for_nothing() -> None:
+def test_delete_waits_for_nothing_and_may_come_twice() -> None:
     def call(channel: StoreChannel) -> list[int]:
         channel.timeout_s = 3600.0  # a channel that waited would outlast the test
         counts = [int(channel._store.num_keys())]
         channel.put("k", bytes(9 << 20))
-        channel.discard(["none", "k", "k"])
+        channel.delete(["none", "k", "k"])
         counts.append(int(channel._store.num_keys()))
         channel.broadcast("told", b"x")
-        channel.discard(["told"])
+        channel.delete(["told"])
         channel.put("go", b"")
         channel.gather("after what was told is gone", b"")
         return counts

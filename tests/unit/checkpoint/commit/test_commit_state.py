@@ -13,23 +13,29 @@ from hypothesis import strategies as st
 
 from tests.turns import Fault, FaultyStore, Task, Turns
 from trainer.checkpoint.commit import channel as channel
-from trainer.checkpoint.commit import commit_state
-from trainer.checkpoint.commit import protocol as commit
+from trainer.checkpoint.commit import commit_state, protocol
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
-from trainer.checkpoint.commit.inventory import Inventory
 from trainer.checkpoint.commit.protocol import Attempt, SharedCommitState
 from trainer.checkpoint.format.box import Box
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec, build_layout
 from trainer.checkpoint.format.manifest import DIGEST_BYTES, Written, WrittenPiece
 from trainer.checkpoint.format.names import FORMAT, STATE
+from trainer.checkpoint.policy import Retention
+from trainer.checkpoint.saving.column_sharing import LocalRanks
+from trainer.checkpoint.saving.plan import Plan
+from trainer.checkpoint.saving.replica_digests import ReplicaDigests
+from trainer.checkpoint.saving.save_job import SaveJob
+from trainer.checkpoint.saving.snapshot import Snapshot
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.checkpoint.tensors.arena import Arena
+from trainer.checkpoint.tensors.live import Contents
+from trainer.checkpoint.tensors.memory import Sources
 from trainer.errors import CheckpointError, TrainerError
 
 PATIENCE_S = 0.3  # of a rank that waits for a message
 LIMIT_S = 6.0  # by then every rank has ended, whatever it has waited for
-DOOMED = [3, 5]
 MOST_RANKS = 3
 ODD = TensorSpec(TensorKind.MODEL, "other", (2,), torch.float32, (2,))
 
@@ -135,9 +141,20 @@ class Rank:
     shared: SharedCommitState
     worker: Task | None = None
     main: Task | None = None
-    expired: list[int] | None = None
     has_returned: bool = False
     is_decline_certain: bool = False
+
+
+class NotingState(SharedCommitState):
+    """The state of a rank, which notes who has written when the rename begins."""
+
+    def __init__(self, rank: int, world_size: int, attempted: Attempted) -> None:
+        super().__init__(rank, world_size)
+        self._attempted = attempted
+
+    def begin_rename(self) -> None:
+        super().begin_rename()
+        self._attempted.written_at_commit = set(self._attempted.written)
 
 
 @dataclass
@@ -159,8 +176,8 @@ class Attempted:
         folder = CheckpointFolder(self.root, self.disk)
         self.attempt = Attempt(7, "n-1", folder, build_layout([spec]))
         for number in range(told.ranks):
-            rank = Rank(number, SharedCommitState(number, told.ranks))
-            rank.worker = self.turns.add(f"worker {number}", number, lambda rank=rank: self._exchange(rank))
+            rank = Rank(number, NotingState(number, told.ranks, self))
+            rank.worker = self.turns.add(f"worker {number}", number, lambda rank=rank: self._save(rank))
             if told.declines_s[number] is not None:
                 rank.main = self.turns.add(f"main {number}", number, lambda rank=rank: self._abort(rank))
             self.ranks.append(rank)
@@ -173,23 +190,18 @@ class Attempted:
 
     @property
     def is_committed(self) -> bool:
-        return commit.is_committed(self.attempt)
+        return protocol.is_committed(self.attempt)
 
-    def _channel(self, rank: Rank) -> StoreChannel:
+    def channel(self, rank: Rank) -> StoreChannel:
+        """Return the channel of a rank."""
         return StoreChannel(self.store.of(rank.number), rank.number, world_size=self.told.ranks, timeout_s=PATIENCE_S)
 
-    def _exchange(self, rank: Rank) -> None:
-        rank.expired = commit.exchange(
-            self._channel(rank),
-            self.attempt,
-            inventory=Inventory(build_layout([ODD]) if rank.number in self.told.odd else self.attempt.layout),
-            work=lambda: self._work(rank.number),
-            publish=self._publish,
-            shared=rank.shared,
-        )
+    def _save(self, rank: Rank) -> None:
+        SimulatedJob.of(self, rank).run()
         rank.has_returned = True
 
-    def _work(self, number: int) -> Written:
+    def write(self, number: int) -> Written:
+        """Write the part of a rank."""
         work_s = self.told.work_s[number]
         if work_s is None:
             self.turns.hang()
@@ -201,24 +213,47 @@ class Attempted:
         self.written.add(number)
         return Written([WrittenPiece("w", Box((number,), (1,)), 0, 4, bytes(DIGEST_BYTES))], 4)
 
-    def _publish(self, pieces: list[WrittenPiece], begin_rename: commit.BeginRename) -> list[int]:
-        documents = {STATE: {"format": FORMAT, "iteration": 7}}
-
-        def claim_and_note() -> None:
-            begin_rename()
-            self.written_at_commit = set(self.written)
-
-        is_durable = commit.publish(
-            self.attempt, pieces, documents=documents, aliases={}, lock=None, begin_rename=claim_and_note
-        )
-        return DOOMED if is_durable else []
-
     def _abort(self, rank: Rank) -> None:
         self.turns.sleep(self.told.declines_s[rank.number] or 0.0)
         assert rank.worker is not None
         if not rank.worker.is_over:
             error = CheckpointError("A save did not end in time")
-            rank.is_decline_certain = commit.abort(self._channel(rank), self.attempt, error, rank.shared)
+            rank.is_decline_certain = protocol.abort(self.channel(rank), self.attempt, error, rank.shared)
+
+
+@dataclass(slots=True)
+class SimulatedJob(SaveJob):
+    """A save whose writing is told by the troubles; all the rest is the engine's."""
+
+    number: int = 0
+    attempted: Attempted | None = None
+
+    @staticmethod
+    def of(attempted: Attempted, rank: Rank) -> SimulatedJob:
+        """Return the save of a rank."""
+        layout = build_layout([ODD]) if rank.number in attempted.told.odd else attempted.attempt.layout
+        nothing = Sources([], None)
+        plan = Plan((), (), (), layout, [], {}, [], nothing, {}, nothing)
+        channel = attempted.channel(rank)
+        return SimulatedJob(
+            attempt=attempted.attempt,
+            contents=Contents((), (), {}, {STATE: {"format": FORMAT, "iteration": 7}}),
+            plan=plan,
+            snapshot=Snapshot({}, [], arena=Arena(0, is_pinned=False), stall_timeout_s=1.0),
+            replicas=ReplicaDigests({}, [], {}, {}),
+            channel=channel,
+            shared=rank.shared,
+            lock=None,
+            retention=Retention(),
+            pinned=(),
+            local_ranks=LocalRanks(channel, ()),
+            number=rank.number,
+            attempted=attempted,
+        )
+
+    def write(self, partial: Path) -> Written:
+        assert self.attempted is not None
+        return self.attempted.write(self.number)
 
 
 def attempted(told: Troubles) -> Attempted:
@@ -262,8 +297,6 @@ def test_where_messages_arrive_all_ranks_hear_one_outcome(told: Troubles) -> Non
     found = attempted(told)
     with_committed = Outcome.COMMITTED if found.disk.commits else Outcome.FAILED
     assert [rank.shared.current.outcome for rank in found.ranks] == [with_committed] * told.ranks
-    if found.disk.commits:
-        assert [rank.expired for rank in found.ranks] == [DOOMED if told.syncs else []] * told.ranks
 
 
 def calm(ranks: int, **changes: object) -> Troubles:
@@ -289,17 +322,15 @@ def outcomes(found: Attempted) -> list[Outcome | None]:
     return [rank.shared.current.outcome for rank in found.ranks]
 
 
-def test_without_troubles_all_commit_and_learn_the_deletions() -> None:
+def test_without_troubles_all_ranks_commit() -> None:
     found = attempted(calm(3))
     assert outcomes(found) == [Outcome.COMMITTED] * 3
-    assert [rank.expired for rank in found.ranks] == [DOOMED] * 3
 
 
 @pytest.mark.parametrize("takes_back", [True, False])
 def test_a_name_that_is_not_durable_is_one_thing_to_all_ranks(takes_back: bool) -> None:
     found = attempted(calm(3, syncs=False, takes_back=takes_back))
     assert outcomes(found) == [Outcome.FAILED if takes_back else Outcome.COMMITTED] * 3
-    assert [rank.expired for rank in found.ranks] == [None if takes_back else []] * 3
 
 
 @pytest.mark.parametrize("odd", [{1}, {2}, {1, 2}])

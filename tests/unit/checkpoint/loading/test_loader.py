@@ -29,6 +29,7 @@ from trainer.checkpoint.loading import loader
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.loader import LoadReport, check_tensors, fill
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import SavePolicy, SaveReport
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import Contents, LiveTensor
@@ -86,9 +87,9 @@ def test_every_sharding_loads_at_every_other(saved: dict[str, Path], source: Sha
     empty = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}
 
     def call(channel: StoreChannel) -> LoadReport:
-        checkpointer = Checkpointer(SavePolicy(None), channel, nonce="n")
+        restorer = Restorer(channel, nonce="n")
         live = target.live(channel.rank, SPECS, empty)
-        _, report = checkpointer.restore(LoadSource(saved[source.name]), check=lambda _: None, live=lambda _: live)
+        report = restorer.restore(LoadSource(saved[source.name]), check=lambda _: None, live=lambda _: live).report
         for found, expected in zip(live, target.live(channel.rank, SPECS, STATE_OF), strict=True):
             assert bits(found.local) == bits(expected.local), found.spec.name
         return report
@@ -115,8 +116,8 @@ def test_a_shard_that_is_not_contiguous_in_memory_is_filled(saved: dict[str, Pat
         live.append(replace(tensor, local=local.T.contiguous().T if local.ndim == 2 else local))
 
     def call(channel: StoreChannel) -> None:
-        checkpointer = Checkpointer(SavePolicy(None), channel, nonce="n")
-        checkpointer.restore(LoadSource(saved["rows over 3"]), check=lambda _: None, live=lambda _: live)
+        restorer = Restorer(channel, nonce="n")
+        restorer.restore(LoadSource(saved["rows over 3"]), check=lambda _: None, live=lambda _: live)
 
     all_ranks(1, call)
     assert not live[0].local.is_contiguous()

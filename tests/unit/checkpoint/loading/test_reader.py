@@ -18,6 +18,7 @@ from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import Contents
@@ -56,8 +57,8 @@ def load(path: Path, iteration: int | None = None) -> tuple[int, Contents]:
     target = contents(0)
     for tensor in target.live:
         tensor.local.zero_()
-    checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="n")
-    found, _ = checkpointer.restore(LoadSource(path, iteration), check=lambda _: None, live=lambda _: target.live)
+    restorer = Restorer(single_rank_channel(), nonce="n")
+    found = restorer.restore(LoadSource(path, iteration), check=lambda _: None, live=lambda _: target.live).checkpoint
     return found.iteration, target
 
 
@@ -228,9 +229,9 @@ def test_a_mismatch_is_never_skipped_for_an_older_checkpoint(run: Path) -> None:
     def check(checkpoint: object) -> None:
         raise MismatchError("Another model")
 
-    checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="n")
+    restorer = Restorer(single_rank_channel(), nonce="n")
     with pytest.raises(MismatchError, match="Another model"):
-        checkpointer.restore(LoadSource(run), check=check, live=lambda _: [])
+        restorer.restore(LoadSource(run), check=check, live=lambda _: [])
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -241,8 +242,8 @@ def test_what_one_rank_refuses_every_rank_refuses(run: Path, culprit: int) -> No
                 raise MismatchError("Another model")
             return []
 
-        checkpointer = Checkpointer(SavePolicy(None), channel, nonce="n")
-        checkpointer.restore(LoadSource(run), check=lambda _: None, live=live)  # type: ignore[arg-type]
+        restorer = Restorer(channel, nonce="n")
+        restorer.restore(LoadSource(run), check=lambda _: None, live=live)  # type: ignore[arg-type]
 
     outcomes = run_ranks(2, call)
     assert [type(outcome) for outcome in outcomes] == [MismatchError, MismatchError]
@@ -254,8 +255,8 @@ def test_damage_seen_by_one_rank_makes_all_ranks_take_the_older(run: Path) -> No
 
     def call(channel: StoreChannel) -> int:
         target = contents(0).live if channel.rank == 1 else ()
-        checkpointer = Checkpointer(SavePolicy(None), channel, nonce="n")
-        found, _ = checkpointer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target)
+        restorer = Restorer(channel, nonce="n")
+        found = restorer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target).checkpoint
         return found.iteration
 
     assert all_ranks(2, call) == [10, 10]

@@ -28,6 +28,7 @@ from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading.choose import LoadSource
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import Retention, SavePolicy, SaveReport
 from trainer.checkpoint.saving import chunks
 from trainer.checkpoint.storage.files import Files
@@ -240,13 +241,13 @@ def test_a_failing_writer_is_reported_and_holds_no_step(tmp_path: Path, kind: st
     report = only_report(checkpointer)
     assert "errno 28" in str(report.error)
     assert report.blocked_s < 10.0
-    assert checkpointer.last_error is report.error
+    assert checkpointer.results.last_error is report.error
     files.is_armed = False
     expected = training.values()
     checkpointer.save(2, training.contents())
     training.step()
     report = only_report(checkpointer)
-    assert checkpointer.last_error is None
+    assert checkpointer.results.last_error is None
     assert_same(loaded(report.path), expected)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000002"]
     checkpointer.close()
@@ -321,12 +322,11 @@ def test_the_error_of_a_save_does_not_keep_its_memory(tmp_path: Path) -> None:
     training = Training()
     checkpointer = started(SavePolicy(tmp_path, async_save=True), FailingFiles("write"))
     checkpointer.save(1, training.contents())
-    assert checkpointer._saver is not None
-    assert checkpointer._saver._started is not None
-    snapshot = weakref.ref(checkpointer._saver._started.save_job.snapshot)
+    assert checkpointer._started is not None
+    snapshot = weakref.ref(checkpointer._started.save_job.snapshot)
     training.step()
     report = only_report(checkpointer)
-    assert checkpointer.last_error is report.error is not None
+    assert checkpointer.results.last_error is report.error is not None
     gc.collect()
     assert snapshot() is None
     checkpointer.close()
@@ -345,19 +345,18 @@ def test_a_save_in_doubt_does_not_keep_its_memory(tmp_path: Path) -> None:
     training = Training()
     checkpointer = started(SavePolicy(tmp_path, async_save=True, commit_timeout_s=0.01), Slow())
     checkpointer.save(1, training.contents())
-    assert checkpointer._saver is not None
-    assert checkpointer._saver._started is not None
-    snapshot = weakref.ref(checkpointer._saver._started.save_job.snapshot)
+    assert checkpointer._started is not None
+    snapshot = weakref.ref(checkpointer._started.save_job.snapshot)
     assert Slow.reached.wait(JOIN_S)
     assert "may still be committed" in str(only_report(checkpointer).error)
     Slow.opened.set()
     checkpointer.drain(JOIN_S)
-    assert len(checkpointer._saver._in_doubt) == 1
-    checkpointer._saver._policy = SavePolicy(tmp_path, async_save=True)
+    assert len(checkpointer._saved.in_doubt) == 1
+    checkpointer._policy = SavePolicy(tmp_path, async_save=True)
     gc.collect()
     assert snapshot() is None
     checkpointer.save(1, training.contents())  # it is there
-    assert checkpointer._saver._in_doubt == []
+    assert checkpointer._saved.in_doubt == []
     assert checkpointer.reports() == []
     checkpointer.close()
 
@@ -368,20 +367,19 @@ def test_the_arena_stays_while_a_thread_that_hangs_may_use_it(tmp_path: Path) ->
     whole = training.contents()
     checkpointer.save(1, Contents(whole.specs[:1], whole.live[:1], {}, whole.documents, whole.optimizers))
     assert files.reached.wait(JOIN_S)
-    assert checkpointer._saver is not None
-    checkpointer._saver._policy = SavePolicy(tmp_path, async_save=True, commit_timeout_s=0.01)
-    arena = checkpointer._saver._arena
+    checkpointer._policy = SavePolicy(tmp_path, async_save=True, commit_timeout_s=0.01)
+    arena = checkpointer._staging.arena
     assert 0 < arena.total_bytes < sum(spec.total_bytes for spec in whole.specs)
     for iteration in (2, 3):
         checkpointer.save(iteration, whole)
-        assert checkpointer._saver._arena is arena
+        assert checkpointer._staging.arena is arena
     assert [report.error is None for report in checkpointer.reports()] == [False] * 3
     files.released.set()
     checkpointer.drain(JOIN_S)
-    checkpointer._saver._policy = SavePolicy(tmp_path, async_save=True)
+    checkpointer._policy = SavePolicy(tmp_path, async_save=True)
     training.iteration = 4
     checkpointer.save(4, training.contents())
-    assert checkpointer._saver._arena.total_bytes > arena.total_bytes
+    assert checkpointer._staging.arena.total_bytes > arena.total_bytes
     expected = training.values()
     training.step()
     assert_same(loaded(only_report(checkpointer).path), expected)
@@ -429,7 +427,7 @@ def test_leaving_waits_for_the_commit(tmp_path: Path) -> None:
     assert_same(loaded(tmp_path), training.values())
 
 
-def test_a_load_waits_for_the_save_that_reads_what_it_changes(tmp_path: Path) -> None:
+def test_a_load_after_a_save_was_awaited_changes_nothing_of_it(tmp_path: Path) -> None:
     training, gate = Training(), Gate(1000)
     checkpointer = started(SavePolicy(tmp_path, async_save=True), gate)
     checkpointer.save(1, training.contents())
@@ -440,8 +438,9 @@ def test_a_load_waits_for_the_save_that_reads_what_it_changes(tmp_path: Path) ->
     checkpointer.save(2, training.contents())
     assert gate.is_shut.wait(20.0)
     threading.Timer(0.02, gate.opened.set).start()
-    source = LoadSource(tmp_path, 1)
-    checkpointer.restore(source, check=lambda _: None, live=lambda _: training.contents().live)
+    checkpointer.wait()
+    restorer = Restorer(single_rank_channel(), nonce="n")
+    restorer.restore(LoadSource(tmp_path, 1), check=lambda _: None, live=lambda _: training.contents().live)
     assert_same(loaded(tmp_path / "iter_0000002"), expected)
     checkpointer.close()
 
@@ -570,7 +569,7 @@ checkpointer.save(1, training.contents())
 assert files.reached.wait(20.0)
 training.step()
 checkpointer.wait()
-print(checkpointer.last_error, flush=True)
+print(checkpointer.results.last_error, flush=True)
 """
 
 

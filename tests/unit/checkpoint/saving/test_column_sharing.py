@@ -17,7 +17,7 @@ from tests.fakes import Axis, FailingFiles, Sharding, all_ranks, run_ranks, samp
 from tests.harness import call_on_ranks, tensor_files
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
-from trainer.checkpoint.commit.protocol import Attempt
+from trainer.checkpoint.commit.protocol import Attempt, delete_messages
 from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.policy import SavePolicy, SaveReport
@@ -228,7 +228,7 @@ def met(channel: StoreChannel, ranks: Sequence[int]) -> LocalRanks:
     found = LocalRanks(channel, ranks)
     found.meet(channel, "hosts")
     channel.agree("all have met", None)
-    found.part(channel)
+    found.part(channel, "hosts")
     return found
 
 
@@ -256,7 +256,7 @@ def test_a_rank_either_refuses_or_joins(tmp_path: Path) -> None:
         try:
             return local_ranks.join(attempt(tmp_path, 2), pieces, may_share=True) is None
         except CheckpointError as error:
-            return "has given up the save" in str(error)
+            return "has aborted the save" in str(error)
 
     assert run_ranks(2, run) == [True, True]
 
@@ -327,6 +327,9 @@ def test_saves_leave_nothing_in_the_store(tmp_path: Path) -> None:
         for number in range(1, 5):
             local_ranks.join(attempt(tmp_path, number), columns_of(COLUMNS, channel.rank), may_share=True)
             channel.agree(f"all are through {number}", None)
+            if channel.rank == 0:
+                delete_messages(channel, attempt(tmp_path, number).name)
+            channel.agree(f"all is deleted {number}", None)
             keys.append(store.num_keys())
             channel.agree(f"all have counted {number}", None)
         return keys
@@ -413,7 +416,7 @@ def save_as_rank(arguments: list[str]) -> None:
     for iteration in (1, 2):
         checkpointer.save(iteration, contents(COLUMNS, cluster.rank, iteration))
     checkpointer.close()
-    assert checkpointer.last_error is None
+    assert checkpointer.results.last_error is None
     print(f"wrote {files.writes.total()} times")
     launch.shutdown(cluster)
 

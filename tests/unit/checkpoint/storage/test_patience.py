@@ -18,8 +18,9 @@ from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.names import MANIFEST, STATE
 from trainer.checkpoint.loading.choose import LoadSource
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import Retention, SavePolicy
-from trainer.checkpoint.saving.save_job import decide_expired
+from trainer.checkpoint.saving.room import decide_expired
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.patience import RETRY_S, Patience, await_sight, unreadable
@@ -75,15 +76,16 @@ def names(run: Path) -> Sequence[str]:
 
 def resume(run: Path, files: Files, clock: Clock, channel: StoreChannel | None = None) -> int:
     """Load the newest and rewind to it, as the trainer does; return the iteration."""
-    checkpointer = Checkpointer(
-        SavePolicy(run), channel or single_rank_channel(), nonce="m", files=files, patience=clock.patience()
-    )
+    channel = channel or single_rank_channel()
+    checkpointer = Checkpointer(SavePolicy(run), channel, nonce="m", files=files)
+    restorer = Restorer(channel, nonce="m", files=files, patience=clock.patience())
     checkpointer.start()
     try:
         target = contents(0)
-        found, _ = checkpointer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target.live)
-        checkpointer.rewind(found.iteration)
-        return found.iteration
+        restored = restorer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target.live)
+        checkpointer.loaded(restored)
+        checkpointer.rewind(restored.checkpoint.iteration)
+        return restored.checkpoint.iteration
     finally:
         checkpointer.close()
 
@@ -184,14 +186,14 @@ def test_a_rank_that_runs_out_of_descriptors_loses_no_iteration(run: Path) -> No
     """As EMFILE really comes: another thread holds all that the limit allows, and closes them later."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     clock, held = Clock(), []
-    checkpointer = Checkpointer(SavePolicy(None), single_rank_channel(), nonce="m", patience=clock.patience())
+    restorer = Restorer(single_rank_channel(), nonce="m", patience=clock.patience())
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
         with pytest.raises(OSError, match="Too many open files"):
             use_up(held)
         clock.wakes = {3: lambda: [os.close(held.pop()) for _ in range(len(held))]}
         target = contents(0)
-        found, _ = checkpointer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target.live)
+        found = restorer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target.live).checkpoint
     finally:
         for descriptor in held:
             os.close(descriptor)

@@ -20,6 +20,7 @@ from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.reader import open_checkpoint
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.loading.same_checkpoint import open_same
 from trainer.checkpoint.policy import SavePolicy, SaveReport
 from trainer.checkpoint.storage import shared_folder
@@ -309,9 +310,9 @@ def test_a_rank_that_lacks_a_file_takes_no_older_checkpoint(tmp_path: Path, name
     files = PartlyHiddenFiles(name, 1_000_000)
 
     def load(channel: StoreChannel) -> object:
-        checkpointer = Checkpointer(SavePolicy(None), channel, nonce="n", files=files if channel.rank else None)
+        restorer = Restorer(channel, nonce="n", files=files if channel.rank else None)
         live = ROWS.live(channel.rank, [SPEC], {"w": torch.empty(SPEC.shape)})
-        return checkpointer.restore(LoadSource(folder), check=lambda _: None, live=lambda _: live)
+        return restorer.restore(LoadSource(folder), check=lambda _: None, live=lambda _: live)
 
     for error in run_ranks(2, load):
         assert isinstance(error, MismatchError)

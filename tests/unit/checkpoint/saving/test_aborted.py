@@ -11,12 +11,12 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.fakes import JOIN_S, Axis, Sharding, all_ranks
+from trainer.checkpoint import checkpointer as checkpointer_module
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.policy import SavePolicy, SaveReport
-from trainer.checkpoint.saving import saver
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import Contents
 from trainer.errors import LaunchError
@@ -72,10 +72,10 @@ class Deaf(StoreChannel):
     def clone(self, timeout_s: float | None = None) -> StoreChannel:
         return Deaf(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s or self.timeout_s)
 
-    def broadcast(self, key: str, data: bytes | None) -> bytes:
+    def read(self, key: str, *, sender: str = "a peer") -> bytes:
         if self.rank and key == "save/n-1/decision":
             raise LaunchError("No message from rank 0")
-        return super().broadcast(key, data)
+        return super().read(key, sender=sender)
 
 
 def started(channel: StoreChannel, root: Path, files: Files, *, timeout_s: float) -> Checkpointer:
@@ -110,7 +110,7 @@ def on_two_ranks(call: Callable[[StoreChannel], list[list[str | None]]]) -> list
 
 
 def test_what_rank_0_gives_up_in_time_is_not_renamed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "_PATIENCE", LONG_S / SOON_S)
+    monkeypatch.setattr(checkpointer_module, "_PATIENCE", LONG_S / SOON_S)
     gate = Gate("manifest.json")
 
     def call(channel: StoreChannel) -> list[list[str | None]]:
@@ -124,8 +124,7 @@ def test_what_rank_0_gives_up_in_time_is_not_renamed_later(tmp_path: Path, monke
         checkpointer.drain(JOIN_S)
         assert channel.rank or names(tmp_path) == []
         channel.agree("rank 0's thread is through", None)
-        assert checkpointer._saver is not None
-        checkpointer._saver._policy = SavePolicy(tmp_path, async_save=True)
+        checkpointer._policy = SavePolicy(tmp_path, async_save=True)
         save(checkpointer, channel, 1)
         found.append(outcome(checkpointer))
         checkpointer.close()
@@ -141,7 +140,7 @@ def test_what_rank_0_gives_up_in_time_is_not_renamed_later(tmp_path: Path, monke
 def test_what_a_rank_gives_up_too_late_is_there_on_that_rank_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver, "_PATIENCE", LONG_S / SOON_S)  # the thread still waits for the decision
+    monkeypatch.setattr(checkpointer_module, "_PATIENCE", LONG_S / SOON_S)  # the thread still waits for the decision
     gate = Gate("iter_0000001")
 
     def call(channel: StoreChannel) -> list[list[str | None]]:
