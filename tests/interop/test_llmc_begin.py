@@ -144,7 +144,7 @@ def test_a_file_of_another_format_is_refused_with_those_accepted(tmp_path: Path,
     assert f"A run cannot start from a file of this format ({path})" in text
     assert "20240326 or 20240803" in text
     assert found in text
-    assert "a model folder of transformers" in text
+    assert "a transformers folder" in text
 
 
 def test_a_file_cut_short_is_refused_on_every_rank(tmp_path: Path) -> None:
