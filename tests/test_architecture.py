@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_TEST_NAME = 60
+MAX_WHAT_PER_1000 = 3
 
 # From bottom to top: a module imports from lower layers, and within its own package.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -480,6 +481,24 @@ def mirrored(sources: Sequence[Source]) -> list[str]:
     return found
 
 
+def plain_docstrings(sources: Sequence[Source]) -> list[str]:
+    """Docstrings name their subject: few of them say `what`, and none says what is told."""
+    texts = {source.module: docstrings_of(source) for source in sources}
+    words = {module: re.findall(r"[\w'-]+", re.sub(r"`[^`]*`", "", text.lower())) for module, text in texts.items()}
+    found = [f"{module} says `told` in a docstring" for module, said in words.items() if "told" in said]
+    count, total = sum(said.count("what") for said in words.values()), sum(len(said) for said in words.values())
+    if count * 1000 > MAX_WHAT_PER_1000 * total:
+        places = sorted(words, key=lambda module: -words[module].count("what"))[:5]
+        found.append(f"docstrings say `what` {1000 * count / total:.1f} times per 1,000 words, most in {places}")
+    return found
+
+
+def docstrings_of(source: Source) -> str:
+    """Return all docstrings of a source, one after another."""
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return "\n".join(ast.get_docstring(node) or "" for node in source.nodes if isinstance(node, holders))
+
+
 def clean_text(sources: Sequence[Source]) -> list[str]:
     """No path of somebody's machine and no note to come back to."""
     patterns = {
@@ -508,6 +527,7 @@ RULES: tuple[Rule, ...] = (
     names_of_files,
     unique_classes,
     retired_words,
+    plain_docstrings,
     clean_text,
 )
 
@@ -642,6 +662,8 @@ BROKEN = [
     ),
     (mirrored, "tests.unit.data.test_ordering", _DOC, "neither data.ordering nor trainer.data.ordering"),
     (mirrored, "tests.unit.test_layers", _DOC, "tests no module"),
+    (plain_docstrings, "trainer.x", '"""A board is told."""\n', "trainer.x says `told`"),
+    (plain_docstrings, "trainer.x", 'def f() -> None:\n    """' + "What? " * 1000 + '"""\n', "most in ['trainer.x'"),
     (clean_text, "trainer.loop", "PATH = '/ho" + "me/me/data'\n", "a path"),
     (clean_text, "trainer.loop", "x = 1  # TO" + "DO: two\n", "a note"),
 ]
