@@ -515,7 +515,7 @@ def test_torchtitan_s_rotation_is_ours_after_reordering_rows() -> None:
     angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)).double()
 
     def in_pairs(weight: torch.Tensor) -> torch.Tensor:
-        """Rotate local_ranks as complex numbers, as the reference code of LLaMA and torchtitan do."""
+        """Rotate adjacent pairs as complex numbers, as the reference code of LLaMA and torchtitan do."""
         pairs = torch.view_as_complex((x @ weight.T).view(length, heads, head_dim // 2, 2))
         turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
         return torch.view_as_real(turned).flatten(2)

@@ -142,11 +142,11 @@ def test_a_number_that_no_model_has_is_refused_by_name(
     (source / "config.json").write_text(json.dumps({**table, member: number}))
     assert bring_in("hf", source, tmp_path / "run") == 2
     text = capfd.readouterr().err
-    assert "A folder holds a model that ours cannot be" in text
+    assert "A folder holds an unsupported model" in text
     assert {"layer_norm_epsilon": "norm_eps"}.get(member, member) in text
     ended = launch(tmp_path / "begun", [*RUN, f"checkpoint.load={source}"])
     assert ended.statuses == (1,)
-    assert "A folder holds a model that ours cannot be" in ended.text
+    assert "A folder holds an unsupported model" in ended.text
 
 
 def test_an_integer_beyond_a_float_is_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -194,7 +194,7 @@ def test_an_exported_file_is_byte_for_byte_as_described(tmp_path: Path, family: 
 
 
 def llama_forward(path: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits of a file of LLaMA-3, float32, whose rotation turns local_ranks as complex numbers.
+    """Return the logits of a file of LLaMA-3, float32, whose rotation turns adjacent pairs as complex numbers.
 
     Source: the reference code of LLaMA 3 (`apply_rotary_emb`), whose order of rows such files have.
     """

@@ -129,7 +129,7 @@ FOREIGN = {
     "tokens": (struct.pack("<256i", 20240520, 1, *[0] * 254), "tokens, which data.train reads"),
     "the optimizer of llm.c": (struct.pack("<i", 20240527), "the optimizer's state of llm.c"),
     "safetensors": (struct.pack("<Q", 9) + json.dumps({"a": 1}).encode(), "a safetensors file; name its folder"),
-    "JSON": (b'{"weight_map": {}}', "JSON; name the folder that it lies in"),
+    "JSON": (b'{"weight_map": {}}', "JSON; name its folder"),
     "text": (b"hello, world", "1819043176, of the bytes 68 65 6c 6c 6f 2c 20 77"),
     "nothing": (b"", "0, of the bytes none"),
 }

@@ -1,4 +1,4 @@
-"""Which model a `config.json` of transformers describes, and how it differs from ours. Pure."""
+"""Reads the model from a `config.json` of transformers, and compares it with the configured one. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from models.config import ModelConfig
 from trainer.checkpoint.format.json_file import Json
 from trainer.errors import MismatchError
 
-# What says nothing of the tensors and nothing of the result: it may differ, and a line says so.
+# Fields that affect neither the tensors nor the result: a difference is logged.
 _FREE = ("dropout", "initializer_range", "bos_token_id", "eos_token_id")
 
 
 def read_model(table: Json, *, where: object) -> ModelConfig:
     """Return the model that a `config.json` describes.
 
-    Tokens that are missing or no single number, as they may be there, become another that is in the vocabulary.
+    Token ids that are missing or lists are replaced by an id in the vocabulary.
 
     Raises:
-        MismatchError: listing everything in it that our models do not have, or that is no such value.
+        MismatchError: listing every unsupported field and invalid value.
     """
     family = families.family_of_type(table.get("model_type"))
     if family is None:
@@ -41,20 +41,20 @@ def read_model(table: Json, *, where: object) -> ModelConfig:
         if not found:
             return model
     raise MismatchError(
-        "A folder holds a model that ours cannot be",
+        "A folder holds an unsupported model",
         where=where,
-        found="what ours does not have:\n" + "\n".join(f"  {problem}" for problem in found),
+        found="these unsupported settings:\n" + "\n".join(f"  {problem}" for problem in found),
     )
 
 
 def differences(theirs: ModelConfig, ours: ModelConfig, *, where: object, kind: str = "folder") -> list[str]:
-    """Return lines on what differs and may.
+    """Return a line for each accepted difference.
 
     Args:
-        kind: what holds the model, for messages; only a folder has names of its own for the fields of a model.
+        kind: `folder` or the noun for the file, for messages; only a folder has its own field names.
 
     Raises:
-        MismatchError: listing every field that differs and may not, with both values and how to set ours.
+        MismatchError: listing every other difference, with both values and the setting that resolves it.
     """
     if theirs.family is not ours.family:
         raise MismatchError(
@@ -85,7 +85,7 @@ def differences(theirs: ModelConfig, ours: ModelConfig, *, where: object, kind: 
             f"The {kind} holds another model than the one configured",
             where=where,
             found="these differences:\n" + "\n".join(refused),
-            fix=f"\nSet what is named in brackets, or name another {kind} with checkpoint.load.",
+            fix=f"\nSet the keys in brackets, or set checkpoint.load to another {kind}.",
         )
     return said
 

@@ -1,4 +1,4 @@
-"""What llm.c's weight files say of GPT-2 and of LLaMA-3, and the order of their tensors. Pure; `file.py` reads them.
+"""The headers of llm.c's weight files for GPT-2 and LLaMA-3, and the order of their tensors. Pure.
 
 Source: https://github.com/karpathy/llm.c, `write_model` and `write_tensors` of `train_gpt2.py` and `train_llama3.py`. A
 file is a header of 256 int32 and tensors without holes, all layers of one kind before the next kind. Weights of linear
@@ -21,8 +21,8 @@ HEADER_BYTES = 1024
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
 _PAD = 128  # rows of GPT-2's vocabulary are padded to a multiple of it
 _MOST_LAYERS, _MOST = 10_000, 1 << 24
-_NORM_EPS = 1e-5  # of both models, where a file does not say it
-_SCALED = RopeScaling(8.0, 1.0, 4.0, 8192)  # what `use_scaled_rope` means: LLaMA 3.1
+_NORM_EPS = 1e-5  # of both models, if the file does not have it
+_SCALED = RopeScaling(8.0, 1.0, 4.0, 8192)  # the scaling that `use_scaled_rope` selects: LLaMA 3.1
 _TOKENS = {50257: (50256, 50256), 128256: (128000, 128001)}  # begin and end of text, by the size of the vocabulary
 
 
@@ -31,15 +31,15 @@ class LlmcForm(Enum):
 
     plain = "plain"
     transposed = "transposed"  # GPT-2's Conv1D of transformers is [in, out]
-    interleaved = "interleaved"  # rotation turns local_ranks in a file, halves of a head with us
+    interleaved = "interleaved"  # rotary pairs are adjacent in a file, and halves of a head in stored tensors
 
 
 @dataclass(frozen=True, slots=True)
 class LlmcTensor:
-    """A tensor in a file: our name, its shape there, and how many of its first rows are ours.
+    """A tensor in a file: its stored name, its shape in the file, and the number of leading rows that are stored.
 
     Args:
-        heads: for an interleaved one, how many heads its rows are.
+        heads: number of heads in its rows, for an interleaved tensor.
     """
 
     name: str
@@ -49,7 +49,7 @@ class LlmcTensor:
     heads: int = 0
 
     def to_ours(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows that are ours, [rows, ...], as we store them."""
+        """Convert the stored rows, [rows, ...], to the stored layout."""
         match self.form:
             case LlmcForm.plain:
                 return tensor
@@ -60,7 +60,7 @@ class LlmcTensor:
                 return pairs.transpose(1, 2).reshape(tensor.shape)
 
     def to_theirs(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what `to_ours` was given for it."""
+        """Convert from the stored layout; the inverse of `to_ours`."""
         if self.form is LlmcForm.interleaved:
             halves = tensor.reshape(self.heads, 2, -1, tensor.shape[-1])
             return halves.transpose(1, 2).reshape(tensor.shape)
@@ -68,7 +68,7 @@ class LlmcTensor:
 
 
 def _gpt2_model(header: Sequence[int], _: int) -> ModelConfig:
-    """Return the model that a sound header describes."""
+    """Return the model of a valid header."""
     begin, end = _tokens(header[3])
     return ModelConfig(
         family=Family.gpt2,
@@ -184,7 +184,7 @@ def _plain(name: str, *shape: int) -> LlmcTensor:
 
 
 def _gpt2_header(model: ModelConfig) -> tuple[list[int], list[str]]:
-    """Return the header's members from the third on, and what of the model a file cannot say."""
+    """Return the header's members from the third on, and the settings that a file cannot express."""
     found = []
     if not model.tie_word_embeddings:
         found.append("model.tie_word_embeddings=false: a file has one table for both")
@@ -200,10 +200,10 @@ def _gpt2_header(model: ModelConfig) -> tuple[list[int], list[str]]:
 
 
 def _llama3_header(model: ModelConfig) -> tuple[list[int], list[str]]:
-    """Return the header's members from the third on, and what of the model a file cannot say.
+    """Return the header's members from the third on, and the settings that a file cannot express.
 
     The width of the MLP is `multiple_of * ceil(int(multiplier * int(8 n_embd / 3)) / multiple_of)`; multiplier, epsilon
-    and theta are the bits of float32 numbers: as integers, as llm.c itself writes them, they would mean nothing.
+    and theta are the bits of float32 numbers: llm.c itself writes them as integers, which loses their values.
     """
     found = []
     if model.rope_scaling not in (None, _SCALED):
@@ -234,11 +234,11 @@ class LlmcFamily:
     """The files of one family.
 
     Args:
-        magic: the number with which a file begins.
-        sizes: the header's members that count something, by name.
-        read_model: the model that a sound header and so many numbers behind it describe; None where no model fits.
-        write_header: the members from the third on, and what of the model a file cannot say.
-        parts: the tensors in order, with so many rows of the vocabulary where a file pads it.
+        magic: first number of a file.
+        sizes: index in the header of each size, by name.
+        read_model: the model of a valid header followed by that many numbers; None if no model fits.
+        write_header: the members from the third on, and the settings that a file cannot express.
+        parts: the tensors in order, given the rows of the padded vocabulary.
     """
 
     magic: int
@@ -248,7 +248,7 @@ class LlmcFamily:
     parts: Callable[[ModelConfig, int], Iterator[LlmcTensor]]
 
     def problems_of_header(self, header: Sequence[int]) -> list[str]:
-        """Return what in a header no model has."""
+        """Return the sizes in a header that no model can have."""
         found = []
         for name, index in self.sizes.items():
             most = _MOST_LAYERS if name == "n_layer" else _MOST

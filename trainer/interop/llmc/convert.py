@@ -1,7 +1,4 @@
-"""llm.c's weight files, in and out.
-
-To begin a run with such a file nothing needs converting: `checkpoint.load` takes it. `trainer.interop.llmc` reads them.
-"""
+"""Imports and exports weight files of llm.c. A run can also start from one directly, with `checkpoint.load`."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ from trainer.interop.tensor_files import blocks_of
 
 
 def read_source(path: Path, _: ImportOptions) -> StateSource:
-    """Open a file of weights; they are read tensor by tensor.
+    """Open a weight file, to be read tensor by tensor.
 
     Raises:
-        CheckpointError: for a file that is none, was cut off, or describes no model.
+        CheckpointError: if the file is not a weight file, is truncated, or describes no valid model.
     """
     file = open_file(path, Files())
     return StateSource(file.model, 0, has_optimizer=False, read=lambda name: read_whole(file, name))
@@ -38,9 +35,9 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
     """Write the weights of a checkpoint as a file, tensor by tensor.
 
     Raises:
-        MismatchError: for a model that such a file cannot describe, or a dtype that it cannot have.
+        MismatchError: if the format cannot express the model or the dtype.
         ConfigError: if a tokenizer is wanted.
-        CheckpointError: if `out` is there, the checkpoint is damaged, or the file system fails.
+        CheckpointError: if `out` exists, the checkpoint is damaged, or the file system fails.
     """
     files, source = Files(), of_checkpoint(checkpoint)
     if wanted.tokenizer is not None:
@@ -57,7 +54,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
             at = HEADER_BYTES
             for part in parts:
                 tensor = part.to_theirs(source.read(aliases.get(part.name, part.name)))
-                end = at + math.prod(part.shape) * wanted.dtype.itemsize  # rows that pad a table stay zero
+                end = at + math.prod(part.shape) * wanted.dtype.itemsize  # padding rows stay zero
                 for block in blocks_of(tensor, wanted.dtype, where=part.name):
                     files.write(descriptor, [block], offset=at)
                     at += block.nbytes

@@ -1,4 +1,4 @@
-"""A weight file of llm.c, opened: the model that it describes, and where each tensor lies."""
+"""Opens a weight file of llm.c: its model, and the offset of each tensor."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from trainer.interop.llmc.contents import HEADER_BYTES, MAGICS, VERSIONS, LlmcTe
 
 HEADER = struct.Struct("<256i")
 WEIGHTS = f"a magic number of {' or '.join(map(str, MAGICS))}"
-# What other files begin with, for whoever has named one of them.
+# First bytes of other formats, to name them in an error.
 _OTHERS = (
     (b"PK\x03\x04", "a zip archive, such as torch.save writes"),
     (b"\x80", "a pickle"),
     (b"GGUF", "a GGUF file"),
-    (b"{", "JSON; name the folder that it lies in"),
+    (b"{", "JSON; name its folder"),
     (struct.pack("<i", 20240520), "tokens, which data.train reads"),
     (struct.pack("<i", 20240801), "tokens, which data.train reads"),
-    (struct.pack("<i", 20240527), "the optimizer's state of llm.c, which is not read"),
+    (struct.pack("<i", 20240527), "optimizer state of llm.c, which is not supported"),
 )
 _SAFETENSORS = b'{"'  # behind eight bytes of length
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """A file whose header and size are checked; `parts` is by our names, each with its offset in bytes."""
+    """A file with a valid header and size; `parts` maps stored names to tensors and their offsets in bytes."""
 
     path: Path
     files: Files
@@ -44,26 +44,26 @@ class WeightsFile:
 
 
 def foreign(path: Path) -> str | None:
-    """Return what a file is that is none of llm.c's weights, as far as its first bytes say it; None for one that is.
+    """Return the format of a file by its first bytes, or None if it is a weight file of llm.c.
 
     Raises:
         OSError: if it cannot be read.
     """
     with path.open("rb") as file:
         data = file.read(16)
-    return None if int.from_bytes(data[:4], "little") in MAGICS else _told(data)
+    return None if int.from_bytes(data[:4], "little") in MAGICS else _format_of(data)
 
 
 def open_file(path: Path, files: Files) -> WeightsFile:
-    """Read the header of a file of weights, and check that the file has the size that it says.
+    """Read the header of a weight file and check the size of the file against it.
 
     Raises:
-        CheckpointError: for a file that is none, was cut off, or describes no model.
+        CheckpointError: if the file is not a weight file, is truncated, or describes no valid model.
     """
     try:
         size = files.size(path.resolve())
     except OSError as error:
-        raise CheckpointError("A file of weights cannot be read", where=path, found=error.strerror) from error
+        raise CheckpointError("A weight file cannot be read", where=path, found=error.strerror) from error
     header = _read_header(path, files, size)
     dtype = VERSIONS[header[1]]
     model, parts = _described(path, header, size, dtype)
@@ -75,7 +75,7 @@ def open_file(path: Path, files: Files) -> WeightsFile:
 
 
 def read_whole(file: WeightsFile, name: str) -> torch.Tensor:
-    """Return a tensor as we store it, in the file's dtype, without the rows that pad its vocabulary."""
+    """Return a tensor in the stored layout, in the file's dtype, without the rows that pad the vocabulary."""
     part, offset = file.parts[name]
     tensor = torch.empty((part.rows, *part.shape[1:]), dtype=file.dtype)
     with open_tensor_file(file.files, file.path.resolve()) as source:
@@ -88,7 +88,7 @@ def _read_header(path: Path, files: Files, size: int) -> list[int]:
     with open_tensor_file(files, path.resolve()) as file:
         file.read(memoryview(data), 0)
     if int.from_bytes(data[:4], "little") not in MAGICS:
-        raise CheckpointError("A file is none of llm.c's weights", where=path, expected=WEIGHTS, found=_told(data))
+        raise CheckpointError("A file is none of llm.c's weights", where=path, expected=WEIGHTS, found=_format_of(data))
     if size < HEADER_BYTES:
         raise CheckpointError(
             "A file is too short for a header of llm.c", where=path, expected=f"{HEADER_BYTES} B", found=f"{size} B"
@@ -104,11 +104,11 @@ def _read_header(path: Path, files: Files, size: int) -> list[int]:
     return header
 
 
-def _told(data: bytes | bytearray) -> str:
-    """Return what a file is, as far as its first bytes say it."""
+def _format_of(data: bytes | bytearray) -> str:
+    """Return the format of a file by its first bytes."""
     if data[8:10] == _SAFETENSORS:
-        return "a safetensors file; name its folder, if config.json lies there"
-    known = (what for begin, what in _OTHERS if data.startswith(begin))
+        return "a safetensors file; name its folder if that holds config.json"
+    known = (name for begin, name in _OTHERS if data.startswith(begin))
     return next(known, f"{int.from_bytes(data[:4], 'little')}, of the bytes {data[:8].hex(' ') or 'none'}")
 
 
@@ -128,6 +128,6 @@ def _described(
     parts = [] if model is None else list(family.parts(model, header[7]))
     expected = sum(math.prod(part.shape) for part in parts)
     if model is None or odd or expected != items:
-        wanted = f"{HEADER_BYTES + expected * dtype.itemsize} B" if parts else "what a whole number of columns makes"
+        wanted = f"{HEADER_BYTES + expected * dtype.itemsize} B" if parts else "a size with a whole number of columns"
         raise CheckpointError("A file of weights has another size", where=path, expected=wanted, found=f"{size} B")
     return model, parts

@@ -1,4 +1,4 @@
-"""Reads tensors of a weight file of llm.c, box by box, as float32 in the order in which we store them."""
+"""Reads tensors of a weight file of llm.c, box by box, as float32 in the stored layout."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trainer.interop.llmc.file import WeightsFile
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A box of a tensor in a file, and how its coordinates become ours.
+    """A box of a tensor in a file, and the mapping of its coordinates to the stored layout.
 
     Args:
         view: the shape in whose coordinates `box` is.
-        order: their dimensions in our order; None leaves them.
-        row: for rows that a file has elsewhere, our first row; None where the coordinates are ours.
+        order: permutation of its dimensions into the stored order; None for the same order.
+        row: first stored row, for rows at other positions in the file; None for equal coordinates.
     """
 
     view: tuple[int, ...]
@@ -38,7 +38,7 @@ class _Run:
     row: int | None = None
 
     def ours(self, found: Box) -> Box:
-        """Return a part of `box` in our coordinates."""
+        """Return a part of `box` in stored coordinates."""
         if self.order is not None:
             return Box(*(tuple(numbers[dim] for dim in self.order) for numbers in (found.offset, found.shape)))
         if self.row is None:
@@ -50,7 +50,10 @@ class _Run:
 def fill(
     file: WeightsFile, live: Sequence[LiveTensor], *, progress: Callable[[int], None] = lambda _: None
 ) -> LoadReport:
-    """Read what each box of `live`, float32, needs into its memory; `progress` is told how many more bytes are there.
+    """Fill each float32 box of `live`.
+
+    Args:
+        progress: called with the number of bytes filled since its last call.
 
     Raises:
         CheckpointError: if the file cannot be read, or ends early.
@@ -80,17 +83,17 @@ def fill(
 
 
 def _runs(part: LlmcTensor, view: tuple[int, ...], box: Box) -> Iterator[_Run]:
-    """Yield what to read for a box of our tensor of shape `view`."""
+    """Yield the reads that fill a box of a stored tensor of shape `view`."""
     if not box.numel:
         return
     match part.form:
         case LlmcForm.plain:
             yield _Run(view, box)
-        case LlmcForm.transposed:  # theirs begins with our second dimension, and ends with our first
+        case LlmcForm.transposed:  # the first stored dimension is the last in the file
             last = len(view) - 1
             theirs = Box((*box.offset[1:], box.offset[0]), (*box.shape[1:], box.shape[0]))
             yield _Run((*view[1:], view[0]), theirs, order=(last, *range(last)))
-        case LlmcForm.interleaved:  # our rows of a head: all that lie first of two in a file, then all that lie second
+        case LlmcForm.interleaved:  # stored rows of a head: the even rows of the file, then the odd ones
             rows = view[0] // part.heads
             half = rows // 2
             for block in range(box.offset[0] // half, -(-box.end[0] // half)):
