@@ -33,7 +33,7 @@ def _count(arguments: list[str]) -> None:
     written = sum(piece.hi - piece.lo for piece in plan(shards, layout, cluster.rank))
     assert any(shard.spec.kind is TensorKind.MODEL for shard in shards)
     Path(f"{output}.{os.environ['RANK']}").write_text(json.dumps([held, written]))
-    launching.stop(cluster)
+    launching.shutdown(cluster)
 
 
 def _locals(model: object) -> list:  # type: ignore[type-arg]
