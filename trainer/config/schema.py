@@ -58,7 +58,7 @@ class TrainSection:
         clip_grad: upper bound of the gradient's L2 norm over all parameters; 0 disables clipping.
         seed: seed of the initial weights, the order of samples and dropout.
         dtype: dtype of activations and matrix products; parameters and optimizer state are float32 either way.
-        compile: run each stage of the model through torch.compile.
+        compile: compile each transformer block with torch.compile.
         deterministic: restrict torch to deterministic kernels; those of a CPU always are.
         activation_checkpointing: keep only the inputs of transformer blocks and recompute the blocks in the backward
             pass.
