@@ -62,7 +62,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_documents.py
 
 format: setup
 	$(BIN)/ruff format .

@@ -559,10 +559,11 @@ def test_tests_hold_no_path_of_a_machine() -> None:
 
 def test_documents_and_configuration_hold_no_path_of_a_machine() -> None:
     names = ["Makefile", "pyproject.toml", "constraints.txt", ".gitignore", ".pre-commit-config.yaml", ".ci/run"]
+    names += [".github/workflows/ci.yml", "tests/README.md"]
     paths = (
         [ROOT / name for name in names]
         + sorted(ROOT.glob("*.md"))
-        + sorted((ROOT / "docs").glob("*.md"))
+        + sorted((ROOT / "docs").rglob("*.md"))
         + sorted(ROOT.glob("configs/**/*.yaml"))
     )
     assert len(paths) >= 30

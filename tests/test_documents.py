@@ -12,10 +12,10 @@ from trainer.config.schema import CheckpointSection
 from trainer.run_record import RULES
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "tests" / "README.md"]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_and_test_that_a_document_names_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     named = re.findall(
@@ -39,7 +39,7 @@ def test_the_readme_s_example_of_an_own_model_runs(
     assert (tmp_path / "my_checkpoints" / "iter_0000001" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_checkpoint_option_that_a_document_names_exists(path: Path) -> None:
     known = {field.name for field in fields(CheckpointSection)}
     named = set(re.findall(r"(?<![\w./])checkpoint\.(\w+)", path.read_text(encoding="utf-8")))
