@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, get_args
 
 from models.config import ADDED, Activation, Family, ModelConfig, RopeScaling
 from models.families import problems
@@ -226,10 +226,14 @@ def _same_kinds(model: ModelConfig) -> None:
     for table in (model, model.rope_scaling):
         for field in () if table is None else fields(table):
             value = getattr(table, field.name)
-            if field.type in (int, float, bool):
-                is_fit = isinstance(value, int | float) if field.type is float else isinstance(value, field.type)
-                if not is_fit or (isinstance(value, bool) and field.type is not bool):
-                    raise TypeError(f"{field.name} is {value!r}")
+            if not any(_is_kind(value, kind) for kind in get_args(field.type) or (field.type,)):
+                raise TypeError(f"{field.name} is {value!r}")
+
+
+def _is_kind(value: object, kind: Any) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:

@@ -9,20 +9,23 @@ from typing import Any
 import pytest
 
 from tests.harness import TINY, compose
-from trainer import run_record as record
+from tests.unit.model_samples import QWEN3
+from trainer import run_record
 from trainer.checkpoint.format.json_file import Json
 from trainer.compatibility import Verdict, differences, settle
-from trainer.errors import MismatchError
+from trainer.errors import CheckpointError, MismatchError
 
 CONFIG = compose(["model=gpt2_tiny", *TINY])
-CURRENT: Json = {"optimizer": record.optimizer_record(CONFIG.model, CONFIG.optimizer)}
+CURRENT: Json = {"optimizer": run_record.optimizer_record(CONFIG.model, CONFIG.optimizer)}
 BIAS = "transformer.h.1.ln_2.bias"
 
 
-def found(change: Callable[[Any], object], rules: object = record.RULES) -> dict[str, tuple[object, object, Verdict]]:
+def found(
+    change: Callable[[Any], object], rules: object = run_record.RULES
+) -> dict[str, tuple[object, object, Verdict]]:
     saved = copy.deepcopy(CURRENT)
     change(saved)
-    table = differences(*record.compared(saved, CURRENT), rules)  # type: ignore[arg-type]
+    table = differences(*run_record.compared(saved, CURRENT), rules)  # type: ignore[arg-type]
     return {d.field: (d.saved, d.current, d.rule.verdict) for d in table}
 
 
@@ -41,7 +44,7 @@ def test_other_decayed_parameters_need_the_scheduler_s_flag() -> None:
     assert found(swap) == {f"optimizer.weight_decay.{BIAS}": (True, False, Verdict.FLAG)}
     saved = copy.deepcopy(CURRENT)
     swap(saved)
-    table = differences(*record.compared(saved, CURRENT), record.RULES)
+    table = differences(*run_record.compared(saved, CURRENT), run_record.RULES)
     with pytest.raises(MismatchError, match=r"override_scheduler=true allows it"):
         settle(table, flags=set(), where="x")
     assert len(settle(table, flags={"checkpoint.override_scheduler"}, where="x")) == 1
@@ -71,5 +74,16 @@ def test_groups_that_are_none_are_refused(groups: object) -> None:
 
 
 def test_a_fine_tuning_run_compares_no_optimizer() -> None:
-    rules = record.rules_for(compose(["model=gpt2_tiny", "checkpoint.finetune=true"]).checkpoint)
+    rules = run_record.rules_for(compose(["model=gpt2_tiny", "checkpoint.finetune=true"]).checkpoint)
     assert found(lambda saved: saved.update(optimizer=7), rules) == {}
+
+
+@pytest.mark.parametrize("head_dim", [14.0, True, "14"])
+def test_a_head_dim_of_another_type_is_refused(head_dim: object) -> None:
+    state = {"model": {**run_record.model_record(QWEN3), "head_dim": head_dim}}
+    with pytest.raises(CheckpointError, match=f"head_dim is {head_dim!r}"):
+        run_record.saved_model(state, where="x")
+
+
+def test_a_saved_model_is_the_model_that_was_recorded() -> None:
+    assert run_record.saved_model({"model": run_record.model_record(QWEN3)}, where="x") == QWEN3
