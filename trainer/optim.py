@@ -38,7 +38,7 @@ def build_optimizer(
 def apply_settings(
     optimizer: torch.optim.Optimizer, config: ModelConfig, model: nn.Module, section: OptimizerSection
 ) -> None:
-    """Give every parameter group the settings of `section`, but for the learning rate."""
+    """Give every parameter group the settings of `section`, except the learning rate."""
     names, no_decay = parameter_names(model), no_decay_names(config)
     for group in optimizer.param_groups:
         group.update(group_options(section, group.keys()))

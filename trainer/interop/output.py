@@ -99,7 +99,7 @@ def _trainable(config: Config) -> TrainSection:
         return config.train
     _log.info(
         f"train.seq_length={config.train.seq_length} is above the model's {most} positions: the checkpoint records "
-        f"{most}, and a run that goes on from it needs train.seq_length={most} or less"
+        f"{most}, and a run that continues from it needs train.seq_length={most} or less"
     )
     return replace(config.train, seq_length=most)
 

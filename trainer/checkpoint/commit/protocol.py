@@ -395,5 +395,5 @@ def _commit_failed(attempt: Attempt, error: OSError) -> CheckpointError:
         where=error.filename or attempt.folder.partial(attempt.iteration, attempt.name),
         expected=f"room for {attempt.layout.total_bytes} B",
         found=describe_free_space(attempt.folder.files, attempt.folder.root),
-        fix="Committed checkpoints are untouched; make room or mend the disk.",
+        fix="Committed checkpoints are untouched; make room or repair the disk.",
     )
