@@ -22,8 +22,7 @@ from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.interop.hf.folder import is_folder
 from trainer.interop.llmc.file import WEIGHTS, foreign
 from trainer.interop.megatron import refuse_megatron
-from trainer.interop.start import WeightsKind as WeightsKind
-from trainer.interop.start import load_pretrained
+from trainer.interop.start import WeightsKind, load_pretrained
 from trainer.launch.relaunch import has_committed, note
 from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.optim import apply_settings

@@ -217,7 +217,9 @@ def _gate_forward(gate: Gate) -> None:
 
 
 def _gate_evaluation(gate: Gate) -> None:
-    _before(trainer.loop, "evaluate", lambda state, *_: _stand_if(gate, state.progress.iteration == gate.iteration))
+    _before(
+        trainer.loop, "evaluate", lambda state, *_, **__: _stand_if(gate, state.progress.iteration == gate.iteration)
+    )
 
 
 def _gate_save(gate: Gate) -> None:

@@ -301,7 +301,7 @@ def test_what_our_models_do_not_have_is_refused_by_name(folder: Path, tmp_path: 
     text = refuse(llama, base=OURS_LLAMA)
     assert all(name in text for name in ("attention_bias=True", "head_dim=12", "rope_type='yarn'"))
     change_config(llama, model_type="mistral")
-    assert "expected gpt2 or llama, found 'mistral'" in refuse(llama, base=OURS_LLAMA)
+    assert "expected gpt2, llama or qwen3, found 'mistral'" in refuse(llama, base=OURS_LLAMA)
 
 
 def test_a_configuration_of_version_4_means_the_same(tmp_path: Path) -> None:

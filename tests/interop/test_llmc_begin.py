@@ -127,7 +127,7 @@ def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:
 FOREIGN = {
     "a zip": (b"PK\x03\x04rest", "a zip archive, such as torch.save writes"),
     "tokens": (struct.pack("<256i", 20240520, 1, *[0] * 254), "tokens, which data.train reads"),
-    "the optimizer of llm.c": (struct.pack("<i", 20240527), "the optimizer's state of llm.c"),
+    "the optimizer of llm.c": (struct.pack("<i", 20240527), "optimizer state of llm.c"),
     "safetensors": (struct.pack("<Q", 9) + json.dumps({"a": 1}).encode(), "a safetensors file; name its folder"),
     "JSON": (b'{"weight_map": {}}', "JSON; name its folder"),
     "text": (b"hello, world", "1819043176, of the bytes 68 65 6c 6c 6f 2c 20 77"),

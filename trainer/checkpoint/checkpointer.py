@@ -125,7 +125,8 @@ class Checkpointer:
         if policy.folder is not None:
             self._owned = OwnedFolder(CheckpointFolder(policy.folder, files or Files()), channel, nonce)
         self._worker = Worker("checkpoint")
-        self._worker_channel = channel.clone(_PATIENCE * policy.commit_timeout_s)
+        # A clone has a connection of its own, which a run that saves nothing does not need.
+        self._worker_channel = channel if self._owned is None else channel.clone(_PATIENCE * policy.commit_timeout_s)
         self._local_ranks = LocalRanks(self._worker_channel, local_ranks)
         self._staging = Staging(policy, channel.rank, self._worker)
         self._attempts = _Attempts(nonce)
@@ -174,7 +175,9 @@ class Checkpointer:
         return self._owned is not None and interval > 0 and iteration % interval == 0
 
     def save(self, iteration: int, contents: Contents) -> SaveReport | None:
-        """Save `contents` as `iteration`, unless that checkpoint is there already.
+        """Save `contents` as `iteration`, unless it is the newest that this process has saved or loaded.
+
+        An older one is saved again; the folder that is there is kept as superseded.
 
         A background save returns while it is written, after waiting for the one before it: `contents.optimizers` are
         held back at their next step until what that changes is written or copied. A failed save is logged and reported,
@@ -187,10 +190,10 @@ class Checkpointer:
         if self._owned is None:
             return None
         asked = time.perf_counter()
+        name = self._attempts.next()  # before `wait`, which may raise on one rank alone: all ranks count alike
         self.wait()
         self._saved.settle(self._channel.rank)
         start = time.perf_counter()
-        name = self._attempts.next()
         has_optimizer = any(spec.kind is TensorKind.OPTIMIZER for spec in contents.specs)
         if self._saved.has(iteration, with_optimizer=has_optimizer):
             _log.info("iteration %d is saved already, nothing to do", iteration)

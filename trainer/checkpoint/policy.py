@@ -51,7 +51,7 @@ class SavePolicy:
         folder: the run's checkpoint folder; None turns saving off.
         save_interval: save at every multiple of this iteration count; 0 saves only on a call of `save`.
         file_bytes: size in bytes at which a safetensors file is full.
-        commit_timeout_s: seconds after which a save that has not committed is given up.
+        commit_timeout_s: seconds after which a save that has not committed is aborted.
         async_save: write in the background while training continues.
         staging_bytes: upper bound in bytes on host memory for copies of chunks that the next optimizer step would
             overwrite. None allows the bytes that the rank writes plus the bytes of its columns, which the ranks of a

@@ -42,7 +42,7 @@ class StoreChannel:
     ranks make the same calls of `gather`, `broadcast` and `agree` in the same order on a channel, or on clones of it.
 
     `gather` deletes its messages, and those that rank 0 has broadcast before it: a rank that takes part in it is past
-    them. The sender of any other message, by `put`, is to `delete` it once all ranks are past it.
+    them. A message sent by `put` stays until `delete`; `protocol.delete_messages` does this for saves.
     """
 
     def __init__(self, store: Store, rank: int, *, world_size: int, timeout_s: float) -> None:
@@ -118,10 +118,10 @@ class StoreChannel:
         """
         for key in keys:
             try:
-                self._store.delete_key(key)
-                chunk = 0
-                while self._store.delete_key(f"{key}/{chunk}"):
-                    chunk += 1
+                if self._store.check([key]):
+                    count = int(self._store.get(key))  # a FileStore reports every deletion as done
+                    for name in (key, *(f"{key}/{index}" for index in range(count))):
+                        self._store.delete_key(name)
             except dist.DistError as error:
                 raise self._lost(key, error) from error
 

@@ -92,7 +92,7 @@ class TwoPhaseCommit:
         self._error: BaseException | None = None  # the first of this rank
         self._report = RankReport(attempt.iteration, inventory.identity)
         self._reports: list[RankReport] = []
-        # On rank 0: whether every rank is past the attempts before this one.
+        # On rank 0: whether every rank is past the attempts before this one, or has aborted them.
         self.has_all_reports = channel.world_size == 1
 
     @contextlib.contextmanager
@@ -190,6 +190,7 @@ class TwoPhaseCommit:
         try:
             found = [self._channel.read(f"{self._key}/report/{rank}", sender=f"rank {rank}") for rank in others]
             self.has_all_reports = True
+            self._channel.delete([f"{self._key}/marked", *(f"{self._key}/report/{rank}" for rank in others)])
             self._reports = [self._report, *map(RankReport.from_bytes, found)]
             self._require_agreement()
         except LaunchError:

@@ -293,7 +293,7 @@ class LocalRanks:
         return Sharing(memory, stripes, layout, turn=self._ranks.index(self._rank) / len(self._ranks))
 
     def _cannot_share(self, expected: str, found: str | None) -> CheckpointError:
-        """Stay out of later saves; return the error of this one, which other ranks count on this rank to share."""
+        """Stay out of later saves, and return the error of this one: the other ranks already count on this rank."""
         self._stays_out = True
         return CheckpointError(
             "The ranks of this host cannot share memory to assemble columns",

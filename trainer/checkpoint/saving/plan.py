@@ -1,7 +1,7 @@
-"""Plans the saves of a rank: which bytes it writes, and in which chunks. Made again only where the state has moved.
+"""Plans the saves of a rank: which bytes it writes, and in which chunks. Made again only if a tensor moves.
 
 Every byte of every tensor has exactly one writer. Ranks that hold the same box are replicas of each other. They lay
-their common boxes end to end and each takes an equal extent of that line, so the load is level to a page however many
+their common boxes end to end and each takes an equal share of that line, so the load is level to a page however many
 replicas there are, and each rank writes long runs.
 """
 
@@ -140,7 +140,7 @@ def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
     """
     mine: dict[str, Piece] = {}
     for replicas, members in _groups(holdings).items():
-        for piece in _extent(members, index=replicas.index(rank), count=len(replicas)):
+        for piece in _share(members, index=replicas.index(rank), count=len(replicas)):
             mine[piece.name] = piece
     return [mine[holding.name] for holding in holdings if holding.name in mine]
 
@@ -158,7 +158,7 @@ def shared_pieces(holdings: Sequence[Holding]) -> dict[tuple[int, ...], dict[str
         if len(replicas) > 1:
             by_name: dict[str, list[Piece]] = {member.name: [] for member in members}
             for index in range(len(replicas)):
-                for piece in _extent(members, index=index, count=len(replicas)):
+                for piece in _share(members, index=index, count=len(replicas)):
                     by_name[piece.name].append(piece)
             found[replicas] = by_name
     return found
@@ -173,7 +173,7 @@ def _groups(holdings: Sequence[Holding]) -> dict[tuple[int, ...], list[Holding]]
     return groups
 
 
-def _extent(members: list[Holding], *, index: int, count: int) -> list[Piece]:
+def _share(members: list[Holding], *, index: int, count: int) -> list[Piece]:
     starts = [0, *itertools.accumulate(holding.image.total_bytes for holding in members)]
     first = _boundary(members, starts, index=index, count=count)
     last = _boundary(members, starts, index=index + 1, count=count)
@@ -187,7 +187,7 @@ def _extent(members: list[Holding], *, index: int, count: int) -> list[Piece]:
 
 
 def _boundary(members: list[Holding], starts: list[int], *, index: int, count: int) -> int:
-    """Return where extent `index` begins on the line: rounded down to a page of the file, a row, or a small tensor."""
+    """Return where share `index` begins on the line: rounded down to a page of the file, a row, or a small tensor."""
     target = starts[-1] * index // count
     if target == starts[-1]:
         return target

@@ -44,8 +44,9 @@ class SaveJob:
         local_ranks: the ranks of this host, for columns that become whole rows in memory that they share.
         may_share: whether this rank has the memory for that.
         earlier: the attempts before this one, by iteration and name, of which a partial folder or messages may be left.
-            `run` removes them on rank 0, and the messages only once all reports are in: every rank is past them then.
-        committed_at: set by `run`: when the checkpoint was there, on the clock of `time.perf_counter`.
+            `run` removes them on rank 0, and the messages only once all reports are in: by then every rank is past
+            these attempts or has aborted them.
+        committed_at: set by `run`: when the commit ended, on the clock of `time.perf_counter`.
     """
 
     attempt: Attempt
@@ -108,6 +109,7 @@ class SaveJob:
                     commit.renamed()
             commit.broadcast()
             commit.end()
+            self.committed_at = time.perf_counter()
         except BaseException as error:
             self.local_ranks.drop()
             self._remove(partial)
@@ -116,7 +118,6 @@ class SaveJob:
             raise
         finally:
             self._remove_earlier(with_messages=commit.has_all_reports)
-        self.committed_at = time.perf_counter()
         if is_durable:  # on rank 0 alone
             pinned = {*self.pinned, attempt.iteration}
             expired, _ = decide_expired(attempt.folder, self.retention, pinned=pinned)
@@ -150,6 +151,7 @@ class SaveJob:
     def _begin(self, partial: Path) -> Sharing | None:
         """Meet the other ranks of the host; on rank 0 leave the mark, and let the others know."""
         attempt, is_marked = self.attempt, False
+        self.snapshot.check()  # a thread that hung before sends nothing on an attempt that was aborted meanwhile
         try:
             sharing = self.local_ranks.join(attempt, self.plan.columns, may_share=self.may_share)
             if self.channel.rank == 0:

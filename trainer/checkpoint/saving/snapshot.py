@@ -101,14 +101,14 @@ class Snapshot:
         return memoryview(copy)  # type: ignore[arg-type]
 
     def done(self, chunk: Chunk) -> None:
-        """Mark a chunk as written or aborted, so that its live memory may change."""
+        """Mark a chunk as written, or as one that will not be written, so that its live memory may change."""
         self._set(chunk, _State.READ)
 
     def release(self) -> None:
         """Copy all chunks not written yet, so that live memory may change. Main thread; a second call returns at once.
 
         It copies from the last chunk backwards while the writers proceed from the first. When the arena is full, it
-        waits until the rest is written. If no chunk is written for `stall_timeout_s`, it gives the snapshot up.
+        waits until the rest is written. If no chunk is written for `stall_timeout_s`, it aborts the snapshot.
         """
         if self._is_released:
             return

@@ -1,4 +1,4 @@
-"""Keeps the plan of the saves and their staging memory from one save to the next, as long as the state stays put."""
+"""Keeps the plan and the staging memory of the saves for as long as the tensors stay at the same addresses."""
 
 from __future__ import annotations
 

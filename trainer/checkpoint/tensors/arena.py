@@ -25,7 +25,7 @@ _POPULATE_BYTES = 8 << 20
 
 
 class Arena:
-    """A block of host memory that hands out extents in order and frees all of them at once.
+    """A block of host memory that hands out slices in order and frees all of them at once.
 
     Not thread-safe; the caller serializes access.
 
@@ -51,7 +51,7 @@ class Arena:
         return self._memory[start : start + size]
 
     def clear(self) -> None:
-        """Free all extents."""
+        """Free all slices."""
         self._used = 0
 
     def touch(self) -> None:

@@ -28,7 +28,7 @@ def read_model(table: Json, *, where: object) -> ModelConfig:
         raise MismatchError(
             "A folder holds a model of another family",
             where=where,
-            expected=" or ".join(known),
+            expected=f"{', '.join(known[:-1])} or {known[-1]}",
             found=repr(table.get("model_type")),
         )
     found: list[str] = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.fakes import all_ranks, run_ranks, tcp_store
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
@@ -166,3 +168,13 @@ def test_what_all_ranks_have_read_comes_down() -> None:
     # The decision and the pick of a turn, of three keys, and at most the next report of either peer, of one key each.
     assert max(counts) <= before + 4 + 2
     assert int(store.num_keys()) == before + 1
+
+
+def test_a_message_on_a_file_store_is_deleted(tmp_path: Path) -> None:
+    """A FileStore reports every deletion as done, also that of a key that it does not have."""
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    channel = StoreChannel(store, 0, world_size=2, timeout_s=5.0)
+    channel.put("key", b"data")
+    channel.delete(["key", "no such key"])
+    assert not store.check(["key"])
+    assert not store.check(["key/0"])

@@ -88,6 +88,29 @@ def test_an_error_that_nobody_expects_reaches_all_ranks_at_once(tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000002"]
 
 
+def test_ranks_count_attempts_alike_after_a_wait_that_raises(tmp_path: Path) -> None:
+    """The background save that one rank's lack of memory ended raises in that rank's next call."""
+
+    def call(channel: StoreChannel) -> SaveReport:
+        files = Exhausted("write") if channel.rank == 1 else Files()
+        checkpointer = started(channel, SavePolicy(tmp_path, commit_timeout_s=3.0, async_save=True), files)
+        checkpointer.save(1, contents(channel.rank, 1))
+        if channel.rank == 1:
+            with pytest.raises(MemoryError):
+                checkpointer.save(2, contents(channel.rank, 2))
+        else:
+            checkpointer.save(2, contents(channel.rank, 2))
+        checkpointer.wait()
+        channel.agree("no save is under way", None)
+        checkpointer.save(3, contents(channel.rank, 3))
+        checkpointer.wait()
+        checkpointer.close()
+        return checkpointer.reports()[-1]
+
+    for report in all_ranks(2, call):
+        assert (report.iteration, report.error) == (3, None)
+
+
 class Deaf(StoreChannel):
     """A channel whose rank 1 loses every decision on a save after it was given."""
 
@@ -173,7 +196,7 @@ def test_a_name_that_is_not_durable_deletes_nothing(tmp_path: Path, is_stuck: bo
 
 
 def keys_after(root: Path, saves: int) -> int:
-    """Return how many keys hang in the store after so many saves over three ranks."""
+    """Return how many keys are stored after so many saves over three ranks."""
     store = tcp_store()
     sharding = Sharding("rows over 3", (Cut("row", 3),))
 
@@ -196,7 +219,30 @@ def test_the_store_does_not_grow_with_the_saves(tmp_path: Path) -> None:
     assert keys_after(tmp_path / "few", 2) == keys_after(tmp_path / "many", 6)
 
 
-def test_a_rank_that_is_behind_still_finds_the_last_notice() -> None:
+def test_one_save_leaves_no_report_in_the_store(tmp_path: Path) -> None:
+    """A library's save makes a checkpointer of its own, so no later attempt deletes the messages of this one."""
+    store = tcp_store()
+
+    def call(channel: StoreChannel) -> None:
+        checkpointer = started(channel, SavePolicy(tmp_path))
+        sharding = Sharding("rows over 3", (Cut("row", 3),))
+        live = tuple(sharding.live(channel.rank, [SPEC], {"w": torch.zeros(SPEC.shape)}))
+        documents = {STATE: {"format": FORMAT, "iteration": 1}}
+        report = checkpointer.save(1, Contents((SPEC,), live, {}, documents))
+        assert report is not None
+        assert report.error is None
+        name = f"{checkpointer._attempts.nonce}-1"
+        if channel.rank == 0:
+            for key in ("marked", "report/1", "report/2"):
+                assert not store.check([f"save/{name}/{key}"])
+            assert store.check([f"save/{name}/decision"])
+        channel.agree("past the look", None)
+        checkpointer.close()
+
+    all_ranks(3, call, store=lambda: store)
+
+
+def test_a_rank_that_is_behind_still_finds_the_last_message() -> None:
     def call(channel: StoreChannel) -> list[bytes]:
         found = []
         for turn in range(20):
