@@ -59,7 +59,7 @@ class Llama3(Model):
         return x
 
     def _rotation_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # Neither parameter nor buffer: a model materialised from meta has nothing here that would need filling in.
+        # Neither parameter nor buffer: a model materialized from meta has nothing here that would need filling in.
         kept = self._rotation
         length = x.shape[1] * (1 if self.stage.first else self.sequence_shards)
         if kept is None or kept[0].device != x.device or kept[0].shape[0] != length:

@@ -27,7 +27,7 @@ class Qwen3Block(Llama3Block):
 
 
 class Qwen3Attention(Llama3Attention):
-    """Causal grouped-query attention over normalised heads; all heads of a kind share the weight of their norm."""
+    """Causal grouped-query attention over normalized heads; all heads of a kind share the weight of their norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

@@ -48,12 +48,12 @@ def test_every_checkpoint_option_that_a_document_names_exists(path: Path) -> Non
 
 def test_the_contract_has_every_rule_with_its_verdict_and_flag() -> None:
     text = (ROOT / "docs" / "resume_contract.md").read_text(encoding="utf-8")
-    rows = {row[0]: row for row in re.findall(r"^\| `([\w.]+)` \| (refused|said)(.*) \| *(.*?) *\|$", text, flags=re.M)}
+    rows = {
+        row[0]: row for row in re.findall(r"^\| `([\w.]+)` \| (refused|logged)(.*) \| *(.*?) *\|$", text, flags=re.M)
+    }
     assert set(rows) == {rule.field for rule in RULES}
     for rule in RULES:
         _, word, rest, flag = rows[rule.field]
-        expected = {"REFUSED": "refused", "FLAG": "refused without the flag", "SAID": "said in a line"}[
-            rule.verdict.name
-        ]
+        expected = {"REFUSED": "refused", "FLAG": "refused without the flag", "LOGGED": "logged"}[rule.verdict.name]
         assert (word + rest).startswith(expected), rule.field
         assert flag.strip("`") == rule.flag or (rule.verdict.name == "REFUSED" and flag.startswith("none"))

@@ -114,23 +114,23 @@ def run(raw: DictConfig, environment: Environment) -> None:
 
     timeout_s = 60 * config.train.distributed_timeout_minutes
     cluster = launch.start(config.train.device, deterministic=config.train.deterministic, timeout_s=timeout_s)
-    exit_grace = cluster.channel.clone(_EXIT_GRACE_S)
-    watch = SignalHandler(config.train.exit_signal_save_seconds, exit_grace=exit_grace.fail)
-    peers = Watchdog(cluster.channel.clone(timeout_s), timeout_s, store_host=cluster.store_host)
-    watch.start()
-    peers.start()
+    report_channel = cluster.channel.clone(_EXIT_GRACE_S)
+    signals = SignalHandler(config.train.exit_signal_save_seconds, report=report_channel.fail)
+    watchdog = Watchdog(cluster.channel.clone(timeout_s), timeout_s, store_host=cluster.store_host)
+    signals.start()
+    watchdog.start()
     try:
-        _train(config, resolved, cluster, watch)
+        _train(config, resolved, cluster, signals)
         launch.final_barrier(cluster)
     except BaseException as error:
-        watch.leave_within(_LEAVE_WITHIN_S, 1)
-        cause = peers.explain(error, cluster.channel)
+        signals.leave_within(_LEAVE_WITHIN_S, 1)
+        cause = watchdog.explain(error, cluster.channel)
         if cause is not None:
             raise LaunchError(cause.rstrip(".")) from error
         raise
-    peers.stop()
+    watchdog.stop()
     launch.destroy(cluster)
-    watch.stop()
+    signals.stop()
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -245,7 +245,7 @@ def _one_line(text: str) -> str:
     return " ".join(line for line in lines if line and not line.startswith(_LEFT_OUT))
 
 
-def _train(config: Config, resolved: str, cluster: Cluster, watch: SignalHandler) -> None:
+def _train(config: Config, resolved: str, cluster: Cluster, signals: SignalHandler) -> None:
     import torch
 
     from trainer.build import build
@@ -258,7 +258,7 @@ def _train(config: Config, resolved: str, cluster: Cluster, watch: SignalHandler
     if cluster.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(cluster.device).total_memory
         require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=str(cluster.device))
-    built = build(config, cluster, watch)
+    built = build(config, cluster, signals)
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     with hold_run_folder(Path(config.run.dir), checkpoints, cluster.channel, cluster.nonce):
         _train_built(built, resolved)

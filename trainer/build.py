@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from models import families
-from trainer import run_record as record
+from trainer import run_record
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.loading.restorer import Restorer
@@ -55,16 +55,16 @@ class Run:
     checkpointer: Checkpointer
     restorer: Restorer
     log: RunLog | None
-    requests: RunControl
+    control: RunControl
     description: Json
     tokenizer: Mapping[str, bytes]
 
 
-def build(config: Config, cluster: Cluster, watch: SignalHandler | None = None) -> Run:
+def build(config: Config, cluster: Cluster, signals: SignalHandler | None = None) -> Run:
     """Build a run. Collective.
 
     Args:
-        watch: the signal handler; None for none.
+        signals: the signal handler; None for none.
 
     Raises:
         TrainerError: if the data does not match the model, or another job writes to the run's folder.
@@ -80,7 +80,7 @@ def build(config: Config, cluster: Cluster, watch: SignalHandler | None = None) 
     parts = [build_part(config.model, model, config.optimizer, grid=grid, file_bytes=file_bytes) for model in stages]
     state = TrainerState(config.model, parts, grid, optimizer=config.optimizer.name)
     environment = _environment(config, cluster.device, cluster.threads)
-    description = record.describe(
+    description = run_record.describe(
         config,
         schedule=schedule,
         topology=topology,
@@ -100,7 +100,7 @@ def build(config: Config, cluster: Cluster, watch: SignalHandler | None = None) 
         checkpointer=_build_checkpointer(config, cluster),
         restorer=Restorer(cluster.channel, nonce=cluster.nonce),
         log=_build_log(config, cluster) if cluster.rank == 0 else None,
-        requests=_build_requests(config, cluster, watch),
+        control=_build_control(config, cluster, signals),
         description=description,
         tokenizer=_read_tokenizer(config, cluster),
     )
@@ -116,7 +116,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     environment = _environment(config, torch.device("cpu"), thread_count())
     topology = topology_of(config, 1)
-    return schedule, record.describe(
+    return schedule, run_record.describe(
         config,
         schedule=schedule,
         topology=topology,
@@ -131,12 +131,12 @@ def _build_loaders(
 ) -> tuple[BatchLoader, BatchLoader | None]:
     train = config.train
 
-    def feed(files: Sequence[TokenFile]) -> BatchLoader:
+    def loader(files: Sequence[TokenFile]) -> BatchLoader:
         samples = Samples(files, seq_length=train.seq_length)
         rank = topology.coordinate(cluster.rank).dp
         return BatchLoader(samples, train.global_batch_size, train.micro_batch_size, rank, topology.dp, cluster.device)
 
-    return feed(data.train), feed(data.valid) if train.eval_interval else None
+    return loader(data.train), loader(data.valid) if train.eval_interval else None
 
 
 def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
@@ -204,7 +204,7 @@ def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:
     return Checkpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
 
 
-def _build_requests(config: Config, cluster: Cluster, watch: SignalHandler | None) -> RunControl:
+def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | None) -> RunControl:
     section = config.checkpoint
     rules = ControlRules(
         exit_duration_in_mins=config.train.exit_duration_in_mins,
@@ -212,7 +212,7 @@ def _build_requests(config: Config, cluster: Cluster, watch: SignalHandler | Non
         give_up_after=section.exit_on_save_failure,
     )
     folder = None if section.save is None else Path(section.save)
-    return RunControl(rules, watch, rank=cluster.rank, folder=folder)
+    return RunControl(rules, signals, rank=cluster.rank, folder=folder)
 
 
 def _build_log(config: Config, cluster: Cluster) -> RunLog:

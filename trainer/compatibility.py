@@ -17,7 +17,7 @@ class Verdict(Enum):
 
     REFUSED = "refused"
     FLAG = "allowed with a flag"
-    SAID = "said in a line"
+    LOGGED = "logged"
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,8 @@ Boxes: TypeAlias = Mapping[str, tuple[Box, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """The load of one coordinate, in elements and bytes.
+class RankMemory:
+    """The memory of one coordinate, in elements and bytes.
 
     Args:
         state_bytes: parameters and moments at rest, float32.
@@ -107,14 +107,14 @@ def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
         dist.destroy_process_group()
 
 
-def _rows(config: Config, topology: Topology, layout: Layout) -> Iterator[tuple[Simulated, int, list[Load]]]:
+def _rows(config: Config, topology: Topology, layout: Layout) -> Iterator[tuple[Simulated, int, list[RankMemory]]]:
     dps = sorted({0, min(1, topology.dp - 1), topology.dp - 1})
     for simulated in simulate(config, topology):
         for tp in range(topology.tp):
             yield simulated, tp, [_load(config, simulated, topology, layout=layout, dp=dp, tp=tp) for dp in dps]
 
 
-def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: Layout, dp: int, tp: int) -> Load:
+def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: Layout, dp: int, tp: int) -> RankMemory:
     held = [boxes_at(part, simulated.grid, dp=dp, tp=tp) for part in simulated.parts]
     parameters = sum(box.numel for boxes in held for box, _ in boxes.values())
     pieces = pieces_of(holdings_of(config, held, layout, simulated.grid), int(simulated.grid.ranks[dp, tp]))
@@ -123,7 +123,7 @@ def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: L
     activations = _activation_bytes(config, simulated.parts, topology)
     moments = Counter(t.parameter for t in state_tensors(config.optimizer.name, config.model) if t.stored.shape)
     state = sum(4 * box.numel * (1 + moments[name]) for boxes in held for name, (box, _) in boxes.items())
-    return Load(parameters, state, working, activations, written)
+    return RankMemory(parameters, state, working, activations, written)
 
 
 def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
@@ -198,7 +198,7 @@ def _headline(config: Config, topology: Topology, layout: Layout) -> str:
     )
 
 
-def _cells(simulated: Simulated, tp: int, loads: Sequence[Load]) -> list[str]:
+def _cells(simulated: Simulated, tp: int, loads: Sequence[RankMemory]) -> list[str]:
     layers = " ".join(_span(part.stage) for part in simulated.parts)
     most = max(loads, key=lambda load: load.total_bytes)
     written = sorted(load.written_bytes for load in loads)

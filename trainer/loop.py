@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from models import families
-from trainer import run_record as record
+from trainer import run_record
 from trainer.build import Run
 from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.policy import SaveReport
@@ -39,11 +39,11 @@ def train(run: Run) -> None:
             run, f"iteration {state.progress.iteration} of {settings.train_iters} is reached, there is nothing to train"
         )
     slowdown = Slowdown()
-    run.requests.begin()
+    run.control.begin()
     if state.progress.owes_evaluation:
         _evaluate(run)
     while state.progress.iteration < settings.train_iters and not state.progress.owes_evaluation:
-        asked = _train_and_record(run, slowdown)
+        flags = _train_and_record(run, slowdown)
         iteration = state.progress.iteration
         if settings.check_replicas_interval and iteration % settings.check_replicas_interval == 0:
             _check_replicas(run)
@@ -51,14 +51,14 @@ def train(run: Run) -> None:
             _evaluate(run)
         if run.sampler is not None and iteration % settings.sample_interval == 0:
             _sample(run, run.sampler)
-        if asked.give_up:
+        if flags.give_up:
             raise _too_many_failed_saves(run)
-        if asked.stop or state.progress.owes_evaluation:
-            _log_on_rank_0(run, f"stopping after iteration {iteration}: {run.requests.reason()}")
+        if flags.stop or state.progress.owes_evaluation:
+            _log_on_rank_0(run, f"stopping after iteration {iteration}: {run.control.reason()}")
             break
         if should_exit(iteration, settings.exit_interval):
             break
-        if iteration < settings.train_iters and (asked.save or run.checkpointer.is_due(iteration)):
+        if iteration < settings.train_iters and (flags.save or run.checkpointer.is_due(iteration)):
             _save(run, slowdown)
     _save(run, slowdown)
     run.checkpointer.wait()
@@ -99,7 +99,7 @@ def iterate(run: Run) -> StepResult:
         clip_grad=settings.clip_grad,
         context=run.context,
         cluster=run.cluster,
-        flags=lambda: run.requests.now(failed_saves=run.checkpointer.results.failed_saves).flags(),
+        flags=lambda: run.control.now(failed_saves=run.checkpointer.results.failed_saves).flags(),
         skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip,
     )
     samples = settings.global_batch_size
@@ -134,7 +134,7 @@ def _evaluate(run: Run) -> None:
         run.state.progress = replace(run.state.progress, owes_evaluation=False)
         return
     batches = run.valid_data.eval_batches(run.config.train.eval_iters)
-    stop = run.requests.is_signalled
+    stop = run.control.is_signalled
     loss = evaluate(run.state, batches, context=run.context, cluster=run.cluster, should_stop=stop)
     if loss is None:
         run.state.progress = run.state.progress.without_evaluation()
@@ -149,7 +149,7 @@ def _evaluate(run: Run) -> None:
 
 def _sample(run: Run, sampler: Sampler) -> None:
     """Log a text of the model; after a signal, stop and omit it."""
-    stop = run.requests.is_signalled
+    stop = run.control.is_signalled
     tokens = sample(sampler, run.state, context=run.context, cluster=run.cluster, should_stop=stop)
     if run.log is not None and tokens is not None:
         run.log.sample(run.state.progress.iteration, sampler.decode([*sampler.prompt, *tokens]))
@@ -163,7 +163,7 @@ def _check_replicas(run: Run) -> None:
 
 def _save(run: Run, slowdown: Slowdown) -> None:
     """Save the current state, in the background unless `checkpoint.async_save=false`."""
-    run.requests.saving()
+    run.control.saving()
     check_tied_copies(run.state, run.context.embedding_group)
     progress = run.state.progress
     if run.log is not None:
@@ -171,7 +171,7 @@ def _save(run: Run, slowdown: Slowdown) -> None:
     documents: dict[str, Document] = {
         "config.json": families.hf_config(run.config.model),
         "generation_config.json": families.generation_config(run.config.model),
-        "trainer_state.json": record.state_record(progress, run.schedule.at(progress.iteration), run.description),
+        "trainer_state.json": run_record.state_record(progress, run.schedule.at(progress.iteration), run.description),
         **run.tokenizer,
     }
     contents = run.state.contents(documents, with_optimizer=not run.config.checkpoint.no_save_optim)

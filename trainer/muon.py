@@ -42,7 +42,7 @@ def muon(
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps a group of matrices by their orthogonalised momentum, and the groups of `adamw` by that.
+    """Steps a group of matrices by their orthogonalized momentum, and the groups of `adamw` by that.
 
     A parameter that is cut over ranks is gathered for its update, and every rank keeps its own part of it: all compute
     the same whole matrix, in the same order, so a step has the same bits on each of them. A fused weight is one matrix,

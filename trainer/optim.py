@@ -11,13 +11,14 @@ from torch import nn
 
 from models.config import ModelConfig
 from trainer.checkpoint.tensors.live import is_dtensor, local_of, parameter_names, with_memory
-from trainer.config.schema import OptimizerSection
+from trainer.config.schema import OptimizerName, OptimizerSection
 from trainer.optimizers import OPTIMIZERS, group_options, no_decay_names
 
 # Squares are summed in float32 within a chunk and in float64 between chunks: as exact as float64, eight times faster.
 _CHUNK = 1 << 16
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+# The moments of a parameter in AdamW: all the state that has its shape.
+_MOMENTS = tuple(key for key, shape in OPTIMIZERS[OptimizerName.adamw].state((1,), False).items() if shape)
 
 
 def build_optimizer(
@@ -38,7 +39,7 @@ def build_optimizer(
 def apply_settings(
     optimizer: torch.optim.Optimizer, config: ModelConfig, model: nn.Module, section: OptimizerSection
 ) -> None:
-    """Give every parameter group the settings of `section`, but for the learning rate."""
+    """Give every parameter group the settings of `section`, except the learning rate."""
     names, no_decay = parameter_names(model), no_decay_names(config)
     for group in optimizer.param_groups:
         group.update(group_options(section, group.keys()))

@@ -24,7 +24,7 @@ class OptimizerSpec:
             matrix of a block. A tensor has the parameter's shape or is a scalar; all are float32.
         numbers: the sections of `trainer_state.json` that hold its settings: the names there, and the keys of
             `optimizer`.
-        options: the settings as its parameter groups have them, but for `lr` and `weight_decay`.
+        options: the settings as its parameter groups have them, without `lr` and `weight_decay`.
     """
 
     name: str

@@ -152,16 +152,18 @@ def compute_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.train.dtype is Dtype.bfloat16 else torch.float32
 
 
-def check_tied_copies(state: TrainerState, ends: dist.ProcessGroup | None) -> None:
-    """Compare the digests of both copies of a tied embedding, weights and optimizer state. A collective call of `ends`.
+def check_tied_copies(state: TrainerState, embedding_group: dist.ProcessGroup | None) -> None:
+    """Compare the digests of both copies of a tied embedding, weights and optimizer state.
+
+    A collective call of `embedding_group`.
 
     Args:
-        ends: the group of the first and last stage; None skips the check.
+        embedding_group: the group of the first and last stage; None skips the check.
 
     Raises:
         CheckpointError: on both stages, if the copies differ: a checkpoint would hold only the first.
     """
-    if ends is None:
+    if embedding_group is None:
         return
     digest = xxhash.xxh3_64()
     for part in state.parts:
@@ -172,8 +174,8 @@ def check_tied_copies(state: TrainerState, ends: dist.ProcessGroup | None) -> No
     own = digest.intdigest() >> 1
     device = next(state.parts[0].model.parameters()).device
     low, high = torch.tensor(own, device=device), torch.tensor(own, device=device)
-    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=ends)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=ends)
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=embedding_group)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=embedding_group)
     if int(low) != int(high):
         raise CheckpointError(
             "The two copies of a tied parameter differ",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models import families
-from trainer import run_record as record
+from trainer import run_record
 from trainer.build import Run
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.loader import LoadReport, check_tensors
@@ -250,15 +250,15 @@ def load_from(run: Run, origin: Origin) -> None:
     if section.finetune:
         return
     seq_length = run.config.train.seq_length
-    run.state.progress = record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
+    run.state.progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
     if section.use_checkpoint_scheduler:
         _take_schedule(run, checkpoint)
 
 
 def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:
     """Refuse a checkpoint of another run, and log the allowed differences. Opens no tensor file."""
-    found = differences(*record.compared(checkpoint.state, run.description), record.rules_for(section))
-    for line in settle(found, flags=record.flags_set(section), where=checkpoint.path):
+    found = differences(*run_record.compared(checkpoint.state, run.description), run_record.rules_for(section))
+    for line in settle(found, flags=run_record.flags_set(section), where=checkpoint.path):
         _log.warning(line)
     if not (checkpoint.has_optimizer or section.no_load_optim or section.finetune):
         raise MismatchError(
@@ -268,14 +268,14 @@ def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -
             "weights, set checkpoint.finetune=true.",
         )
     if not section.finetune:
-        record.saved_progress(checkpoint.state, seq_length=run.config.train.seq_length, where=checkpoint.path)
+        run_record.saved_progress(checkpoint.state, seq_length=run.config.train.seq_length, where=checkpoint.path)
     if section.use_checkpoint_scheduler:
-        record.saved_schedule(checkpoint.state, run.config.optimizer, where=checkpoint.path)
+        run_record.saved_schedule(checkpoint.state, run.config.optimizer, where=checkpoint.path)
 
 
 def _take_schedule(run: Run, checkpoint: Checkpoint) -> None:
     asked = run.config.optimizer
-    run.schedule, section = record.saved_schedule(checkpoint.state, asked, where=checkpoint.path)
+    run.schedule, section = run_record.saved_schedule(checkpoint.state, asked, where=checkpoint.path)
     for part in run.state.parts:
         apply_settings(part.optimizer, run.config.model, part.model, section)
     taken = {"schedule": checkpoint.state["schedule"], **settings_record(section)}

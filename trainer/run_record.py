@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, get_args
 
 from models.config import ADDED, Activation, Family, ModelConfig, RopeScaling
 from models.families import problems
@@ -27,15 +27,15 @@ _MASKS = f"{_ROUNDING}, except that dropout draws other masks"
 RULES: tuple[Rule, ...] = (
     Rule("model", Verdict.REFUSED),
     Rule("model.activation", Verdict.REFUSED, hint="absent means gelu_tanh"),
-    Rule("model.dropout", Verdict.SAID, says="the loss curve will differ"),
-    Rule("model.initializer_range", Verdict.SAID, says="it affects only the start of a run"),
-    Rule("model.pad_vocab_multiple", Verdict.SAID, says=_ROUNDING),
+    Rule("model.dropout", Verdict.LOGGED, says="the loss curve will differ"),
+    Rule("model.initializer_range", Verdict.LOGGED, says="it affects only the start of a run"),
+    Rule("model.pad_vocab_multiple", Verdict.LOGGED, says=_ROUNDING),
     Rule("topology", Verdict.FLAG, "checkpoint.reshard", _MASKS),
     Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run continues with other batches"),
-    Rule("batch.micro_batch_size", Verdict.SAID, says=_MASKS),
+    Rule("batch.micro_batch_size", Verdict.LOGGED, says=_MASKS),
     Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
-    Rule("data.valid_fingerprint", Verdict.SAID, says=_LOSSES, is_optional=True),
-    Rule("evaluation", Verdict.SAID, says=_LOSSES, is_optional=True),
+    Rule("data.valid_fingerprint", Verdict.LOGGED, says=_LOSSES, is_optional=True),
+    Rule("evaluation", Verdict.LOGGED, says=_LOSSES, is_optional=True),
     Rule(
         "seed",
         Verdict.FLAG,
@@ -51,12 +51,12 @@ RULES: tuple[Rule, ...] = (
         says="the loss curve will differ",
         hint="schedule.lr_decay_iters={saved} extends the run on the saved schedule",
     ),
-    Rule("clip_grad", Verdict.SAID, says="the loss curve will differ", is_optional=True),
+    Rule("clip_grad", Verdict.LOGGED, says="the loss curve will differ", is_optional=True),
     *(Rule(name, Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ") for name in SECTIONS),
     Rule("optimizer", Verdict.REFUSED),
     Rule("optimizer.weight_decay", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
-    Rule("precision", Verdict.SAID, says=_ROUNDING),
-    Rule("environment", Verdict.SAID, says=_ROUNDING),
+    Rule("precision", Verdict.LOGGED, says=_ROUNDING),
+    Rule("environment", Verdict.LOGGED, says=_ROUNDING),
 )
 
 
@@ -226,10 +226,14 @@ def _same_kinds(model: ModelConfig) -> None:
     for table in (model, model.rope_scaling):
         for field in () if table is None else fields(table):
             value = getattr(table, field.name)
-            if field.type in (int, float, bool):
-                is_fit = isinstance(value, int | float) if field.type is float else isinstance(value, field.type)
-                if not is_fit or (isinstance(value, bool) and field.type is not bool):
-                    raise TypeError(f"{field.name} is {value!r}")
+            if not any(_is_kind(value, kind) for kind in get_args(field.type) or (field.type,)):
+                raise TypeError(f"{field.name} is {value!r}")
+
+
+def _is_kind(value: object, kind: Any) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:

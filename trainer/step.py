@@ -69,10 +69,10 @@ def train_step(
         loss = forward_backward(state, micro_batches, keys, context)
     _finish_gradients(state, parameters, context)
     own = _Figures(float(loss), float(context.reports_loss), float(squared_norm(context.grad_norm_parameters)))
-    rows, asked = _gather(cluster, own, flags())
+    rows, all_flags = _gather(cluster, own, flags())
     mean_loss = sum(row.loss * row.reports_loss for row in rows) / sum(row.reports_loss for row in rows)
     grad_norm = math.sqrt(sum(row.squared_norm for row in rows))
-    agreed = tuple(max(column) for column in zip(*asked, strict=True))
+    agreed = tuple(max(column) for column in zip(*all_flags, strict=True))
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         poisoned = _poisoned(state, mean_loss, grad_norm, cluster)
         if not skips_nonfinite:

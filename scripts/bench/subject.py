@@ -12,7 +12,7 @@ import xxhash
 
 from models import families
 from models.config import Family, ModelConfig
-from trainer import run_record as record
+from trainer import run_record
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.tensors.live import Contents, LiveTensor
@@ -98,7 +98,7 @@ class Subject:
         documents: dict[str, Json] = {
             "config.json": families.hf_config(self.config.model),
             "generation_config.json": families.generation_config(self.config.model),
-            STATE: record.state_record(progress, 1e-3, {}),
+            STATE: run_record.state_record(progress, 1e-3, {}),
         }
         return self.state.contents(documents, with_optimizer=True)
 

@@ -267,7 +267,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:1000])
         assert "too short for a header" in refusal(path)
         path.write_bytes(b"PK\3\4" + whole[4:])
-        assert "none of llm.c's weights" in refusal(path)
+        assert "not a weight file of llm.c" in refusal(path)
         path.write_bytes(whole[:4] + struct.pack("<i", 1) + whole[8:])
         assert "another version" in refusal(path)
         for member in range(2, 8):

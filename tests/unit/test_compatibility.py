@@ -10,10 +10,10 @@ from trainer.errors import MismatchError
 
 TABLE = (
     Rule("model", Verdict.REFUSED),
-    Rule("model.dropout", Verdict.SAID, says="the curve changes"),
+    Rule("model.dropout", Verdict.LOGGED, says="the curve changes"),
     Rule("topology", Verdict.FLAG, flag="checkpoint.reshard"),
     Rule("data", Verdict.FLAG, flag="checkpoint.other_data", says="other samples", hint="samples are others"),
-    Rule("versions", Verdict.SAID, says="bits may differ"),
+    Rule("versions", Verdict.LOGGED, says="bits may differ"),
 )
 SAVED: Json = {
     "model": {"width": 64, "vocab_size": 257, "dropout": 0.1},
@@ -43,7 +43,7 @@ def test_the_rule_of_the_longest_path_wins() -> None:
     found = differences(SAVED, changed(model={"dropout": 0.2, "width": 65}), TABLE)
     assert [(d.field, d.rule.verdict) for d in found] == [
         ("model.width", Verdict.REFUSED),
-        ("model.dropout", Verdict.SAID),
+        ("model.dropout", Verdict.LOGGED),
     ]
 
 
@@ -101,7 +101,7 @@ def test_a_hint_without_a_saved_value_is_left_out() -> None:
 
 
 def test_an_optional_field_is_compared_only_if_both_have_it() -> None:
-    table = (*TABLE, Rule("evaluation", Verdict.SAID, says="losses are not measured alike", is_optional=True))
+    table = (*TABLE, Rule("evaluation", Verdict.LOGGED, says="losses are not measured alike", is_optional=True))
     assert differences(SAVED, {**SAVED, "evaluation": {"iters": 4}}, table) == []
     assert differences({**SAVED, "evaluation": {"iters": 4}}, SAVED, table) == []
     found = differences({**SAVED, "evaluation": {"iters": 4}}, {**SAVED, "evaluation": {"iters": 8}}, table)

@@ -371,7 +371,7 @@ def _stalled(attempt: Attempt) -> CheckpointError:
         "A save was aborted: the disk has written nothing for a while",
         where=attempt.folder.root,
         expected="a chunk within the time in which a training step may wait for it",
-        fix="Training goes on and committed checkpoints are untouched; look at the file system.",
+        fix="Training continues and committed checkpoints are untouched; look at the file system.",
     )
 
 

@@ -137,7 +137,7 @@ def _refuse_misleading(checkpoint: Checkpoint) -> None:
     found = misleading_files(checkpoint)
     if found:
         raise CheckpointError(
-            "transformers would read a file that is none of the checkpoint's",
+            "transformers would read a file that does not belong to the checkpoint",
             where=", ".join(str(checkpoint.path / name) for name in found),
             fix="Move it away; the checkpoint's own files are whole.",
         )
@@ -274,7 +274,7 @@ def _summary(path: Path) -> Row:
         check_first_blocks(checkpoint, read_places(checkpoint))
         row |= {"iteration": checkpoint.iteration, "topology": _topology(checkpoint)}
         row["loss"] = checkpoint.state.get("valid_loss")
-        misleading = [f"{name} is none of its files" for name in misleading_files(checkpoint)]
+        misleading = [f"{name} does not belong to it" for name in misleading_files(checkpoint)]
         row["valid"] = "yes"
     except UnreadableError as error:
         row["valid"] = f"{_UNKNOWN}: {error}"

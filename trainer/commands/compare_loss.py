@@ -75,9 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Compare the training losses of runs with those of one, iteration by iteration.",
         epilog="Exit status: 0 all equal to BASE, 1 one differs, 2 unusable input.",
     )
-    parser.add_argument("base", metavar="BASE", help="run folder, metrics.jsonl or text log that is right")
+    parser.add_argument("base", metavar="BASE", help="run folder, metrics.jsonl or text log of the reference")
     parser.add_argument(
-        "tests", metavar="TEST", nargs="+", help="run folder, metrics.jsonl or text log that is looked at"
+        "tests", metavar="TEST", nargs="+", help="run folder, metrics.jsonl or text log that is compared with it"
     )
     parser.add_argument(
         "--threshold-fp32", type=amount, default=1e-5, metavar="X", help="absolute tolerance in float32 (%(default)g)"

@@ -103,8 +103,10 @@ def _newest(path: Path) -> Checkpoint:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="reprise convert", description=(__doc__ or "").split("\n\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_imports(commands.add_parser("import", help=bring_in.__doc__, description=bring_in.__doc__))
-    _add_exports(commands.add_parser("export", help=bring_out.__doc__, description=bring_out.__doc__))
+    _add_imports(commands.add_parser("import", help=(bring_in.__doc__ or "").rstrip("."), description=bring_in.__doc__))
+    _add_exports(
+        commands.add_parser("export", help=(bring_out.__doc__ or "").rstrip("."), description=bring_out.__doc__)
+    )
     return parser
 
 
@@ -116,7 +118,7 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
         one = formats.add_parser(name, help=found.summary, description=found.summary)
         one.add_argument("source", type=local_path, metavar="SOURCE", help="the other program's checkpoint")
         one.add_argument(
-            "folder", type=local_path, metavar="FOLDER", help="the checkpoint folder of the run that goes on"
+            "folder", type=local_path, metavar="FOLDER", help="the checkpoint folder of the run that will continue"
         )
         one.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the configuration of that run")
         one.add_argument("--consumed-samples", type=int, metavar="N", help="samples that were trained on")

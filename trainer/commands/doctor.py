@@ -118,7 +118,7 @@ def _shared_memory() -> Finding:
     return Finding("memory shared by ranks", FINE, "memfd, through /proc")
 
 
-def _room(files: Files, own: Path) -> tuple[str, str]:
+def _free_space(files: Files, own: Path) -> tuple[str, str]:
     free = files.free_bytes(own)
     if files.free_inodes(own) == 0:
         return BAD, "no inodes left: no file can be made"
@@ -182,7 +182,7 @@ def _direct(files: Files, own: Path) -> tuple[str, str]:
 
 
 _LOOKS: dict[str, Callable[[Files, Path], tuple[str, str]]] = {
-    "room": _room,
+    "free space": _free_space,
     "atomic rename": _rename,
     "lock": _lock,
     "blocks can be reserved": _reserve,

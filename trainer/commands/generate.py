@@ -68,12 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="reprise generate", description=(__doc__ or "").split("\n\n")[0])
     where = "a run for its newest checkpoint, an iter_ folder, or a model folder of transformers"
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=where)
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="what it goes on with; nothing begins a document")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; empty starts a new document")
     parser.add_argument("--tokenizer", metavar="NAME", help="bytes, or a tokenizer.json; by default the model's own")
-    parser.add_argument("--max-new-tokens", type=positive, default=100, metavar="N")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=100, metavar="N", help="tokens to append (%(default)s)"
+    )
     parser.add_argument("--temperature", type=amount, default=0.0, metavar="T", help="0 takes the likeliest token")
     parser.add_argument("--top-k", type=natural, default=0, metavar="K", help="draw from so many only; 0 for all")
-    parser.add_argument("--seed", type=natural, default=0, metavar="S")
+    parser.add_argument("--seed", type=natural, default=0, metavar="S", help="seed of the draws (%(default)s)")
     return parser
 
 

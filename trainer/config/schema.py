@@ -129,7 +129,7 @@ class OptimizerSection:
         adam_beta2: decay rate of the second moment, per iteration.
         adam_eps: term added to the denominator of the update.
         muon_momentum: share of the momentum that a step keeps, in Nesterov's form.
-        muon_ns_steps: Newton-Schulz iterations that orthogonalise an update.
+        muon_ns_steps: Newton-Schulz iterations that orthogonalize an update.
         muon_match_rms_adamw: scale an update of Muon to the size of AdamW's, by 0.2 sqrt(max(rows, columns)), so that
             `lr` and `weight_decay` of AdamW serve both; false scales by sqrt(max(1, rows / columns)) of the stored
             matrix. These are `match_rms_adamw` and `original` of torch's `adjust_lr_fn`.
@@ -195,7 +195,7 @@ class CheckpointSection:
             read, `full` all blocks of the checkpoint, shared between the ranks, `none` no block.
         file_bytes: size in bytes at which a safetensors file is full.
         commit_timeout_s: seconds after which a save is aborted.
-        async_save: write in the background while training goes on; the next optimizer step copies what is not written
+        async_save: write in the background while training continues; the next optimizer step copies what is not written
             by then.
         staging_bytes: upper bound in bytes of the host memory for those copies on each rank; null allows as much as the
             rank writes, plus the same again for tensors split by columns. With less, the step waits for the disk.

@@ -39,7 +39,7 @@ _OURS = re.compile(
     r"|\.\.(train|valid)_\d{6}\.bin\.digest\.\d+-[0-9a-f]{8}\.partial"
 )
 
-# Told what is going on, how many bytes there are for it to read, and gives the function that counts them.
+# Takes the name of a step and the number of bytes it reads; returns the function that counts them.
 Progress = Callable[[str, int], Callable[[int], object]]
 
 

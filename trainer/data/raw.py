@@ -74,7 +74,7 @@ def write_raw(
             largest = max(largest, arrays.largest)
         if encoder is not None and largest >= encoder.vocab_size:
             raise DataError(
-                "A token is none of the tokenizer's",
+                "A token does not belong to the tokenizer",
                 where=raw.tokenizer,
                 expected=f"0 to {encoder.vocab_size - 1}",
                 found=largest,

@@ -63,18 +63,18 @@ _NEEDED_KEY = {DataKind.text: "path", DataKind.token_file: "train"}
 
 
 def problems(section: DataSection) -> list[str]:
-    """Return the problems of the section on its own, one sentence each; reads no files."""
+    """Return the problems of the section on its own, each as `key=value: reason`; reads no files."""
     found = []
     allowed = _KEYS_OF_KIND[section.kind]
     for key in ("path", "tokenizer", "train", "valid"):
         value = getattr(section, key)
         if key == _NEEDED_KEY.get(section.kind) and not value:
-            found.append(f"data.{key} is not set; data.kind={section.kind.value} needs a file or a glob.")
+            found.append(f"data.{key}={value or 'null'}: data.kind={section.kind.value} needs a file or a glob")
         elif key not in allowed and value is not None:
             users = ", ".join(kind.value for kind, keys in _KEYS_OF_KIND.items() if key in keys)
-            found.append(f"data.{key} is set, but data.kind={section.kind.value} does not use it (only {users} does).")
+            found.append(f"data.{key}={value}: data.kind={section.kind.value} does not use it, only {users} does")
     if not 0 < section.valid_fraction < 1:
-        found.append(f"data.valid_fraction must be above 0 and below 1, found {section.valid_fraction}.")
+        found.append(f"data.valid_fraction={section.valid_fraction}: must be above 0 and below 1")
     if section.vocab_size is not None and section.vocab_size < 1:
-        found.append(f"data.vocab_size must be positive or null, found {section.vocab_size}.")
+        found.append(f"data.vocab_size={section.vocab_size}: must be at least 1 or null")
     return found

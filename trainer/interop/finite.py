@@ -55,7 +55,7 @@ class FiniteCheck:
             where=where,
             found=f"{self.count} of {self._seen}, the first at {index}: {value}",
             fix="A model with such a weight computes nothing but NaN. Take an earlier checkpoint of the program that "
-            "wrote it, or mend the tensor there.",
+            "wrote it, or repair the tensor there.",
         )
 
 

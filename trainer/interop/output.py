@@ -12,7 +12,7 @@ import torch
 
 from models import families
 from models.families import problems as model_problems
-from trainer import run_record as record
+from trainer import run_record
 from trainer.build import describe_alone, tokenizer_of
 from trainer.checkpoint.commit import protocol
 from trainer.checkpoint.commit.protocol import Attempt
@@ -99,7 +99,7 @@ def _trainable(config: Config) -> TrainSection:
         return config.train
     _log.info(
         f"train.seq_length={config.train.seq_length} is above the model's {most} positions: the checkpoint records "
-        f"{most}, and a run that goes on from it needs train.seq_length={most} or less"
+        f"{most}, and a run that continues from it needs train.seq_length={most} or less"
     )
     return replace(config.train, seq_length=most)
 
@@ -140,8 +140,8 @@ def _finite_reader(source: StateSource) -> Callable[[str], torch.Tensor]:
 
 def _documents(source: StateSource, config: Config, consumed_samples: int | None) -> dict[str, Document]:
     schedule, description = describe_alone(config)
-    theirs = record.model_record(source.model)
-    found = differences({"model": theirs}, {"model": description["model"]}, record.rules_for(_MODEL_ALONE))
+    theirs = run_record.model_record(source.model)
+    found = differences({"model": theirs}, {"model": description["model"]}, run_record.rules_for(_MODEL_ALONE))
     try:
         settle(found, flags=set(), where="the source")
     except MismatchError as error:
@@ -160,7 +160,7 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
     return {
         "config.json": families.hf_config(config.model),
         "generation_config.json": families.generation_config(config.model),
-        STATE: record.state_record(progress, lr, description),
+        STATE: run_record.state_record(progress, lr, description),
         **_tokenizer(source, config),
     }
 

@@ -153,14 +153,14 @@ def _require_finetune(path: Path, kind: WeightsKind, section: CheckpointSection)
     if not section.finetune:
         owner = "transformers" if kind is WeightsKind.folder else "llm.c"
         raise MismatchError(
-            f"The {kind.value} holds weights of {owner}, and no run to go on with",
+            f"The {kind.value} holds weights of {owner}, and no run to continue",
             where=path,
             found="no trainer_state.json",
             fix="To start at iteration 0 from its weights set checkpoint.finetune=true.",
         )
     if section.ckpt_step is not None:
         raise MismatchError(
-            f"An iteration is asked of a {kind.value} that has none",
+            f"A {kind.value} has no iterations",
             where=path,
             found=f"checkpoint.ckpt_step={section.ckpt_step}",
             fix="Leave checkpoint.ckpt_step out.",

@@ -55,5 +55,5 @@ def _unreadable(path: Path, found: str) -> CheckpointError:
         where=path,
         expected="a dictionary that torch.save wrote, whole",
         found=found,
-        fix="The file is cut short, damaged or no such file; copy it again, or take another checkpoint.",
+        fix="The file is missing, cut short or damaged; copy it again, or take another checkpoint.",
     )

@@ -57,13 +57,13 @@ class RunControl:
     def __init__(
         self,
         rules: ControlRules,
-        watch: SignalHandler | None,
+        signals: SignalHandler | None,
         *,
         rank: int,
         folder: Path | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rules, self._watch, self._rank, self._clock = rules, watch, rank, clock
+        self._rules, self._signals, self._rank, self._clock = rules, signals, rank, clock
         self._file = None if folder is None else folder / SAVE_NOW
         self._started = self._saved = clock()
         self._looked = clock() - _LOOK_EVERY_S
@@ -72,8 +72,8 @@ class RunControl:
 
     def begin(self) -> None:
         """Note that the first iteration begins."""
-        if self._watch is not None:
-            self._watch.await_iteration()
+        if self._signals is not None:
+            self._signals.await_iteration()
         self._saved = self._clock()
 
     def now(self, *, failed_saves: int = 0) -> ControlFlags:
@@ -108,7 +108,7 @@ class RunControl:
 
     @property
     def _signal(self) -> str | None:
-        return None if self._watch is None else self._watch.name
+        return None if self._signals is None else self._signals.name
 
     def _look(self, now: float) -> bool:
         if self._file is not None and now - self._looked >= _LOOK_EVERY_S and not self._is_touched:

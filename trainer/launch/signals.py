@@ -26,7 +26,7 @@ class SignalHandler:
 
     Args:
         notice_s: the longest time from the first signal to the end of the process.
-        exit_grace: called with the reason before the process is ended.
+        report: called with the reason before the process is ended.
         leave: ends the process with a status.
     """
 
@@ -34,11 +34,11 @@ class SignalHandler:
         self,
         notice_s: float,
         *,
-        exit_grace: Callable[[str], object] = lambda _: None,
+        report: Callable[[str], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
-        self._notice_s, self._exit_grace, self._clock, self._leave = notice_s, exit_grace, clock, leave
+        self._notice_s, self._report, self._clock, self._leave = notice_s, report, clock, leave
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._first: tuple[int, float] | None = None
@@ -103,9 +103,9 @@ class SignalHandler:
 
     def _end(self, status: int, reason: str) -> None:
         print(f"exiting at once: {reason}", file=sys.stderr, flush=True)
-        exit_grace = threading.Thread(target=self._exit_grace, args=(reason,), daemon=True)
-        exit_grace.start()
-        exit_grace.join(_EXIT_GRACE_S)  # the other end may be hung
+        reporting = threading.Thread(target=self._report, args=(reason,), daemon=True)
+        reporting.start()
+        reporting.join(_EXIT_GRACE_S)  # the other end may be hung
         self._leave(status)
 
 

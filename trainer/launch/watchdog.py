@@ -52,7 +52,7 @@ class Watchdog:
         self._is_over = threading.Event()  # watching has ended
         self._is_ending = threading.Event()  # the main thread ends on its own
         self._looked = time.monotonic()
-        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
         """Start watching, if there is more than one rank."""

@@ -25,7 +25,7 @@ def test_all_is_well_here_and_nothing_is_left(tmp_path: Path, capsys: pytest.Cap
     assert doctor.main([str(tmp_path / "runs")]) == 0
     text = capsys.readouterr().out
     found = verdicts(text)
-    assert {"torch 2.11 or newer", "backend gloo", "room", "atomic rename", "lock"} <= {
+    assert {"torch 2.11 or newer", "backend gloo", "free space", "atomic rename", "lock"} <= {
         what for what, verdict in found.items() if verdict == doctor.FINE
     }
     assert "GB/s" in text
@@ -103,5 +103,5 @@ def test_room_that_is_no_number_of_bytes_is_told(
         monkeypatch.setattr(Files, name, lambda *_, figure=figure: figure)
     doctor.main([str(tmp_path)])
     text = capsys.readouterr().out
-    assert verdicts(text)["room"] == verdict
+    assert verdicts(text)["free space"] == verdict
     assert said in text

@@ -348,4 +348,4 @@ def test_a_larger_vocabulary_is_kept_and_a_smaller_one_refused(tmp_path: Path) -
     ],
 )
 def test_problems_name_the_keys_at_fault(section: DataSection, keys: list[str]) -> None:
-    assert [problem.split()[0] for problem in problems(section)] == keys
+    assert [problem.split("=")[0] for problem in problems(section)] == keys

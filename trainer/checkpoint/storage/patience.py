@@ -1,4 +1,4 @@
-"""Tells damage from temporary read failures, and retries the latter for a limited time."""
+"""Distinguishes damage from temporary read failures, and retries the latter for a limited time."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from trainer.json_value import step_count
 _log = logging.getLogger(__name__)
 
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-# A number of the optimizer's parameter groups, whether these are told by number or by parameter.
+# A number of the optimizer's parameter groups, whether these are keyed by number or by parameter.
 _SETTING = re.compile(r"(?:^|\.)param_groups\..*\.(lr|betas|eps|weight_decay)$")
 _MOST_SETTINGS_READ = 4096
 
@@ -115,7 +115,7 @@ def _tell(folder: DcpFolder, found: FoundKeys) -> None:
         )
     if settings := _settings(folder):
         said = "; ".join(f"{name} {' or '.join(sorted(values))}" for name, values in settings.items())
-        _log.info(f"the optimizer was saved with {said}: not carried, the run that goes on has its own, optimizer.*")
+        _log.info(f"the optimizer was saved with {said}: not carried, the run that continues has its own, optimizer.*")
     groups = dict[str, int]()
     for key in keys:
         top = key.split(".")[0] if ".param_groups." not in f".{key}" else "param_groups"
@@ -131,7 +131,7 @@ def _settings(folder: DcpFolder) -> dict[str, set[str]]:
     for name, key in named[:_MOST_SETTINGS_READ]:
         try:
             settings.setdefault(name, set()).add(str(folder.read_value(key)))
-        except CheckpointError:  # it would only have been told
+        except CheckpointError:  # it would only have been logged
             continue
     return settings
 

@@ -235,12 +235,12 @@ def _tell(saved: DeepSpeedCheckpoint, reader: _Reader, asked: ImportOptions, *, 
             own = "; the weights are the model's own, in its dtype" if not saved.optimizers else ""
             _log.warning(f"not carried, as --weights-only asks: the optimizer's moments{own}")
     elif frozen:
-        _log.warning(f"{len(frozen)} parameters were frozen; they go on with zero moments: {_first(frozen)}")
+        _log.warning(f"{len(frozen)} parameters were frozen; they continue with zero moments: {_first(frozen)}")
     added = [(key, value) for key, value in table.items() if key not in _KNOWN]
     if rest := [str(key) for key, value in added if isinstance(value, torch.Tensor) or value]:
         _log.info(f"not carried: {_first(rest)}")
     for group in _settings(saved):
-        _log.info(f"the optimizer was set to {group}: not carried, the run that goes on has its own, optimizer.*")
+        _log.info(f"the optimizer was set to {group}: not carried, the run that continues has its own, optimizer.*")
 
 
 def _settings(saved: DeepSpeedCheckpoint) -> list[str]:

@@ -66,7 +66,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
 
 
 def _describing(model: ModelConfig, dtype: torch.dtype, *, where: Path) -> tuple[list[int], list[LlmcTensor]]:
-    """Return the header of a file, but for the zeros at its end, and its tensors."""
+    """Return the header of a file, without the zeros at its end, and its tensors."""
     version = {kind: number for number, kind in VERSIONS.items()}.get(dtype)
     family = FAMILIES.get(model.family)
     sizes, found = ([], [_unknown(model)]) if family is None else family.write_header(model)

@@ -88,7 +88,9 @@ def _read_header(path: Path, files: Files, size: int) -> list[int]:
     with open_tensor_file(files, path.resolve()) as file:
         file.read(memoryview(data), 0)
     if int.from_bytes(data[:4], "little") not in MAGICS:
-        raise CheckpointError("A file is none of llm.c's weights", where=path, expected=WEIGHTS, found=_format_of(data))
+        raise CheckpointError(
+            "A file is not a weight file of llm.c", where=path, expected=WEIGHTS, found=_format_of(data)
+        )
     if size < HEADER_BYTES:
         raise CheckpointError(
             "A file is too short for a header of llm.c", where=path, expected=f"{HEADER_BYTES} B", found=f"{size} B"

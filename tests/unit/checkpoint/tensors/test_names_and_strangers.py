@@ -73,7 +73,7 @@ def test_a_file_transformers_prefers_is_named_by_every_command(
     assert script.main(["verify", str(run / "iter_0000010")]) == script.FINE
     capsys.readouterr()
     assert script.main(["ls", str(run)]) == script.FINE
-    assert f"{name} is none of its files" in capsys.readouterr().out
+    assert f"{name} does not belong to it" in capsys.readouterr().out
     caplog.set_level(logging.WARNING)
     assert load(run)[0] == 20
     assert f"{stray} is not part of the checkpoint, but transformers would read it" in caplog.text
