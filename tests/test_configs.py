@@ -257,7 +257,7 @@ IMPOSSIBLE: list[tuple[int, list[str], list[str]]] = [
     (1, ["optimizer.adam_beta2=1"], ["optimizer.adam_beta2=1"]),
     (1, ["optimizer.weight_decay=nan"], ["optimizer.weight_decay=nan"]),
     (1, ["data=text"], ["data.path=null: data.kind=text needs a file or a glob"]),
-    (1, ["data.path=book.txt"], ["data.path is set", "data.kind=stdlib"]),
+    (1, ["data.path=book.txt"], ["data.path=book.txt", "data.kind=stdlib"]),
     (1, ["data=token_file", "data.train=a.bin", "train.eval_interval=5"], ["train.eval_interval=5", "data.valid"]),
     (1, ["data.valid_fraction=1"], ["data.valid_fraction", "1"]),
     (1, ["checkpoint.max_checkpoint_keep=-1"], ["checkpoint.max_checkpoint_keep=-1"]),
