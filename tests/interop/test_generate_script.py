@@ -140,7 +140,7 @@ def test_a_tokenizer_that_lies_in_the_folder_is_taken(tmp_path: Path, capsys: py
 REFUSED = {
     "no folder": ("none", "There is no checkpoint folder"),
     "an empty folder": ("empty", "holds no checkpoint"),
-    "a family that is not ours": ("bert", "gpt2 or llama"),
+    "a family that is not ours": ("bert", "gpt2, llama or qwen3"),
     "pickled tensors": ("pickled", "pickle"),
 }
 
