@@ -49,8 +49,14 @@ class GPT2(Model):
 
     def tie_weights(self) -> None:
         """See `Model.tie_weights`."""
-        if self.config.tie_word_embeddings and self.stage.first and self.stage.last:
-            tie(cast(Embedding, self.transformer["wte"]), self.lm_head)
+        embedding = self.tied_embedding()
+        if embedding is not None:
+            tie(embedding, self.lm_head)
+
+    def tied_embedding(self) -> Embedding | None:
+        """See `Model.tied_embedding`."""
+        is_tied = self.config.tie_word_embeddings and self.stage.first and self.stage.last
+        return cast(Embedding, self.transformer["wte"]) if is_tied else None
 
     def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None) -> Tensor:
         """Run this stage, see `Model`."""

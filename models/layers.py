@@ -99,11 +99,13 @@ class Embedding(nn.Embedding):
     """An embedding table, `weight` [rows, width], in the orientation of transformers.
 
     `fuses_tied_gradient` is set by `tie` if the output layer shares the table and both gradients can be added in place.
+    `output_gradient` is set from outside if the gradient of the output layer is to be kept apart from the embedding's.
     """
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__(rows, width)
         self.fuses_tied_gradient = False
+        self.output_gradient: OutputGradient | None = None
 
     def reset_parameters(self) -> None:
         """Leave the values as allocated."""
@@ -111,9 +113,12 @@ class Embedding(nn.Embedding):
     def look_up(self, tokens: Tensor, output: nn.Linear | None) -> tuple[Tensor, Tensor | None]:
         """Return the vectors [..., width] of `tokens` [...], and the table for `output` or None.
 
-        A caller that gets a table must pass it to `output` in place of its weight. None if gradients are not fused,
-        if `output` has another weight by now, or if this module has hooks, which need a call of the module.
+        A caller that gets a table must pass it to `output` in place of its weight. None if gradients are neither kept
+        apart nor fused; they are not fused if `output` has another weight by now, or if this module has hooks, which
+        need a call of the module.
         """
+        if self.output_gradient is not None and output is not None and torch.is_grad_enabled():
+            return cast(Tensor, self(tokens)), self.output_gradient.leaf(self.weight)
         hooks = self._forward_pre_hooks, self._forward_hooks, self._backward_pre_hooks, self._backward_hooks
         if not self.fuses_tied_gradient or output is None or output.weight is not self.weight or any(hooks):
             return cast(Tensor, self(tokens)), None
@@ -142,6 +147,34 @@ class _TiedEmbedding(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         add = table.index_add if torch.is_grad_enabled() else table.index_add_
         return add(0, tokens.flatten(), rows.flatten(0, -2)), None
+
+
+class OutputGradient:
+    """Accumulates the gradient of a tied table from the output layer, apart from that of the embedding.
+
+    Autograd adds the two within each backward pass. Pipeline stages that hold a copy each add them after all passes.
+    Kept apart, both are added in the same order everywhere.
+    """
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+
+    def leaf(self, table: Tensor) -> Tensor:
+        """Return the table for the output layer of one forward pass: the same memory, with a gradient of its own."""
+        leaf = table.detach().requires_grad_()
+        leaf.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
+        return leaf
+
+    def take(self) -> Tensor:
+        """Return the gradient accumulated since the last call."""
+        taken, self._sum = self._sum, None
+        assert taken is not None, "no backward pass since the last call"
+        return taken
+
+    def _accumulate(self, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        self._sum = gradient if self._sum is None else self._sum.add_(gradient)
 
 
 def tie(embedding: Embedding, output: nn.Linear) -> None:

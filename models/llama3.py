@@ -42,8 +42,14 @@ class Llama3(Model):
 
     def tie_weights(self) -> None:
         """See `Model.tie_weights`."""
-        if self.config.tie_word_embeddings and self.stage.first and self.stage.last:
-            tie(cast(Embedding, self.model["embed_tokens"]), self.lm_head)
+        embedding = self.tied_embedding()
+        if embedding is not None:
+            tie(embedding, self.lm_head)
+
+    def tied_embedding(self) -> Embedding | None:
+        """See `Model.tied_embedding`."""
+        is_tied = self.config.tie_word_embeddings and self.stage.first and self.stage.last
+        return cast(Embedding, self.model["embed_tokens"]) if is_tied else None
 
     def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None) -> Tensor:
         """Run this stage, see `Model`; there is no dropout, `dropout_key` is not used."""

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from models.config import ModelConfig, Stage
+from models.layers import Embedding
 
 
 class Model(nn.Module):
@@ -33,4 +34,8 @@ class Model(nn.Module):
 
         Materialising or wrapping a model separates the two: call again after each.
         """
+        raise NotImplementedError
+
+    def tied_embedding(self) -> Embedding | None:
+        """Return the embedding whose table the output layer shares, or None."""
         raise NotImplementedError

@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.regular_file",
         "trainer.text_table",
     ),
-    ("trainer.progress", "trainer.schedule", "trainer.topology"),
+    ("trainer.exact_sum", "trainer.lanes", "trainer.progress", "trainer.schedule", "trainer.topology"),
     ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
     ("trainer.compatibility", "trainer.config", "trainer.launch"),
     ("trainer.optimizers",),

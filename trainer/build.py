@@ -15,7 +15,7 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import Retention, SavePolicy
-from trainer.config.schema import Config, topology_of
+from trainer.config.schema import Config, micro_batches_of, topology_of
 from trainer.data.batches import Samples
 from trainer.data.loader import BatchLoader
 from trainer.data.text import open_encoder, prompt_tokens
@@ -76,8 +76,11 @@ def build(config: Config, cluster: Cluster, signals: SignalHandler | None = None
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     grid = build_grid(topology, mesh)
-    file_bytes = config.checkpoint.file_bytes
-    parts = [build_part(config.model, model, config.optimizer, grid=grid, file_bytes=file_bytes) for model in stages]
+    file_bytes, is_invariant = config.checkpoint.file_bytes, config.parallel.invariant_ranks > 0
+    parts = [
+        build_part(config.model, model, config.optimizer, grid=grid, file_bytes=file_bytes, is_invariant=is_invariant)
+        for model in stages
+    ]
     state = TrainerState(config.model, parts, grid, optimizer=config.optimizer.name)
     environment = _environment(config, cluster.device, cluster.threads)
     description = run_record.describe(
@@ -130,11 +133,11 @@ def _build_loaders(
     config: Config, cluster: Cluster, topology: Topology, data: RunData
 ) -> tuple[BatchLoader, BatchLoader | None]:
     train = config.train
+    numbers = micro_batches_of(config, topology, topology.coordinate(cluster.rank).dp)
 
     def loader(files: Sequence[TokenFile]) -> BatchLoader:
         samples = Samples(files, seq_length=train.seq_length)
-        rank = topology.coordinate(cluster.rank).dp
-        return BatchLoader(samples, train.global_batch_size, train.micro_batch_size, rank, topology.dp, cluster.device)
+        return BatchLoader(samples, train.global_batch_size, train.micro_batch_size, numbers, cluster.device)
 
     return loader(data.train), loader(data.valid) if train.eval_interval else None
 

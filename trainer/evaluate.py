@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from trainer import exact_sum
 from trainer.checkpoint.tensors.live import free_gathered_parameters
 from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext
@@ -40,8 +41,12 @@ def evaluate(
         free_gathered_parameters(part.model)
     if is_stopped:
         return None
-    rows = cluster.gather([sum(losses), float(len(losses)), float(context.reports_loss)])
-    return sum(row[0] * row[2] for row in rows) / sum(row[1] * row[2] for row in rows)
+    if context.lanes is None:
+        rows = cluster.gather([sum(losses), float(len(losses)), float(context.reports_loss)])
+        return sum(row[0] * row[2] for row in rows) / sum(row[1] * row[2] for row in rows)
+    own = losses if context.reports_loss else []
+    rows = cluster.gather([float(len(own)), *exact_sum.parts(torch.tensor(own, dtype=torch.float64))])
+    return exact_sum.total(part for row in rows for part in row[1:]) / sum(row[0] for row in rows)
 
 
 def _losses(state: TrainerState, micro_batches: Sequence[torch.Tensor], context: ParallelContext) -> list[torch.Tensor]:

@@ -86,10 +86,7 @@ def iterate(run: Run) -> StepResult:
     progress = state.progress
     iteration = progress.iteration + 1
     micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed)
-    keys = [
-        dropout_key(settings.seed, iteration, dp=run.train_data.dp_rank, micro_batch=number)
-        for number in range(len(micro_batches))
-    ]
+    keys = [dropout_key(settings.seed, iteration, micro_batch=number) for number in run.train_data.numbers]
     lr = run.schedule.at(iteration)
     result = train_step(
         state,

@@ -26,14 +26,19 @@ _EPS = 1e-7
 
 
 def muon(
-    config: ModelConfig, model: nn.Module, section: OptimizerSection, memory: Mapping[str, torch.Tensor]
+    config: ModelConfig,
+    model: nn.Module,
+    section: OptimizerSection,
+    memory: Mapping[str, torch.Tensor],
+    is_invariant: bool,
 ) -> torch.optim.Optimizer:
     """Return the Muon of a stage of a model, with AdamW for its other parameters, see `optim.build_optimizer`."""
     matrices = block_matrices(config)
-    adamw = build_adamw(model, AdamSettings.of(config, section), memory, without=matrices)
+    settings = AdamSettings.of(config, section)
+    adamw = build_adamw(model, settings, memory, without=matrices, is_invariant=is_invariant)
     names = {p: name for p, name in parameter_names(model).items() if p.requires_grad and name in matrices}
-    settings = group_options(section, ("momentum", "ns_steps", "match_rms_adamw"))
-    group = {"params": list(names), "weight_decay": section.weight_decay, **settings}
+    options = group_options(section, ("momentum", "ns_steps", "match_rms_adamw"))
+    group = {"params": list(names), "weight_decay": section.weight_decay, **options}
     optimizer = Muon(group, adamw, lr=section.lr)
     for parameter, name in names.items():
         zeros = zeros_for(parameter, memory.get(f"momentum_buffer.{name}"))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.adamw import adamw as torch_adamw
 
 from models.config import ModelConfig
+from trainer import exact_sum
 from trainer.checkpoint.tensors.live import is_dtensor, local_of, parameter_names, with_memory
 from trainer.config.schema import OptimizerName, OptimizerSection
 from trainer.optimizers import OPTIMIZERS, group_options, no_decay_names
@@ -22,17 +25,23 @@ _MOMENTS = tuple(key for key, shape in OPTIMIZERS[OptimizerName.adamw].state((1,
 
 
 def build_optimizer(
-    config: ModelConfig, model: nn.Module, section: OptimizerSection, memory: Mapping[str, torch.Tensor] | None = None
+    config: ModelConfig,
+    model: nn.Module,
+    section: OptimizerSection,
+    memory: Mapping[str, torch.Tensor] | None = None,
+    *,
+    is_invariant: bool = False,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a stage of a model, with all that it keeps there from the start.
 
     Args:
         memory: zeros for the local part of what it keeps, by `<key>.<name>`, where that is to lie in memory that was
             chosen for it.
+        is_invariant: whether a step has the same bits however the parameters are cut over ranks.
     """
     module, function = OPTIMIZERS[section.name].build
     build = getattr(import_module(module), function)
-    optimizer: torch.optim.Optimizer = build(config, model, section, memory or {})
+    optimizer: torch.optim.Optimizer = build(config, model, section, memory or {}, is_invariant)
     return optimizer
 
 
@@ -66,10 +75,14 @@ class AdamSettings:
 
 
 def adamw(
-    config: ModelConfig, model: nn.Module, section: OptimizerSection, memory: Mapping[str, torch.Tensor]
+    config: ModelConfig,
+    model: nn.Module,
+    section: OptimizerSection,
+    memory: Mapping[str, torch.Tensor],
+    is_invariant: bool,
 ) -> torch.optim.Optimizer:
     """Return the AdamW of a stage of a model, see `build_optimizer`."""
-    return build_adamw(model, AdamSettings.of(config, section), memory)
+    return build_adamw(model, AdamSettings.of(config, section), memory, is_invariant=is_invariant)
 
 
 def build_adamw(
@@ -78,6 +91,7 @@ def build_adamw(
     memory: Mapping[str, torch.Tensor] | None = None,
     *,
     without: Collection[str] = (),
+    is_invariant: bool = False,
 ) -> torch.optim.AdamW:
     """Return a fused AdamW over the trainable parameters, with zero moments and steps for every one of them.
 
@@ -88,6 +102,7 @@ def build_adamw(
         memory: zeros for the local part of moments, by `exp_avg.<name>` and `exp_avg_sq.<name>`, where they are to lie
             in memory that was chosen for them.
         without: the parameters that another optimizer changes.
+        is_invariant: see `build_optimizer`.
     """
     memory = memory or {}
     names = {p: name for p, name in parameter_names(model).items() if p.requires_grad and name not in without}
@@ -95,7 +110,8 @@ def build_adamw(
     for parameter, name in names.items():
         # A fused step takes either plain tensors or DTensors.
         groups.setdefault((name not in settings.no_decay, is_dtensor(parameter)), []).append((name, parameter))
-    optimizer = torch.optim.AdamW(
+    kind = InvariantAdamW if is_invariant else torch.optim.AdamW
+    optimizer = kind(
         [
             {"params": members, "weight_decay": settings.weight_decay if decays else 0.0}
             for (decays, _), members in groups.items()
@@ -110,6 +126,74 @@ def build_adamw(
         for key in _MOMENTS:
             optimizer.state[parameter][key] = zeros_for(parameter, memory.get(f"{key}.{names[parameter]}"))
     return optimizer
+
+
+class InvariantAdamW(torch.optim.AdamW):
+    """A fused AdamW whose step has the same bits for an element wherever a shard begins and ends.
+
+    On a CPU torch's fused kernel updates vectors of elements, and the rest of a tensor one by one with other roundings
+    (ATen, `native/cpu/FusedAdamKernel.cpp`). Here the rest is updated as a vector of its own, filled up with zeros.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step all parameters that have a gradient."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            states = [self.state[parameter] for parameter in parameters]
+            columns = [[local_of(parameter).view(-1) for parameter in parameters]]
+            columns += [[gradient.reshape(-1) for gradient in _gradients(parameters, with_empty=True)]]
+            columns += [[local_of(state[key]).view(-1) for state in states] for key in _MOMENTS]
+            rests = [_Rest(column) for column in columns]
+            steps = [state["step"] for state in states]
+            self._update(
+                group,
+                *([*map(_vectors_of, column), *rest.vectors] for column, rest in zip(columns, rests, strict=True)),
+                steps=[*steps, *(step.clone() for step in steps)],
+            )
+            for rest in rests:
+                rest.write_back()
+
+    def _update(
+        self,
+        group: Mapping[str, Any],
+        weights: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        exp_avgs: list[torch.Tensor],
+        exp_avg_sqs: list[torch.Tensor],
+        *,
+        steps: list[torch.Tensor],
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        numbers = {key: group[key] for key in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+        torch_adamw(
+            weights, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, beta1=beta1, beta2=beta2, **numbers
+        )
+
+
+# The number of float32 elements in the widest vector, and in the fused kernel's unit of work.
+_VECTOR = 16
+
+
+def _vectors_of(flat: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor [n] that fill whole vectors."""
+    return flat[: flat.numel() // _VECTOR * _VECTOR]
+
+
+class _Rest:
+    """The elements after the last whole vector of each tensor, copied into a vector each."""
+
+    def __init__(self, flats: Sequence[torch.Tensor]) -> None:
+        self.vectors = flats[0].new_zeros(len(flats), _VECTOR).unbind()
+        self._originals = [flat[flat.numel() // _VECTOR * _VECTOR :] for flat in flats]
+        self._copies = [vector[: rest.numel()] for vector, rest in zip(self.vectors, self._originals, strict=True)]
+        torch._foreach_copy_(self._copies, self._originals)
+
+    def write_back(self) -> None:
+        """Copy the elements back."""
+        torch._foreach_copy_(self._originals, self._copies)
 
 
 def zeros_for(parameter: nn.Parameter, local: torch.Tensor | None) -> torch.Tensor:
@@ -138,6 +222,12 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
+def exact_squared_norm(parameters: Iterable[nn.Parameter]) -> tuple[float, ...]:
+    """Return the sum of squares of this rank's gradients as `exact_sum.parts`, the same for any division of rows."""
+    rows = [exact_sum.row_squares(gradient) for gradient in _gradients(parameters)]
+    return exact_sum.parts(torch.cat(rows) if rows else torch.zeros(0))
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: float) -> None:
     """Scale gradients so that their norm, given as it is, is at most `clip_grad`; 0 leaves them."""
     if clip_grad > 0 and norm > clip_grad:
@@ -146,6 +236,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: f
             torch._foreach_mul_(gradients, torch.tensor(clip_grad / norm, device=gradients[0].device))
 
 
-def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+def _gradients(parameters: Iterable[nn.Parameter], *, with_empty: bool = False) -> list[torch.Tensor]:
     gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    return [gradient for gradient in gradients if gradient.numel()]
+    return [gradient for gradient in gradients if with_empty or gradient.numel()]

@@ -19,13 +19,15 @@ from trainer.checkpoint.format.box import cut
 from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.tensors.live import Grid, local_of
 from trainer.checkpoint.tensors.memory import memory_of
-from trainer.config.schema import Config, Dtype
+from trainer.config.schema import Config, Dtype, lanes_of, reduces_lanes_over_ranks
 from trainer.errors import CheckpointError
 from trainer.launch.process_group import Cluster
 from trainer.parallel import data, pipeline, tensor
 from trainer.parallel.context import ParallelContext
+from trainer.parallel.invariant import LocalLanes, ShardedLanes
 from trainer.parallel.mesh import stage_grid
 from trainer.parallel.pipeline import tied_parameters
+from trainer.parallel.reduction import GradientReduction, MeanReduction
 from trainer.state import TrainerState
 from trainer.topology import Topology
 
@@ -62,12 +64,27 @@ def build_stage(
         for block in blocks:
             block.compile()
     if mesh is not None and topology.dp > 1:
-        data.shard(model, blocks, mesh["dp"], zero_stage=config.parallel.zero_stage, compute_dtype=dtype)
+        block_dtype, rest_dtype = _gathered_dtypes(config, topology)
+        zero_stage = config.parallel.zero_stage
+        data.shard(model, blocks, mesh["dp"], zero_stage=zero_stage, compute_dtype=block_dtype, rest_dtype=rest_dtype)
     model.to_empty(device=device)
     model.tie_weights()
     for parameter in model.parameters():
         local_of(parameter).zero_()
     return model
+
+
+def _gathered_dtypes(config: Config, topology: Topology) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes in which FSDP2 gathers the parameters of the blocks, and all other parameters.
+
+    With `invariant_ranks`, gradients must be rounded where one rank rounds them. A weight that a micro batch uses once
+    has one rounding in either case. The gradient of a table adds rows, and tensor parallelism adds the gradients of
+    norms over ranks; one rank does both in float32.
+    """
+    dtype = compute_dtype(config)
+    if config.parallel.invariant_ranks == 0:
+        return dtype, dtype
+    return dtype if topology.tp == 1 else torch.float32, torch.float32
 
 
 def build_grid(topology: Topology, mesh: DeviceMesh | None) -> Grid:
@@ -84,17 +101,37 @@ def build_context(
     place = topology.coordinate(cluster.rank)
     loss = _loss(config, mesh if topology.tp > 1 else None)
     has_tied_ends = topology.pp > 1 and config.model.tie_word_embeddings
+    embedding_group = pipeline.embedding_group(mesh) if mesh is not None and has_tied_ends else None
+    dp_mesh = mesh["dp"] if mesh is not None and topology.dp > 1 else None
     return ParallelContext(
-        zero_stage=config.parallel.zero_stage,
-        data=mesh["dp"] if mesh is not None and topology.dp > 1 else None,
+        reduction=_build_reduction(config, state, topology, dp_mesh, embedding_group),
+        lanes=lanes_of(config),
         is_tensor_parallel=topology.tp > 1,
         loss=loss,
         gather_logits=_gather_logits(config, mesh if topology.tp > 1 else None),
         pipeline=None if mesh is None or topology.pp == 1 else _build_pipeline(config, state, topology, mesh, loss),
-        embedding_group=pipeline.embedding_group(mesh) if mesh is not None and has_tied_ends else None,
+        embedding_group=embedding_group,
         reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
         grad_norm_parameters=_grad_norm_parameters(state, cluster.rank),
     )
+
+
+def _build_reduction(
+    config: Config,
+    state: TrainerState,
+    topology: Topology,
+    dp_mesh: DeviceMesh | None,
+    embedding_group: dist.ProcessGroup | None,
+) -> GradientReduction:
+    models, zero_stage = [part.model for part in state.parts], config.parallel.zero_stage
+    lanes = lanes_of(config)
+    if lanes is None:
+        is_tensor_parallel = topology.tp > 1
+        parameters = list(state.parameters())
+        return MeanReduction(models, parameters, zero_stage, dp_mesh, is_tensor_parallel, embedding_group)
+    if reduces_lanes_over_ranks(config, topology):
+        return ShardedLanes(models[0], list(state.parameters()), lanes)
+    return LocalLanes(models, lanes, zero_stage=zero_stage, data=dp_mesh, embedding_group=embedding_group)
 
 
 def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -129,7 +166,8 @@ def _build_pipeline(
     )
     parts = [part.model for part in state.parts]
     device = next(parts[0].parameters()).device
-    return pipeline.Pipeline(parts, mesh["pp"], shape, device=device, loss=loss)
+    takes_mean = lanes_of(config) is None
+    return pipeline.Pipeline(parts, mesh["pp"], shape, device=device, loss=loss, takes_mean=takes_mean)
 
 
 def _grad_norm_parameters(state: TrainerState, rank: int) -> list[torch.nn.Parameter]:

@@ -16,9 +16,14 @@ from trainer.checkpoint.tensors.live import LiveTensor
 ROWS_PER_BLOCK = 64
 
 
-def dropout_key(seed: int, iteration: int, *, dp: int, micro_batch: int) -> int:
-    """Return the key from which every dropout site of one forward pass derives its seed; 63 bits, so it fits int64."""
-    return xxhash.xxh3_64_intdigest(struct.pack("<4q", seed, iteration, dp, micro_batch)) >> 1
+def dropout_key(seed: int, iteration: int, *, micro_batch: int) -> int:
+    """Return the key from which every dropout site of one forward pass derives its seed; 63 bits, so it fits int64.
+
+    Args:
+        micro_batch: its number in the iteration, over all ranks, so that masks do not depend on the number of ranks.
+    """
+    # The third word was once a rank; it stays, so that runs of one rank keep their masks.
+    return xxhash.xxh3_64_intdigest(struct.pack("<4q", seed, iteration, 0, micro_batch)) >> 1
 
 
 def fill_initial_values(live: Iterable[LiveTensor], initial: Mapping[str, Initial], seed: int) -> None:

@@ -100,13 +100,20 @@ class TrainerState:
 
 
 def build_part(
-    config: ModelConfig, model: Model, section: OptimizerSection, *, grid: Grid, file_bytes: int
+    config: ModelConfig,
+    model: Model,
+    section: OptimizerSection,
+    *,
+    grid: Grid,
+    file_bytes: int,
+    is_invariant: bool = False,
 ) -> ModelPart:
     """Return a stage and its optimizer, in memory laid out so that saving needs no copy. Values are kept.
 
     Args:
         grid: the ranks that hold the stage.
         file_bytes: the size at which a file of a checkpoint is full.
+        is_invariant: see `optim.build_optimizer`.
     """
     layout = build_layout(tuple(checkpoint_specs(config, section.name)), file_bytes=file_bytes)
     stored = {name: Stored(t.shape, t.view) for name, t in stored_tensors(config).items()}
@@ -118,7 +125,7 @@ def build_part(
         parameters[name].data = memory.copy_(parameters[name].data)
     keys = dict.fromkeys(tensor.key for tensor in state_tensors(section.name, config) if tensor.stored.shape)
     zeros = zeros_like_files(pairs, [f"{key}." for key in keys], layout)
-    return ModelPart(model, build_optimizer(config, model, section, zeros))
+    return ModelPart(model, build_optimizer(config, model, section, zeros, is_invariant=is_invariant))
 
 
 def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:

@@ -8,17 +8,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from models.families import aliases, stored_tensors
+from trainer import exact_sum
 from trainer.checkpoint.tensors.live import local_of, parameter_names
 from trainer.errors import NonFiniteError
 from trainer.launch.process_group import Cluster
-from trainer.optim import clip_gradients, set_learning_rate, squared_norm
+from trainer.optim import clip_gradients, exact_squared_norm, set_learning_rate, squared_norm
 from trainer.parallel.context import ParallelContext
-from trainer.parallel.data import average_gradients, set_gradient_sync
-from trainer.parallel.pipeline import sum_tied_gradients
-from trainer.parallel.tensor import reduce_partial_gradients
 from trainer.state import TrainerState
 
 
@@ -62,45 +59,66 @@ def train_step(
     Raises:
         NonFiniteError: on every rank, before any parameter changes, if loss or gradient norm is not finite.
     """
-    parameters = list(state.parameters())
     for part in state.parts:
         part.optimizer.zero_grad(set_to_none=True)
     with context.loss_context():
-        loss = forward_backward(state, micro_batches, keys, context)
-    _finish_gradients(state, parameters, context)
-    own = _Figures(float(loss), float(context.reports_loss), float(squared_norm(context.grad_norm_parameters)))
-    rows, all_flags = _gather(cluster, own, flags())
-    mean_loss = sum(row.loss * row.reports_loss for row in rows) / sum(row.reports_loss for row in rows)
-    grad_norm = math.sqrt(sum(row.squared_norm for row in rows))
-    agreed = tuple(max(column) for column in zip(*all_flags, strict=True))
+        losses = forward_backward(state, micro_batches, keys, context)
+    context.reduction.finish()
+    mean_loss, grad_norm, agreed = _reduce_figures(losses, flags(), context, cluster)
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         poisoned = _poisoned(state, mean_loss, grad_norm, cluster)
         if not skips_nonfinite:
             raise poisoned
         return StepResult(mean_loss, grad_norm, agreed, skipped=poisoned)
-    clip_gradients(parameters, grad_norm, clip_grad)
+    clip_gradients(state.parameters(), grad_norm, clip_grad)
     for part in state.parts:
         set_learning_rate(part.optimizer, lr)
         part.optimizer.step()
     return StepResult(mean_loss, grad_norm, agreed)
 
 
+def _reduce_figures(
+    losses: Sequence[torch.Tensor], flags: Sequence[float], context: ParallelContext, cluster: Cluster
+) -> tuple[float, float, tuple[float, ...]]:
+    """Return the mean loss, the gradient norm and the maximum of the flags, in one message. A collective call."""
+    if context.lanes is None:
+        loss = float(sum(losses, torch.zeros((), dtype=torch.float64)))
+        own = _Figures((loss,), float(context.reports_loss), (float(squared_norm(context.grad_norm_parameters)),))
+    else:
+        squares = exact_squared_norm(context.grad_norm_parameters)
+        own = _Figures(exact_sum.parts(_stacked(losses)), float(context.reports_loss), squares)
+    rows, all_flags = _gather(cluster, own, flags)
+    agreed = tuple(max(column) for column in zip(*all_flags, strict=True))
+    reporting = [row for row in rows if row.reports_loss]
+    if context.lanes is None:
+        mean_loss = sum(row.loss[0] for row in reporting) / len(reporting)
+        return mean_loss, math.sqrt(sum(row.squared_norm[0] for row in rows)), agreed
+    mean_loss = exact_sum.total(part for row in reporting for part in row.loss) / context.lanes.micro_batches
+    return mean_loss, math.sqrt(exact_sum.total(part for row in rows for part in row.squared_norm)), agreed
+
+
+def _stacked(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(losses)) if losses else torch.zeros(0, dtype=torch.float64)
+
+
 class _Figures(NamedTuple):
     """One rank's figures of an iteration, gathered from all ranks in one message, followed by the flags.
 
-    `reports_loss` is 1 if the loss counts in the mean, else 0.
+    `loss` and `squared_norm` are a number each, or the parts of an exact sum. `reports_loss` is 1 if the loss counts in
+    the mean, else 0.
     """
 
-    loss: float
+    loss: tuple[float, ...]
     reports_loss: float
-    squared_norm: float
+    squared_norm: tuple[float, ...]
 
 
 def _gather(cluster: Cluster, own: _Figures, flags: Sequence[float]) -> tuple[list[_Figures], list[Sequence[float]]]:
     """Return the figures and the flags of every rank. A collective call."""
-    rows = cluster.gather([*own, *flags])
-    count = len(own)
-    return [_Figures(*row[:count]) for row in rows], [row[count:] for row in rows]
+    rows = cluster.gather([*own.loss, own.reports_loss, *own.squared_norm, *flags])
+    parts = len(own.loss)
+    end = 2 * parts + 1
+    return [_Figures(tuple(r[:parts]), r[parts], tuple(r[parts + 1 : end])) for r in rows], [row[end:] for row in rows]
 
 
 def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Cluster) -> NonFiniteError:
@@ -126,27 +144,21 @@ def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Clust
 
 def forward_backward(
     state: TrainerState, micro_batches: Sequence[torch.Tensor], keys: Sequence[int], context: ParallelContext
-) -> torch.Tensor:
-    """Accumulate the gradients of the mean loss over the micro batches; return that mean, 0-d float64."""
-    total = torch.zeros((), dtype=torch.float64, device=micro_batches[0].device)
+) -> list[torch.Tensor]:
+    """Accumulate the gradients of the micro batches; return their losses, 0-d float64, on ranks that compute them.
+
+    Each loss is divided by `GradientReduction.loss_divisor`.
+    """
+    reduction, count = context.reduction, len(micro_batches)
+    divisor = reduction.loss_divisor(count)
     if context.pipeline is not None:
-        losses = context.pipeline.forward_backward(torch.cat(list(micro_batches)), torch.tensor(keys))
-        return sum((loss.double() / len(losses) for loss in losses), total)
-    model = state.parts[0].model
-    for number, (windows, key) in enumerate(zip(micro_batches, keys, strict=True), start=1):
-        set_gradient_sync(model, zero_stage=context.zero_stage, is_last_micro_batch=number == len(micro_batches))
-        loss = context.loss(model(windows[:, :-1], dropout_key=key), windows[:, 1:]) / len(micro_batches)
+        found = context.pipeline.forward_backward(torch.cat(list(micro_batches)), torch.tensor(keys))
+        return [loss.double() / divisor for loss in found]
+    model, losses = state.parts[0].model, []
+    for number, (windows, key) in enumerate(zip(micro_batches, keys, strict=True)):
+        reduction.before_backward(number, count)
+        loss = context.loss(model(windows[:, :-1], dropout_key=key), windows[:, 1:]) / divisor
         loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-    return total
-
-
-def _finish_gradients(state: TrainerState, parameters: Sequence[nn.Parameter], context: ParallelContext) -> None:
-    """Reduce every gradient over the axes on which it is still partial. A collective call."""
-    if context.is_tensor_parallel:
-        for part in state.parts:
-            reduce_partial_gradients(part.model)
-    if context.data is not None and context.zero_stage == 0:
-        average_gradients(parameters, context.data)
-    if context.embedding_group is not None:
-        sum_tied_gradients([part.model for part in state.parts], context.embedding_group)
+        reduction.after_backward(number)
+        losses.append(loss.detach().double())
+    return losses

@@ -201,7 +201,7 @@ def _our_step(config: Config, values: Mapping[str, torch.Tensor], cluster: launc
     def step(windows: torch.Tensor) -> float:
         nonlocal iteration
         iteration += 1
-        key = dropout_key(config.train.seed, iteration, dp=0, micro_batch=0)
+        key = dropout_key(config.train.seed, iteration, micro_batch=0)
         clip_grad, lr = config.train.clip_grad, section.lr
         result = train_step(state, [windows], keys=[key], lr=lr, clip_grad=clip_grad, context=context, cluster=cluster)
         return result.loss

@@ -32,6 +32,7 @@ from trainer.checkpoint.storage.files import Files
 from trainer.data.loader import BatchLoader
 from trainer.launch.signals import SignalHandler
 from trainer.parallel.pipeline import Pipeline
+from trainer.parallel.reduction import MeanReduction
 from trainer.state import TrainerState
 
 DEADLINE_S = 40.0
@@ -212,7 +213,7 @@ def _gate_forward(gate: Gate) -> None:
         _stand_if(gate, at["iteration"] == gate.iteration)
 
     _before(trainer.loop, "train_step", count)
-    _before(trainer.step, "set_gradient_sync", stand)
+    _before(MeanReduction, "before_backward", stand)
     _before(Pipeline, "forward_backward", stand_first)
 
 
@@ -248,7 +249,7 @@ def _gate_exit_grace(gate: Gate) -> None:
 def _note_feed(gate: Gate) -> None:
     """Note in a file of this process which samples it is fed."""
     positions, train_batch = list[int](), BatchLoader.train_batch
-    of_micro_batch = trainer.data.loader.global_batch_positions
+    of_micro_batch = trainer.data.loader.micro_batch_positions
 
     def noted(*arguments: Any, **named: Any) -> range:
         found = of_micro_batch(*arguments, **named)
@@ -267,7 +268,7 @@ def _note_feed(gate: Gate) -> None:
             file.write(json.dumps(row) + "\n")
         return windows
 
-    trainer.data.loader.global_batch_positions = noted
+    trainer.data.loader.micro_batch_positions = noted
     BatchLoader.train_batch = feed  # type: ignore[method-assign]
 
 

@@ -47,7 +47,7 @@ def train_poisoned(arguments: list[str]) -> None:
     is_here = int(os.environ.get("RANK", "0")) == told["rank"]
     compute = trainer.step.forward_backward
 
-    def poison(state: TrainerState, *rest: Any) -> torch.Tensor:
+    def poison(state: TrainerState, *rest: Any) -> list[torch.Tensor]:
         loss = compute(state, *rest)
         if is_here and state.progress.iteration + 1 == told["iteration"]:
             named = {name: parameter for part in state.parts for parameter, name in parameter_names(part.model).items()}

@@ -10,6 +10,7 @@ from trainer.config.values import number_problems, path_problems
 from trainer.data.section import DataKind
 from trainer.data.section import problems as data_problems
 from trainer.errors import ConfigError
+from trainer.lanes import invariant_ranks_problems
 from trainer.schedule import problems as schedule_problems
 
 # Clocks, timers and torch's stores count in 64 bits of small units: 30 years are enough.
@@ -162,6 +163,8 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
         )
         return found
     count = train.global_batch_size // divisor
+    lanes = config.parallel.invariant_ranks
+    found += invariant_ranks_problems(lanes, ranks=topology.dp, micro_batches=count * topology.dp)
     if topology.pp > 1 and count < topology.pp:
         found.append(
             f"{count} micro batches per iteration: fewer than the {topology.pp} pipeline ranks; raise "

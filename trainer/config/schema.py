@@ -7,6 +7,7 @@ from enum import Enum
 
 from models.config import ModelConfig
 from trainer.data.section import DataSection
+from trainer.lanes import Lanes
 from trainer.schedule import ScheduleSection
 from trainer.topology import Topology
 
@@ -158,6 +159,9 @@ class ParallelSection:
         zero_stage: 0 replicates the state; 1 shards parameters and moments between iterations and reduces gradients
             once per iteration; 2 reduces them after every micro-batch; 3 also frees gathered parameters after the
             forward pass.
+        invariant_ranks: the largest number of data-parallel ranks up to which losses and checkpoints have the same
+            bits, at any ZeRO stage and with any pipeline; a power of two that divides the micro batches of an
+            iteration. 0 leaves the order of sums to the topology.
     """
 
     tensor_model_parallel_size: int = 1
@@ -165,6 +169,7 @@ class ParallelSection:
     pipeline_model_parallel_size: int = 1
     num_virtual_stages_per_pipeline_rank: int = 1
     zero_stage: int = 1
+    invariant_ranks: int = 0
 
 
 @dataclass
@@ -266,3 +271,22 @@ def topology_of(config: Config, world_size: int) -> Topology:
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     dp = world_size // (pp * tp)
     return Topology(pp, dp, tp, vpp=parallel.num_virtual_stages_per_pipeline_rank, sp=parallel.sequence_parallel)
+
+
+def lanes_of(config: Config) -> Lanes | None:
+    """Return the lanes of an iteration, or None if bits may depend on the number of ranks."""
+    train, count = config.train, config.parallel.invariant_ranks
+    return Lanes(count, train.global_batch_size // train.micro_batch_size) if count else None
+
+
+def reduces_lanes_over_ranks(config: Config, topology: Topology) -> bool:
+    """Return whether every lane is reduced over ranks, as ZeRO stages 2 and 3 do except in a pipeline."""
+    return config.parallel.zero_stage >= 2 and topology.dp > 1 and topology.pp == 1
+
+
+def micro_batches_of(config: Config, topology: Topology, dp_rank: int) -> list[int]:
+    """Return the numbers in an iteration of the micro batches of a data-parallel rank, in the order of their passes."""
+    lanes = lanes_of(config)
+    if lanes is None:
+        return list(range(dp_rank, config.train.global_batch_size // config.train.micro_batch_size, topology.dp))
+    return lanes.micro_batches_of(dp_rank, topology.dp, ranks_first=reduces_lanes_over_ranks(config, topology))

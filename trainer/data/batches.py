@@ -1,4 +1,4 @@
-"""Samples of fixed length cut from token files, and each coordinate's positions in a global batch."""
+"""Samples of fixed length cut from token files, and the positions of each micro batch in a global batch."""
 
 from __future__ import annotations
 
@@ -74,26 +74,21 @@ class Samples:
         return out
 
 
-def global_batch_positions(
-    consumed: int, *, micro_batch: int, data_parallel_rank: int, data_parallel_size: int, micro_batch_size: int
-) -> range:
-    """Return the global positions that one coordinate reads for one micro batch of an iteration.
+def micro_batch_positions(consumed: int, *, number: int, micro_batch_size: int) -> range:
+    """Return the global positions of one micro batch of an iteration.
 
-    Micro batch m of coordinate d covers ``micro_batch_size`` positions from ``consumed + (m * data_parallel_size + d) *
-    micro_batch_size`` on: over all coordinates and micro batches that is each position of the global batch once, for
-    any factors.
+    Micro batches follow each other, so all of them are each position of the global batch once.
 
     Args:
         consumed: samples consumed before this iteration, over all coordinates.
-        micro_batch: number of the micro batch in this iteration, from 0.
+        number: of the micro batch in the iteration, over all coordinates, from 0.
 
     Raises:
-        ValueError: a number is negative, a size not positive, or the rank not below the size.
+        ValueError: a number is negative or the size is not positive.
     """
-    if consumed < 0 or micro_batch < 0 or micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size:
+    if consumed < 0 or number < 0 or micro_batch_size < 1:
         raise ValueError(
-            f"impossible batch coordinates: consumed {consumed}, micro batch {micro_batch} of size {micro_batch_size}, "
-            f"data-parallel rank {data_parallel_rank} of {data_parallel_size}"
+            f"impossible micro batch: consumed {consumed}, micro batch {number} of size {micro_batch_size}"
         )
-    first = consumed + (micro_batch * data_parallel_size + data_parallel_rank) * micro_batch_size
+    first = consumed + number * micro_batch_size
     return range(first, first + micro_batch_size)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.lanes import Lanes
 from trainer.parallel.pipeline import Pipeline
+from trainer.parallel.reduction import GradientReduction
 from trainer.parallel.tensor import loss_parallel
 
 
@@ -20,7 +21,8 @@ class ParallelContext:
     """The parallel axes of size greater than 1, with the groups and functions of one iteration.
 
     Args:
-        data: the data-parallel mesh, or None.
+        reduction: makes the gradients of an iteration the mean over its global batch.
+        lanes: the lanes of an iteration, if losses and gradients have the same bits on any number of ranks, else None.
         is_tensor_parallel: whether weights, and with them the logits, are sharded over ranks.
         loss: the mean cross entropy of this rank's logits and targets.
         gather_logits: gathers the logits [batch, local rows] of one position over the vocabulary; a collective call
@@ -31,8 +33,8 @@ class ParallelContext:
         grad_norm_parameters: this rank's parameters that count in the gradient norm; of replicas, one rank's do.
     """
 
-    zero_stage: int
-    data: DeviceMesh | None
+    reduction: GradientReduction
+    lanes: Lanes | None
     is_tensor_parallel: bool
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     gather_logits: Callable[[torch.Tensor], torch.Tensor]

@@ -15,32 +15,50 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from trainer.checkpoint.tensors.live import local_of
 
 # Gradients are reduced in buckets of this size, as DistributedDataParallel does by default.
-_BUCKET_BYTES = 25 << 20
+BUCKET_BYTES = 25 << 20
 
 
 def shard(
-    model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, *, zero_stage: int, compute_dtype: torch.dtype
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    zero_stage: int,
+    compute_dtype: torch.dtype,
+    rest_dtype: torch.dtype,
 ) -> None:
     """Shard the rows of each parameter over a one-dimensional mesh; stage 0 leaves the model unchanged.
 
     Every block is its own FSDP group. All other parameters form one group, because separate groups would untie the
     embedding from the output layer.
+
+    Args:
+        compute_dtype: in which the parameters of the blocks are gathered.
+        rest_dtype: the same of all other parameters.
     """
     if zero_stage == 0:
         return
     # Logits sharded over tensor-parallel ranks are a view. FSDP2 warns about in-place changes of views; none are made.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     reshard_after_forward = zero_stage == 3
+
+    def policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy(compute_dtype))
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy(rest_dtype))
 
 
-def set_gradient_sync(model: nn.Module, *, zero_stage: int, is_last_micro_batch: bool) -> None:
-    """Set whether the next backward pass reduces gradients. Stage 1 reduces after the last micro batch only."""
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP2 modules of a model."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def set_gradient_sync(model: nn.Module, *, is_on: bool) -> None:
+    """Set whether the next backward pass of a sharded model reduces gradients over ranks."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(zero_stage >= 2 or is_last_micro_batch)
+        model.set_requires_gradient_sync(is_on)
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
@@ -51,7 +69,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> N
         if parameter.grad is not None:
             bucket.append(local_of(parameter.grad))
             size += bucket[-1].nbytes
-        if size >= _BUCKET_BYTES:
+        if size >= BUCKET_BYTES:
             _average(bucket, mesh)
             bucket, size = [], 0
     if bucket:

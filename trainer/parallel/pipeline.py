@@ -66,6 +66,7 @@ class Pipeline:
 
     Args:
         loss: called on the last stage with the logits and targets of one micro batch.
+        takes_mean: whether gradients are divided by the number of this rank's micro batches after the last one.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Pipeline:
         *,
         device: torch.device,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        takes_mean: bool = True,
     ) -> None:
         pp, rank = mesh.size(), mesh.get_local_rank()
         stages = [
@@ -96,12 +98,19 @@ class Pipeline:
         self._look: Callable[[torch.Tensor], None] | None = None
         self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
         if len(stages) == 1:
-            self._schedule = Schedule1F1B(stages[0], shape.micro_batches, loss_fn=self._seen_loss)
+            self._schedule = Schedule1F1B(
+                stages[0], shape.micro_batches, loss_fn=self._seen_loss, scale_grads=takes_mean
+            )
         else:
-            self._schedule = ScheduleInterleaved1F1B(stages, shape.micro_batches, loss_fn=self._seen_loss)  # type: ignore[arg-type]
+            self._schedule = ScheduleInterleaved1F1B(
+                stages,  # type: ignore[arg-type]
+                shape.micro_batches,
+                loss_fn=self._seen_loss,
+                scale_grads=takes_mean,
+            )
 
     def forward_backward(self, windows: torch.Tensor, keys: torch.Tensor) -> list[torch.Tensor]:
-        """Accumulate the gradients of the mean loss; return the loss of each micro batch on the last stage, else [].
+        """Accumulate the gradients of the loss; return the loss of each micro batch on the last stage, else [].
 
         Args:
             windows: int64 [global samples of this coordinate, seq_length + 1].

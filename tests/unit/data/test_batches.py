@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import tokens_in_memory
-from trainer.data.batches import Samples, global_batch_positions
-from trainer.data.order import sample_ids
+from trainer.data.batches import Samples, micro_batch_positions
 from trainer.data.token_file import TokenFile, open_token_file, write_token_file
 from trainer.errors import DataError
 
@@ -77,56 +76,13 @@ def test_windows_read_from_a_file_on_disk(tmp_path: Path) -> None:
 factors = st.integers(1, 6)
 
 
-def positions_of_iteration(consumed: int, *, data_parallel: int, micro_batches: int, size: int) -> list[int]:
-    """Return what all coordinates read in one iteration, coordinate by coordinate."""
-    return [
-        position
-        for rank in range(data_parallel)
-        for micro_batch in range(micro_batches)
-        for position in global_batch_positions(
-            consumed,
-            micro_batch=micro_batch,
-            data_parallel_rank=rank,
-            data_parallel_size=data_parallel,
-            micro_batch_size=size,
-        )
-    ]
+@given(consumed=st.integers(0, 10**12), count=factors, size=factors)
+def test_an_iteration_reads_each_position_once(consumed: int, count: int, size: int) -> None:
+    batches = [micro_batch_positions(consumed, number=number, micro_batch_size=size) for number in range(count)]
+    assert [position for batch in batches for position in batch] == list(range(consumed, consumed + count * size))
 
 
-@given(consumed=st.integers(0, 10**12), data_parallel=factors, micro_batches=factors, size=factors)
-def test_an_iteration_reads_each_position_once(
-    consumed: int, data_parallel: int, micro_batches: int, size: int
-) -> None:
-    positions = positions_of_iteration(consumed, data_parallel=data_parallel, micro_batches=micro_batches, size=size)
-    assert sorted(positions) == list(range(consumed, consumed + data_parallel * micro_batches * size))
-
-
-@settings(deadline=None)
-@given(global_batch=st.integers(1, 48), iteration=st.integers(0, 1000), seed=st.integers(0, 2**32))
-def test_an_iteration_has_the_same_samples_on_every_topology(global_batch: int, iteration: int, seed: int) -> None:
-    consumed = iteration * global_batch
-    ids = sample_ids(consumed, global_batch, epoch_size=37, seed=seed)
-    for data_parallel in (n for n in range(1, global_batch + 1) if global_batch % n == 0):
-        share = global_batch // data_parallel
-        for size in (n for n in range(1, share + 1) if share % n == 0):
-            positions = positions_of_iteration(
-                consumed, data_parallel=data_parallel, micro_batches=share // size, size=size
-            )
-            assert sorted(ids[position - consumed] for position in positions) == sorted(ids)
-
-
-@pytest.mark.parametrize(
-    ("consumed", "micro_batch", "rank", "size", "micro_batch_size"),
-    [(-1, 0, 0, 1, 1), (0, -1, 0, 1, 1), (0, 0, 1, 1, 1), (0, 0, -1, 1, 1), (0, 0, 0, 0, 1), (0, 0, 0, 1, 0)],
-)
-def test_impossible_coordinates_are_refused(
-    consumed: int, micro_batch: int, rank: int, size: int, micro_batch_size: int
-) -> None:
-    with pytest.raises(ValueError, match="impossible batch coordinates"):
-        global_batch_positions(
-            consumed,
-            micro_batch=micro_batch,
-            data_parallel_rank=rank,
-            data_parallel_size=size,
-            micro_batch_size=micro_batch_size,
-        )
+@pytest.mark.parametrize(("consumed", "number", "micro_batch_size"), [(-1, 0, 1), (0, -1, 1), (0, 0, 0)])
+def test_impossible_micro_batches_are_refused(consumed: int, number: int, micro_batch_size: int) -> None:
+    with pytest.raises(ValueError, match="impossible micro batch"):
+        micro_batch_positions(consumed, number=number, micro_batch_size=micro_batch_size)

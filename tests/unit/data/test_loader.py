@@ -24,7 +24,9 @@ def samples() -> Samples:
 
 
 def feeds(samples: Samples, *, ranks: int, micro_batch_size: int = 2) -> list[BatchLoader]:
-    return [BatchLoader(samples, 12, micro_batch_size, rank, ranks, torch.device("cpu")) for rank in range(ranks)]
+    count = 12 // micro_batch_size
+    dealt = [range(rank, count, ranks) for rank in range(ranks)]
+    return [BatchLoader(samples, 12, micro_batch_size, numbers, torch.device("cpu")) for numbers in dealt]
 
 
 def read(found: list[list[torch.Tensor]]) -> list[int]:

@@ -1,0 +1,101 @@
+"""Deals the micro batches of an iteration into lanes, whose gradients are added in one fixed binary tree. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The lanes of an iteration: lane l holds micro batches l * length to (l + 1) * length, added one after the other.
+
+    The sums of the lanes are added as a balanced binary tree: (0 + 1), (2 + 3), then the pairs, and so on. A rank adds
+    the lanes that it has, and ranks add the rest, so the tree is the same for every number of data-parallel ranks that
+    divides `count`.
+
+    Args:
+        count: a power of two; the largest number of data-parallel ranks.
+        micro_batches: in an iteration, over all ranks; a multiple of `count`.
+    """
+
+    count: int
+    micro_batches: int
+
+    @property
+    def length(self) -> int:
+        """Return how many micro batches a lane has."""
+        return self.micro_batches // self.count
+
+    def of_rank(self, rank: int, ranks: int, *, ranks_first: bool) -> list[int]:
+        """Return the lanes of one data-parallel rank, in order.
+
+        Args:
+            ranks_first: the lowest levels of the tree are sums over ranks, so neighbors have neighboring lanes. Else a
+                rank adds a contiguous block of lanes before anything is sent.
+        """
+        share = self.count // ranks
+        return list(range(rank, self.count, ranks)) if ranks_first else list(range(rank * share, (rank + 1) * share))
+
+    def micro_batches_of(self, rank: int, ranks: int, *, ranks_first: bool) -> list[int]:
+        """Return the numbers in the iteration of one rank's micro batches, lane by lane."""
+        lanes = self.of_rank(rank, ranks, ranks_first=ranks_first)
+        return [lane * self.length + number for lane in lanes for number in range(self.length)]
+
+
+class PairwiseSum(Generic[_Value]):
+    """Adds values in a balanced binary tree as they come; it holds one partial sum per bit of their number.
+
+    Args:
+        add: returns the sum of two values; it may reuse the memory of either.
+    """
+
+    def __init__(self, add: Callable[[_Value, _Value], _Value]) -> None:
+        self._add = add
+        self._count = 0
+        self._partial: list[_Value] = []
+
+    def push(self, value: _Value) -> None:
+        """Add the next value."""
+        count = self._count
+        while count & 1:  # a sum of as many values as `value` now stands for is waiting
+            value = self._add(self._partial.pop(), value)
+            count >>= 1
+        self._partial.append(value)
+        self._count += 1
+
+    def take(self) -> _Value:
+        """Return the sum of all values, whose number is a power of two, and start over."""
+        (total,) = self._partial
+        self._count, self._partial = 0, []
+        return total
+
+
+def invariant_ranks_problems(count: int, *, ranks: int, micro_batches: int) -> list[str]:
+    """Return why `parallel.invariant_ranks=count` cannot be, with the numbers that would do.
+
+    Args:
+        ranks: the data-parallel ranks.
+        micro_batches: in an iteration, over all ranks.
+    """
+    if count == 0:
+        return []
+    fitting = [1 << power for power in range(micro_batches.bit_length()) if micro_batches % (1 << power) == 0]
+    key = f"parallel.invariant_ranks={count}"
+    found = []
+    if count not in fitting:
+        found.append(
+            f"{key}: must be 0 (off) or a power of two that divides the {micro_batches} micro batches of an iteration "
+            f"(train.global_batch_size / train.micro_batch_size): {_listed(fitting)}"
+        )
+    allowed = [size for size in fitting if size <= count] if found else [s for s in fitting if count % s == 0]
+    if ranks not in allowed:
+        found.append(f"{key}: needs a number of data-parallel ranks that divides it: {_listed(allowed)}, found {ranks}")
+    return found
+
+
+def _listed(numbers: list[int]) -> str:
+    return " or ".join(", ".join(map(str, numbers)).rsplit(", ", 1))

@@ -1,0 +1,77 @@
+"""Sums over ranks in a fixed binary tree, by recursive halving.
+
+Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", section 3.3,
+with the nearest ranks first. A rank sends as many bytes as in a ring's reduce-scatter, most of them to its neighbor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+
+def sum_scatter(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's chunk of the sum over ranks: ((0 + 1) + (2 + 3)) + ... A collective call.
+
+    Args:
+        flat: [ranks * n], whose chunk c of n elements goes to rank c; it is left as it is.
+        group: of a power of two of ranks.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    chunks = flat.view(ranks, -1)  # those that this rank still adds, in order of the ranks that get them
+    distance = 1
+    while distance < ranks:
+        pairs, bit = chunks.view(-1, 2, chunks.shape[1]), rank // distance % 2
+        sent = pairs[:, 1 - bit].contiguous()
+        received = torch.empty_like(sent)
+        _exchange(sent, received, rank ^ distance, group)
+        # The rank at the other end adds the same two numbers in the other order, which is the same sum.
+        chunks = received.add_(pairs[:, bit])
+        distance *= 2
+    return chunks[0]
+
+
+def sum_all(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over ranks, in the same tree, on every rank. A collective call.
+
+    Args:
+        flat: [n].
+    """
+    ranks = dist.get_world_size(group)
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % ranks))
+    total = torch.empty_like(padded)
+    dist.all_gather_into_tensor(total, sum_scatter(padded, group), group=group)
+    return total[: flat.numel()]
+
+
+def _exchange(sent: torch.Tensor, received: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    """Send a tensor to a rank of the group while receiving one from it."""
+    operations = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+class TreeReduceScatter(ReduceScatter):
+    """The reduce-scatter of an FSDP2 module as a fixed tree, see `sum_scatter`."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for the input or the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Write this rank's chunk of the sum of `input_tensor` over the group into `output_tensor`."""
+        assert not async_op
+        output_tensor.copy_(sum_scatter(input_tensor, group))

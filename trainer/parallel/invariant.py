@@ -1,0 +1,258 @@
+"""The same gradient, bit for bit, on any number of data-parallel ranks: lanes of micro batches, added in one tree.
+
+The gradient of a parameter is the sum of the lanes' gradients in the tree of `trainer.lanes`, divided once by the
+number of micro batches. `ShardedLanes` reduces every lane over ranks and adds the rest of the tree in shards;
+`LocalLanes` adds a block of lanes on the rank and reduces once. Both have the same tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from models.layers import OutputGradient
+from models.network import Model
+from trainer.checkpoint.tensors.live import local_of, with_memory
+from trainer.lanes import Lanes, PairwiseSum
+from trainer.parallel.data import BUCKET_BYTES, set_gradient_sync, sharded_modules
+from trainer.parallel.halving import TreeReduceScatter, sum_all, sum_scatter
+from trainer.parallel.pipeline import tied_parameters
+
+
+class ShardedLanes:
+    """ZeRO stages 2 and 3: FSDP2 reduces every lane over ranks, and sharded sums wait for their partner in the tree.
+
+    Args:
+        model: sharded over data-parallel ranks.
+        parameters: its trainable parameters.
+    """
+
+    def __init__(self, model: Model, parameters: Sequence[nn.Parameter], lanes: Lanes) -> None:
+        self._model, self._parameters, self._lanes = model, parameters, lanes
+        self._sum = PairwiseSum[list[torch.Tensor]](_add_all)
+        for module in sharded_modules(model):
+            module.set_custom_reduce_scatter(TreeReduceScatter())
+            # The sum, not the mean over ranks.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        output = keep_ends_apart(model)
+        if output is not None:
+            tied = set(tied_parameters(model))
+            (table,) = [whole for parameter, whole in _unsharded(model) if parameter in tied]
+            table.register_post_accumulate_grad_hook(partial(self._add_output_gradient, output))  # type: ignore[no-untyped-call]
+        self._passes = 0
+
+    def loss_divisor(self, micro_batches: int) -> int:
+        """See `GradientReduction`."""
+        return 1
+
+    def before_backward(self, number: int, micro_batches: int) -> None:
+        """See `GradientReduction`."""
+        self._passes = number + 1
+        set_gradient_sync(self._model, is_on=self._ends_lane())
+
+    def after_backward(self, number: int) -> None:
+        """See `GradientReduction`."""
+        if self._ends_lane():
+            self._sum.push([_taken(parameter) for parameter in self._parameters])
+
+    def finish(self) -> None:
+        """See `GradientReduction`."""
+        _set_means(self._parameters, self._sum.take(), self._lanes.micro_batches)
+
+    def _ends_lane(self) -> bool:
+        return self._passes % self._lanes.length == 0
+
+    def _add_output_gradient(self, output: OutputGradient, table: torch.Tensor) -> None:
+        """Complete the unsharded gradient of a tied table at the end of a lane, before FSDP2 reduces it."""
+        if self._ends_lane():
+            assert table.grad is not None
+            table.grad.add_(output.take())
+
+
+class LocalLanes:
+    """One rank, ZeRO stages 0 and 1, and pipelines: a rank adds a block of lanes before anything is reduced over ranks.
+
+    Autograd's gradients are taken parameter by parameter as they are accumulated, so this works inside torch's pipeline
+    schedules, which run the backward passes of every stage in the order of the micro batches.
+
+    Args:
+        models: this rank's stages.
+        data: the data-parallel mesh, or None.
+        embedding_group: see `ParallelContext`.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Model],
+        lanes: Lanes,
+        *,
+        zero_stage: int,
+        data: DeviceMesh | None,
+        embedding_group: dist.ProcessGroup | None,
+    ) -> None:
+        self._models, self._lanes = models, lanes
+        self._group = None if data is None else data.get_group()
+        self._is_sharded = zero_stage > 0
+        self._embedding_group = embedding_group
+        self._sums: list[_LaneSums] = []
+        for model in models:
+            output = keep_ends_apart(model)
+            tied = set(tied_parameters(model))
+            for parameter, unsharded in _unsharded(model):
+                sums = _LaneSums(parameter, lanes.length)
+                if parameter in tied:
+                    sums.output, sums.waits = output, embedding_group is not None
+                unsharded.register_post_accumulate_grad_hook(sums.accumulate)  # type: ignore[no-untyped-call]
+                self._sums.append(sums)
+
+    def loss_divisor(self, micro_batches: int) -> int:
+        """See `GradientReduction`."""
+        return 1
+
+    def before_backward(self, number: int, micro_batches: int) -> None:
+        """See `GradientReduction`."""
+        for model in self._models:
+            set_gradient_sync(model, is_on=False)
+
+    def after_backward(self, number: int) -> None:
+        """See `GradientReduction`."""
+
+    def finish(self) -> None:
+        """See `GradientReduction`."""
+        for bucket in self._buckets():
+            totals = [sums.total(self._embedding_group) for sums in bucket]
+            parameters = [sums.parameter for sums in bucket]
+            if self._group is not None:
+                reduce = _scattered if self._is_sharded else _summed
+                totals = reduce(parameters, totals, self._group)
+            _set_means(parameters, totals, self._lanes.micro_batches)
+
+    def _buckets(self) -> Iterator[list[_LaneSums]]:
+        bucket, size = list[_LaneSums](), 0
+        for sums in self._sums:
+            bucket.append(sums)
+            size += 4 * prod(sums.parameter.shape)
+            if size >= BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
+
+
+class _LaneSums:
+    """The sums of one parameter's gradients: within the current lane, and of complete lanes.
+
+    Args:
+        parameter: its `grad` is set at the end of an iteration.
+        length: the micro batches of a lane.
+    """
+
+    def __init__(self, parameter: nn.Parameter, length: int) -> None:
+        self.parameter = parameter
+        self.output: OutputGradient | None = None  # of a tied table, where this rank has both ends
+        self.waits = False  # where another rank has the other end: lanes are added after those of both are
+        self._length = length
+        self._passes = 0
+        self._lane: torch.Tensor | None = None
+        self._waiting: list[torch.Tensor] = []
+        self._sum = PairwiseSum[torch.Tensor](torch.Tensor.add_)
+
+    def accumulate(self, unsharded: torch.Tensor) -> None:
+        """Take the gradient of one micro batch from the parameter as the backward pass uses it."""
+        gradient, unsharded.grad = unsharded.grad, None
+        assert gradient is not None
+        self._lane = gradient.float() if self._lane is None else self._lane.add_(gradient)
+        self._passes += 1
+        if self._passes % self._length:
+            return
+        lane, self._lane = _over_tensor_parallel(self._lane, unsharded), None
+        if self.output is not None:
+            lane.add_(local_of(self.output.take()))
+        if self.waits:
+            self._waiting.append(lane)
+        else:
+            self._sum.push(lane)
+
+    def total(self, embedding_group: dist.ProcessGroup | None) -> torch.Tensor:
+        """Return the sum of all lanes on this rank. A collective call of both ends of a tied table."""
+        for lane in self._waiting:
+            dist.all_reduce(lane, group=embedding_group)  # of two ranks, so there is but one order
+            self._sum.push(lane)
+        self._waiting = []
+        return self._sum.take()
+
+
+def keep_ends_apart(model: Model) -> OutputGradient | None:
+    """Let the output layer accumulate its gradient of a tied table apart; None unless the model has both ends."""
+    embedding = model.tied_embedding()
+    if embedding is None:
+        return None
+    embedding.output_gradient = OutputGradient()
+    return embedding.output_gradient
+
+
+def _unsharded(model: Model) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Return every trainable parameter with the parameter that a backward pass accumulates into. Collective.
+
+    The second is the same object for all iterations; without FSDP2 it is the parameter itself.
+    """
+    parameters = dict(model.named_parameters())
+    modules = sharded_modules(model)
+    for module in modules:
+        module.unshard()
+    whole = dict(model.named_parameters())
+    for module in modules:
+        module.reshard()
+    return [(parameter, whole[name]) for name, parameter in parameters.items() if parameter.requires_grad]
+
+
+def _over_tensor_parallel(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the local gradient, summed over tensor-parallel ranks where each has it for its part of the input."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        return local_of(gradient.redistribute(placements=parameter.placements))
+    return gradient
+
+
+def _taken(parameter: nn.Parameter) -> torch.Tensor:
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None
+    return local_of(gradient)
+
+
+def _add_all(first: list[torch.Tensor], second: list[torch.Tensor]) -> list[torch.Tensor]:
+    torch._foreach_add_(first, second)
+    return first
+
+
+def _summed(_: Sequence[nn.Parameter], gradients: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the sums over ranks of whole gradients. A collective call."""
+    total = sum_all(torch.cat([gradient.reshape(-1) for gradient in gradients]), group)
+    sizes = [gradient.numel() for gradient in gradients]
+    return [flat.view(g.shape) for flat, g in zip(torch.split(total, sizes), gradients, strict=True)]
+
+
+def _scattered(
+    parameters: Sequence[nn.Parameter], gradients: list[torch.Tensor], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Return this rank's rows of the sums over ranks, as FSDP2 shards the parameters. A collective call."""
+    ranks = dist.get_world_size(group)
+    # Like FSDP2, cut rows as `torch.chunk` does, and pad every gradient to chunks of one size.
+    chunks = torch._chunk_cat(gradients, 0, ranks)
+    own = sum_scatter(chunks.flatten(), group)
+    sizes = [-(-gradient.shape[0] // ranks) * prod(gradient.shape[1:]) for gradient in gradients]
+    shapes = [local_of(parameter).shape for parameter in parameters]
+    return [flat[: shape.numel()].view(shape) for flat, shape in zip(torch.split(own, sizes), shapes, strict=True)]
+
+
+def _set_means(parameters: Sequence[nn.Parameter], totals: list[torch.Tensor], micro_batches: int) -> None:
+    torch._foreach_div_(totals, micro_batches)
+    for parameter, total in zip(parameters, totals, strict=True):
+        parameter.grad = with_memory(parameter.detach(), total)

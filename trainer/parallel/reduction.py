@@ -1,0 +1,76 @@
+"""The reduction of gradients over micro batches and ranks: an interface, and the mean in the order of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from models.network import Model
+from trainer.parallel.data import average_gradients, set_gradient_sync
+from trainer.parallel.pipeline import sum_tied_gradients
+from trainer.parallel.tensor import reduce_partial_gradients
+
+
+class GradientReduction(Protocol):
+    """The reduction of the gradients of an iteration into the mean over its global batch.
+
+    Without a pipeline, `before_backward` and `after_backward` are called around the passes of every micro batch. All
+    ranks call `finish` after the last one; then `grad` of every parameter is the mean.
+    """
+
+    def loss_divisor(self, micro_batches: int) -> int:
+        """Return the number by which the loss of each of this rank's micro batches is divided before its backward."""
+
+    def before_backward(self, number: int, micro_batches: int) -> None:
+        """Prepare for the passes of this rank's micro batch `number`, from 0, of `micro_batches`."""
+
+    def after_backward(self, number: int) -> None:
+        """Collect the gradients of micro batch `number`."""
+
+    def finish(self) -> None:
+        """Reduce over all ranks and set the gradients. A collective call."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeanReduction:
+    """Autograd adds the micro batches, FSDP2 or an all-reduce averages over ranks; the order depends on the topology.
+
+    Args:
+        parameters: this rank's trainable parameters.
+        data: the data-parallel mesh, or None.
+        embedding_group: see `ParallelContext`.
+    """
+
+    models: Sequence[Model]
+    parameters: Sequence[nn.Parameter]
+    zero_stage: int
+    data: DeviceMesh | None
+    is_tensor_parallel: bool
+    embedding_group: dist.ProcessGroup | None
+
+    def loss_divisor(self, micro_batches: int) -> int:
+        """See `GradientReduction`."""
+        return micro_batches
+
+    def before_backward(self, number: int, micro_batches: int) -> None:
+        """See `GradientReduction`."""
+        (model,) = self.models
+        set_gradient_sync(model, is_on=self.zero_stage >= 2 or number == micro_batches - 1)
+
+    def after_backward(self, number: int) -> None:
+        """See `GradientReduction`."""
+
+    def finish(self) -> None:
+        """See `GradientReduction`."""
+        if self.is_tensor_parallel:
+            for model in self.models:
+                reduce_partial_gradients(model)
+        if self.data is not None and self.zero_stage == 0:
+            average_gradients(self.parameters, self.data)
+        if self.embedding_group is not None:
+            sum_tied_gradients(self.models, self.embedding_group)
