@@ -188,9 +188,9 @@ class TwoPhaseCommit:
     def _collect(self) -> None:
         others = range(1, self._channel.world_size)
         try:
-            found = [self._channel.read(f"{self._key}/report/{rank}", sender=f"rank {rank}") for rank in others]
+            found = [self._channel.take(f"{self._key}/report/{rank}", sender=f"rank {rank}") for rank in others]
             self.has_all_reports = True
-            self._channel.delete([f"{self._key}/marked", *(f"{self._key}/report/{rank}" for rank in others)])
+            self._channel.delete([f"{self._key}/marked"])
             self._reports = [self._report, *map(RankReport.from_bytes, found)]
             self._require_agreement()
         except LaunchError:
