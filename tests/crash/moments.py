@@ -21,7 +21,7 @@ import torch.distributed
 
 import trainer.__main__
 import trainer.build
-import trainer.checkpoint.commit.protocol
+import trainer.checkpoint.commit.finish
 import trainer.data.loader
 import trainer.launch.process_group
 import trainer.loop
@@ -231,7 +231,7 @@ def _gate_save(gate: Gate) -> None:
 
 def _gate_publish(gate: Gate) -> None:
     _before(
-        trainer.checkpoint.commit.protocol,
+        trainer.checkpoint.commit.finish,
         "prepare",
         lambda attempt, *_, **__: _stand_if(gate, attempt.iteration == gate.iteration),
     )
