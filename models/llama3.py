@@ -68,7 +68,7 @@ class Llama3(Model):
 
 
 class Llama3Block(nn.Module):
-    """One layer: attention and Llama3MLP, each behind its norm and added to the residual stream."""
+    """One layer: attention and MLP, each behind its norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

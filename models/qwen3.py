@@ -19,7 +19,7 @@ class Qwen3(Llama3):
 
 
 class Qwen3Block(Llama3Block):
-    """One layer: attention and Llama3MLP, each behind its norm and added to the residual stream."""
+    """One layer: attention and MLP, each behind its norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
