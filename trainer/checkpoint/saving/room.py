@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 def decide_expired(
     folder: CheckpointFolder, retention: Retention, *, pinned: Collection[int]
 ) -> tuple[list[int], list[int]]:
-    """Return what retention gives up, and all that is committed; both empty where the folder cannot be listed.
+    """Return the iterations that retention gives up, and all committed ones; none where the folder cannot be listed.
 
     Args:
         pinned: iterations that stay, beside those with a `hold` file.
