@@ -87,7 +87,7 @@ class Positions(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """One layer: attention and GPT2MLP, each behind its norm and added to the residual stream."""
+    """One layer: attention and MLP, each behind its norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

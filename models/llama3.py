@@ -73,22 +73,6 @@ class Llama3(Model):
         return kept
 
 
-class Llama3Block(nn.Module):
-    """One layer: attention and Llama3MLP, each behind its norm and added to the residual stream."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.self_attn = Llama3Attention(config)
-        self.mlp = Llama3MLP(config)
-        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map hidden states [B, T, n_embd] to the same shape; `cos` and `sin` as `rotation` returns them."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
-
-
 class Llama3Attention(nn.Module):
     """Causal grouped-query attention; the heads are counted in the weights, which tensor parallelism may have cut."""
 
@@ -125,6 +109,24 @@ class Llama3MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, T, n_embd] to the same shape."""
         return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class Llama3Block(nn.Module):
+    """One layer: attention and MLP, each behind its norm and added to the residual stream."""
+
+    attention_class: type[Llama3Attention] = Llama3Attention  # a family that differs in its attention sets its own
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = self.attention_class(config)
+        self.mlp = Llama3MLP(config)
+        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map hidden states [B, T, n_embd] to the same shape; `cos` and `sin` as `rotation` returns them."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -18,14 +18,6 @@ class Qwen3(Llama3):
         return Qwen3Block(config)
 
 
-class Qwen3Block(Llama3Block):
-    """One layer: attention and Llama3MLP, each behind its norm and added to the residual stream."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.self_attn = Qwen3Attention(config)
-
-
 class Qwen3Attention(Llama3Attention):
     """Causal grouped-query attention over normalized heads; all heads of a kind share the weight of their norm."""
 
@@ -41,3 +33,9 @@ class Qwen3Attention(Llama3Attention):
         k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, heads)), cos, sin)
         v = self.v_proj(x).unflatten(-1, heads)
         return cast(Tensor, self.o_proj(causal_attention(q, k, v)))
+
+
+class Qwen3Block(Llama3Block):
+    """One layer: attention and MLP, each behind its norm and added to the residual stream."""
+
+    attention_class = Qwen3Attention

@@ -22,6 +22,7 @@ from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import Contents, LiveTensor
 from trainer.data.token_file import HEADER_BYTES, TokenArray, TokenFile
+from trainer.metrics.run_log import IterationRecord
 
 T = TypeVar("T")
 JOIN_S = 30.0
@@ -32,6 +33,20 @@ def tokens_in_memory(tokens: TokenArray, name: str = "memory") -> TokenFile:
     descriptor = os.memfd_create(name)
     os.write(descriptor, bytes(HEADER_BYTES) + tokens.tobytes())
     return TokenFile(Path(name), np.dtype(tokens.dtype), tokens.size, descriptor)
+
+
+def iteration_record(iteration: int, *, loss: float = 2.5, tokens: int = 1000, seconds: float = 0.5) -> IterationRecord:
+    """Return the figures of an iteration of one sample."""
+    return IterationRecord(
+        iteration=iteration,
+        loss=loss,
+        grad_norm=0.1,
+        lr=1e-3,
+        consumed_samples=iteration,
+        tokens=tokens,
+        seconds=seconds,
+        checkpoint_seconds=0.0,
+    )
 
 
 def tcp_store() -> Store:

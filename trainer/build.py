@@ -212,7 +212,7 @@ def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | No
     rules = ControlRules(
         exit_duration_in_mins=config.train.exit_duration_in_mins,
         save_interval_mins=section.save_interval_mins,
-        give_up_after=section.exit_on_save_failure,
+        exit_on_save_failure=section.exit_on_save_failure,
     )
     folder = None if section.save is None else Path(section.save)
     return RunControl(rules, signals, rank=cluster.rank, folder=folder)

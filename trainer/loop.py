@@ -51,7 +51,7 @@ def train(run: Run) -> None:
             _evaluate(run)
         if run.sampler is not None and iteration % settings.sample_interval == 0:
             _sample(run, run.sampler)
-        if flags.give_up:
+        if flags.exit_on_save_failure:
             raise _too_many_failed_saves(run)
         if flags.stop or state.progress.owes_evaluation:
             _log_on_rank_0(run, f"stopping after iteration {iteration}: {run.control.reason()}")

@@ -11,7 +11,6 @@ from pathlib import Path
 # For files that are small by nature: a configuration, a tokenizer. The largest tokenizer.json in use has 35 MB.
 SMALL_BYTES = 256 << 20
 
-
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 

@@ -74,7 +74,7 @@ def _rows(rounds: Rounds) -> Iterator[list[str]]:
 
 
 def run_ranks(folder: Path, run_bytes: int, total_bytes: int, rounds: int) -> Rounds:
-    """Start the ranks; return what each way took in every round but a first: on the slower rank, and of CPU on both."""
+    """Start the ranks; return, by round after the first, each way's time on the slower rank and CPU time on both."""
     context = multiprocessing.get_context("spawn")
     barrier, pipes = context.Barrier(RANKS), [context.Pipe() for _ in range(RANKS)]
     shared = (folder, run_bytes, total_bytes, rounds, barrier)

@@ -21,7 +21,7 @@ import torch.distributed
 
 import trainer.__main__
 import trainer.build
-import trainer.checkpoint.commit.protocol
+import trainer.checkpoint.commit.finish
 import trainer.data.loader
 import trainer.launch.process_group
 import trainer.loop
@@ -46,9 +46,9 @@ MOMENTS = (
     "step",
     "evaluation",
     "save",
-    "publish",
+    "prepare",
     "exit",
-    "exit_grace",
+    "destroy",
     "feed",
 )
 
@@ -63,9 +63,9 @@ class Gate:
     Args:
         moment: one of MOMENTS; `meet` is when the store is there and nobody has been met, `group` before the process
             group, `data` before the data are prepared, `load` when a checkpoint is chosen and not yet read, `forward`
-            between two micro batches (in a pipeline, before the first), `save` before a file is synced, `publish`
-            before rank 0 writes the manifest, `exit` where all is done but the exit_grace, `exit_grace` after the last
-            barrier. At `feed` nobody stands still: which samples a rank is fed is noted in `fed.PID`.
+            between two micro batches (in a pipeline, before the first), `save` before a file is synced, `prepare`
+            before rank 0 writes the manifest, `exit` before the last barrier, `destroy` after it, before the process
+            group is destroyed. At `feed` nobody stands still: which samples a rank is fed is noted in `fed.PID`.
         iteration: the iteration of it, where there are several.
         ranks: who stands still.
         deed: what the ranks do there: WAIT, or be KILLED or STOPPED by a signal of their own.
@@ -230,9 +230,9 @@ def _gate_save(gate: Gate) -> None:
     _before(Files, "sync", stand)
 
 
-def _gate_publish(gate: Gate) -> None:
+def _gate_prepare(gate: Gate) -> None:
     _before(
-        trainer.checkpoint.commit.protocol,
+        trainer.checkpoint.commit.finish,
         "prepare",
         lambda attempt, *_, **__: _stand_if(gate, attempt.iteration == gate.iteration),
     )
@@ -242,7 +242,7 @@ def _gate_exit(gate: Gate) -> None:
     _before(trainer.launch.process_group, "final_barrier", lambda *_: gate.stand())
 
 
-def _gate_exit_grace(gate: Gate) -> None:
+def _gate_destroy(gate: Gate) -> None:
     _before(trainer.launch.process_group, "destroy", lambda *_: gate.stand())
 
 
@@ -287,9 +287,9 @@ _GATES = {
     "step": _gate_step,
     "evaluation": _gate_evaluation,
     "save": _gate_save,
-    "publish": _gate_publish,
+    "prepare": _gate_prepare,
     "exit": _gate_exit,
-    "exit_grace": _gate_exit_grace,
+    "destroy": _gate_destroy,
     "feed": _note_feed,
 }
 

@@ -13,7 +13,7 @@ from tests.crash.moments import KILLED, STOPPED, standing
 from tests.harness import TINY, Ended, run_ok
 
 TIMEOUT_S = 8.0
-# Some wait twice; beside that there are the roll call, the exit_grace and a rank's grace.
+# Some wait twice. The rest is for the answers to a failure, rank 0's wait for the others and the watchdog's grace.
 BOUND_S = 2 * TIMEOUT_S + 15.0
 BASE = (
     "model=gpt2_tiny",
@@ -26,7 +26,7 @@ BASE = (
 ZERO1, ZERO3 = "parallel.zero_stage=1", "parallel.zero_stage=3"
 TP2 = "parallel.tensor_model_parallel_size=2"
 PP2 = "parallel.pipeline_model_parallel_size=2"
-ITERATION = {"forward": 2, "save": 2, "publish": 2}
+ITERATION = {"forward": 2, "save": 2, "prepare": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ LOSSES = [
     Loss("forward", STOPPED, 1, TP2),
     Loss("save", KILLED),
     Loss("save", STOPPED),
-    Loss("publish", STOPPED, 0),
+    Loss("prepare", STOPPED, 0),
     Loss("exit", KILLED),
     Loss("exit", STOPPED),
     # After the last barrier all is saved, and all ranks know: the other has done what it was to do.
-    Loss("exit_grace", KILLED, 1, status=0),
-    Loss("exit_grace", STOPPED, 0, status=0),
+    Loss("destroy", KILLED, 1, status=0),
+    Loss("destroy", STOPPED, 0, status=0),
 ]
 
 
@@ -130,5 +130,5 @@ def test_the_other_rank_ends_soon_and_names_the_lost_one(outcomes: dict[Loss, En
 @pytest.mark.slow
 def test_no_loss_leaves_half_a_checkpoint(root: Path, outcomes: dict[Loss, Ended]) -> None:
     committed = list(root.glob("run*/checkpoints/iter_*"))
-    assert len(committed) >= 2 * sum(loss.moment in ("exit", "exit_grace") for loss in outcomes)
+    assert len(committed) >= 2 * sum(loss.moment in ("exit", "destroy") for loss in outcomes)
     assert all((path / "manifest.json").exists() for path in committed)

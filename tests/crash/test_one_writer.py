@@ -149,14 +149,14 @@ def let_the_holder_seem_dead(lock: Path) -> None:
     ("moment", "ranks"),
     [
         ("save", 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("publish", 1), ("save", 2), ("step", 1))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("prepare", 1), ("save", 2), ("step", 1))),
     ],
 )
 def test_a_stopped_trainer_taken_for_dead_ends_with_a_lock_error(tmp_path: Path, moment: str, ranks: int) -> None:
     run = tmp_path / "run"
     lock = run / "checkpoints/lock"
     iteration = 6 if moment == "step" else 8
-    gated = [0] if moment == "publish" else None
+    gated = [0] if moment == "prepare" else None
     inline = ["checkpoint.async_save=false"] if moment == "save" else []
     standing_still = standing(run, [*BASE, *inline], moment=moment, iteration=iteration, ranks=ranks, gated=gated)
     with standing_still as (zombie, gate):

@@ -75,9 +75,9 @@ def interrupt(
 ) -> Ended:
     """Train, send a signal to ranks at a moment, and return how the ranks ended."""
     ranks, overrides = LAYOUTS[layout]
-    if moment == "inline publish":
-        moment, overrides = "publish", (*overrides, INLINE)
-    gated = [0] if moment == "publish" else range(ranks)
+    if moment == "inline prepare":
+        moment, overrides = "prepare", (*overrides, INLINE)
+    gated = [0] if moment == "prepare" else range(ranks)
     with standing(run, [*BASE, *overrides], moment=moment, iteration=iteration, ranks=ranks, gated=gated) as found:
         running, gate = found
         gate.await_reached()
@@ -94,8 +94,8 @@ CASES = [
     # layout, moment, iteration of the moment, signal, to whom, what is saved in the end
     ("one rank", "forward", 3, TERM, [0], [3]),
     ("one rank", "evaluation", 2, INT, [0], [2]),
-    ("one rank", "publish", 4, USR1, [0], [4, 5]),
-    ("one rank", "inline publish", 4, TERM, [0], [4, 5]),
+    ("one rank", "prepare", 4, USR1, [0], [4, 5]),
+    ("one rank", "inline prepare", 4, TERM, [0], [4, 5]),
     ("zero1", "forward", 3, TERM, [1], [3]),
     ("zero1", "forward", 3, INT, [0, 1], [3]),
     ("zero3", "forward", 5, USR1, [0], [4, 5]),
@@ -104,9 +104,9 @@ CASES = [
     ("zero3", "evaluation", 8, TERM, [0], [4, 8]),
     ("tp2", "step", 6, TERM, [1], [4, 6]),
     ("pp2", "step", 3, INT, [0], [3]),
-    ("zero1", "publish", 4, TERM, [0, 1], [4, 5]),
-    ("zero3", "inline publish", 4, INT, [1], [4, 5]),
-    ("tp2", "inline publish", 4, USR1, [0, 1], [4, 5]),
+    ("zero1", "prepare", 4, TERM, [0, 1], [4, 5]),
+    ("zero3", "inline prepare", 4, INT, [1], [4, 5]),
+    ("tp2", "inline prepare", 4, USR1, [0, 1], [4, 5]),
 ]
 QUICK = {("zero1", "evaluation", 2), ("one rank", "forward", 3)}
 
@@ -130,7 +130,7 @@ def test_a_signal_saves_once_and_the_run_resumes_bitwise(
     ended = interrupt(run, number, layout=layout, moment=moment, iteration=iteration, to=to)
     assert ended.statuses == (0,) * LAYOUTS[layout][0], ended.text
     assert last_iteration(run / "metrics.jsonl") == saved(run)[-1]
-    if moment == "publish":  # in the background: how far training came meanwhile is not told
+    if moment == "prepare":  # in the background: how far training came meanwhile is not told
         assert len(saved(run)) == len(left)
         left = [*left[:-1], saved(run)[-1]]
     assert saved(run) == left, ended.text
@@ -193,7 +193,7 @@ def test_a_signal_before_the_first_iteration_changes_nothing(
 @pytest.mark.slow
 def test_a_second_signal_ends_the_process_and_soon_its_peers(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with standing(run, [*BASE, INLINE], moment="publish", iteration=4, ranks=2, gated=[0]) as (running, gate):
+    with standing(run, [*BASE, INLINE], moment="prepare", iteration=4, ranks=2, gated=[0]) as (running, gate):
         gate.await_reached()
         start = time.monotonic()
 
@@ -217,7 +217,7 @@ def test_a_second_signal_ends_the_process_and_soon_its_peers(tmp_path: Path) -> 
 def test_a_disk_that_hangs_does_not_outlast_the_notice(tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = [*BASE, INLINE, "train.exit_signal_save_seconds=1.5"]
-    with standing(run, overrides, moment="publish", iteration=8, ranks=2, gated=[0]) as (running, gate):
+    with standing(run, overrides, moment="prepare", iteration=8, ranks=2, gated=[0]) as (running, gate):
         gate.await_reached()
         before = all_files(run / "checkpoints/iter_0000004")
         start = time.monotonic()

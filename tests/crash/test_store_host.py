@@ -56,7 +56,7 @@ def assert_goes_on(run: Path, whole: Path) -> None:
 
 # Where rank 0 is stopped: while it trains, while its own part of the second save is not durable, and while it is the
 # only one left to do something for that save.
-MOMENTS = [("forward", 7), ("save", 8), ("publish", 8)]
+MOMENTS = [("forward", 7), ("save", 8), ("prepare", 8)]
 
 
 @pytest.mark.parametrize(("moment", "iteration"), MOMENTS, ids=[moment for moment, _ in MOMENTS])
@@ -110,7 +110,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize(("moment", "iteration"), MOMENTS[::2], ids=["forward", "publish"])
+@pytest.mark.parametrize(("moment", "iteration"), MOMENTS[::2], ids=["forward", "prepare"])
 def test_a_stopped_torchrun_agent_ends_all_and_the_run_resumes(
     unbroken: Path, tmp_path: Path, moment: str, iteration: int
 ) -> None:

@@ -181,7 +181,7 @@ def _contents(
     document: Json,
     from_rank0: Sequence[str],
 ) -> Contents:
-    """Return what is to be saved.
+    """Return the contents of the checkpoint to be saved.
 
     Raises:
         CheckpointError: naming a tensor that cannot be stored, or a pattern that fits none.
@@ -194,7 +194,7 @@ def _contents(
 
 
 def _summary(document: Json, from_rank0: Sequence[str]) -> bytes:
-    """Return digests of what all ranks must give alike beside the tensors, in the order of `_PARTS`."""
+    """Return digests of the arguments that all ranks must give alike, beside the tensors, in the order of `_PARTS`."""
     numbers = [group["numbers"] for group in document["groups"]]
     parts = (document["user"], [document.get("optimizer"), numbers], sorted(from_rank0))
     found = (json_file.parse(json_file.to_bytes({"": part}), where=STATE) for part in parts)  # all keys are text then
@@ -202,7 +202,7 @@ def _summary(document: Json, from_rank0: Sequence[str]) -> bytes:
 
 
 def _difference(summaries: Sequence[bytes]) -> CheckpointError | None:
-    """Return what to raise where ranks, in their order, do not give the same; a rank that failed gives nothing."""
+    """Return the error to raise where ranks, in their order, differ; the summary of a rank that failed is empty."""
     given = {rank: summary for rank, summary in enumerate(summaries) if summary}
     for number, part in enumerate(_PARTS):
         at = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)

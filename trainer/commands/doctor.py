@@ -99,7 +99,7 @@ def folder(path: Path) -> Iterator[Finding]:
 
 
 def _room_left(files: Files, error: OSError) -> str:
-    """Return, where a file system is full, what it lacks."""
+    """Describe the free space, if the error says that there is none; an empty string for any other error."""
     if error.errno != errno.ENOSPC:
         return ""
     return f", {describe_free_space(files, Path(error.filename).parent)}"

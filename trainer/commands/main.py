@@ -11,7 +11,6 @@ from importlib import import_module, metadata
 
 _FINE, _WRONG_USE = 0, 2
 _INTERRUPTED = 128 + signal.SIGINT  # the status that shells give
-_HELP = "-h", "--help"
 
 
 @dataclass(frozen=True, slots=True)

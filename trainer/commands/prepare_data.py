@@ -1,8 +1,8 @@
 """Make token files of text, JSON lines or raw tokens: `reprise prepare-data INPUT... --output FOLDER`.
 
-The folder appears whole or not at all, and what it holds does not depend on the number of processes. The last line
-that is printed is what to put on the trainer's command line. The exit status is 0, 2 where it cannot be done, or 130
-where it was interrupted.
+The folder appears whole or not at all, and its files do not depend on the number of processes. The last line of the
+output holds the overrides for the trainer's command line. The exit status is 0, 2 where it cannot be done, or 130 where
+it was interrupted.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from models import families
 from models.families import problems as model_problems
 from trainer import run_record
 from trainer.build import describe_alone, tokenizer_of
-from trainer.checkpoint.commit import protocol
+from trainer.checkpoint.commit import finish
 from trainer.checkpoint.commit.protocol import Attempt
 from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.format.layout import build_layout
@@ -121,8 +121,8 @@ def _write(
         files.make_folder(partial)
         written = write_tensor_files(partial, files, attempt.layout, _finite_reader(source))
         aliases = families.aliases(config.model)
-        protocol.prepare(attempt, written, documents=documents, aliases=aliases, lock=lock)
-        protocol.rename(attempt)
+        finish.prepare(attempt, written, documents=documents, aliases=aliases, lock=lock)
+        finish.rename(attempt)
     finally:
         files.remove_tree(partial)  # gone, once it has its name
 

@@ -21,30 +21,35 @@ _LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ControlFlags:
-    """The requests after an iteration: those of one rank, or those of all ranks after they agree."""
+    """The requests after an iteration: those of one rank, or those of all ranks after they agree.
+
+    Args:
+        stop: save and end the run.
+        save: save, and continue.
+        exit_on_save_failure: end the run with an error, since too many saves in a row have failed.
+    """
 
     stop: bool = False
     save: bool = False
-    give_up: bool = False
+    exit_on_save_failure: bool = False
 
     def flags(self) -> list[float]:
         """Return the flags as numbers, to gather them with an iteration's figures."""
-        return [float(self.stop), float(self.save), float(self.give_up)]
+        return [float(self.stop), float(self.save), float(self.exit_on_save_failure)]
 
     @staticmethod
     def of(flags: Sequence[float]) -> ControlFlags:
         """Return the flags for the maxima over all ranks."""
-        stop, save, give_up = (flag > 0 for flag in flags)
-        return ControlFlags(stop, save, give_up)
+        return ControlFlags(*(flag > 0 for flag in flags))
 
 
 @dataclass(frozen=True, slots=True)
 class ControlRules:
-    """Limits in minutes, 0 for never. `give_up_after` failed saves in a row end the run, 0 for never."""
+    """Limits in minutes, and `exit_on_save_failure`, the number of failed saves in a row; 0 for never."""
 
     exit_duration_in_mins: float = 0.0
     save_interval_mins: float = 0.0
-    give_up_after: int = 0
+    exit_on_save_failure: int = 0
 
 
 class RunControl:
@@ -78,15 +83,14 @@ class RunControl:
 
     def now(self, *, failed_saves: int = 0) -> ControlFlags:
         """Return the requests to this rank, given the number of failed saves in a row."""
-        limit = self._rules.give_up_after
-        give_up = 0 < limit <= failed_saves
+        has_failed = 0 < self._rules.exit_on_save_failure <= failed_saves
         if self._rank:
-            return ControlFlags(stop=self.is_signalled(), give_up=give_up)
+            return ControlFlags(stop=self.is_signalled(), exit_on_save_failure=has_failed)
         now = self._clock()
         duration, interval = self._rules.exit_duration_in_mins, self._rules.save_interval_mins
         is_over = 0 < 60 * duration <= now - self._started
         is_due = 0 < 60 * interval <= now - self._saved
-        return ControlFlags(self.is_signalled() or is_over, is_due or self._look(now), give_up)
+        return ControlFlags(self.is_signalled() or is_over, is_due or self._look(now), has_failed)
 
     def saving(self) -> None:
         """Note that a save begins, and clear the requests for one."""

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes import iteration_record
 from trainer.checkpoint.policy import SaveReport
 from trainer.commands.compare_speed import main
 from trainer.compare.speed import Spread, measure, read_timing
 from trainer.compare.speed_plot import running_median
 from trainer.errors import DataError
-from trainer.metrics.run_log import IterationRecord, RunLog
+from trainer.metrics.run_log import RunLog
 
 
 def make_run(
@@ -25,18 +26,7 @@ def make_run(
     log = RunLog(folder, train_iters=after + len(seconds), log_interval=1000, tensorboard=False, mfu_scale=None)
     log.open(after, "train:\n  dtype: float32\n")
     for iteration, taken in enumerate(seconds, start=after + 1):
-        log.iteration(
-            IterationRecord(
-                iteration=iteration,
-                loss=2.0,
-                grad_norm=1.0,
-                lr=1e-3,
-                consumed_samples=iteration,
-                tokens=100,
-                seconds=taken,
-                checkpoint_seconds=0.0,
-            )
-        )
+        log.iteration(iteration_record(iteration, tokens=100, seconds=taken))
         log.evaluation(iteration, 2.0, 2.0)
         if saves and iteration in saves:
             blocked, slowdown = saves[iteration]

@@ -110,8 +110,9 @@ def test_a_save_that_nobody_touched_a_file_for_removes_none(tmp_path: Path) -> N
 
 
 def test_so_many_failed_saves_end_the_run() -> None:
-    control = control_of(ControlRules(give_up_after=3), Clock(), rank=1)
-    assert [control.now(failed_saves=count).give_up for count in range(5)] == [False, False, False, True, True]
+    control = control_of(ControlRules(exit_on_save_failure=3), Clock(), rank=1)
+    found = [control.now(failed_saves=count).exit_on_save_failure for count in range(5)]
+    assert found == [False, False, False, True, True]
 
 
 def test_a_signal_on_any_rank_asks_for_the_end() -> None:
@@ -134,7 +135,7 @@ def test_what_any_rank_asks_for_all_agree_on(each: list[ControlFlags]) -> None:
     agreed = ControlFlags.of([max(flags) for flags in zip(*(control.flags() for control in each), strict=True)])
     assert agreed.stop == any(control.stop for control in each)
     assert agreed.save == any(control.save for control in each)
-    assert agreed.give_up == any(control.give_up for control in each)
+    assert agreed.exit_on_save_failure == any(control.exit_on_save_failure for control in each)
 
 
 def saves_control(control: RunControl, clock: Clock, seconds: int) -> int:

@@ -16,25 +16,13 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.fakes import iteration_record
 from trainer.checkpoint.policy import SaveReport
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import TrainerError
 from trainer.json_value import dumps
 from trainer.metrics.jsonl_file import cut_after, last_recorded_iteration
-from trainer.metrics.run_log import IterationRecord, RunLog, peak_flops
-
-
-def record(iteration: int, loss: float = 2.5) -> IterationRecord:
-    return IterationRecord(
-        iteration=iteration,
-        loss=loss,
-        grad_norm=0.1,
-        lr=1e-3,
-        consumed_samples=8 * iteration,
-        tokens=1000,
-        seconds=0.5,
-        checkpoint_seconds=0.0,
-    )
+from trainer.metrics.run_log import RunLog, peak_flops
 
 
 def run_log(folder: Path, **changes: object) -> RunLog:
@@ -137,7 +125,7 @@ def test_lines_wait_for_a_disk_that_fails(
 ) -> None:
     log = run_log(tmp_path)
     log.open(0, "a: 1\n")
-    log.iteration(record(1))
+    log.iteration(iteration_record(1))
     write, is_full = os.write, True
 
     def fill(descriptor: int, data: bytes) -> int:
@@ -147,11 +135,11 @@ def test_lines_wait_for_a_disk_that_fails(
 
     monkeypatch.setattr(os, "write", fill)
     for iteration in (2, 3):
-        log.iteration(record(iteration))
+        log.iteration(iteration_record(iteration))
         log.sync()
     assert caplog.text.count("its lines wait in memory") == 1
     is_full = False
-    log.iteration(record(4))
+    log.iteration(iteration_record(4))
     assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
     log.close()
 
@@ -161,11 +149,11 @@ def test_a_failing_disk_costs_tensorboard_points_not_the_run(tmp_path: Path, cap
     log.open(0, "a: 1\n")
     (tmp_path / "tensorboard").write_text("a file where the folder is to be")
     for iteration in (1, 2):
-        log.iteration(record(iteration))
+        log.iteration(iteration_record(iteration))
         log.sync()
     assert caplog.text.count("lacks points") == 1
     (tmp_path / "tensorboard").unlink()
-    log.iteration(record(3))
+    log.iteration(iteration_record(3))
     log.sync()
     log.close()
     assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3]
@@ -182,7 +170,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_in_words(tmp_path: Path)
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_is_null_beside_its_exact_form(loss: float) -> None:
-    line = json.loads(dumps(record(1, loss).line()))
+    line = json.loads(dumps(iteration_record(1, loss=loss).line()))
     assert line["loss"] is None
     assert line["loss_hex"] == loss.hex()
 
@@ -192,7 +180,7 @@ def test_a_log_goes_on_after_the_loaded_iteration(tmp_path: Path) -> None:
         log = run_log(tmp_path)
         log.open(start, "a: 1\n")
         for iteration in range(start + 1, end + 1):
-            log.iteration(record(iteration))
+            log.iteration(iteration_record(iteration))
         log.sync()
         log.close()
     assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5]
@@ -205,7 +193,7 @@ def test_lines_are_shown_at_the_log_interval_and_at_the_end(tmp_path: Path, capl
     log = run_log(tmp_path, log_interval=4, mfu_scale=1e-5)
     log.open(0, "")
     for iteration in range(1, 11):
-        log.iteration(record(iteration))
+        log.iteration(iteration_record(iteration))
     log.close()
     assert [message[:35] for message in caplog.messages] == [
         f"step {iteration:5d}/10 | train loss 2.500000" for iteration in (4, 8, 10)
@@ -226,7 +214,7 @@ def test_programs_that_look_for_tok_s_read_the_lines(
     log = run_log(tmp_path, mfu_scale=mfu_scale)
     log.open(0, "")
     for iteration in (1, 2):
-        log.iteration(record(iteration))
+        log.iteration(iteration_record(iteration))
         log.evaluation(iteration, 2.0, None)
     log.close()
     found = [match.groups() for message in caplog.messages if (match := INFINITRAIN_LINE.search(message))]
@@ -238,7 +226,7 @@ def test_the_first_iteration_after_a_resume_is_marked(tmp_path: Path) -> None:
         log = run_log(tmp_path)
         log.open(after, "")
         for iteration in (after + 1, after + 2, after + 3):
-            log.iteration(record(iteration))
+            log.iteration(iteration_record(iteration))
         log.close()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(record["iteration"], record.get("resumed")) for record in records] == [

@@ -14,9 +14,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch.utils.tensorboard import SummaryWriter
 
+from tests.fakes import iteration_record
 from trainer.atomic import temporary_of
 from trainer.checkpoint.policy import SaveReport
-from trainer.metrics.run_log import IterationRecord, RunLog
+from trainer.metrics.run_log import RunLog
 from trainer.metrics.tensorboard_files import _parsed, cut_events, put_before
 
 
@@ -41,18 +42,7 @@ def points(folder: Path) -> dict[str, list[int]]:
 def train(log: RunLog, first: int, last: int, *, save_every: int = 4) -> None:
     """Record iterations as the loop does, with an evaluation before every save."""
     for iteration in range(first, last + 1):
-        log.iteration(
-            IterationRecord(
-                iteration=iteration,
-                loss=2.0,
-                grad_norm=1.0,
-                lr=1e-3,
-                consumed_samples=iteration,
-                tokens=10,
-                seconds=0.5,
-                checkpoint_seconds=0.0,
-            )
-        )
+        log.iteration(iteration_record(iteration))
         if iteration % save_every == 0:
             log.evaluation(iteration, 2.0, 2.0)
             log.sync()

@@ -41,8 +41,8 @@ class StoreChannel:
     Every method may be called from any thread, but a channel serves one thread at a time: `clone` for another. All
     ranks make the same calls of `gather`, `broadcast` and `agree` in the same order on a channel, or on clones of it.
 
-    `gather` deletes its messages, and those that rank 0 has broadcast before it: a rank that takes part in it is past
-    them. A message sent by `put` stays until `delete`; `protocol.delete_messages` does this for saves.
+    `gather` takes its messages, and deletes those that rank 0 has broadcast before it: a rank that takes part in it is
+    past them. A message sent by `put` stays until `take` or `delete`: see `protocol.delete_messages` for saves.
     """
 
     def __init__(self, store: Store, rank: int, *, world_size: int, timeout_s: float) -> None:
@@ -81,11 +81,20 @@ class StoreChannel:
         Raises:
             LaunchError: if it is not there within `timeout_s`, naming the `sender`.
         """
+        return b"".join(self._chunks(key, sender))
+
+    def take(self, key: str, *, sender: str = "a peer") -> bytes:
+        """Wait for `key`, return its data and delete it; for a message that only this rank reads, and once.
+
+        Raises:
+            LaunchError: as `read`, or if the store is gone before the message is deleted.
+        """
+        chunks = self._chunks(key, sender)
         try:
-            count = int(self._get(key))
-            return b"".join(self._get(f"{key}/{index}") for index in range(count))
+            self._delete(key, len(chunks))
         except dist.DistError as error:
-            raise self._silent(key, sender, error) from error
+            raise self._lost(key, error) from error
+        return b"".join(chunks)
 
     def await_any(self, keys: Sequence[str], *, sender: str, check: Callable[[], None]) -> str:
         """Wait until there is a message under one of `keys`, and return that key.
@@ -119,9 +128,7 @@ class StoreChannel:
         for key in keys:
             try:
                 if self._store.check([key]):
-                    count = int(self._store.get(key))  # a FileStore reports every deletion as done
-                    for name in (key, *(f"{key}/{index}" for index in range(count))):
-                        self._store.delete_key(name)
+                    self._delete(key, int(self._store.get(key)))  # a FileStore reports every deletion as done
             except dist.DistError as error:
                 raise self._lost(key, error) from error
 
@@ -130,8 +137,8 @@ class StoreChannel:
         if self.rank:
             self.put(f"{key}/{self.rank}", data)
             return []
-        others = [self.read(f"{key}/{rank}", sender=f"rank {rank}") for rank in range(1, self.world_size)]
-        self.delete([*(f"{key}/{rank}" for rank in range(1, self.world_size)), *self._broadcasts])
+        others = [self.take(f"{key}/{rank}", sender=f"rank {rank}") for rank in range(1, self.world_size)]
+        self.delete(self._broadcasts)
         self._broadcasts.clear()
         return [data, *others]
 
@@ -218,6 +225,18 @@ class StoreChannel:
             found=str(error).splitlines()[0],
             fix="Look at that rank's log; it may have died, or it hangs.",
         )
+
+    def _chunks(self, key: str, sender: str) -> list[bytes]:
+        """Wait for `key` and return the chunks of its data."""
+        try:
+            return [self._get(f"{key}/{index}") for index in range(int(self._get(key)))]
+        except dist.DistError as error:
+            raise self._silent(key, sender, error) from error
+
+    def _delete(self, key: str, chunks: int) -> None:
+        """Delete a stored message of so many chunks."""
+        for name in (key, *(f"{key}/{index}" for index in range(chunks))):
+            self._store.delete_key(name)
 
     def _get(self, key: str) -> bytes:
         if not self._await([key], self.timeout_s, watch=True):

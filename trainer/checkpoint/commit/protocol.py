@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,14 +13,12 @@ from trainer.checkpoint.commit import commit_state, disagreement
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.commit_state import Action, CommitState, Event, Outcome
 from trainer.checkpoint.commit.inventory import Inventory, identity_of
-from trainer.checkpoint.format import json_file, manifest
-from trainer.checkpoint.format.layout import Layout, model_index
-from trainer.checkpoint.format.manifest import FileEntry, Manifest, Written, WrittenPiece
-from trainer.checkpoint.format.names import INDEX, MANIFEST
+from trainer.checkpoint.format import manifest
+from trainer.checkpoint.format.layout import Layout
+from trainer.checkpoint.format.manifest import Written, WrittenPiece
+from trainer.checkpoint.format.names import MANIFEST
 from trainer.checkpoint.format.report import RankReport, decode, encode
-from trainer.checkpoint.storage.files import describe_free_space
 from trainer.checkpoint.storage.folder import CheckpointFolder
-from trainer.checkpoint.storage.lock import FolderLock
 from trainer.errors import CheckpointError, LaunchError, TrainerError
 
 _log = logging.getLogger(__name__)
@@ -188,9 +186,9 @@ class TwoPhaseCommit:
     def _collect(self) -> None:
         others = range(1, self._channel.world_size)
         try:
-            found = [self._channel.read(f"{self._key}/report/{rank}", sender=f"rank {rank}") for rank in others]
+            found = [self._channel.take(f"{self._key}/report/{rank}", sender=f"rank {rank}") for rank in others]
             self.has_all_reports = True
-            self._channel.delete([f"{self._key}/marked", *(f"{self._key}/report/{rank}" for rank in others)])
+            self._channel.delete([f"{self._key}/marked"])
             self._reports = [self._report, *map(RankReport.from_bytes, found)]
             self._require_agreement()
         except LaunchError:
@@ -339,62 +337,3 @@ def is_committed(attempt: Attempt) -> bool:
         return manifest.from_bytes(path.read_bytes(), where=path).attempt == attempt.name
     except (OSError, TrainerError):
         return False
-
-
-def prepare(
-    attempt: Attempt,
-    written: Sequence[WrittenPiece],
-    *,
-    documents: Mapping[str, json_file.Document],
-    aliases: Mapping[str, str],
-    lock: FolderLock | None,
-) -> None:
-    """Check that the pieces tile every tensor, write the JSON files and the manifest, and sync. Rank 0 only.
-
-    Raises:
-        CheckpointError: if the pieces do not tile, the lock is lost, or the file system fails.
-    """
-    files, folder = attempt.folder.files, attempt.folder.partial(attempt.iteration, attempt.name)
-    tensors = manifest.tile(attempt.layout, written)
-    entries = {
-        file.name: FileEntry(file.total_bytes, manifest.digest_of(file.header), is_tensor_file=True)
-        for file in attempt.layout.files
-    }
-    try:
-        for name, document in {INDEX: model_index(attempt.layout), **documents}.items():
-            data = json_file.content(document)
-            files.write_whole(folder / name, data)
-            entries[name] = FileEntry(len(data), manifest.digest_of(data), is_tensor_file=False)
-        data = manifest.to_bytes(Manifest(attempt.name, entries, tensors, aliases))
-        files.write_whole(folder / MANIFEST, data)
-        for path in sorted({(folder / name).parent for name in entries}, reverse=True):
-            files.sync_folder(path)
-        if lock is not None:
-            lock.check()
-    except OSError as error:
-        raise _commit_failed(attempt, error) from error
-
-
-def rename(attempt: Attempt) -> bool:
-    """Rename a prepared attempt to the checkpoint that it becomes. Rank 0 only.
-
-    Returns:
-        Whether the checkpoint, which is there, is durable: nothing is to be deleted for one that may not be.
-
-    Raises:
-        CheckpointError: if the file system fails; no checkpoint is there then.
-    """
-    try:
-        return attempt.folder.commit(attempt.iteration, attempt.name)
-    except OSError as error:
-        raise _commit_failed(attempt, error) from error
-
-
-def _commit_failed(attempt: Attempt, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"Committing a checkpoint failed: {error.strerror} (errno {error.errno})",
-        where=error.filename or attempt.folder.partial(attempt.iteration, attempt.name),
-        expected=f"room for {attempt.layout.total_bytes} B",
-        found=describe_free_space(attempt.folder.files, attempt.folder.root),
-        fix="Committed checkpoints are untouched; make room or repair the disk.",
-    )

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 def decide_expired(
     folder: CheckpointFolder, retention: Retention, *, pinned: Collection[int]
 ) -> tuple[list[int], list[int]]:
-    """Return what retention gives up, and all that is committed; both empty where the folder cannot be listed.
+    """Return the iterations that retention gives up, and all committed ones; none where the folder cannot be listed.
 
     Args:
         pinned: iterations that stay, beside those with a `hold` file.
@@ -78,7 +78,7 @@ def _losses(folder: CheckpointFolder, iterations: Sequence[int]) -> tuple[dict[i
 
 
 def _needed_bytes(layout: Layout) -> int:
-    """Return what a checkpoint takes at most: the tensor files, and JSON files that grow with tensors and digests."""
+    """Return the largest size of a checkpoint: its tensor files, and JSON files that grow with tensors and digests."""
     return layout.total_bytes + (64 << 10) + 1024 * len(layout.places) + layout.total_bytes // (128 << 10)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.checkpoint.commit import protocol
+from trainer.checkpoint.commit import finish, protocol
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.inventory import Inventory
 from trainer.checkpoint.commit.protocol import Attempt, SharedCommitState, TwoPhaseCommit
@@ -105,7 +105,7 @@ class SaveJob:
                 if commit.is_unanimous:
                     self._prepare(commit.pieces())
                     self.shared.begin_rename()
-                    is_durable = protocol.rename(attempt)
+                    is_durable = finish.rename(attempt)
                     commit.renamed()
             commit.broadcast()
             commit.end()
@@ -187,7 +187,7 @@ class SaveJob:
         documents, aliases = self.contents.documents, self.contents.aliases
         if self.channel.world_size > 1:
             _remove_mark(self.attempt)
-        protocol.prepare(self.attempt, written, documents=documents, aliases=aliases, lock=self.lock)
+        finish.prepare(self.attempt, written, documents=documents, aliases=aliases, lock=self.lock)
 
     def _remove_earlier(self, *, with_messages: bool) -> None:
         """Remove what is left of the attempts before this one. Rank 0 only."""

@@ -56,7 +56,7 @@ def test_the_first_message_or_a_raising_check_ends_the_wait() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_collect_gives_rank_0_everything_in_order_of_rank(world_size: int) -> None:
+def test_gather_gives_rank_0_everything_in_order_of_rank(world_size: int) -> None:
     def call(channel: StoreChannel) -> list[bytes]:
         return channel.gather("k", f"from {channel.rank}".encode())
 
@@ -97,7 +97,7 @@ def test_read_of_a_missing_message_names_the_sender_in_time() -> None:
     assert "never" in str(outcome)
 
 
-def test_collect_names_the_rank_that_is_silent() -> None:
+def test_gather_names_the_rank_that_is_silent() -> None:
     def call(channel: StoreChannel) -> list[bytes]:
         return channel.clone(0.3).gather("k", b"x") if channel.rank != 1 else []
 
@@ -116,6 +116,41 @@ def test_a_message_of_many_chunks_is_deleted_whole() -> None:
     assert run_ranks(2, lambda channel: call(channel) if channel.rank == 0 else 0, store=tcp_store)[0] == 4
 
 
+@pytest.mark.parametrize("size", [0, 5, 9 << 20])
+def test_take_returns_a_message_and_leaves_no_key(size: int) -> None:
+    data = os.urandom(size)
+
+    def call(channel: StoreChannel) -> bytes:
+        if channel.rank == 0:
+            channel.put("k", data)
+            return data
+        found = channel.take("k", sender="rank 0")
+        assert not any(channel._store.check([key]) for key in ("k", "k/0", "k/1", "k/2"))
+        return found
+
+    assert all_ranks(2, call, store=tcp_store) == [data, data]
+
+
+def test_take_asks_the_store_no_more_than_it_must() -> None:
+    calls: list[str] = []
+
+    class Counted(dist.HashStore):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> object:
+            if name in ("check", "get", "delete_key"):
+                calls.append(name)
+            return super().__getattribute__(name)
+
+    channel = StoreChannel(Counted(), 0, world_size=1, timeout_s=5.0)
+    channel.put("k", b"data")
+    assert channel.take("k") == b"data"
+    assert calls == ["check", "get", "check", "get", "delete_key", "delete_key"]
+
+
+def test_take_of_a_missing_message_names_the_sender() -> None:
+    with pytest.raises(LaunchError, match="No message from rank 3"):
+        StoreChannel(dist.HashStore(), 0, world_size=1, timeout_s=0.0).take("never", sender="rank 3")
+
+
 def test_delete_waits_for_nothing_and_may_come_twice() -> None:
     def call(channel: StoreChannel) -> list[int]:
         channel.timeout_s = 3600.0  # a channel that waited would outlast the test
@@ -123,15 +158,15 @@ def test_delete_waits_for_nothing_and_may_come_twice() -> None:
         channel.put("k", bytes(9 << 20))
         channel.delete(["none", "k", "k"])
         counts.append(int(channel._store.num_keys()))
-        channel.broadcast("told", b"x")
-        channel.delete(["told"])
+        channel.broadcast("broadcast", b"x")
+        channel.delete(["broadcast"])
         channel.put("go", b"")
-        channel.gather("after what was told is gone", b"")
+        channel.gather("after the broadcast is deleted", b"")
         return counts
 
     def peer(channel: StoreChannel) -> list[int]:
         channel.read("go")
-        channel.gather("after what was told is gone", b"")
+        channel.gather("after the broadcast is deleted", b"")
         return []
 
     outcome = run_ranks(2, lambda channel: peer(channel) if channel.rank else call(channel), store=tcp_store)[0]
@@ -139,7 +174,7 @@ def test_delete_waits_for_nothing_and_may_come_twice() -> None:
     assert outcome[0] == outcome[1]
 
 
-def test_post_under_a_key_that_is_taken_is_an_error() -> None:
+def test_put_under_a_key_that_is_stored_is_an_error() -> None:
     def call(channel: StoreChannel) -> None:
         if channel.rank == 0:
             channel.put("k", b"")

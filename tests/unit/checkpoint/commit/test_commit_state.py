@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.turns import Fault, FaultyStore, Task, Turns
-from trainer.checkpoint.commit import channel as channel
+from trainer.checkpoint.commit import channel as channel_module
 from trainer.checkpoint.commit import commit_state, protocol
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
@@ -48,7 +48,7 @@ class Troubles:
         work_s: how long each rank writes; None for ever.
         disk_s: how long each of rank 0's calls to the disk takes then.
         broken: the ranks whose writing fails.
-        declines_s: when the main thread of a rank gives up, if its worker is not through.
+        aborts_s: when the main thread of a rank aborts, if its worker has not ended.
         renames: whether the rename succeeds.
         syncs: whether it is made durable after that; `takes_back`: whether it can be undone if not.
         odd: the ranks that save another table of tensors than rank 0.
@@ -61,7 +61,7 @@ class Troubles:
     work_s: tuple[float | None, ...]
     disk_s: float
     broken: frozenset[int]
-    declines_s: tuple[float | None, ...]
+    aborts_s: tuple[float | None, ...]
     renames: bool
     syncs: bool
     takes_back: bool
@@ -142,7 +142,7 @@ class Rank:
     worker: Task | None = None
     main: Task | None = None
     has_returned: bool = False
-    is_decline_certain: bool = False
+    is_abort_certain: bool = False
 
 
 class NotingState(SharedCommitState):
@@ -178,14 +178,14 @@ class Attempted:
         for number in range(told.ranks):
             rank = Rank(number, NotingState(number, told.ranks, self))
             rank.worker = self.turns.add(f"worker {number}", number, lambda rank=rank: self._save(rank))
-            if told.declines_s[number] is not None:
+            if told.aborts_s[number] is not None:
                 rank.main = self.turns.add(f"main {number}", number, lambda rank=rank: self._abort(rank))
             self.ranks.append(rank)
 
     def run(self) -> None:
         """Let it happen."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(channel, "time", self.turns)
+            patch.setattr(channel_module, "time", self.turns)
             self.turns.run()
 
     @property
@@ -214,16 +214,16 @@ class Attempted:
         return Written([WrittenPiece("w", Box((number,), (1,)), 0, 4, bytes(DIGEST_BYTES))], 4)
 
     def _abort(self, rank: Rank) -> None:
-        self.turns.sleep(self.told.declines_s[rank.number] or 0.0)
+        self.turns.sleep(self.told.aborts_s[rank.number] or 0.0)
         assert rank.worker is not None
         if not rank.worker.is_over:
             error = CheckpointError("A save did not end in time")
-            rank.is_decline_certain = protocol.abort(self.channel(rank), self.attempt, error, rank.shared)
+            rank.is_abort_certain = protocol.abort(self.channel(rank), self.attempt, error, rank.shared)
 
 
 @dataclass(slots=True)
 class SimulatedJob(SaveJob):
-    """A save whose writing is told by the troubles; all the rest is the engine's."""
+    """A save whose writing follows the troubles; all the rest is the engine's."""
 
     number: int = 0
     attempted: Attempted | None = None
@@ -272,7 +272,7 @@ def attempted(told: Troubles) -> Attempted:
             if rank.has_returned or outcome is Outcome.COMMITTED:
                 # A rank that hears nothing may look just before what is not durable is taken back.
                 assert is_committed or (rank.number > 0 and found.disk.is_taken_back and not told.are_messages_safe)
-            if rank.is_decline_certain or outcome is Outcome.FAILED:
+            if rank.is_abort_certain or outcome is Outcome.FAILED:
                 assert not is_committed
             for task in (rank.worker, rank.main):
                 assert task is None or task.is_over or task.is_held, f"{task.name} has not ended"
@@ -308,7 +308,7 @@ def calm(ranks: int, **changes: object) -> Troubles:
         work_s=(0.01,) * ranks,
         disk_s=0.005,
         broken=frozenset(),
-        declines_s=nobody,
+        aborts_s=nobody,
         renames=True,
         syncs=True,
         takes_back=True,
@@ -360,13 +360,13 @@ def test_a_host_that_stops_at_any_call_misleads_no_rank() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_rank_that_gives_up_shares_the_outcome_of_all(number: int) -> None:
+def test_a_rank_that_aborts_shares_the_outcome_of_all(number: int) -> None:
     commits = []
     for moment in range(40):
-        declines_s: list[float | None] = [None, None]
-        declines_s[number] = moment / 500
+        aborts_s: list[float | None] = [None, None]
+        aborts_s[number] = moment / 500
         for seed in range(5):
-            found = attempted(calm(2, seed=seed, declines_s=tuple(declines_s)))
+            found = attempted(calm(2, seed=seed, aborts_s=tuple(aborts_s)))
             commits.append(found.disk.commits)
             assert outcomes(found) == [Outcome.COMMITTED if found.disk.commits else Outcome.FAILED] * 2
     assert set(commits) == {0, 1}
@@ -432,7 +432,7 @@ def test_no_order_of_events_renames_twice_or_wrongly(rank: int, events: list[Eve
 
 @pytest.mark.parametrize("stage", list(CommitStage))
 @pytest.mark.parametrize("rank", [0, 1])
-def test_declining_twice_is_declining_once(rank: int, stage: CommitStage) -> None:
+def test_aborting_twice_is_aborting_once(rank: int, stage: CommitStage) -> None:
     first, action = commit_state.advance(CommitState(rank, frozenset(), stage), commit_state.Aborted("time is over"))
     assert commit_state.advance(first, commit_state.Aborted("again")) == (first, Action.NOTHING)
     assert (first.outcome is Outcome.FAILED) == (action is not Action.NOTHING)

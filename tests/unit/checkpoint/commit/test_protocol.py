@@ -22,7 +22,7 @@ from trainer.checkpoint.loading.reader import open_checkpoint, read_places
 from trainer.checkpoint.policy import Retention, SavePolicy, SaveReport
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import Contents, Grid
-from trainer.errors import CheckpointError, LaunchError
+from trainer.errors import CheckpointError, LaunchError, TrainerError
 from trainer.optim import AdamSettings, build_adamw
 from trainer.state import ModelPart, TrainerState
 
@@ -144,22 +144,24 @@ def test_all_ranks_save_again_any_iteration_but_the_newest(tmp_path: Path, kind:
     assert all_ranks(2, call) == [[True, False, True, False, False, False, True]] * 2
 
 
-def test_a_deletion_that_fails_is_no_checkpoint_on_any_rank(tmp_path: Path) -> None:
+def test_a_deletion_that_fails_fails_no_save_on_any_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Clinging(Files):
         def rename(self, source: Path, target: Path) -> None:
             if target.name.endswith(".deleting"):
                 raise OSError(5, "Input/output error")
             super().rename(source, target)
 
-    def call(channel: StoreChannel) -> bool:
+    def call(channel: StoreChannel) -> list[TrainerError | None]:
         checkpointer = started(channel, SavePolicy(tmp_path, retention=Retention(1)), Clinging())
-        for iteration in (1, 2):
-            checkpointer.save(iteration, contents(channel.rank, iteration))
-        again = checkpointer.save(1, contents(channel.rank, 1))
+        reports = [checkpointer.save(iteration, contents(channel.rank, iteration)) for iteration in (1, 2, 3, 1)]
         checkpointer.close()
-        return again is not None and again.error is None
+        return [report.error for report in reports if report is not None]
 
-    assert all_ranks(2, call) == [True, True]
+    assert all_ranks(2, call) == [[None] * 4] * 2  # no rank takes the second save of iteration 1 for done
+    assert "iteration 1 could not be deleted" in caplog.text
+    for iteration in (1, 2, 3):
+        found = load_file(tmp_path / f"iter_{iteration:07d}" / "model.safetensors")
+        assert torch.equal(found["w"], torch.full(SPEC.shape, float(iteration)))
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])

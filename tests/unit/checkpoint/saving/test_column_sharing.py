@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from tests.fakes import Axis, FailingFiles, Sharding, all_ranks, run_ranks, sample_specs, sample_state
 from tests.harness import call_on_ranks, tensor_files
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
-from trainer.checkpoint.commit.protocol import Attempt, delete_messages
+from trainer.checkpoint.commit.protocol import Attempt, stripes_key
 from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.policy import SavePolicy, SaveReport
@@ -75,6 +75,7 @@ def save(
     files: Callable[[int], Files] = lambda _: Files(),
     staging_bytes: Callable[[int], int | None] = lambda _: None,
     async_save: bool = False,
+    store: Callable[[], Store] = HashStore,
 ) -> list[Saved]:
     """Save from all ranks, some of them on one host; return each rank's reports."""
 
@@ -90,7 +91,7 @@ def save(
         return [report for report in found if report is not None]
 
     found = []
-    for outcome in run_ranks(max(sharding.world_size, 1), run):
+    for outcome in run_ranks(max(sharding.world_size, 1), run, store=store):
         if isinstance(outcome, BaseException):
             raise outcome
         found.append(outcome)
@@ -319,23 +320,19 @@ def test_ranks_that_have_no_columns_share_nothing(tmp_path: Path) -> None:
     ]
 
 
-def test_saves_leave_nothing_in_the_store(tmp_path: Path) -> None:
+def keys_after(folder: Path, saves: int) -> int:
+    """Return how many keys are stored after so many saves of shared columns."""
     store = HashStore()
+    iterations = range(1, saves + 1)
+    assert_saved(save(folder, COLUMNS, hosts=[[0, 1]], iterations=iterations, store=lambda: store))
+    # Every save has sent its messages on the columns, and the next has deleted them.
+    stored = [store.check([stripes_key(f"n-{number}", rank)]) for number in iterations for rank in (0, 1)]
+    assert stored == [False] * (2 * saves - 2) + [True] * 2
+    return int(store.num_keys())
 
-    def run(channel: StoreChannel) -> list[int]:
-        local_ranks, keys = met(channel, [0, 1]), list[int]()
-        for number in range(1, 5):
-            local_ranks.join(attempt(tmp_path, number), columns_of(COLUMNS, channel.rank), may_share=True)
-            channel.agree(f"all are through {number}", None)
-            if channel.rank == 0:
-                delete_messages(channel, attempt(tmp_path, number).name)
-            channel.agree(f"all is deleted {number}", None)
-            keys.append(store.num_keys())
-            channel.agree(f"all have counted {number}", None)
-        return keys
 
-    for keys in all_ranks(2, run, store=lambda: store):
-        assert keys[1:] == [keys[1]] * 3
+def test_a_save_deletes_the_messages_of_the_one_before(tmp_path: Path) -> None:
+    assert keys_after(tmp_path / "few", 2) == keys_after(tmp_path / "many", 5)
 
 
 def columns_of(sharding: Sharding, rank: int) -> list[Piece]:
