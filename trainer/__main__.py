@@ -112,8 +112,9 @@ def run(raw: DictConfig, environment: Environment) -> None:
     from trainer.launch.signals import SignalHandler
     from trainer.launch.watchdog import Watchdog
 
-    timeout_s = 60 * config.train.distributed_timeout_minutes
-    cluster = launch.start(config.train.device, deterministic=config.train.deterministic, timeout_s=timeout_s)
+    train = config.train
+    timeout_s = 60 * train.distributed_timeout_minutes
+    cluster = launch.start(train.device, deterministic=train.deterministic, threads=train.threads, timeout_s=timeout_s)
     report_channel = cluster.channel.clone(_EXIT_GRACE_S)
     signals = SignalHandler(config.train.exit_signal_save_seconds, report=report_channel.fail)
     watchdog = Watchdog(cluster.channel.clone(timeout_s), timeout_s, store_host=cluster.store_host)

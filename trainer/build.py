@@ -117,7 +117,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     """
     digest, valid_digest = look_alone(config)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
-    environment = _environment(config, torch.device("cpu"), thread_count())
+    environment = _environment(config, torch.device("cpu"), thread_count(config.train.threads))
     topology = topology_of(config, 1)
     return schedule, run_record.describe(
         config,

@@ -28,7 +28,8 @@ class Rule:
         field: a dotted path; a rule for a longer path wins.
         flag: the flag that allows the difference, for Verdict.FLAG.
         says: the effect of an allowed difference, for the log line.
-        hint: advice for the refusal; `{saved}` in it is replaced by the saved value.
+        hint: advice for the refusal or, with Verdict.LOGGED, for the log line; `{saved}` in it is replaced by the saved
+            value.
         is_optional: whether a field may be missing on one side; older checkpoints lack it.
     """
 
@@ -92,13 +93,23 @@ def settle(found: Sequence[Difference], *, flags: Collection[str], where: object
             found="these differences:\n" + "\n".join(rows),
             fix="\n" + fix,
         )
-    return [f"{d.field}: saved {_text(d.saved)}, now {_text(d.current)}; {d.rule.says}" for d in found]
+    return [_line(d) for d in found]
+
+
+def _line(difference: Difference) -> str:
+    rule = difference.rule
+    parts = [rule.says, *(_hint(difference) if rule.verdict is Verdict.LOGGED else [])]
+    return f"{difference.field}: saved {_text(difference.saved)}, now {_text(difference.current)}; {'; '.join(parts)}"
+
+
+def _hint(difference: Difference) -> list[str]:
+    hint = difference.rule.hint
+    has_value = difference.saved is not None or "{saved}" not in hint  # there is no way to set "nothing"
+    return [hint.replace("{saved}", _text(difference.saved))] if hint and has_value else []
 
 
 def _advice(difference: Difference) -> str:
-    rule = difference.rule
-    has_value = difference.saved is not None or "{saved}" not in rule.hint  # there is no way to set "nothing"
-    parts = [rule.hint.replace("{saved}", _text(difference.saved))] if rule.hint and has_value else []
+    rule, parts = difference.rule, _hint(difference)
     if rule.verdict is Verdict.FLAG:
         parts.append(f"{rule.flag}=true allows it")
     return f"  ({'; '.join(parts)})" if parts else ""

@@ -57,6 +57,12 @@ RULES: tuple[Rule, ...] = (
     Rule("optimizer.weight_decay", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
     Rule("precision", Verdict.LOGGED, says=_ROUNDING),
     Rule("environment", Verdict.LOGGED, says=_ROUNDING),
+    Rule(
+        "environment.threads",
+        Verdict.LOGGED,
+        says=f"{_ROUNDING}: sums of a matrix product on a CPU depend on the number of threads",
+        hint="train.threads={saved} gives the same bits",
+    ),
 )
 
 

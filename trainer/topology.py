@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
+# More threads of one rank than any host has cores; OpenMP would fail to start them.
+MOST_THREADS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Coordinate:

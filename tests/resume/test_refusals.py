@@ -232,6 +232,23 @@ def test_another_thread_count_is_said_in_a_line(run: Path) -> None:
     assert f"environment.threads: saved 1, now {len(ALL_CORES)}; weights and moments stay bitwise" in ended.text
 
 
+def test_fixed_threads_are_kept_or_said_in_a_line(tmp_path: Path) -> None:
+    """Every rank has one core here, so that its share would be one thread."""
+    fixed = "train.threads=2"
+    run_ok(tmp_path / "run", [*BASE, fixed])
+    state = json.loads((tmp_path / "run/checkpoints/iter_0000003" / STATE).read_text())
+    assert state["environment"]["threads"] == 2
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    assert "environment.threads" not in continue_(tmp_path / "run", fixed).text
+    assert (
+        "environment.threads: saved 2, now 1; weights and moments stay bitwise, the loss curve equals within rounding: "
+        "sums of a matrix product on a CPU depend on the number of threads; train.threads=2 gives the same bits"
+    ) in continue_(tmp_path / "other", "train.threads=1").outputs[0].splitlines()
+
+    run_ok(tmp_path / "unbroken", [*BASE, fixed, "train.train_iters=4"], cores=ALL_CORES)
+    assert curve(tmp_path / "unbroken") == curve(tmp_path / "run")
+
+
 def test_an_unchanged_run_loads_without_a_word(run: Path) -> None:
     ended = run_ok(run, BASE)
     assert "now" not in ended.text.split("loaded")[0]

@@ -39,6 +39,16 @@ def test_a_field_without_a_rule_may_differ() -> None:
     assert differences(SAVED, changed(modelling=2, seconds=6), TABLE) == []
 
 
+def test_the_line_of_a_logged_difference_ends_with_the_hint() -> None:
+    table = (Rule("versions", Verdict.LOGGED, says="bits may differ", hint="version={saved} keeps them"),)
+    found = differences(SAVED, changed(versions={"torch": "3"}), table)
+    assert settle(found, flags=(), where="x") == [
+        "versions.torch: saved 2.11, now 3; bits may differ; version=2.11 keeps them"
+    ]
+    found = differences(changed(versions={"torch": None}), SAVED, table)
+    assert settle(found, flags=(), where="x") == ["versions.torch: saved nothing, now 2.11; bits may differ"]
+
+
 def test_the_rule_of_the_longest_path_wins() -> None:
     found = differences(SAVED, changed(model={"dropout": 0.2, "width": 65}), TABLE)
     assert [(d.field, d.rule.verdict) for d in found] == [

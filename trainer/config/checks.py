@@ -12,6 +12,7 @@ from trainer.data.section import problems as data_problems
 from trainer.errors import ConfigError
 from trainer.lanes import invariant_ranks_problems
 from trainer.schedule import problems as schedule_problems
+from trainer.topology import MOST_THREADS
 
 # Clocks, timers and torch's stores count in 64 bits of small units: 30 years are enough.
 _MOST_SECONDS, _MOST_MINUTES = 1e9, 1e7
@@ -88,6 +89,8 @@ def _train_problems(config: Config) -> list[str]:
             found.append(f"train.{name}={getattr(train, name)}: must be above 0 and at most {most:g}")
     if train.seed < 0:
         found.append(f"train.seed={train.seed}: must be 0 or more")
+    if not 0 <= train.threads <= MOST_THREADS:
+        found.append(f"train.threads={train.threads}: must be 0 (a share of the cores) or more, at most {MOST_THREADS}")
     if train.dry_run_ranks > _MOST_RANKS:
         found.append(f"train.dry_run_ranks={train.dry_run_ranks}: must be at most {_MOST_RANKS}")
     if train.seq_length > config.model.max_position_embeddings:

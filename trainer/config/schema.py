@@ -61,6 +61,8 @@ class TrainSection:
         dtype: dtype of activations and matrix products; parameters and optimizer state are float32 either way.
         compile: compile each transformer block with torch.compile.
         deterministic: restrict torch to deterministic kernels; those of a CPU always are.
+        threads: compute threads of each rank, on which bits depend on a CPU; 0 takes OMP_NUM_THREADS, else the rank's
+            share of the cores of its host.
         activation_checkpointing: keep only the inputs of transformer blocks and recompute the blocks in the backward
             pass.
         eval_interval: iterations between evaluations on the validation data; 0 never evaluates.
@@ -94,6 +96,7 @@ class TrainSection:
     dtype: Dtype = Dtype.float32
     compile: bool = False
     deterministic: bool = False
+    threads: int = 0
     activation_checkpointing: bool = False
     eval_interval: int = 0
     eval_iters: int = 4

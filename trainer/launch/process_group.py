@@ -21,12 +21,10 @@ from trainer.errors import LaunchError
 from trainer.launch.environment import Environment
 from trainer.launch.relaunch import Launch, identify
 from trainer.launch.rendezvous import rendezvous
+from trainer.topology import MOST_THREADS
 
 # Time for ranks to find out which ranks are missing.
 _GRACE_S = 5.0
-
-# More threads than any host has cores; OpenMP would fail to start them.
-_MOST_THREADS = 4096
 
 # glibc's parameter numbers, see mallopt(3), and the largest threshold that its dynamic adjustment reaches.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -66,18 +64,24 @@ class Cluster:
 
 
 def start(
-    device: str, *, deterministic: bool, timeout_s: float = 600.0, variables: Mapping[str, str] = os.environ
+    device: str,
+    *,
+    deterministic: bool,
+    threads: int = 0,
+    timeout_s: float = 600.0,
+    variables: Mapping[str, str] = os.environ,
 ) -> Cluster:
     """Fix threads and device, and join the other ranks. A call of all ranks.
 
     Args:
+        threads: the number of compute threads of this rank; 0 for the one that `thread_count` finds.
         timeout_s: how long a rank waits for the others, here and in every collective and message.
 
     Raises:
         LaunchError: if the requested device is missing or a rank does not join.
     """
     environment = Environment.read(variables)
-    threads = thread_count(variables, environment.local_world_size)
+    threads = thread_count(threads, variables, environment.local_world_size)
     torch.set_num_threads(threads)
     chosen = _device(device, environment.local_rank)
     if chosen.type == "cpu":
@@ -104,8 +108,10 @@ def start(
     )
 
 
-def thread_count(variables: Mapping[str, str] = os.environ, local_world_size: int = 1) -> int:
+def thread_count(threads: int = 0, variables: Mapping[str, str] = os.environ, local_world_size: int = 1) -> int:
     """Return the number of compute threads of a rank: OMP_NUM_THREADS, else its share of the cores of its host.
+
+    `threads`, the configured number, is used instead of both unless it is 0.
 
     torchrun sets OMP_NUM_THREADS=1 for several ranks on a host where the user has not set it, so the value 1 is used
     for a single rank only. OMP_NUM_THREADS may be a list with one count per level of nesting; the first is used.
@@ -113,12 +119,14 @@ def thread_count(variables: Mapping[str, str] = os.environ, local_world_size: in
     Raises:
         LaunchError: if OMP_NUM_THREADS is not a positive integer.
     """
+    if threads:
+        return threads
     text = variables.get("OMP_NUM_THREADS", "").strip()
     first = text.partition(",")[0].strip()
-    if text and not (first.isascii() and first.isdigit() and 0 < int(first) <= _MOST_THREADS):
+    if text and not (first.isascii() and first.isdigit() and 0 < int(first) <= MOST_THREADS):
         raise LaunchError(
             "OMP_NUM_THREADS is not valid",
-            expected=f"a number of threads from 1 to {_MOST_THREADS}",
+            expected=f"a number of threads from 1 to {MOST_THREADS}",
             found=repr(text),
             fix="Correct it, or unset it to use the rank's share of the cores.",
         )

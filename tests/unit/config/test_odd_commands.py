@@ -25,6 +25,8 @@ ODD: list[tuple[str, str]] = [
     (f"train.seed={HUGE}", f"train.seed={HUGE}"),
     ("train.seed=-1", "train.seed=-1: must be 0 or more"),
     ("train.seed=1e30", "train.seed"),
+    ("train.threads=-1", "train.threads=-1: must be 0"),
+    ("train.threads=4097", "train.threads=4097: must be 0 (a share of the cores) or more, at most 4096"),
     (f"train.train_iters={HUGE}", "64 bits"),
     (f"train.global_batch_size={HUGE}", "64 bits"),
     (f"checkpoint.file_bytes={HUGE}", "64 bits"),

@@ -52,19 +52,24 @@ def _faults(*, starts: bool) -> int:
 _THREADS = """
 import json, os, torch
 from trainer.launch import process_group as launch
-cluster = launch.start("cpu", deterministic=False)
+cluster = launch.start("cpu", deterministic=False, threads=FIXED)
 print(json.dumps([cluster.threads, torch.get_num_threads(), len(os.sched_getaffinity(0))]))
 """
 
 
-@pytest.mark.parametrize(("text", "threads"), [("3", 3), (None, None)])
-def test_a_single_process_honors_omp_num_threads(text: str | None, threads: int | None) -> None:
+@pytest.mark.parametrize(("fixed", "text", "threads"), [(0, "3", 3), (0, None, None), (5, "3", 5), (5, None, 5)])
+def test_a_process_computes_with_the_threads_it_is_given(fixed: int, text: str | None, threads: int | None) -> None:
     """Run in a process of its own, because torch reads the variable when it is imported."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     if text is not None:
         environment["OMP_NUM_THREADS"] = text
     ended = subprocess.run(
-        [sys.executable, "-c", _THREADS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", _THREADS.replace("FIXED", str(fixed))],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert ended.returncode == 0, ended.stderr
     recorded, used, cores = json.loads(ended.stdout)
@@ -83,10 +88,11 @@ def test_the_threads_of_a_rank(
     variables: dict[str, str], ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert launch.thread_count(variables, ranks) == threads
+    assert launch.thread_count(0, variables, ranks) == threads
+    assert launch.thread_count(5, variables, ranks) == 5
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "1.5", ",", "\u0663", "99999999999"])
 def test_a_number_of_threads_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="OMP_NUM_THREADS is not valid"):
-        launch.thread_count({"OMP_NUM_THREADS": text})
+        launch.thread_count(0, {"OMP_NUM_THREADS": text})
