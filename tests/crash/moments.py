@@ -31,6 +31,7 @@ from tests.harness import Running, started
 from trainer.checkpoint.storage.files import Files
 from trainer.data.loader import BatchLoader
 from trainer.launch.signals import SignalHandler
+from trainer.parallel.invariant import LocalLanes, ShardedLanes
 from trainer.parallel.pipeline import Pipeline
 from trainer.parallel.reduction import MeanReduction
 from trainer.state import TrainerState
@@ -213,7 +214,8 @@ def _gate_forward(gate: Gate) -> None:
         _stand_if(gate, at["iteration"] == gate.iteration)
 
     _before(trainer.loop, "train_step", count)
-    _before(MeanReduction, "before_backward", stand)
+    for reduction in (MeanReduction, LocalLanes, ShardedLanes):
+        _before(reduction, "before_backward", stand)
     _before(Pipeline, "forward_backward", stand_first)
 
 
