@@ -1,4 +1,4 @@
-"""Train, train again and get killed, resume with the same command, and compare the two curves.
+"""Train on one rank, train again and get killed, resume on two ranks, and compare the two curves.
 
 The exit status is 0 if the two loss curves have equal bits, else not 0.
 """
@@ -16,53 +16,74 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands.arguments import local_path
-from trainer.commands.compare_loss import main as compare_loss
+from trainer.compare.curves import compare, read_curve, report
+from trainer.compare.plot import plot_comparison
+from trainer.errors import TrainerError
 
 KILL_AFTER = 49
+ONE_RANK = (sys.executable, "-m", "trainer")
+TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demonstration and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=local_path, default=Path("runs/demo"), help="deleted first, then created")
-    folder = parser.parse_args(arguments).folder
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="of the configuration of both runs")
+    options = parser.parse_args(arguments)
+    folder, overrides = options.folder, ["experiment=demo", *options.overrides]
     shutil.rmtree(folder, ignore_errors=True)
     unbroken, killed = folder / "unbroken", folder / "killed"
-    say("1. a run of 100 iterations, undisturbed")
-    subprocess.run(command(unbroken), check=True)
+    say("1. a run of 100 iterations on one rank, undisturbed")
+    subprocess.run([*ONE_RANK, *overrides, f"run.dir={unbroken}"], check=True)
     say(f"2. the same in another folder, killed (SIGKILL) inside iteration {KILL_AFTER + 1}")
-    kill_inside_iteration(command(killed), killed / "metrics.jsonl")
-    say("3. the same command again: it resumes")
-    subprocess.run(command(killed), check=True)
+    last = kill_inside_iteration([*ONE_RANK, *overrides, f"run.dir={killed}"], killed / "metrics.jsonl")
+    say("3. the killed run is resumed on two ranks")
+    subprocess.run([*TWO_RANKS, *overrides, f"run.dir={killed}", "checkpoint.reshard=true"], check=True)
     say("4. both curves compared")
-    return compare_loss([str(unbroken), str(killed), "--bitwise", "--plot", str(folder / "overlay.png")])
+    return compare_runs(unbroken, killed, last, folder / "overlay.png")
 
 
-def command(run: Path) -> list[str]:
-    """Return the command of a run, the same to start and to resume it."""
-    return [sys.executable, "-m", "trainer", "experiment=demo", f"run.dir={run}"]
-
-
-def kill_inside_iteration(run: Sequence[str], metrics: Path) -> None:
-    """Start a run and kill it with SIGKILL halfway through the iteration after `KILL_AFTER`."""
+def kill_inside_iteration(run: Sequence[str], metrics: Path) -> int:
+    """Start a run, kill it with SIGKILL halfway through the iteration after `KILL_AFTER`; return the last recorded."""
     process = subprocess.Popen(run)
     try:
-        while (row := last_row(metrics)).get("iteration", 0) < KILL_AFTER:
+        while not (rows := training_rows(metrics)) or rows[-1]["iteration"] < KILL_AFTER:
             if process.poll() is not None:
                 raise SystemExit(f"the run ended before it could be killed, status {process.returncode}")
             time.sleep(0.005)
-        time.sleep(0.5 * row["seconds"])
+        time.sleep(0.5 * rows[-1]["seconds"])
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    say(f"   killed, the last recorded iteration is {last_row(metrics)['iteration']}")
+    last = int(training_rows(metrics)[-1]["iteration"])
+    say(f"   killed, the last recorded iteration is {last}")
+    return last
 
 
-def last_row(metrics: Path) -> dict[str, float]:
-    """Return the last completely recorded training iteration, or None."""
+def compare_runs(unbroken: Path, killed: Path, last: int, picture: Path) -> int:
+    """Print the comparison of both curves, draw it, and return 0 if they have equal bits.
+
+    Args:
+        last: the last iteration recorded before the kill.
+    """
+    first = next(int(row["iteration"]) for row in training_rows(killed / "metrics.jsonl") if row.get("resumed"))
+    names = ("one rank", f"one rank, killed in iteration {last + 1}; resumed from {first - 1} on two ranks")
+    try:
+        comparison = compare(read_curve(unbroken), read_curve(killed), tolerance=None)
+        plot_comparison(comparison, picture, names=names)
+    except TrainerError as error:
+        raise SystemExit(str(error)) from error
+    print(f"wrote {picture}")
+    print(report(comparison))
+    return 0 if comparison.equal else 1
+
+
+def training_rows(metrics: Path) -> list[dict[str, float]]:
+    """Return the completely recorded training iterations."""
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return next((row for row in reversed(rows) if "loss" in row), {})
+    return [row for row in rows if "loss" in row]
 
 
 def say(line: str) -> None:

@@ -29,8 +29,9 @@ GROUPS = {
     group: sorted(path.stem for path in (command.CONFIGS / group).glob("*.yaml"))
     for group in sorted(path.name for path in command.CONFIGS.iterdir() if path.is_dir())
 }
-# What a choice leaves to the user.
+# What a choice leaves to the user, on 8 ranks.
 NEEDED = {
+    "experiment=demo": ["parallel.invariant_ranks=8"],
     "data=text": ["data.path=book.txt"],
     "data=token_file": ["data.train=train.bin"],
 }
@@ -107,6 +108,12 @@ def test_every_experiment_can_run_on_the_ranks_it_is_for(experiment: str) -> Non
         counts = re.findall(r"--(?:nnodes|nproc-per-node) (\d+)", launch)
         assert launch.startswith("# torchrun " if counts else "# python ")
         assert math.prod(map(int, counts)) == WORLD_SIZES[experiment]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("parallel", ["zero1", "zero3", "pp2"])
+def test_the_demo_can_move_to_more_ranks(ranks: int, parallel: str) -> None:
+    validate(composed("experiment=demo", f"parallel={parallel}"), ranks)
 
 
 def test_an_experiment_s_name_gives_its_model_and_topology() -> None:

@@ -15,11 +15,14 @@ _BASE_COLOUR, _TEST_COLOUR, _DIFFERENCE_COLOUR = "#8fbbdb", "#d95f02", "#444444"
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
 
 
-def plot_comparison(comparison: Comparison, path: str | Path) -> None:
+def plot_comparison(comparison: Comparison, path: str | Path, *, names: tuple[str, str] | None = None) -> None:
     """Draw both losses and, on a logarithmic axis, their absolute difference; the suffix of `path` is the format.
 
     A loss that is not finite is marked at the lower edge, a difference that is not finite at the upper. Differences of
     0 do not appear on a logarithmic axis: the panel's title has their number.
+
+    Args:
+        names: of the base and of the test run; None for their paths.
 
     Raises:
         TrainerError: matplotlib is not installed, or the picture cannot be written.
@@ -27,7 +30,7 @@ def plot_comparison(comparison: Comparison, path: str | Path) -> None:
     figure = make_figure()
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     figure.suptitle(comparison.verdict, fontsize=13)
-    _draw_losses(upper, comparison)
+    _draw_losses(upper, comparison, names or (_path(comparison.base), _path(comparison.test)))
     _draw_differences(lower, comparison)
     figure.align_ylabels()
     write_figure(figure, path)
@@ -129,11 +132,11 @@ def _sizes(comparison: Comparison) -> dict[int, float]:
     }
 
 
-def _draw_losses(axes: Any, comparison: Comparison) -> None:
-    base, test = _name(comparison.base, "base"), _name(comparison.test, "test")
+def _draw_losses(axes: Any, comparison: Comparison, names: tuple[str, str]) -> None:
+    base, test = names
     for curve, label, colour, width in (
-        (comparison.base, base, _BASE_COLOUR, 4.0),
-        (comparison.test, test, _TEST_COLOUR, 1.2),
+        (comparison.base, f"base: {base}", _BASE_COLOUR, 4.0),
+        (comparison.test, f"test: {test}", _TEST_COLOUR, 1.2),
     ):
         _draw_curve(axes, curve, label, {"color": colour, "linewidth": width})
     axes.set_ylabel("training loss")
@@ -192,5 +195,5 @@ def _finite_runs(curve: Curve) -> tuple[list[int], list[float]]:
     return [p.iteration for p in curve.points], [value if math.isfinite(value) else math.nan for value in values]
 
 
-def _name(curve: Curve, side: str) -> str:
-    return f"{side}: {curve.source if len(curve.source) <= 60 else '...' + curve.source[-57:]}"
+def _path(curve: Curve) -> str:
+    return curve.source if len(curve.source) <= 60 else "..." + curve.source[-57:]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from trainer.compare.curves import Comparison, Curve, Point, Reading, Tolerance, compare
-from trainer.compare.plot import draw_comparisons
+from trainer.compare.plot import draw_comparisons, plot_comparison
 from trainer.compare.table import name_runs, report_all
 
 
@@ -58,3 +59,16 @@ def test_equal_curves_stay_visible_in_a_plot() -> None:
             assert over.get_color() != under.get_color()
     assert lower.get_yscale() == "symlog"
     assert lower.get_ylim()[0] < 0  # differences of 0 have a place on the axis
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [(None, "runs/a/metrics.jsonl"), (("one rank", "two ranks"), "two ranks")],
+)
+def test_a_plot_of_two_runs_shows_their_names_or_paths(
+    tmp_path: Path, names: tuple[str, str] | None, shown: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    (comparison,) = compared({1: 3.0, 2: 2.0})
+    plot_comparison(comparison, tmp_path / "plot.svg", names=names)
+    assert f"<!-- test: {shown} -->" in (tmp_path / "plot.svg").read_text()

@@ -1,0 +1,31 @@
+"""`make demo`, with a smaller model: killed on one rank and resumed on two, the run has the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import demo
+from tests.harness import curve, tensor_files
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("model.n_embd=48", "model.intermediate_size=96", "train.seq_length=64", "logging.tensorboard=false")
+LAST = "checkpoints/iter_0000100"
+
+
+def test_the_demo_ends_with_equal_bits_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "demo"
+    assert demo.main(["--folder", str(folder), *SMALL]) == 0
+    text = capfd.readouterr().out
+    assert text.endswith("\nbit-identical: 100/100 iterations\n")
+    assert "topology.world_size: saved 1, now 2" in text
+    unbroken, killed = folder / "unbroken", folder / "killed"
+    states = [json.loads((run / LAST / "trainer_state.json").read_text()) for run in (unbroken, killed)]
+    assert [state["topology"]["dp"] for state in states] == [1, 2]
+    assert curve(killed) == curve(unbroken)
+    assert tensor_files(killed / LAST) == tensor_files(unbroken / LAST)
+    assert (folder / "overlay.png").stat().st_size > 0
