@@ -34,12 +34,7 @@ RULES: tuple[Rule, ...] = (
     Rule("topology", Verdict.FLAG, "checkpoint.reshard", _ROUNDING, hint="within rounding"),
     Rule("topology.tp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),
     Rule("topology.sp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),
-    Rule(
-        "topology.invariant_ranks",
-        Verdict.LOGGED,
-        says=_ROUNDING,
-        hint="parallel.invariant_ranks={saved} adds gradients in the saved order",
-    ),
+    Rule("topology.invariant_ranks", Verdict.LOGGED, says=f"{_ROUNDING}: gradients are added in another order"),
     Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run continues with other batches"),
     Rule("batch.micro_batch_size", Verdict.LOGGED, says=_MASKS),
     Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
