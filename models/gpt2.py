@@ -70,7 +70,7 @@ class GPT2(Model):
         for block in self.blocks.values():
             x = run_block(block, x, key, recompute=self.activation_checkpointing)
         if self.stage.last:
-            x = self.lm_head(self.transformer["ln_f"](x), table)
+            x = self.lm_head(self.transformer["ln_f"](x), table=table)
         return x
 
 

@@ -61,7 +61,7 @@ class Llama3(Model):
         for block in self.blocks.values():
             x = run_block(block, x, cos, sin, recompute=self.activation_checkpointing)
         if self.stage.last:
-            x = self.lm_head(self.model["norm"](x), table)
+            x = self.lm_head(self.model["norm"](x), table=table)
         return x
 
     def _rotation_for(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -238,6 +238,34 @@ def test_an_unknown_key_or_a_wrong_type_is_refused_by_name(override: str, words:
 IMPOSSIBLE: list[tuple[int, list[str], list[str]]] = [
     (1, ["train.global_batch_size=9"], ["train.global_batch_size=9", "train.micro_batch_size=4", "of 4"]),
     (3, [], ["train.global_batch_size=8", "3 data-parallel ranks", "of 12"]),
+    *(
+        (
+            1,
+            [f"parallel.invariant_ranks={count}"],
+            [f"parallel.invariant_ranks={count}: must be 0, 1 or 2: ", "2 micro"],
+        )
+        for count in (-1, -2, 3, 4, 6, 1 << 40)
+    ),
+    (2, ["parallel.invariant_ranks=1"], ["parallel.invariant_ranks=1: must be 0 or 2: ", "the 2 data-parallel ranks"]),
+    (4, ["parallel.invariant_ranks=2", "train.global_batch_size=32"], ["must be 0, 4 or 8: ", "the 8 micro batches"]),
+    *(
+        (
+            3,
+            [f"parallel.invariant_ranks={count}", "train.global_batch_size=48"],
+            ["must be 0 (off) on 3 data-parallel ranks", "the 12 micro batches", ": 1, 2 or 4"],
+        )
+        for count in (-4, 3, 4, 6)
+    ),
+    (
+        4,
+        ["parallel=tp2", "parallel.invariant_ranks=1", "train.global_batch_size=16"],
+        ["must be 0, 2 or 4: ", "the 2 data-parallel ranks"],
+    ),
+    (
+        4,
+        ["parallel=pp2", "parallel.invariant_ranks=1", "train.global_batch_size=16"],
+        ["must be 0, 2 or 4: ", "the 2 data-parallel ranks"],
+    ),
     (1, ["model.n_head=3"], ["model.n_head=3", "model.n_embd=128"]),
     (1, ["model=llama3_tiny", "model.n_kv_head=3"], ["model.n_kv_head=3", "model.n_head=4"]),
     (1, ["model.n_kv_head=2"], ["model.n_kv_head=2", "gpt2 needs it equal"]),

@@ -16,13 +16,13 @@ import torch.testing._internal.distributed.fake_pg as fake
 
 from models import families
 from models.config import Stage
-from models.families import parameter_count
+from models.families import aliases, parameter_count
 from models.network import Model
 from trainer.checkpoint.format.box import Box, Image, image, intersect, whole
 from trainer.checkpoint.format.layout import Layout, TensorSpec, build_layout
 from trainer.checkpoint.saving.plan import Holding, pieces_of
 from trainer.checkpoint.tensors.live import Grid, placed_box
-from trainer.config.schema import Config, topology_of
+from trainer.config.schema import Config, lanes_of, reduces_lanes_over_ranks, topology_of
 from trainer.optimizers import state_tensors
 from trainer.parallel.mesh import build_mesh, stage_grid
 from trainer.parallel.pipeline import stages_of
@@ -87,6 +87,17 @@ def report(config: Config, world_size: int) -> str:
             "gradients unsharded during an iteration, as stage 1 does; the state between iterations is sharded."
         )
     return "\n".join(lines)
+
+
+def working_bytes_of(config: Config, topology: Topology) -> int:
+    """Return the gathered parameters and gradients of the first data-parallel rank, of the stages with the most."""
+    return max(_load_alone(config, simulated, topology) for simulated in simulate(config, topology))
+
+
+def _load_alone(config: Config, simulated: Simulated, topology: Topology) -> int:
+    boxes = [boxes_at(part, simulated.grid, dp=0, tp=0) for part in simulated.parts]
+    parameters = sum(box.numel for held in boxes for box, _ in held.values())
+    return _working_bytes(config, simulated.parts, topology, parameters=parameters)
 
 
 def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
@@ -163,13 +174,40 @@ def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, *
     without a pipeline.
     """
     stage, itemsize = config.parallel.zero_stage, compute_dtype(config).itemsize
+    lanes = _lane_bytes(config, parts, topology, parameters=parameters)
     if topology.dp == 1 or stage == 0:
-        return parameters * (4 + (itemsize if itemsize < 4 else 0))
-    whole_parameters = sum(p.numel() for part in parts for p in part.parameters()) // topology.tp
+        return parameters * (4 + (itemsize if itemsize < 4 else 0)) + lanes
+    whole_parameters = _unsharded_parameters(parts, topology)
     largest = max(sum(p.numel() for p in block.parameters()) for part in parts for block in part.blocks.values())
     gathered = 2 * largest // topology.tp if stage == 3 and topology.pp == 1 else whole_parameters
     gradients = parameters if stage >= 2 and topology.pp == 1 else whole_parameters
-    return gathered * itemsize + gradients * 4
+    return gathered * itemsize + gradients * 4 + lanes
+
+
+def _lane_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, parameters: int) -> int:
+    """Return the memory that `parallel.invariant_ranks` adds: sums of lanes that wait for the next one.
+
+    Of 2^n lanes of a rank at most n sums wait, beside the gradients of the current lane. They are sharded where every
+    lane is reduced over ranks. A tied table has a second gradient, that of the output layer; where the other end is on
+    another rank, the sums of all lanes wait for the end of the iteration.
+    """
+    lanes = lanes_of(config)
+    if lanes is None:
+        return 0
+    share = lanes.count // topology.dp
+    waiting = share.bit_length() - 1
+    tied = config.model.padded_vocab_size * config.model.n_embd // topology.tp if aliases(config.model) else 0
+    if reduces_lanes_over_ranks(config, topology):
+        unsharded = _unsharded_parameters(parts, topology) if lanes.length > 1 else 0
+        return 4 * (waiting * parameters + unsharded + tied)
+    has_end = parts[0].stage.first or parts[-1].stage.last
+    ends = (tied if topology.pp == 1 else tied * (share - waiting - 1)) if has_end else 0
+    return 4 * (waiting * _unsharded_parameters(parts, topology) + ends)
+
+
+def _unsharded_parameters(parts: Sequence[Model], topology: Topology) -> int:
+    """Return the parameters of a rank's stages before ZeRO shards them."""
+    return sum(p.numel() for part in parts for p in part.parameters()) // topology.tp
 
 
 def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology) -> int:

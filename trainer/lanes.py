@@ -81,20 +81,18 @@ def invariant_ranks_problems(count: int, *, ranks: int, micro_batches: int) -> l
         ranks: the data-parallel ranks.
         micro_batches: in an iteration, over all ranks.
     """
-    if count == 0:
+    powers = [1 << power for power in range(micro_batches.bit_length()) if micro_batches % (1 << power) == 0]
+    counts = [power for power in powers if power % ranks == 0]
+    if count in (0, *counts):
         return []
-    fitting = [1 << power for power in range(micro_batches.bit_length()) if micro_batches % (1 << power) == 0]
-    key = f"parallel.invariant_ranks={count}"
-    found = []
-    if count not in fitting:
-        found.append(
-            f"{key}: must be 0 (off) or a power of two that divides the {micro_batches} micro batches of an iteration "
-            f"(train.global_batch_size / train.micro_batch_size): {_listed(fitting)}"
-        )
-    allowed = [size for size in fitting if size <= count] if found else [s for s in fitting if count % s == 0]
-    if ranks not in allowed:
-        found.append(f"{key}: needs a number of data-parallel ranks that divides it: {_listed(allowed)}, found {ranks}")
-    return found
+    divided = f"the {micro_batches} micro batches of an iteration (train.global_batch_size / train.micro_batch_size)"
+    if counts:
+        rule = f"0 is off, the others are powers of two that divide {divided} and are multiples of the"
+        return [
+            f"parallel.invariant_ranks={count}: must be {_listed([0, *counts])}: {rule} {ranks} data-parallel ranks"
+        ]
+    rule = f"ranks that divide it can have a power of two that divides {divided}: {_listed(powers)}"
+    return [f"parallel.invariant_ranks={count}: must be 0 (off) on {ranks} data-parallel ranks; {rule}"]
 
 
 def _listed(numbers: list[int]) -> str:

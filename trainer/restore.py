@@ -258,6 +258,8 @@ def load_from(run: Run, origin: Origin) -> None:
 def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:
     """Refuse a checkpoint of another run, and log the allowed differences. Opens no tensor file."""
     found = differences(*run_record.compared(checkpoint.state, run.description), run_record.rules_for(section))
+    if not section.no_load_optim:
+        found = run_record.with_same_bits(found, run.description)
     for line in settle(found, flags=run_record.flags_set(section), where=checkpoint.path):
         _log.warning(line)
     if not (checkpoint.has_optimizer or section.no_load_optim or section.finetune):

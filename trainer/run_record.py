@@ -11,7 +11,7 @@ from models.config import ADDED, Activation, Family, ModelConfig, RopeScaling
 from models.families import problems
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT
-from trainer.compatibility import Rule, Verdict
+from trainer.compatibility import Difference, Rule, Verdict
 from trainer.config.schema import CheckpointSection, Config, OptimizerSection
 from trainer.errors import CheckpointError
 from trainer.json_value import finite_number, integer
@@ -23,6 +23,7 @@ from trainer.topology import Topology
 _ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
 _LOSSES = "checkpoint.keep_best and the best loss compare validation losses that are not measured alike"
 _MASKS = f"{_ROUNDING}, except that dropout draws other masks"
+_SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same bits"
 
 RULES: tuple[Rule, ...] = (
     Rule("model", Verdict.REFUSED),
@@ -30,7 +31,10 @@ RULES: tuple[Rule, ...] = (
     Rule("model.dropout", Verdict.LOGGED, says="the loss curve will differ"),
     Rule("model.initializer_range", Verdict.LOGGED, says="it affects only the start of a run"),
     Rule("model.pad_vocab_multiple", Verdict.LOGGED, says=_ROUNDING),
-    Rule("topology", Verdict.FLAG, "checkpoint.reshard", _MASKS),
+    Rule("topology", Verdict.FLAG, "checkpoint.reshard", _ROUNDING, hint="within rounding"),
+    Rule("topology.tp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),
+    Rule("topology.sp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),
+    Rule("topology.invariant_ranks", Verdict.LOGGED, says=f"{_ROUNDING}: gradients are added in another order"),
     Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run continues with other batches"),
     Rule("batch.micro_batch_size", Verdict.LOGGED, says=_MASKS),
     Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
@@ -65,6 +69,11 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
+# With `parallel.invariant_ranks`, no bit of an iteration depends on these.
+_OF_NO_BIT = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp", "vpp", "zero_stage"))
+# No iteration depends on the fields of these rules.
+_OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerprint", "evaluation"})
+
 
 def flags_set(section: CheckpointSection) -> set[str]:
     """Return the set flags that allow differences."""
@@ -85,8 +94,10 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
     """Return two states in the form in which they are compared.
 
     The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
-    `adam`. A member of the optimizer that the saved state omits is removed from both.
+    `adam`. A member of the optimizer that the saved state omits is removed from both. An `invariant_ranks` that is
+    absent is 0.
     """
+    saved, current = _with_invariant_ranks(saved), _with_invariant_ranks(current)
     theirs, ours = saved.get("optimizer", {}), current["optimizer"]
     if not isinstance(theirs, Mapping):
         return saved, current
@@ -98,6 +109,29 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
         both = there.keys() & here.keys()
         old["weight_decay"], new["weight_decay"] = ({name: known[name] for name in both} for known in (there, here))
     return {**saved, "optimizer": old}, {**current, "optimizer": new}
+
+
+def _with_invariant_ranks(state: Json) -> Json:
+    topology = state.get("topology", {})
+    return {**state, "topology": {"invariant_ranks": 0, **topology}} if isinstance(topology, Mapping) else state
+
+
+def with_same_bits(found: Sequence[Difference], current: Json) -> list[Difference]:
+    """Return the differences, with "same bits" as the effect of another topology where the loss curve keeps its bits.
+
+    It does if `invariant_ranks` is on and all else that an iteration depends on is equal. Tests prove it on CPUs, so a
+    run on another device does not get this message.
+
+    Args:
+        found: the differences between the states that `compared` returns.
+        current: the run's own state.
+    """
+    others = [d for d in found if d.field not in _OF_NO_BIT and d.rule.field not in _OUTSIDE_ITERATIONS]
+    is_on = current["topology"].get("invariant_ranks", 0) > 0 and current["environment"]["device"] == "cpu"
+    if others or not is_on:
+        return list(found)
+    rules = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in found if d.field in _OF_NO_BIT}
+    return [replace(d, rule=rules.get(d.field, d.rule)) for d in found]
 
 
 def _decays(groups: object) -> dict[str, bool] | None:
@@ -151,6 +185,7 @@ def describe(
             "sp": topology.sp,
             "dp": topology.dp,
             "zero_stage": config.parallel.zero_stage,
+            **({"invariant_ranks": config.parallel.invariant_ranks} if config.parallel.invariant_ranks else {}),
         },
         "batch": {
             "global_batch_size": train.global_batch_size,

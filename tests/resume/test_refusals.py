@@ -134,6 +134,36 @@ def test_another_number_of_ranks_is_refused_on_every_rank(run: Path) -> None:
     continue_(run, "checkpoint.reshard=true", ranks=2)
 
 
+def test_another_topology_says_whether_the_bits_stay(run: Path, tmp_path: Path) -> None:
+    assert "(within rounding; checkpoint.reshard=true allows it)" in refuse(run, ranks=2)
+    lanes = "parallel.invariant_ranks=2"
+    on = tmp_path / "on"
+    run_ok(on, [*BASE, lanes])
+    assert json.loads((on / "checkpoints/iter_0000003" / STATE).read_text())["topology"]["invariant_ranks"] == 2
+    assert "(same bits; checkpoint.reshard=true allows it)" in refuse(on, lanes, "parallel.zero_stage=3", ranks=2)
+    unbroken = tmp_path / "unbroken"
+    shutil.copytree(on, unbroken)
+    moved = [lanes, "checkpoint.reshard=true", "parallel.zero_stage=3"]
+    ended = continue_(on, *moved, ranks=2)
+    for name, saved, now in (("dp", 1, 2), ("world_size", 1, 2), ("zero_stage", 1, 3)):
+        line = (
+            f"topology.{name}: saved {saved}, now {now}; weights and moments stay bitwise, and so does the loss curve"
+        )
+        assert f"{line}: same bits" in ended.outputs[0].splitlines()
+    continue_(unbroken, lanes)
+    assert curve(unbroken) == curve(on)
+
+
+def test_other_invariant_ranks_are_said_in_a_line(run: Path) -> None:
+    """The checkpoint of a run without the key has no such member."""
+    assert "invariant_ranks" not in json.loads((run / "checkpoints/iter_0000003" / STATE).read_text())["topology"]
+    ended = continue_(run, "parallel.invariant_ranks=2", "checkpoint.reshard=true", ranks=2)
+    rounding = "weights and moments stay bitwise, the loss curve equals within rounding"
+    assert f"topology.dp: saved 1, now 2; {rounding}" in ended.outputs[0].splitlines()
+    line = f"topology.invariant_ranks: saved 0, now 2; {rounding}: gradients are added in another order"
+    assert line in ended.outputs[0].splitlines()
+
+
 def test_several_differences_are_one_message(run: Path) -> None:
     message = refuse(run, "model.n_layer=3", "optimizer.lr=0.002", "train.seed=7", ranks=3)
     assert shows(message, "model.n_layer", "2", "3")

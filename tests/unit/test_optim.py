@@ -90,3 +90,32 @@ def test_clipping_bounds_the_norm_and_zero_does_not_clip(clip_grad: float, expec
     assert float(parameter.grad.norm()) == pytest.approx(expected, rel=1e-6)
     if expected == 5.0:
         assert parameter.grad.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 16, 129, 500, 1003])
+def test_an_invariant_step_ignores_where_a_shard_ends(cut: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values, gradients = torch.randn(1003, generator=generator), torch.randn(4, 1003, generator=generator)
+    whole = stepped([values], [[gradient] for gradient in gradients])
+    pieces = stepped([values[:cut], values[cut:]], [[gradient[:cut], gradient[cut:]] for gradient in gradients])
+    assert torch.equal(whole, pieces)
+
+
+def test_an_invariant_step_is_that_of_torch_on_whole_vectors() -> None:
+    generator = torch.Generator().manual_seed(1)
+    values, gradients = torch.randn(1024, generator=generator), torch.randn(4, 1024, generator=generator)
+    steps = [[gradient] for gradient in gradients]
+    assert torch.equal(stepped([values], steps), stepped([values], steps, is_invariant=False))
+
+
+def stepped(values: list[torch.Tensor], steps: list[list[torch.Tensor]], *, is_invariant: bool = True) -> torch.Tensor:
+    """Return parameters, moments and steps after steps with the gradients given, end to end."""
+    model = nn.ParameterList([nn.Parameter(value.clone()) for value in values])
+    optimizer = build_adamw(model, SETTINGS, is_invariant=is_invariant)
+    for gradients in steps:
+        for parameter, gradient in zip(model, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    kept = [[optimizer.state[parameter][key] for parameter in model] for key in ("exp_avg", "exp_avg_sq")]
+    assert all(float(optimizer.state[parameter]["step"]) == len(steps) for parameter in model)
+    return torch.cat([tensor.detach() for column in ([*model], *kept) for tensor in column])

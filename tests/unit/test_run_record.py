@@ -15,12 +15,12 @@ from tests.harness import TINY, compose
 from tests.unit.model_samples import QWEN3
 from trainer import run_record
 from trainer.checkpoint.format.json_file import Json
-from trainer.compatibility import Verdict, differences, settle
-from trainer.config.schema import OptimizerName, OptimizerSection
+from trainer.compatibility import Difference, Verdict, differences, settle
+from trainer.config.schema import OptimizerName, OptimizerSection, topology_of
 from trainer.errors import CheckpointError, MismatchError
 from trainer.optim import apply_settings, build_optimizer
 from trainer.optimizers import settings_record
-from trainer.schedule import DecayStyle, Schedule
+from trainer.schedule import DecayStyle, Schedule, resolve
 
 CONFIG = compose(["model=gpt2_tiny", *TINY])
 CURRENT: Json = {"optimizer": run_record.optimizer_record(CONFIG.model, CONFIG.optimizer)}
@@ -136,3 +136,144 @@ def test_the_checkpoint_s_settings_of_muon_reach_every_group() -> None:
 def test_a_setting_of_muon_of_another_type_is_refused(key: str, value: object) -> None:
     with pytest.raises(CheckpointError, match=re.escape(repr(value))):
         run_record.saved_schedule(muon_state(**{key: value}), MUON, where="x")
+
+
+CPU: Json = {"device": "cpu", "threads": 2, "torch": "2.13", "compile": False}
+
+
+def description(*overrides: str, ranks: int = 1, environment: Json = CPU) -> Json:
+    """Return the record of a run of eight micro batches an iteration."""
+    run = compose(["model=gpt2_tiny", *TINY, "train.global_batch_size=16", *overrides])
+    schedule = resolve(run.schedule, run.train.train_iters, run.optimizer.lr)
+    topology = topology_of(run, ranks)
+    return run_record.describe(
+        run, schedule=schedule, topology=topology, fingerprint="ab", environment=environment, valid_fingerprint="cd"
+    )
+
+
+def effects(saved: Json, current: Json) -> dict[str, Difference]:
+    table = differences(*run_record.compared(saved, current), run_record.RULES)
+    return {d.field: d for d in run_record.with_same_bits(table, current)}
+
+
+LANES = "parallel.invariant_ranks=4"
+SAME = "weights and moments stay bitwise, and so does the loss curve: same bits"
+ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
+MASKS = f"{ROUNDING}, except that dropout draws other masks"
+
+
+def test_the_record_has_invariant_ranks_only_where_they_are_on() -> None:
+    assert description(LANES)["topology"]["invariant_ranks"] == 4
+    assert "invariant_ranks" not in description()["topology"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "fields"),
+    [
+        ([], 4, {"dp", "world_size"}),
+        (["parallel=zero3"], 1, {"zero_stage"}),
+        (["parallel=zero3"], 2, {"dp", "world_size", "zero_stage"}),
+        (["parallel=ddp"], 4, {"dp", "world_size", "zero_stage"}),
+        (["parallel=pp2"], 2, {"pp", "world_size"}),
+        (["parallel=pp2_vpp2"], 4, {"pp", "vpp", "dp", "world_size"}),
+        (["parallel=zero3", "model.initializer_range=0.5", "train.eval_interval=5"], 2,
+         {"dp", "world_size", "zero_stage"}),
+    ],
+)  # fmt: skip
+def test_another_topology_keeps_the_bits_with_invariant_ranks(
+    overrides: list[str], ranks: int, fields: set[str]
+) -> None:
+    saved, current = description(LANES), description(LANES, *overrides, ranks=ranks)
+    for changed in (effects(saved, current), effects(current, saved)):
+        shown = {d.field.removeprefix("topology."): d.rule for d in changed.values() if d.field.startswith("topology.")}
+        assert shown.keys() == fields
+        assert {rule.says for rule in shown.values()} == {SAME}
+        assert {rule.verdict for rule in shown.values()} == {Verdict.FLAG}
+    without = effects(description(), description(*overrides, ranks=ranks))
+    assert {d.rule.says for d in without.values() if d.field.startswith("topology.")} == {ROUNDING}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment"),
+    [
+        (["parallel.invariant_ranks=8"], CPU),
+        (["parallel.invariant_ranks=0"], CPU),
+        (["train.micro_batch_size=1"], CPU),
+        (["train.dtype=bfloat16"], CPU),
+        (["model.dropout=0.2"], CPU),
+        (["model.pad_vocab_multiple=64"], CPU),
+        (["train.global_batch_size=32"], CPU),
+        (["train.seed=5"], CPU),
+        (["train.clip_grad=0.5"], CPU),
+        (["optimizer.lr=0.002"], CPU),
+        ([], {**CPU, "threads": 1}),
+        ([], {**CPU, "torch": "3"}),
+        ([], {**CPU, "compile": True}),
+        ([], {**CPU, "device": "NVIDIA H100"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_another_difference_leaves_the_curve_within_rounding(overrides: list[str], environment: Json) -> None:
+    saved, current = description(LANES), description(LANES, *overrides, ranks=2, environment=environment)
+    changed = effects(saved, current)
+    assert changed["topology.dp"].rule.says == changed["topology.world_size"].rule.says == ROUNDING
+
+
+def test_other_devices_than_a_cpu_are_promised_no_bits() -> None:
+    device: Json = {**CPU, "device": "NVIDIA H100"}
+    states = (description(LANES, ranks=ranks, environment=device) for ranks in (1, 2))
+    assert effects(*states)["topology.dp"].rule.says == ROUNDING
+
+
+def test_tensor_parallelism_and_micro_batches_change_masks() -> None:
+    for lanes in ((), (LANES,)):
+        saved = description(*lanes)
+        changed = effects(saved, description(*lanes, "parallel=tp2", ranks=4))
+        assert {d.field: d.rule.says for d in changed.values()} == {
+            "topology.tp": MASKS, "topology.dp": ROUNDING, "topology.world_size": ROUNDING,
+        }  # fmt: skip
+        changed = effects(description(*lanes, "parallel=tp2", ranks=2), description(*lanes, "parallel=tp2_sp", ranks=2))
+        assert {d.field: d.rule.says for d in changed.values()} == {"topology.sp": MASKS}
+        changed = effects(saved, description(*lanes, "train.micro_batch_size=1"))
+        assert {d.field: d.rule.says for d in changed.values()} == {"batch.micro_batch_size": MASKS}
+
+
+def test_equal_tensor_parallelism_keeps_the_bits() -> None:
+    tp2 = [LANES, "parallel=tp2_sp"]
+    changed = effects(description(*tp2, ranks=2), description(*tp2, "parallel.zero_stage=3", ranks=8))
+    assert {d.field: d.rule.says for d in changed.values()} == dict.fromkeys(
+        ("topology.dp", "topology.world_size", "topology.zero_stage"), SAME
+    )
+
+
+@pytest.mark.parametrize(("saved", "current"), [(0, 4), (4, 8), (4, 0)])
+def test_other_invariant_ranks_need_no_flag(saved: int, current: int) -> None:
+    states = (description(f"parallel.invariant_ranks={count}") for count in (saved, current))
+    assert settle(list(effects(*states).values()), flags=(), where="x") == [
+        f"topology.invariant_ranks: saved {saved}, now {current}; {ROUNDING}: gradients are added in another order"
+    ]
+
+
+def test_a_record_without_invariant_ranks_has_none() -> None:
+    older = description()
+    assert effects(older, description()) == {}
+    assert effects(older, description(LANES)).keys() == {"topology.invariant_ranks"}
+    without: Any = copy.deepcopy(older)
+    del without["topology"]
+    assert "topology.invariant_ranks" not in effects(without, description())
+    assert {"topology.dp", "topology.tp"} <= effects(without, description()).keys()
+
+
+def test_a_refusal_says_whether_the_bits_stay() -> None:
+    def refusal(saved: Json, current: Json) -> str:
+        with pytest.raises(MismatchError) as caught:
+            settle(list(effects(saved, current).values()), flags=(), where="x")
+        return str(caught.value)
+
+    two = description(LANES, ranks=2)
+    assert "topology.dp          saved 1  current 2  (same bits; checkpoint.reshard=true allows it)" in refusal(
+        description(LANES), two
+    )
+    assert "(within rounding; checkpoint.reshard=true allows it)" in refusal(description(), description(ranks=2))
+    text = refusal(two, description(LANES, "parallel=tp2", ranks=2))
+    assert "topology.tp  saved 1  current 2  (within rounding, other dropout masks; checkpoint.reshard=true" in text

@@ -43,7 +43,7 @@ def sum_all(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     ranks = dist.get_world_size(group)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % ranks))
     total = torch.empty_like(padded)
-    dist.all_gather_into_tensor(total, sum_scatter(padded, group), group=group)
+    dist.all_gather(list(total.view(ranks, -1).unbind()), sum_scatter(padded, group), group=group)
     return total[: flat.numel()]
 
 
