@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import pytest
 
-from tests.harness import TINY, curve, run_ok, tensor_files
+from tests.harness import TINY, curve, launch, tensor_files
 
 TP = "parallel.tensor_model_parallel_size=2"
 SP = "parallel.sequence_parallel=true"
@@ -70,7 +70,8 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     @cache
     def train_once(case: Case, *overrides: str) -> Outcome:
         folder = tmp_path_factory.mktemp("run") / "run"
-        run_ok(folder, [*BASE, *overrides, *case.overrides], ranks=case.ranks)
+        ended = launch(folder, [*BASE, *overrides, *case.overrides], ranks=case.ranks, timeout_s=240.0)
+        assert ended.ok, ended.text
         return outcome(folder)
 
     return train_once
