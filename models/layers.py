@@ -99,12 +99,15 @@ class Embedding(nn.Embedding):
     """An embedding table, `weight` [rows, width], in the orientation of transformers.
 
     `fuses_tied_gradient` is set by `tie` if the output layer shares the table and both gradients can be added in place.
-    `output_gradient` is set from outside if the gradient of the output layer is to be kept apart from the embedding's.
+    `adds_tokens_first` is set from outside if these gradients are to be added as one sum of each end: rows of equal
+    tokens are added before they meet the output layer's gradient. `output_gradient` is set from outside if the gradient
+    of the output layer is to be kept apart altogether.
     """
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__(rows, width)
         self.fuses_tied_gradient = False
+        self.adds_tokens_first = False
         self.output_gradient: OutputGradient | None = None
 
     def reset_parameters(self) -> None:
@@ -122,7 +125,8 @@ class Embedding(nn.Embedding):
         hooks = self._forward_pre_hooks, self._forward_hooks, self._backward_pre_hooks, self._backward_hooks
         if not self.fuses_tied_gradient or output is None or output.weight is not self.weight or any(hooks):
             return cast(Tensor, self(tokens)), None
-        return cast(tuple[Tensor, Tensor], _TiedEmbedding.apply(self.weight, tokens))  # type: ignore[no-untyped-call]
+        applied = _TiedEmbedding.apply(self.weight, tokens, self.adds_tokens_first)  # type: ignore[no-untyped-call]
+        return cast(tuple[Tensor, Tensor], applied)
 
 
 class _TiedEmbedding(torch.autograd.Function):
@@ -134,19 +138,23 @@ class _TiedEmbedding(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(table: Tensor, tokens: Tensor, adds_tokens_first: bool) -> tuple[Tensor, Tensor]:
         return F.embedding(tokens, table), table.view_as(table)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
-        _, tokens = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: tuple[Tensor, Tensor]) -> None:
+        _, tokens, ctx.adds_tokens_first = inputs
         ctx.save_for_backward(tokens)
 
     @staticmethod
-    def backward(ctx: Any, rows: Tensor, table: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, rows: Tensor, table: Tensor) -> tuple[Tensor, None, None]:
         (tokens,) = ctx.saved_tensors
+        places, rows = tokens.flatten(), rows.flatten(0, -2)
+        if ctx.adds_tokens_first:
+            places, which = places.unique(return_inverse=True)
+            rows = rows.new_zeros(len(places), rows.shape[1]).index_add(0, which, rows)
         add = table.index_add if torch.is_grad_enabled() else table.index_add_
-        return add(0, tokens.flatten(), rows.flatten(0, -2)), None
+        return add(0, places, rows), None, None
 
 
 class OutputGradient:

@@ -188,21 +188,24 @@ def _lane_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, p
     """Return the memory that `parallel.invariant_ranks` adds: sums of lanes that wait for the next one.
 
     Of 2^n lanes of a rank at most n sums wait, beside the gradients of the current lane. They are sharded where every
-    lane is reduced over ranks. A tied table has a second gradient, that of the output layer; where the other end is on
-    another rank, the sums of all lanes wait for the end of the iteration.
+    lane is reduced over ranks. Elsewhere a lane of one micro batch is added parameter by parameter as its gradients
+    come, so one sum is in their place. A tied table has a second gradient in longer lanes, that of the output layer;
+    where the other end is on another rank, the sums of all lanes wait for the end of the iteration.
     """
     lanes = lanes_of(config)
     if lanes is None:
         return 0
-    share = lanes.count // topology.dp
+    share, is_long = lanes.count // topology.dp, lanes.length > 1
     waiting = share.bit_length() - 1
     tied = config.model.padded_vocab_size * config.model.n_embd // topology.tp if aliases(config.model) else 0
+    unsharded = _unsharded_parameters(parts, topology)
     if reduces_lanes_over_ranks(config, topology):
-        unsharded = _unsharded_parameters(parts, topology) if lanes.length > 1 else 0
-        return 4 * (waiting * parameters + unsharded + tied)
-    has_end = parts[0].stage.first or parts[-1].stage.last
-    ends = (tied if topology.pp == 1 else tied * (share - waiting - 1)) if has_end else 0
-    return 4 * (waiting * _unsharded_parameters(parts, topology) + ends)
+        return 4 * (waiting * parameters + (unsharded + tied if is_long else 0))
+    further = waiting if is_long else max(0, waiting - 1)
+    if topology.pp > 1:
+        has_end = parts[0].stage.first or parts[-1].stage.last
+        return 4 * (further * unsharded + (tied * (share - 1 - further) if has_end else 0))
+    return 4 * (further * unsharded + (tied if is_long else 0))
 
 
 def _unsharded_parameters(parts: Sequence[Model], topology: Topology) -> int:

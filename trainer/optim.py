@@ -222,9 +222,19 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
-def exact_squared_norm(parameters: Iterable[nn.Parameter]) -> tuple[float, ...]:
-    """Return the sum of squares of this rank's gradients as `exact_sum.parts`, the same for any division of rows."""
-    rows = [exact_sum.row_squares(gradient) for gradient in _gradients(parameters)]
+def exact_squared_norm(shares: Iterable[tuple[nn.Parameter, int, int]]) -> tuple[float, ...]:
+    """Return the sum of squares of this rank's rows of gradients as `exact_sum.parts`.
+
+    Args:
+        shares: parameters, each with the number of this rank among those that hold the same rows, and their count. They
+            divide the rows among them, since no division changes an exact sum.
+    """
+    rows = list[torch.Tensor]()
+    for parameter, index, count in shares:
+        for gradient in _gradients([parameter]):
+            share = -(-gradient.shape[0] // count)
+            own = gradient[index * share : (index + 1) * share]
+            rows += [exact_sum.row_squares(own)] if own.shape[0] else []
     return exact_sum.parts(torch.cat(rows) if rows else torch.zeros(0))
 
 

@@ -112,7 +112,7 @@ def build_context(
         pipeline=None if mesh is None or topology.pp == 1 else _build_pipeline(config, state, topology, mesh, loss),
         embedding_group=embedding_group,
         reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
-        grad_norm_parameters=_grad_norm_parameters(state, cluster.rank),
+        grad_norm_shares=_grad_norm_shares(state, cluster.rank),
     )
 
 
@@ -170,18 +170,21 @@ def _build_pipeline(
     return pipeline.Pipeline(parts, mesh["pp"], shape, device=device, loss=loss, takes_mean=takes_mean)
 
 
-def _grad_norm_parameters(state: TrainerState, rank: int) -> list[torch.nn.Parameter]:
-    """Return the parameters that this rank counts in the gradient norm: each box counts on its first holder."""
-    mine = {
-        tensor.spec.name
+def _grad_norm_shares(state: TrainerState, rank: int) -> list[tuple[torch.nn.Parameter, int, int]]:
+    """Return this rank's parameters with its number among the holders of the same box, and their count.
+
+    The last stage's copy of a tied parameter does not count.
+    """
+    replicas = {
+        tensor.spec.name: tensor.replicas
         for tensor in state.shards(with_optimizer=False)
-        if tensor.spec.kind is TensorKind.MODEL and tensor.replicas[0] == rank and not tensor.is_copy
+        if tensor.spec.kind is TensorKind.MODEL and not tensor.is_copy
     }
     return [
-        parameter
+        (parameter, replicas[name].index(rank), len(replicas[name]))
         for part in state.parts
         for name, parameter in part.model.named_parameters()
-        if name in mine and parameter.requires_grad
+        if name in replicas and parameter.requires_grad
     ]
 
 

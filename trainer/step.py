@@ -85,7 +85,7 @@ def _reduce_figures(
         loss = float(sum(losses, torch.zeros((), dtype=torch.float64)))
         own = _Figures((loss,), float(context.reports_loss), (float(squared_norm(context.grad_norm_parameters)),))
     else:
-        squares = exact_squared_norm(context.grad_norm_parameters)
+        squares = exact_squared_norm(context.grad_norm_shares)
         own = _Figures(exact_sum.parts(_stacked(losses)), float(context.reports_loss), squares)
     rows, all_flags = _gather(cluster, own, flags)
     agreed = tuple(max(column) for column in zip(*all_flags, strict=True))

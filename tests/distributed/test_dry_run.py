@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.harness import TINY, call_on_ranks, compose, launch
 from trainer.build import build
 from trainer.checkpoint.format.layout import TensorKind, build_layout
 from trainer.checkpoint.saving.plan import plan
+from trainer.config.schema import topology_of
+from trainer.dry_run import working_bytes_of
 from trainer.launch import process_group as launching
+from trainer.loop import iterate
+from trainer.parallel.invariant import LocalLanes
 from trainer.state import checkpoint_specs
 
 _ROW = re.compile(r" *(\d+) +(\d+)  (\S.*?)  +([\d,]+)  .* ([\d,]+) to ([\d,]+)")
@@ -40,6 +47,32 @@ def _locals(model: object) -> list:  # type: ignore[type-arg]
     from trainer.checkpoint.tensors.live import local_of
 
     return [local_of(p) for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("lanes", "batches"), [(8, 8), (4, 12), (1, 3)])
+def test_it_counts_the_sums_of_lanes(tmp_path: Path, lanes: int, batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["train.micro_batch_size=1", f"train.global_batch_size={batches}", f"run.dir={tmp_path}"]
+    config = compose([*_MODEL, *sizes, f"parallel.invariant_ranks={lanes}", "train.threads=1"])
+    run = build(config, launching.start("cpu", deterministic=False, variables={}))
+    accumulate, peak = LocalLanes.after_backward, 0
+
+    def count(reduction: LocalLanes, number: int) -> None:
+        nonlocal peak
+        accumulate(reduction, number)
+        peak = max(peak, sum(tensor.nbytes for tensor in held_by(reduction)))
+
+    monkeypatch.setattr(LocalLanes, "after_backward", count)
+    iterate(run)
+    off = replace(config, parallel=replace(config.parallel, invariant_ranks=0))
+    more = working_bytes_of(config, topology_of(config, 1)) - working_bytes_of(off, topology_of(off, 1))
+    assert peak - 4 * sum(parameter.numel() for parameter in run.state.parameters()) == more
+
+
+def held_by(reduction: LocalLanes) -> Iterator[torch.Tensor]:
+    """Yield the gradients that wait between two micro batches; the two ends of a tied table have one each."""
+    for sums in reduction._sums:
+        yield from sums._sum._partial
+        yield from (tensor for tensor in (sums._lane, sums.output and sums.output._sum) if tensor is not None)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def sum_on_rank(arguments: list[str]) -> None:
     odd = [value[:-3] for value in values]
     found = {
         "scatter": torch.equal(own, tree(values).view(ranks, WIDTH)[rank]),
-        "all": torch.equal(sum_all(odd[rank], dist.group.WORLD), tree(odd)),
+        "all": torch.equal(sum_all(odd[rank].clone(), dist.group.WORLD), tree(odd)),
         "ring": torch.equal(own, reduce(torch.Tensor.add, values).view(ranks, WIDTH)[rank]),
         "sent": sent,
     }

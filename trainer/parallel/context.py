@@ -30,7 +30,8 @@ class ParallelContext:
         pipeline: this rank's stages, or None.
         embedding_group: the group over which tied embeddings of the first and last stage sum their gradients, or None.
         reports_loss: whether this rank's losses count in the mean; of replicas, one rank does.
-        grad_norm_parameters: this rank's parameters that count in the gradient norm; of replicas, one rank's do.
+        grad_norm_shares: this rank's parameters that count in the gradient norm, each with the number of this rank
+            among those that hold the same rows, and their count.
     """
 
     reduction: GradientReduction
@@ -41,7 +42,12 @@ class ParallelContext:
     pipeline: Pipeline | None
     embedding_group: dist.ProcessGroup | None
     reports_loss: bool
-    grad_norm_parameters: Sequence[nn.Parameter]
+    grad_norm_shares: Sequence[tuple[nn.Parameter, int, int]]
+
+    @property
+    def grad_norm_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that this rank counts in the gradient norm where the first of all replicas does."""
+        return [parameter for parameter, index, _ in self.grad_norm_shares if index == 0]
 
     def loss_context(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which a loss over sharded logits is computed and differentiated."""

@@ -38,13 +38,13 @@ def sum_all(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum over ranks, in the same tree, on every rank. A collective call.
 
     Args:
-        flat: [n].
+        flat: [n]; its memory may be used for the sum.
     """
-    ranks = dist.get_world_size(group)
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % ranks))
-    total = torch.empty_like(padded)
-    dist.all_gather(list(total.view(ranks, -1).unbind()), sum_scatter(padded, group), group=group)
-    return total[: flat.numel()]
+    ranks, missing = dist.get_world_size(group), -flat.numel() % dist.get_world_size(group)
+    padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+    own = sum_scatter(padded, group)
+    dist.all_gather(list(padded.view(ranks, -1).unbind()), own, group=group)
+    return padded[: flat.numel()]
 
 
 def _exchange(sent: torch.Tensor, received: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:

@@ -42,7 +42,7 @@ class ShardedLanes:
             # The sum, not the mean over ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        output = keep_ends_apart(model)
+        output = keep_ends_apart(model, lanes)
         if output is not None:
             tied = set(tied_parameters(model))
             (table,) = [whole for parameter, whole in _unsharded(model) if parameter in tied]
@@ -104,7 +104,7 @@ class LocalLanes:
         self._embedding_group = embedding_group
         self._sums: list[_LaneSums] = []
         for model in models:
-            output = keep_ends_apart(model)
+            output = keep_ends_apart(model, lanes)
             tied = set(tied_parameters(model))
             for parameter, unsharded in _unsharded(model):
                 sums = _LaneSums(parameter, lanes.length)
@@ -190,10 +190,16 @@ class _LaneSums:
         return self._sum.take()
 
 
-def keep_ends_apart(model: Model) -> OutputGradient | None:
-    """Let the output layer accumulate its gradient of a tied table apart; None unless the model has both ends."""
+def keep_ends_apart(model: Model, lanes: Lanes) -> OutputGradient | None:
+    """Let the output layer accumulate its gradient of a tied table apart.
+
+    None if the model does not have both ends, or if one function adds the two sums of a lane of one micro batch.
+    """
     embedding = model.tied_embedding()
     if embedding is None:
+        return None
+    if embedding.fuses_tied_gradient and lanes.length == 1:
+        embedding.adds_tokens_first = True
         return None
     embedding.output_gradient = OutputGradient()
     return embedding.output_gradient
