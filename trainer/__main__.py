@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.checks import unused_keys, validate
+from trainer.config.checks import loose_threads, unused_keys, validate
 from trainer.config.schema import Config
 from trainer.config.values import path_problems
 from trainer.errors import ConfigError, LaunchError, TrainerError
@@ -106,7 +106,7 @@ def run(raw: DictConfig, environment: Environment) -> None:
         streams.keep_errors_in(Path(config.run.dir))
     validate(config, environment.world_size)
     require_host_memory(config, environment.world_size, environment.local_world_size)
-    for line in unused_keys(config):
+    for line in [*unused_keys(config), *loose_threads(config)]:
         _log.info(line)
     from trainer.launch import process_group as launch
     from trainer.launch.signals import SignalHandler

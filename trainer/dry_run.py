@@ -6,13 +6,14 @@ The stages are built on the `meta` device under torch's fake process group, with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake
+from torch import nn
 
 from models import families
 from models.config import Stage
@@ -26,7 +27,7 @@ from trainer.config.schema import Config, lanes_of, reduces_lanes_over_ranks, to
 from trainer.optimizers import state_tensors
 from trainer.parallel.mesh import build_mesh, stage_grid
 from trainer.parallel.pipeline import stages_of
-from trainer.parallelize import build_stage, compute_dtype
+from trainer.parallelize import build_stage, compute_dtype, gathered_dtypes
 from trainer.state import checkpoint_specs
 from trainer.text_table import format_table
 from trainer.topology import Topology
@@ -177,11 +178,18 @@ def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, *
     lanes = _lane_bytes(config, parts, topology, parameters=parameters)
     if topology.dp == 1 or stage == 0:
         return parameters * (4 + (itemsize if itemsize < 4 else 0)) + lanes
+    block_bytes, rest_bytes = (dtype.itemsize for dtype in gathered_dtypes(config, topology))
+    blocks = [sum(p.numel() for p in block.parameters()) // topology.tp for part in parts for block in _blocks(part)]
     whole_parameters = _unsharded_parameters(parts, topology)
-    largest = max(sum(p.numel() for p in block.parameters()) for part in parts for block in part.blocks.values())
-    gathered = 2 * largest // topology.tp if stage == 3 and topology.pp == 1 else whole_parameters
+    gathered = sum(blocks) * block_bytes + (whole_parameters - sum(blocks)) * rest_bytes
+    if stage == 3 and topology.pp == 1:
+        gathered = 2 * max(blocks) * block_bytes
     gradients = parameters if stage >= 2 and topology.pp == 1 else whole_parameters
-    return gathered * itemsize + gradients * 4 + lanes
+    return gathered + gradients * 4 + lanes
+
+
+def _blocks(part: Model) -> Iterable[nn.Module]:
+    return part.blocks.values()
 
 
 def _lane_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, parameters: int) -> int:

@@ -23,7 +23,7 @@ def parts(values: torch.Tensor) -> tuple[float, ...]:
     """Return `PARTS` numbers whose exact sum is that of `values` [n], which float32 holds without rounding."""
     numbers = values.detach().double().cpu().numpy()
     if not np.isfinite(numbers).all():
-        return (float(numbers.sum()), *(0.0,) * (PARTS - 1))
+        return (sum(numbers.tolist()), *(0.0,) * (PARTS - 1))
     significands, exponents = np.frexp(numbers)
     lowest = int(exponents.min(initial=0))
     # Integers below 2^24: their sums by exponent are exact for 2^29 of them.

@@ -64,7 +64,7 @@ def build_stage(
         for block in blocks:
             block.compile()
     if mesh is not None and topology.dp > 1:
-        block_dtype, rest_dtype = _gathered_dtypes(config, topology)
+        block_dtype, rest_dtype = gathered_dtypes(config, topology)
         zero_stage = config.parallel.zero_stage
         data.shard(model, blocks, mesh["dp"], zero_stage=zero_stage, compute_dtype=block_dtype, rest_dtype=rest_dtype)
     model.to_empty(device=device)
@@ -74,17 +74,19 @@ def build_stage(
     return model
 
 
-def _gathered_dtypes(config: Config, topology: Topology) -> tuple[torch.dtype, torch.dtype]:
+def gathered_dtypes(config: Config, topology: Topology) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes in which FSDP2 gathers the parameters of the blocks, and all other parameters.
 
     With `invariant_ranks`, gradients must be rounded where one rank rounds them. A weight that a micro batch uses once
     has one rounding in either case. The gradient of a table adds rows, and tensor parallelism adds the gradients of
-    norms over ranks; one rank does both in float32.
+    norms over ranks; one rank does both in float32. A compiled block of one rank has the cast of its weights inside,
+    where the compiler may leave out the rounding.
     """
     dtype = compute_dtype(config)
     if config.parallel.invariant_ranks == 0:
         return dtype, dtype
-    return dtype if topology.tp == 1 else torch.float32, torch.float32
+    casts_at_use = topology.tp > 1 or config.train.compile
+    return torch.float32 if casts_at_use else dtype, torch.float32
 
 
 def build_grid(topology: Topology, mesh: DeviceMesh | None) -> Grid:

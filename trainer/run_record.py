@@ -65,7 +65,7 @@ RULES: tuple[Rule, ...] = (
         "environment.threads",
         Verdict.LOGGED,
         says=f"{_ROUNDING}: sums of a matrix product on a CPU depend on the number of threads",
-        hint="train.threads={saved} gives the same bits",
+        hint="train.threads={saved} keeps the bits of these sums",
     ),
 )
 

@@ -101,7 +101,7 @@ def chosen(*names: str) -> list[object]:
     return named([case for case in (*EVERY, *EVERY_CUT, *EVERY_CUT_SEQUENCE) if case.name in names])
 
 
-@pytest.mark.parametrize("case", chosen("dp2 zero0", "dp2 zero3", "dp4 zero1", "pp2 vpp2", "pp2 dp2 zero1"))
+@pytest.mark.parametrize("case", chosen("dp2 zero0", "dp4 zero1", "dp4 zero3", "pp2 vpp2", "pp2 dp2 zero1"))
 @pytest.mark.parametrize("model", MODELS)
 def test_float32_has_the_bits_of_one_rank(train: Train, model: str, case: Case) -> None:
     overrides = overrides_of(model, "float32", iterations=6)
@@ -130,9 +130,24 @@ def test_qwen3_and_muon_have_the_bits_of_one_rank(train: Train, case: Case) -> N
     assert train(case, *overrides) == train(ALONE, *overrides)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled_blocks_have_the_bits_of_one_rank(train: Train, model: str) -> None:
+    overrides = (*overrides_of(model, "bfloat16", iterations=4), "train.compile=true", "model.n_layer=2")
+    (case,) = (case for case in EVERY if case.name == "dp2 zero3")
+    assert train(case, *overrides) == train(ALONE, *overrides)
+
+
 def test_more_lanes_are_another_rounding(train: Train) -> None:
     overrides = overrides_of("llama3", "float32", iterations=6)
     assert train(ALONE, *overrides) != train(ALONE, *overrides, "parallel.invariant_ranks=2")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", range(4))
+def test_eight_ranks_have_the_bits_of_one(train: Train, stage: int) -> None:
+    overrides = overrides_of("llama3", "bfloat16", iterations=30)
+    assert train(Case("dp8", 8, (zero(stage),)), *overrides) == train(ALONE, *overrides)
 
 
 @pytest.mark.soak

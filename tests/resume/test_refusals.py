@@ -272,7 +272,8 @@ def test_fixed_threads_are_kept_or_said_in_a_line(tmp_path: Path) -> None:
     assert "environment.threads" not in continue_(tmp_path / "run", fixed).text
     assert (
         "environment.threads: saved 2, now 1; weights and moments stay bitwise, the loss curve equals within rounding: "
-        "sums of a matrix product on a CPU depend on the number of threads; train.threads=2 gives the same bits"
+        "sums of a matrix product on a CPU depend on the number of threads; "
+        "train.threads=2 keeps the bits of these sums"
     ) in continue_(tmp_path / "other", "train.threads=1").outputs[0].splitlines()
 
     run_ok(tmp_path / "unbroken", [*BASE, fixed, "train.train_iters=4"], cores=ALL_CORES)

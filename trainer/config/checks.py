@@ -52,6 +52,17 @@ def unused_keys(config: Config) -> list[str]:
     return [f"checkpoint.save is null, so these keys are not used: {named}"] if keys else []
 
 
+def loose_threads(config: Config) -> list[str]:
+    """Return a line about `train.threads` if the bits that `invariant_ranks` keeps depend on it and it is not set."""
+    lanes, train = config.parallel.invariant_ranks, config.train
+    if lanes == 0 or train.threads > 0 or train.device == "cuda":
+        return []
+    return [
+        f"train.threads is 0, so a rank has its share of the cores of its host: parallel.invariant_ranks={lanes} keeps "
+        "the bits only between launches with equal numbers of threads"
+    ]
+
+
 def _size_problems(model: ModelConfig) -> list[str]:
     """Return why a valid model exceeds every machine, dry runs included."""
     if model.n_layer > _MOST_LAYERS:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainer.__main__ import CONFIGS, compose
-from trainer.config.checks import unused_keys, validate
+from trainer.config.checks import loose_threads, unused_keys, validate
 from trainer.errors import ConfigError, LaunchError
 from trainer.launch.environment import Environment
 from trainer.memory_needs import host_bytes, least_bytes, require_host_memory, require_memory
@@ -235,6 +235,13 @@ def test_the_command_prints_one_message_and_makes_no_file(
     assert "Traceback" not in ended.stderr
     assert "HYDRA_FULL_ERROR" not in ended.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_that_follow_the_cores_are_named_with_invariant_ranks() -> None:
+    lanes = ["parallel.invariant_ranks=2", "train.micro_batch_size=1"]
+    (line,) = loose_threads(compose(lanes))
+    assert line.startswith("train.threads is 0, so a rank has its share of the cores of its host")
+    assert loose_threads(compose([*lanes, "train.threads=1"])) == loose_threads(compose([])) == []
 
 
 def test_one_key_switches_saving_off_and_unused_keys_are_named() -> None:
