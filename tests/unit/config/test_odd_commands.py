@@ -237,7 +237,7 @@ def test_the_command_prints_one_message_and_makes_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_threads_that_follow_the_cores_are_named_with_invariant_ranks() -> None:
+def test_threads_that_follow_the_cores_are_named() -> None:
     lanes = ["parallel.invariant_ranks=2", "train.micro_batch_size=1"]
     (line,) = loose_threads(compose(lanes))
     assert line.startswith("train.threads is 0, so a rank has its share of the cores of its host")
