@@ -78,8 +78,10 @@ def gate(folder: Path, moment: str, iteration: int, ranks: Sequence[int], **deed
 # When iteration 5 begins, so has the save of iteration 4, for which that of iteration 2 has ended.
 @pytest.mark.parametrize(
     ("topology", "kills"),
-    [([], [("forward", 5, 1), ("step", 7, 0)]), (["parallel.tensor_model_parallel_size=2"], [("step", 5, 0)])],
-    ids=["dp2", "tp2"],
+    [
+        pytest.param([], [("forward", 5, 1), ("step", 7, 0)], id="dp2"),
+        pytest.param(["parallel.tensor_model_parallel_size=2"], [("step", 5, 0)], id="tp2", marks=pytest.mark.soak),
+    ],
 )
 def test_a_job_restarted_by_torchrun_ends_as_the_unbroken_one(
     tmp_path: Path, topology: list[str], kills: list[tuple[str, int, int]]
