@@ -38,7 +38,7 @@ demo: setup
 	$(BIN)/python -m scripts.demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow" --durations=10 $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not slow and not soak" --durations=10 $(SIDE_BY_SIDE)
 
 # Every topology against every other, and what else takes minutes of many processes.
 test-slow: setup

@@ -143,6 +143,7 @@ def test_more_lanes_are_another_rounding(train: Train) -> None:
     assert train(ALONE, *overrides) != train(ALONE, *overrides, "parallel.invariant_ranks=2")
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", range(4))
 def test_eight_ranks_have_the_bits_of_one(train: Train, stage: int) -> None:
@@ -150,6 +151,7 @@ def test_eight_ranks_have_the_bits_of_one(train: Train, stage: int) -> None:
     assert train(Case("dp8", 8, (zero(stage),)), *overrides) == train(ALONE, *overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("case", named(EVERY))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -159,6 +161,7 @@ def test_every_topology_has_the_bits_of_one_rank(train: Train, model: str, dtype
     assert train(case, *overrides) == train(ALONE, *overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("case", named(EVERY_CUT + EVERY_CUT_SEQUENCE))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
