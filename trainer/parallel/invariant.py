@@ -208,14 +208,15 @@ def keep_ends_apart(model: Model, lanes: Lanes) -> OutputGradient | None:
 def _unsharded(model: Model) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Return every trainable parameter with the parameter that a backward pass accumulates into. Collective.
 
-    The second is the same object for all iterations; without FSDP2 it is the parameter itself.
+    The second is the same object for all iterations; without FSDP2 it is the parameter itself. FSDP2 modules are
+    gathered one at a time, since a whole model may not fit into the memory of a rank.
     """
     parameters = dict(model.named_parameters())
-    modules = sharded_modules(model)
-    for module in modules:
+    whole = dict(parameters)
+    for module in sharded_modules(model):
         module.unshard()
-    whole = dict(model.named_parameters())
-    for module in modules:
+        gathered = dict(model.named_parameters())
+        whole |= {name: gathered[name] for name, parameter in parameters.items() if gathered[name] is not parameter}
         module.reshard()
     return [(parameter, whole[name]) for name, parameter in parameters.items() if parameter.requires_grad]
 
