@@ -28,6 +28,7 @@ from trainer.config.values import path_problems
 from trainer.errors import ConfigError, LaunchError, TrainerError
 from trainer.launch import streams
 from trainer.launch.environment import Environment
+from trainer.launch.start_times import Phase, StartTimes
 from trainer.memory_needs import require_host_memory, require_memory
 from trainer.metrics.progress_bar import line_handler
 
@@ -108,20 +109,25 @@ def run(raw: DictConfig, environment: Environment) -> None:
     require_host_memory(config, environment.world_size, environment.local_world_size)
     for line in [*unused_keys(config), *loose_threads(config)]:
         _log.info(line)
+    times = StartTimes.of_process()
     from trainer.launch import process_group as launch
     from trainer.launch.signals import SignalHandler
     from trainer.launch.watchdog import Watchdog
 
     train = config.train
     timeout_s = 60 * train.distributed_timeout_minutes
+    times.end(Phase.imports)
     cluster = launch.start(train.device, deterministic=train.deterministic, threads=train.threads, timeout_s=timeout_s)
     report_channel = cluster.channel.clone(_EXIT_GRACE_S)
     signals = SignalHandler(config.train.exit_signal_save_seconds, report=report_channel.fail)
     watchdog = Watchdog(cluster.channel.clone(timeout_s), timeout_s, store_host=cluster.store_host)
     signals.start()
     watchdog.start()
+    times.end(Phase.rendezvous)
+    if environment.is_torchrun and not cluster.launch.is_restarted:
+        times.add_torchrun()
     try:
-        _train(config, resolved, cluster, signals)
+        _train(config, resolved, cluster, signals, times)
         launch.final_barrier(cluster)
     except BaseException as error:
         signals.leave_within(_LEAVE_WITHIN_S, 1)
@@ -246,12 +252,13 @@ def _one_line(text: str) -> str:
     return " ".join(line for line in lines if line and not line.startswith(_LEFT_OUT))
 
 
-def _train(config: Config, resolved: str, cluster: Cluster, signals: SignalHandler) -> None:
+def _train(config: Config, resolved: str, cluster: Cluster, signals: SignalHandler, times: StartTimes) -> None:
     import torch
 
     from trainer.build import build
     from trainer.launch.run_folder import hold_run_folder
 
+    times.end(Phase.imports)
     expected = cluster.channel.broadcast("config", resolved.encode()).decode()
     is_same = expected == resolved
     problem = None if is_same else ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
@@ -259,7 +266,7 @@ def _train(config: Config, resolved: str, cluster: Cluster, signals: SignalHandl
     if cluster.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(cluster.device).total_memory
         require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=str(cluster.device))
-    built = build(config, cluster, signals)
+    built = build(config, cluster, signals, times)
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     with hold_run_folder(Path(config.run.dir), checkpoints, cluster.channel, cluster.nonce):
         _train_built(built, resolved)
@@ -269,6 +276,7 @@ def _train_built(built: Run, resolved: str) -> None:
     from trainer.loop import train
     from trainer.restore import restore
 
+    built.start_times.end(Phase.imports)
     try:
         began_elsewhere = restore(built)
         if built.log is not None:
@@ -279,6 +287,7 @@ def _train_built(built: Run, resolved: str) -> None:
                 owes_evaluation=progress.owes_evaluation,
                 began_elsewhere=began_elsewhere,
             )
+        built.start_times.end(Phase.load)
         train(built)
     except BaseException:
         if built.log is not None:
