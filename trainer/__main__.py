@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,12 +24,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.checks import loose_threads, unused_keys, validate
-from trainer.config.schema import Config
+from trainer.config.schema import Config, topology_of
 from trainer.config.values import path_problems
 from trainer.errors import ConfigError, LaunchError, TrainerError
 from trainer.launch import streams
 from trainer.launch.environment import Environment
-from trainer.launch.start_times import Phase, StartTimes
+from trainer.launch.start_times import Phase, StartTimes, importing
 from trainer.memory_needs import require_host_memory, require_memory
 from trainer.metrics.progress_bar import line_handler
 
@@ -110,20 +111,20 @@ def run(raw: DictConfig, environment: Environment) -> None:
     for line in [*unused_keys(config), *loose_threads(config)]:
         _log.info(line)
     times = StartTimes.of_process()
+    _import_training(config, environment.world_size)
+    times.end(Phase.imports)
     from trainer.launch import process_group as launch
     from trainer.launch.signals import SignalHandler
     from trainer.launch.watchdog import Watchdog
 
     train = config.train
     timeout_s = 60 * train.distributed_timeout_minutes
-    times.end(Phase.imports)
     cluster = launch.start(train.device, deterministic=train.deterministic, threads=train.threads, timeout_s=timeout_s)
     report_channel = cluster.channel.clone(_EXIT_GRACE_S)
     signals = SignalHandler(config.train.exit_signal_save_seconds, report=report_channel.fail)
     watchdog = Watchdog(cluster.channel.clone(timeout_s), timeout_s, store_host=cluster.store_host)
     signals.start()
     watchdog.start()
-    times.end(Phase.rendezvous)
     if environment.is_torchrun and not cluster.launch.is_restarted:
         times.add_torchrun()
     try:
@@ -138,6 +139,16 @@ def run(raw: DictConfig, environment: Environment) -> None:
     watchdog.stop()
     launch.destroy(cluster)
     signals.stop()
+
+
+def _import_training(config: Config, world_size: int) -> None:
+    """Import all that a run needs, before the ranks join."""
+    with importing():
+        for name in ("trainer.launch.watchdog", "trainer.restore", "trainer.loop"):
+            import_module(name)
+        from trainer.parallel.imports import import_axes
+
+        import_axes(topology_of(config, world_size), zero_stage=config.parallel.zero_stage)
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -258,11 +269,11 @@ def _train(config: Config, resolved: str, cluster: Cluster, signals: SignalHandl
     from trainer.build import build
     from trainer.launch.run_folder import hold_run_folder
 
-    times.end(Phase.imports)
     expected = cluster.channel.broadcast("config", resolved.encode()).decode()
     is_same = expected == resolved
     problem = None if is_same else ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
     cluster.channel.agree("config", problem)
+    times.end(Phase.rendezvous)
     if cluster.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(cluster.device).total_memory
         require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=str(cluster.device))
@@ -276,7 +287,6 @@ def _train_built(built: Run, resolved: str) -> None:
     from trainer.loop import train
     from trainer.restore import restore
 
-    built.start_times.end(Phase.imports)
     try:
         began_elsewhere = restore(built)
         if built.log is not None:

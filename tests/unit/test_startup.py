@@ -58,6 +58,15 @@ OF_OTHER_RUNS = {
 }
 
 
+_TRAIN = """
+import sys
+from trainer.__main__ import main
+
+main(sys.argv[1:])
+print(*sys.modules)
+"""
+
+
 def test_a_run_on_one_rank_imports_nothing_of_other_runs(tmp_path: Path) -> None:
     overrides = [
         *TINY,
@@ -66,7 +75,9 @@ def test_a_run_on_one_rank_imports_nothing_of_other_runs(tmp_path: Path) -> None
         "train.exit_interval=1",
         f"run.dir={tmp_path}",
     ]
-    imported = imports_of("-m", "trainer", "model=gpt2_tiny", *overrides)
+    command = [sys.executable, "-c", _TRAIN, "model=gpt2_tiny", *overrides]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    imported = set(ended.stdout.splitlines()[-1].split())
     assert "trainer.loop" in imported
     assert imported & OF_OTHER_RUNS == set()
 

@@ -61,7 +61,7 @@ def test_without_a_start_the_first_phase_begins_at_once(clock: Clock) -> None:
     assert times.seconds()["seconds"] == times.seconds()["build"] == 0.5
 
 
-def test_a_clock_that_lags_behind_the_start_gives_no_negative_time(clock: Clock) -> None:
+def test_a_start_after_now_gives_no_negative_time(clock: Clock) -> None:
     """Starts of processes are known to a hundredth of a second."""
     times = after(clock, (Phase.imports, 99.99), (Phase.load, 100.49))
     assert times.seconds()["imports"] == 0.0
