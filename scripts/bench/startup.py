@@ -28,7 +28,7 @@ from scripts.bench.tables import table
 BARE, FRESH, RESUME = "import torch and rendezvous", "fresh", "resume"
 _TO_BEGIN, _TO_END = "to the first iteration", "to its end"
 _PHASES = ("torchrun", "imports", "rendezvous", "data", "build", "load")
-_OVERRIDES = ("model=gpt2_tiny", "train.exit_interval=1", "train.train_iters=100000")
+_OVERRIDES = ("model=gpt2_tiny", "train.exit_interval=1", "train.train_iters=100000", "train.threads=1")
 _ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 120.0
 
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         for number in range(-1, options.rounds):  # the round before the first fills caches
             for ranks in options.ranks:
-                for side in (BARE, FRESH, RESUME):
-                    seconds = measure(side, ranks, folder, tree=options.tree, overrides=options.overrides)
+                for side, tree in _sides(options.tree):
+                    seconds = measure(side.partition(",")[0], ranks, folder, tree=tree, overrides=options.overrides)
                     if number >= 0:
                         found.setdefault((ranks, side), []).append(seconds)
         if options.json:
@@ -53,6 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print("\n".join([*describe(folder), *report(found)]))
     return 0
+
+
+def _sides(trees: Sequence[Path]) -> list[tuple[str, Path]]:
+    """Return what starts in a round: its name, and the checkout whose trainer it is."""
+    names = [f", {tree.name}" if len(trees) > 1 else "" for tree in trees]
+    runs = [(f"{side}{name}", tree) for name, tree in zip(names, trees, strict=True) for side in (FRESH, RESUME)]
+    return [(BARE, _ROOT), *runs]
 
 
 def measure(side: str, ranks: int, folder: Path, *, tree: Path = _ROOT, overrides: Sequence[str] = ()) -> Seconds:
@@ -88,7 +95,9 @@ def _command(ranks: int, module: str) -> list[str]:
 
 def _seconds_to_line(command: Sequence[str], beginning: str, *, tree: Path) -> float:
     """Start a command, and return the seconds until it prints a line with this beginning; then wait for its end."""
-    variables = {**os.environ, "PYTHONPATH": str(tree)}
+    # Without the first, torchrun sets it to this and prints a warning.
+    variables = {"OMP_NUM_THREADS": "1"} if "--standalone" in command else {}
+    variables = {**variables, **os.environ, "PYTHONPATH": str(tree)}
     began, found = time.perf_counter(), None
     with subprocess.Popen(
         command, cwd=tree, env=variables, text=True, start_new_session=True, stdout=subprocess.PIPE
@@ -129,7 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further settings of the runs")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="numbers of ranks (1 and 2)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds, after one more (%(default)d)")
-    parser.add_argument("--tree", type=Path, default=_ROOT, help="the checkout whose trainer starts (this one)")
+    parser.add_argument(
+        "--tree", type=Path, nargs="+", default=[_ROOT], help="the checkouts whose trainers start (this one)"
+    )
     parser.add_argument("--json", action="store_true", help="print the seconds of every round as one JSON object")
     return parser
 
