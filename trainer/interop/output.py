@@ -121,7 +121,8 @@ def _write(
         files.make_folder(partial)
         written = write_tensor_files(partial, files, attempt.layout, _finite_reader(source))
         aliases = families.aliases(config.model)
-        finish.prepare(attempt, written, documents=documents, aliases=aliases, lock=lock)
+        found = finish.json_files(attempt, [written], documents=documents, aliases=aliases)
+        finish.prepare(attempt, found, lock=lock)
         finish.rename(attempt)
     finally:
         files.remove_tree(partial)  # gone, once it has its name

@@ -1,17 +1,24 @@
-"""The two-phase commit of a save: the ranks turn the files that they wrote into one checkpoint, or into none."""
+"""The two-phase commit of a save: the ranks turn the files that they wrote into one checkpoint, or into none.
+
+Where each host has a folder of its own, rank 0 sends the other leaders all JSON files, waits until every folder is
+prepared, and renames its own; the decision lets the others rename theirs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from trainer.checkpoint.commit import commit_state, disagreement
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.commit_state import Action, CommitState, Event, Outcome
+from trainer.checkpoint.commit.file_exchange import FileExchange
+from trainer.checkpoint.commit.hosts import Hosts
 from trainer.checkpoint.commit.inventory import Inventory, identity_of
 from trainer.checkpoint.format import manifest
 from trainer.checkpoint.format.layout import Layout
@@ -35,6 +42,12 @@ class Attempt:
     name: str
     folder: CheckpointFolder
     layout: Layout
+    hosts: Hosts = field(default_factory=lambda: Hosts.shared(1))
+
+    @property
+    def partial(self) -> Path:
+        """Return the folder in which this host's ranks write."""
+        return self.folder.partial(self.iteration, self.name)
 
     @property
     def mark(self) -> Path:
@@ -42,11 +55,28 @@ class Attempt:
         return self.folder.mark_of(self.iteration, self.name)
 
 
+class Copying(Protocol):
+    """What a commit carries for the copies of local checkpoints: messages that it does not read."""
+
+    @property
+    def pinned(self) -> Collection[int]:
+        """Return the iterations that must stay: without their copies, the loss of a disk would cost too much."""
+
+    def status(self) -> bytes:
+        """Return what this leader tells rank 0 with its answer."""
+
+    def decide(self, statuses: Sequence[bytes]) -> bytes:
+        """Return what rank 0 tells all leaders with its decision, given the status of each host."""
+
+    def committed(self, attempt: Attempt, order: bytes) -> None:
+        """Take note that this host has renamed, and of what rank 0 decided on the copies."""
+
+
 class SharedCommitState:
     """The state of one attempt on one rank, shared by its worker and its main thread."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._state = CommitState.of(rank, world_size)
+    def __init__(self, rank: int, world_size: int, leaders: Sequence[int] = (0,)) -> None:
+        self._state = CommitState.of(rank, world_size, leaders)
         self._lock = threading.Lock()
 
     @property
@@ -60,15 +90,6 @@ class SharedCommitState:
             self._state, action = commit_state.advance(self._state, event)
             return action
 
-    def begin_rename(self) -> None:
-        """Begin the rename: from here on it is too late to abort.
-
-        Raises:
-            CheckpointError: if the attempt was aborted before.
-        """
-        if self.take(commit_state.ReadyToRename()) is not Action.RENAME:
-            raise CheckpointError(str(self._state.problem).rstrip("."))
-
 
 class TwoPhaseCommit:
     """One rank's side of the commit of one attempt: rank 0 coordinates, the others participate. Worker thread.
@@ -79,12 +100,24 @@ class TwoPhaseCommit:
     Args:
         inventory: what this rank saves; complete once its part is written.
         shared: of this attempt on this rank; another thread may `abort` on it meanwhile.
+        exchange: the JSON files that leaders have from earlier saves.
+        copying: what the copies of local checkpoints add to the messages; None for none.
     """
 
     def __init__(
-        self, channel: StoreChannel, attempt: Attempt, inventory: Inventory, shared: SharedCommitState
+        self,
+        channel: StoreChannel,
+        attempt: Attempt,
+        inventory: Inventory,
+        shared: SharedCommitState,
+        *,
+        exchange: FileExchange | None = None,
+        copying: Copying | None = None,
     ) -> None:
         self._channel, self._attempt, self._inventory, self._shared = channel, attempt, inventory, shared
+        self._exchange, self._copying = exchange or FileExchange(), copying
+        self._statuses: dict[int, bytes] = {}
+        self._order = b""
         self._key = _key(attempt.name)
         self._action = Action.NOTHING
         self._error: BaseException | None = None  # the first of this rank
@@ -115,7 +148,10 @@ class TwoPhaseCommit:
         self._take(commit_state.Wrote())
 
     def vote(self) -> None:
-        """Report this rank's part. Rank 0 waits for all reports, the others for its decision."""
+        """Report this rank's part. Rank 0 waits for all reports, the others for its decision.
+
+        The leader of another host may be asked to prepare its folder first.
+        """
         try:
             if self._action is Action.COLLECT:
                 self._collect()
@@ -123,21 +159,60 @@ class TwoPhaseCommit:
                 self._channel.put(f"{self._key}/report/{self._channel.rank}", self._report.to_bytes())
                 self._take(commit_state.ReportStored())
             if self._action is Action.AWAIT_DECISION:
-                self._take(self._decided(self._await_decision()))
+                self._take(self._await_request())
         except LaunchError as error:
-            self._error = self._error or error
-            self._take(commit_state.Silence(str(error)))
-        if self._action is Action.LOOK:
-            is_there = is_committed(self._attempt)
-            self._take(commit_state.FoundCommitted() if is_there else commit_state.FoundNothing())
+            self._fall_silent(error)
+        self._look()
 
     @property
-    def is_unanimous(self) -> bool:
-        """Return whether all ranks have written their parts; on rank 0 alone, as the rename is its business."""
+    def is_to_prepare(self) -> bool:
+        """Return whether all ranks have written their parts and this one, a leader, prepares its host's folder."""
         return self._action is Action.PREPARE
 
-    def pieces(self) -> list[WrittenPiece]:
-        """Return the pieces of all ranks. Rank 0 only.
+    @property
+    def may_rename(self) -> bool:
+        """Return whether this rank, a leader, is to rename its host's folder."""
+        return self._action is Action.RENAME
+
+    def send(self, files: Mapping[str, bytes]) -> None:
+        """Send the JSON files of the checkpoint to the leaders of the other hosts. Rank 0 only."""
+        if len(self._attempt.hosts.leaders) > 1:
+            self._channel.put(f"{self._key}/files", self._exchange.pack(files))
+
+    def receive(self) -> dict[str, bytes]:
+        """Return the JSON files of the checkpoint, which rank 0 has sent.
+
+        Raises:
+            CheckpointError: if one of them is not known here.
+        """
+        return self._exchange.unpack(self._channel.read(f"{self._key}/files", sender="rank 0"))
+
+    def prepared(self) -> None:
+        """Note that this host's folder is prepared.
+
+        Raises:
+            CheckpointError: if the attempt was aborted before.
+        """
+        self._take(commit_state.ReadyToRename())
+        if self._action is Action.END:
+            raise CheckpointError(str(self._shared.current.problem).rstrip("."))
+
+    def decide(self) -> None:
+        """Wait until every host's folder is prepared: rank 0 for the answers, the other leaders for its decision."""
+        try:
+            if self._action is Action.ANSWER:
+                self._channel.put(f"{self._key}/prepared/{self._channel.rank}", self._answer())
+                self._take(commit_state.AnswerStored())
+            if self._action is Action.AWAIT_DECISION:
+                self._take(self._decided(self._await_decision()))
+            if self._action is Action.AWAIT_LEADERS:
+                self._collect_answers()
+        except LaunchError as error:
+            self._fall_silent(error)
+        self._look()
+
+    def pieces(self) -> list[list[WrittenPiece]]:
+        """Return the pieces of each rank. Rank 0 only.
 
         Raises:
             CheckpointError: if some rank has counted on another to write its bytes, which has not.
@@ -152,11 +227,16 @@ class TwoPhaseCommit:
                 found=f"{written_bytes} B",
                 fix="Nothing was committed; this is a defect of the program that wrote them.",
             )
-        return [piece for report in self._reports for piece in decode(report.pieces, layout)]
+        return [list(decode(report.pieces, layout)) for report in self._reports]
 
     def renamed(self) -> None:
-        """Note that the checkpoint exists."""
+        """Note that this host's folder has its final name; on rank 0, that the checkpoint exists."""
         self._take(commit_state.Renamed())
+        if self._copying is not None:
+            if self._channel.rank == 0:
+                self._statuses[0] = self._copying.status()
+                self._order = self._copying.decide([self._statuses[rank] for rank in self._attempt.hosts.leaders])
+            self._copying.committed(self._attempt, self._order)
 
     def broadcast(self) -> None:
         """Send the decision to all ranks. Rank 0 only."""
@@ -164,7 +244,7 @@ class TwoPhaseCommit:
             known = self._shared.current
             decision = _FAILED + str(known.problem).encode()
             if known.outcome is Outcome.COMMITTED:
-                decision = _OK + str(self._attempt.iteration).encode()
+                decision = _OK + b"%d %s" % (self._attempt.iteration, self._order)
             _broadcast(self._channel, self._key, decision)
             self._take(commit_state.Broadcast())
 
@@ -183,12 +263,43 @@ class TwoPhaseCommit:
     def _take(self, event: Event) -> None:
         self._action = self._shared.take(event)
 
+    def _fall_silent(self, error: LaunchError) -> None:
+        self._error = self._error or error
+        self._take(commit_state.Silence(str(error)))
+
+    def _look(self) -> None:
+        if self._action is Action.LOOK:
+            is_there = is_committed(self._attempt)
+            self._take(commit_state.FoundCommitted() if is_there else commit_state.FoundNothing())
+
+    def _answer(self) -> bytes:
+        problem = self._shared.current.problem
+        if problem is not None:
+            return _FAILED + problem.encode()
+        return _OK + (b"" if self._copying is None else self._copying.status())
+
+    def _collect_answers(self) -> None:
+        for leader in self._attempt.hosts.leaders[1:]:
+            data = self._channel.take(f"{self._key}/prepared/{leader}", sender=f"rank {leader}")
+            self._statuses[leader] = data[len(_OK) :]
+            problem = None if data.startswith(_OK) else data[len(_FAILED) :].decode()
+            self._take(commit_state.AnswerArrived(leader, problem))
+        self._exchange.delivered(was_taken=self._action is Action.RENAME)
+
+    def _await_request(self) -> Event:
+        """Wait for rank 0's request to prepare, on the leader of another host, or its decision."""
+        if self._shared.current.leads:
+            keys = [f"{self._key}/files", f"{self._key}/decision"]
+            if self._channel.await_any(keys, sender="rank 0", check=_go_on) == keys[0]:
+                return commit_state.AskedToPrepare()
+        return self._decided(self._await_decision())
+
     def _collect(self) -> None:
         others = range(1, self._channel.world_size)
         try:
             found = [self._channel.take(f"{self._key}/report/{rank}", sender=f"rank {rank}") for rank in others]
             self.has_all_reports = True
-            self._channel.delete([f"{self._key}/marked"])
+            self._channel.delete([_marked_key(self._attempt, leader) for leader in self._attempt.hosts.leaders])
             self._reports = [self._report, *map(RankReport.from_bytes, found)]
             self._require_agreement()
         except LaunchError:
@@ -230,7 +341,8 @@ class TwoPhaseCommit:
     def _decided(self, decision: bytes) -> Event:
         if not decision.startswith(_OK):
             return commit_state.Decision(decision[len(_FAILED) :].decode().rstrip("."))
-        iteration = int(decision[len(_OK) :])
+        number, _, self._order = decision[len(_OK) :].partition(b" ")
+        iteration = int(number)
         if iteration != self._attempt.iteration:
             return commit_state.Decision(f"Rank 0 saved iteration {iteration}, this rank {self._attempt.iteration}")
         return commit_state.Decision(None)
@@ -258,18 +370,18 @@ def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: 
 
 def already_committed(channel: StoreChannel, name: str, iteration: int) -> None:
     """Decide attempt `name` without a save: rank 0 knows that `iteration` is committed. Rank 0 only."""
-    _broadcast(channel, _key(name), _OK + str(iteration).encode())
+    _broadcast(channel, _key(name), _OK + b"%d " % iteration)
 
 
 def broadcast_marked(channel: StoreChannel, attempt: Attempt, *, is_marked: bool) -> None:
-    """Let the other ranks know whether the mark of an attempt is in its folder. Rank 0 only."""
-    if channel.world_size > 1:
+    """Let the other ranks of a host know whether the mark of an attempt is in its folder. Leaders only."""
+    if len(attempt.hosts.ranks_with(channel.rank)) > 1:
         message = (_OK if is_marked else _FAILED) + str(attempt.iteration).encode()
-        channel.put(f"{_key(attempt.name)}/marked", message)
+        channel.put(_marked_key(attempt, channel.rank), message)
 
 
 def await_marked(channel: StoreChannel, attempt: Attempt, *, check: Callable[[], None]) -> bool:
-    """Wait for rank 0's message on the mark of an attempt, and return whether it is in its folder.
+    """Wait for the leader's message on the mark of an attempt, and return whether it is in its folder.
 
     Args:
         check: called again and again; ends the wait if it raises.
@@ -279,14 +391,19 @@ def await_marked(channel: StoreChannel, attempt: Attempt, *, check: Callable[[],
 
     Raises:
         LaunchError: if no message comes in time.
-        CheckpointError: if rank 0 saves another iteration.
+        CheckpointError: if the leader saves another iteration.
     """
-    marked = f"{_key(attempt.name)}/marked"
-    if channel.await_any([marked, f"{_key(attempt.name)}/decision"], sender="rank 0", check=check) != marked:
+    leader = attempt.hosts.leader_of(channel.rank)
+    marked, sender = _marked_key(attempt, leader), f"rank {leader}"
+    if channel.await_any([marked, f"{_key(attempt.name)}/decision"], sender=sender, check=check) != marked:
         return False
-    data = channel.read(marked, sender="rank 0")
-    disagreement.refuse_other_iterations({0: int(data[len(_OK) :]), channel.rank: attempt.iteration})
+    data = channel.read(marked, sender=sender)
+    disagreement.refuse_other_iterations({leader: int(data[len(_OK) :]), channel.rank: attempt.iteration})
     return data.startswith(_OK)
+
+
+def _marked_key(attempt: Attempt, leader: int) -> str:
+    return f"{_key(attempt.name)}/marked/{leader}"
 
 
 def stripes_key(name: str, rank: int) -> str:
@@ -303,8 +420,9 @@ def delete_messages(channel: StoreChannel, name: str) -> None:
     if channel.world_size == 1:
         return
     key, ranks = _key(name), range(channel.world_size)
-    of_ranks = [f"{key}/{kind}/{rank}" for kind in ("report", "table", "stripes") for rank in ranks]
-    channel.delete([f"{key}/decision", f"{key}/decision/last", f"{key}/marked", *of_ranks])
+    kinds = ("report", "table", "stripes", "marked", "prepared")
+    of_ranks = [f"{key}/{kind}/{rank}" for kind in kinds for rank in ranks]
+    channel.delete([f"{key}/decision", f"{key}/decision/last", f"{key}/files", *of_ranks])
 
 
 def _key(name: str) -> str:
@@ -337,3 +455,7 @@ def is_committed(attempt: Attempt) -> bool:
         return manifest.from_bytes(path.read_bytes(), where=path).attempt == attempt.name
     except (OSError, TrainerError):
         return False
+
+
+def _go_on() -> None:
+    """Let a wait go on."""

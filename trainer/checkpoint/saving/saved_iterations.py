@@ -48,10 +48,11 @@ class SavedIterations:
         self._newest = iteration, has_optimizer
         self.in_doubt.clear()
 
-    def loaded(self, iteration: int, *, has_optimizer: bool, is_verified: bool) -> None:
-        """Take note of a checkpoint of this run's folder that was loaded: it is there, and it stays."""
+    def loaded(self, iteration: int, *, has_optimizer: bool, is_verified: bool, is_pinned: bool = True) -> None:
+        """Take note of a checkpoint of this run's folder that was loaded: it is there and, if pinned, it stays."""
         self._newest = iteration, has_optimizer
-        self.pinned.add(iteration)
+        if is_pinned:
+            self.pinned.add(iteration)
         self.is_loaded_verified = is_verified
 
     def rewound(self, iteration: int) -> None:

@@ -24,6 +24,7 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _ANY_ITERATION = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\..*\.(partial|deleting)")
 _MARK = re.compile(r"\.shared\..+\.mark")
+_PARTIAL = re.compile(r"\.iter_(\d{7,})\.(.*)\.partial")
 _REPLACED = re.compile(r"\.(iter_\d{7,})\..*\.replaced")
 
 
@@ -105,6 +106,11 @@ class CheckpointFolder:
             return int(read_regular(self.root / TRACKER, limit_bytes=_MOST_TRACKER_BYTES))
         except (OSError, ValueError):
             return None
+
+    def partials(self) -> list[tuple[int, str]]:
+        """Return the iteration and the attempt of each partial folder."""
+        matches = (_PARTIAL.fullmatch(path.name) for path in sorted(self.root.iterdir()) if path.is_dir())
+        return [(int(match[1]), match[2]) for match in matches if match]
 
     def commit(self, iteration: int, attempt: str) -> bool:
         """Rename a complete, synced partial folder to its final name. From here on the checkpoint exists.
