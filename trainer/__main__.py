@@ -283,9 +283,12 @@ def _train_built(built: Run, resolved: str) -> None:
     except BaseException:
         if built.log is not None:
             built.log.close_bar()
-        built.checkpointer.abandon()
+        for saver in built.savers:
+            saver.abandon()
         raise
     built.checkpointer.close()
+    if built.local is not None:
+        built.local.close()
     if built.log is not None:
         built.log.close()
 

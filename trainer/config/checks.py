@@ -220,6 +220,11 @@ def _checkpoint_problems(config: Config) -> list[str]:
     for name in _OF_SAVING:
         if getattr(section, name) < 0:
             found.append(f"checkpoint.{name}={getattr(section, name)}: must be 0 or more")
+    for name, least in (("save_interval", 0), ("keep", 1), ("copies", 0)):
+        if getattr(section.local, name) < least:
+            found.append(f"checkpoint.local.{name}={getattr(section.local, name)}: must be {least} or more")
+    if section.local.dir is not None and section.local.dir == section.save:
+        found.append(f"checkpoint.local.dir={section.local.dir}: must be another folder than checkpoint.save")
     if section.keep_best and not (config.train.eval_interval and section.max_checkpoint_keep):
         found.append(
             f"checkpoint.keep_best={section.keep_best}: needs train.eval_interval and checkpoint.max_checkpoint_keep"

@@ -33,7 +33,7 @@ class HostFile:
     Args:
         attempt: name of the attempt that saved the checkpoint.
         manifest: digest of the manifest.
-        host: number of the host that this folder was saved on.
+        host: number of the host that this folder was saved on; None for one that has only copies.
         hosts: the names of all hosts that saved the checkpoint.
         writers: by tensor, the number of the host that wrote each piece.
         held: the pieces that lie in this folder: those of its own host, and copies of others.
@@ -41,7 +41,7 @@ class HostFile:
 
     attempt: str
     manifest: str
-    host: int
+    host: int | None
     hosts: tuple[str, ...]
     writers: PieceNumbers
     held: PieceNumbers
@@ -49,7 +49,7 @@ class HostFile:
     @property
     def own(self) -> dict[str, tuple[int, ...]]:
         """Return the pieces that this host wrote."""
-        return self.written_by(self.host)
+        return {} if self.host is None else self.written_by(self.host)
 
     @property
     def is_whole(self) -> bool:
@@ -124,7 +124,7 @@ def _from_table(table: Mapping[str, Any]) -> HostFile:
         held[str(name)] = _numbers(found, most=len(writers[name]) - 1)
         if list(held[name]) != sorted(set(held[name])):
             raise ValueError(f"the pieces of {name} are not in order")
-    host = integer(table["host"], most=len(hosts) - 1)
+    host = None if table["host"] is None else integer(table["host"], most=len(hosts) - 1)
     return HostFile(str(table["attempt"]), str(table["manifest_xxh3_64"]), host, hosts, writers, held)
 
 

@@ -110,6 +110,20 @@ def fill(
     )
 
 
+def touched_pieces(
+    checkpoint: Checkpoint, places: Mapping[str, Place], live: Sequence[LiveTensor]
+) -> dict[str, tuple[int, ...]]:
+    """Return by tensor the numbers of the pieces that `fill` reads for these tensors."""
+    found: dict[str, set[int]] = {}
+    for tensor in live:
+        if tensor.box.numel:
+            name = tensor.spec.name
+            box, size = _written_box(checkpoint, places, tensor), places[name].spec.dtype.itemsize
+            pieces = enumerate(checkpoint.manifest.tensors[name].pieces(size))
+            found.setdefault(name, set()).update(n for n, piece in pieces if intersect(piece.box, box).numel)
+    return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
+
+
 def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: LiveTensor) -> Box:
     """Return a tensor's box in the dimensions it was written in, which may differ for an unsharded tensor."""
     written, lives = places[tensor.spec.name].spec.view, tensor.spec.view
