@@ -17,7 +17,6 @@ from trainer.checkpoint.saving.save_job import LocalSaves
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
 
-
 # How long the last save of a run waits for the copies of the one before.
 _COPIES_S = 10.0
 
