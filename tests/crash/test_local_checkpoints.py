@@ -148,7 +148,7 @@ def test_a_wiped_disk_without_copies_is_refused_by_name(fleet: Fleet, tmp_path: 
         assert "pieces of host host1 (" in output
 
 
-def test_a_wiped_disk_without_copies_costs_the_iterations_since_the_shared_one(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_wiped_disk_sends_the_run_back_to_the_shared_folder(fleet: Fleet, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     run_ok(whole, [*BASE, *ZERO3, "checkpoint.save_interval=2"], ranks=2)
     overrides = [*ZERO3, "checkpoint.local.save_interval=1", "checkpoint.save_interval=2", "checkpoint.local.copies=0"]

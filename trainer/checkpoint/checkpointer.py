@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trainer.checkpoint.commit import protocol
+from trainer.checkpoint.commit import messages
+from trainer.checkpoint.commit.attempt import Attempt, SharedCommitState
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.commit_state import Outcome
 from trainer.checkpoint.commit.hosts import Hosts
-from trainer.checkpoint.commit.protocol import Attempt, SharedCommitState
 from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.loading.restorer import Restored
 from trainer.checkpoint.policy import SavePolicy, SaveReport
@@ -210,7 +210,7 @@ class Checkpointer:
             _log.info("iteration %d is saved already, nothing to do", iteration)
             self._local_ranks.refuse(self._channel, name)  # a rank on which that save is in doubt may try again
             if self._channel.rank == 0:
-                protocol.already_committed(self._channel, name, iteration)
+                messages.already_committed(self._channel, name, iteration)
             self._keep([(iteration, name)])
             return None
         plan = self._staging.plan(contents)
@@ -333,7 +333,7 @@ class Checkpointer:
     def _abort(self, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
         """Abort an attempt in the place of the background thread, which hangs; return whether that is in time."""
         self._local_ranks.refuse(self._channel, attempt.name)
-        return protocol.abort(self._channel, attempt, error, shared)
+        return messages.abort(self._channel, attempt, error, shared)
 
     def _keep(self, attempts: Sequence[tuple[int, str]]) -> None:
         """Let the next save remove what is left of these attempts."""

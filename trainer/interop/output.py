@@ -15,7 +15,7 @@ from models.families import problems as model_problems
 from trainer import run_record
 from trainer.build import describe_alone, tokenizer_of
 from trainer.checkpoint.commit import finish
-from trainer.checkpoint.commit.protocol import Attempt
+from trainer.checkpoint.commit.attempt import Attempt
 from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import STATE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trainer.checkpoint.commit.protocol import Attempt
+from trainer.checkpoint.commit.attempt import Attempt
 from trainer.checkpoint.format import host_file, json_file, manifest
 from trainer.checkpoint.format.host_file import HostFile
 from trainer.checkpoint.format.layout import model_index

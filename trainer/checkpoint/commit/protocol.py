@@ -7,88 +7,22 @@ prepared, and renames its own; the decision lets the others rename theirs.
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from trainer.checkpoint.commit import commit_state, disagreement
+from trainer.checkpoint.commit.attempt import Attempt, Copying, SharedCommitState
 from trainer.checkpoint.commit.channel import StoreChannel
-from trainer.checkpoint.commit.commit_state import Action, CommitState, Event, Outcome
+from trainer.checkpoint.commit.commit_state import Action, Event, Outcome
 from trainer.checkpoint.commit.file_exchange import FileExchange
-from trainer.checkpoint.commit.hosts import Hosts
-from trainer.checkpoint.commit.inventory import Inventory, identity_of
-from trainer.checkpoint.format import manifest
-from trainer.checkpoint.format.layout import Layout
+from trainer.checkpoint.commit.inventory import Inventory
+from trainer.checkpoint.commit.messages import FAILED, OK, broadcast, is_committed, key_of, marked_key, text_of
 from trainer.checkpoint.format.manifest import Written, WrittenPiece
-from trainer.checkpoint.format.names import MANIFEST
 from trainer.checkpoint.format.report import RankReport, decode, encode
-from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.errors import CheckpointError, LaunchError, TrainerError
 
-_log = logging.getLogger(__name__)
-
-# The first two bytes of a decision. _ASK names ranks that are to send their tables; the last decision comes later.
-_OK, _FAILED, _ASK = b"ok", b"no", b"??"
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One try to save an iteration: `name` is unique in the life of the folder, the same on all ranks."""
-
-    iteration: int
-    name: str
-    folder: CheckpointFolder
-    layout: Layout
-    hosts: Hosts = field(default_factory=lambda: Hosts.shared(1))
-
-    @property
-    def partial(self) -> Path:
-        """Return the folder in which this host's ranks write."""
-        return self.folder.partial(self.iteration, self.name)
-
-    @property
-    def mark(self) -> Path:
-        """Return the file that every rank must see before it reports, where there are several ranks."""
-        return self.folder.mark_of(self.iteration, self.name)
-
-
-class Copying(Protocol):
-    """What a commit carries for the copies of local checkpoints: messages that it does not read."""
-
-    @property
-    def pinned(self) -> Collection[int]:
-        """Return the iterations that must stay: without their copies, the loss of a disk would cost too much."""
-
-    def status(self) -> bytes:
-        """Return what this leader tells rank 0 with its answer."""
-
-    def decide(self, statuses: Sequence[bytes]) -> bytes:
-        """Return what rank 0 tells all leaders with its decision, given the status of each host."""
-
-    def committed(self, attempt: Attempt, order: bytes) -> None:
-        """Take note that this host has renamed, and of what rank 0 decided on the copies."""
-
-
-class SharedCommitState:
-    """The state of one attempt on one rank, shared by its worker and its main thread."""
-
-    def __init__(self, rank: int, world_size: int, leaders: Sequence[int] = (0,)) -> None:
-        self._state = CommitState.of(rank, world_size, leaders)
-        self._lock = threading.Lock()
-
-    @property
-    def current(self) -> CommitState:
-        """Return the state now."""
-        return self._state
-
-    def take(self, event: Event) -> Action:
-        """Take an event in, one thread at a time, and return the next action."""
-        with self._lock:
-            self._state, action = commit_state.advance(self._state, event)
-            return action
+# The first two bytes of a decision that names ranks that are to send their tables; the last decision comes later.
+_ASK = b"??"
 
 
 class TwoPhaseCommit:
@@ -118,7 +52,7 @@ class TwoPhaseCommit:
         self._exchange, self._copying = exchange or FileExchange(), copying
         self._statuses: dict[int, bytes] = {}
         self._order = b""
-        self._key = _key(attempt.name)
+        self._key = key_of(attempt.name)
         self._action = Action.NOTHING
         self._error: BaseException | None = None  # the first of this rank
         self._report = RankReport(attempt.iteration, inventory.identity)
@@ -133,8 +67,8 @@ class TwoPhaseCommit:
             yield
         except BaseException as error:  # noqa: BLE001 - raised again once the peers know
             self._error = error
-            self._report = replace(self._report, problem=_text(error))
-            self._take(commit_state.Failed(_text(error)))
+            self._report = replace(self._report, problem=text_of(error))
+            self._take(commit_state.Failed(text_of(error)))
 
     def wrote(self, written: Written) -> None:
         """Note that this rank's part is durable."""
@@ -242,10 +176,10 @@ class TwoPhaseCommit:
         """Send the decision to all ranks. Rank 0 only."""
         if self._action is Action.BROADCAST:
             known = self._shared.current
-            decision = _FAILED + str(known.problem).encode()
+            decision = FAILED + str(known.problem).encode()
             if known.outcome is Outcome.COMMITTED:
-                decision = _OK + b"%d %s" % (self._attempt.iteration, self._order)
-            _broadcast(self._channel, self._key, decision)
+                decision = OK + b"%d %s" % (self._attempt.iteration, self._order)
+            broadcast(self._channel, self._key, decision)
             self._take(commit_state.Broadcast())
 
     def end(self) -> None:
@@ -275,14 +209,14 @@ class TwoPhaseCommit:
     def _answer(self) -> bytes:
         problem = self._shared.current.problem
         if problem is not None:
-            return _FAILED + problem.encode()
-        return _OK + (b"" if self._copying is None else self._copying.status())
+            return FAILED + problem.encode()
+        return OK + (b"" if self._copying is None else self._copying.status())
 
     def _collect_answers(self) -> None:
         for leader in self._attempt.hosts.leaders[1:]:
             data = self._channel.take(f"{self._key}/prepared/{leader}", sender=f"rank {leader}")
-            self._statuses[leader] = data[len(_OK) :]
-            problem = None if data.startswith(_OK) else data[len(_FAILED) :].decode()
+            self._statuses[leader] = data[len(OK) :]
+            problem = None if data.startswith(OK) else data[len(FAILED) :].decode()
             self._take(commit_state.AnswerArrived(leader, problem))
         self._exchange.delivered(was_taken=self._action is Action.RENAME)
 
@@ -299,7 +233,7 @@ class TwoPhaseCommit:
         try:
             found = [self._channel.take(f"{self._key}/report/{rank}", sender=f"rank {rank}") for rank in others]
             self.has_all_reports = True
-            self._channel.delete([_marked_key(self._attempt, leader) for leader in self._attempt.hosts.leaders])
+            self._channel.delete([marked_key(self._attempt, leader) for leader in self._attempt.hosts.leaders])
             self._reports = [self._report, *map(RankReport.from_bytes, found)]
             self._require_agreement()
         except LaunchError:
@@ -308,7 +242,7 @@ class TwoPhaseCommit:
             if not (isinstance(error, TrainerError) and isinstance(self._error, TrainerError)):
                 error = self._error or error
             self._error = error
-            self._take(commit_state.Failed(_text(error)))
+            self._take(commit_state.Failed(text_of(error)))
             return
         for rank in others:
             self._take(commit_state.ReportArrived(rank, self._reports[rank].problem))
@@ -339,122 +273,13 @@ class TwoPhaseCommit:
         return self._channel.read(f"{self._key}/decision/last", sender="rank 0")
 
     def _decided(self, decision: bytes) -> Event:
-        if not decision.startswith(_OK):
-            return commit_state.Decision(decision[len(_FAILED) :].decode().rstrip("."))
-        number, _, self._order = decision[len(_OK) :].partition(b" ")
+        if not decision.startswith(OK):
+            return commit_state.Decision(decision[len(FAILED) :].decode().rstrip("."))
+        number, _, self._order = decision[len(OK) :].partition(b" ")
         iteration = int(number)
         if iteration != self._attempt.iteration:
             return commit_state.Decision(f"Rank 0 saved iteration {iteration}, this rank {self._attempt.iteration}")
         return commit_state.Decision(None)
-
-
-def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
-    """Abort an attempt in the place of the worker, which hangs, and let the other ranks know.
-
-    Returns:
-        Whether it has failed for certain. Where this rank's report is out, or the rename has begun, it is too late to
-        abort: the attempt is in doubt.
-    """
-    action = shared.take(commit_state.Aborted(str(error)))
-    key = _key(attempt.name)
-    if action is Action.BROADCAST:
-        _broadcast(channel, key, _FAILED + _text(error).encode())
-    if action is Action.REPORT:
-        report = RankReport(attempt.iteration, identity_of(attempt.layout), problem=_text(error))
-        try:
-            channel.put(f"{key}/report/{channel.rank}", report.to_bytes())
-        except LaunchError as lost:
-            _log.error("the failure of %s could not be reported: %s", key, lost)
-    return shared.current.outcome is Outcome.FAILED
-
-
-def already_committed(channel: StoreChannel, name: str, iteration: int) -> None:
-    """Decide attempt `name` without a save: rank 0 knows that `iteration` is committed. Rank 0 only."""
-    _broadcast(channel, _key(name), _OK + b"%d " % iteration)
-
-
-def broadcast_marked(channel: StoreChannel, attempt: Attempt, *, is_marked: bool) -> None:
-    """Let the other ranks of a host know whether the mark of an attempt is in its folder. Leaders only."""
-    if len(attempt.hosts.ranks_with(channel.rank)) > 1:
-        message = (_OK if is_marked else _FAILED) + str(attempt.iteration).encode()
-        channel.put(_marked_key(attempt, channel.rank), message)
-
-
-def await_marked(channel: StoreChannel, attempt: Attempt, *, check: Callable[[], None]) -> bool:
-    """Wait for the leader's message on the mark of an attempt, and return whether it is in its folder.
-
-    Args:
-        check: called again and again; ends the wait if it raises.
-
-    Returns:
-        False also if rank 0 has ended the attempt, as its decision says.
-
-    Raises:
-        LaunchError: if no message comes in time.
-        CheckpointError: if the leader saves another iteration.
-    """
-    leader = attempt.hosts.leader_of(channel.rank)
-    marked, sender = _marked_key(attempt, leader), f"rank {leader}"
-    if channel.await_any([marked, f"{_key(attempt.name)}/decision"], sender=sender, check=check) != marked:
-        return False
-    data = channel.read(marked, sender=sender)
-    disagreement.refuse_other_iterations({leader: int(data[len(_OK) :]), channel.rank: attempt.iteration})
-    return data.startswith(_OK)
-
-
-def _marked_key(attempt: Attempt, leader: int) -> str:
-    return f"{_key(attempt.name)}/marked/{leader}"
-
-
-def stripes_key(name: str, rank: int) -> str:
-    """Return the key of a rank's message to its host on the columns of attempt `name`."""
-    return f"{_key(name)}/stripes/{rank}"
-
-
-def delete_messages(channel: StoreChannel, name: str) -> None:
-    """Delete all messages of attempt `name`, which every rank is past. Rank 0 only.
-
-    Raises:
-        LaunchError: if the store is gone.
-    """
-    if channel.world_size == 1:
-        return
-    key, ranks = _key(name), range(channel.world_size)
-    kinds = ("report", "table", "stripes", "marked", "prepared")
-    of_ranks = [f"{key}/{kind}/{rank}" for kind in kinds for rank in ranks]
-    channel.delete([f"{key}/decision", f"{key}/decision/last", f"{key}/files", *of_ranks])
-
-
-def _key(name: str) -> str:
-    return f"save/{name}"
-
-
-def _broadcast(channel: StoreChannel, key: str, decision: bytes) -> None:
-    """Send the decision to all ranks; where the store is gone, they look for the checkpoint: it stays decided.
-
-    A failure goes out twice: a rank that was asked for its table, or saw others being asked, waits for the last one.
-    """
-    if channel.world_size == 1:
-        return
-    try:
-        channel.put(f"{key}/decision", decision)
-        if not decision.startswith(_OK):
-            channel.put(f"{key}/decision/last", decision)
-    except LaunchError as error:
-        _log.error("the decision on %s could not be sent: %s", key, error)
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
-
-
-def is_committed(attempt: Attempt) -> bool:
-    """Return whether the checkpoint that is there is this attempt's: the rename is the truth."""
-    path = attempt.folder.iteration(attempt.iteration) / MANIFEST
-    try:
-        return manifest.from_bytes(path.read_bytes(), where=path).attempt == attempt.name
-    except (OSError, TrainerError):
-        return False
 
 
 def _go_on() -> None:

@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from trainer.checkpoint.commit.attempt import Attempt
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.hosts import Hosts
-from trainer.checkpoint.commit.protocol import Attempt
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
 from trainer.checkpoint.local.link import Link
 from trainer.checkpoint.local.pieces import PieceWriter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-from trainer.checkpoint.commit.protocol import Attempt
+from trainer.checkpoint.commit.attempt import Attempt
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.layout import Layout
 from trainer.checkpoint.format.names import STATE

@@ -9,12 +9,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.checkpoint.commit import finish, protocol
+from trainer.checkpoint.commit import finish, messages
+from trainer.checkpoint.commit.attempt import Attempt, Copying, SharedCommitState
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.commit_state import Outcome
 from trainer.checkpoint.commit.file_exchange import FileExchange
 from trainer.checkpoint.commit.inventory import Inventory
-from trainer.checkpoint.commit.protocol import Attempt, Copying, SharedCommitState, TwoPhaseCommit
+from trainer.checkpoint.commit.protocol import TwoPhaseCommit
 from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.format.manifest import Written
 from trainer.checkpoint.policy import Retention
@@ -187,7 +188,7 @@ class SaveJob:
             return sharing
         finally:
             if self._leads:
-                protocol.broadcast_marked(self.channel, attempt, is_marked=is_marked)
+                messages.broadcast_marked(self.channel, attempt, is_marked=is_marked)
 
     def _require_mark(self, partial: Path) -> None:
         """Return if this rank has written into its leader's folder, or rank 0 ends the attempt for another reason.
@@ -198,7 +199,7 @@ class SaveJob:
         attempt, files = self.attempt, self.attempt.folder.files
         if sees_mark(attempt.mark, files):
             return
-        if not protocol.await_marked(self.channel, attempt, check=self.snapshot.check):
+        if not messages.await_marked(self.channel, attempt, check=self.snapshot.check):
             return
         try:
             require_mark(attempt.mark, files)
@@ -249,7 +250,7 @@ class SaveJob:
         if with_messages and self.channel.rank == 0:
             try:
                 for _, name in self.earlier:
-                    protocol.delete_messages(self.channel, name)
+                    messages.delete_messages(self.channel, name)
                 self.earlier = ()
             except LaunchError as error:
                 _log.error("messages of earlier saves stay in the store: %s", error)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from trainer.checkpoint.commit import protocol
+from trainer.checkpoint.commit import messages
+from trainer.checkpoint.commit.attempt import Attempt, SharedCommitState
 from trainer.checkpoint.commit.commit_state import Outcome
-from trainer.checkpoint.commit.protocol import Attempt, SharedCommitState
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class InDoubt:
     def is_committed(self) -> bool:
         """Return whether it became a checkpoint after all. Main thread."""
         outcome = self.shared.current.outcome
-        return outcome is Outcome.COMMITTED or (outcome is not Outcome.FAILED and protocol.is_committed(self.attempt))
+        return outcome is Outcome.COMMITTED or (outcome is not Outcome.FAILED and messages.is_committed(self.attempt))
 
 
 class SavedIterations:

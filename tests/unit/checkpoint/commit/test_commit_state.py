@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.turns import Fault, FaultyStore, Task, Turns
 from trainer.checkpoint.commit import channel as channel_module
-from trainer.checkpoint.commit import commit_state, protocol
+from trainer.checkpoint.commit import commit_state, messages
+from trainer.checkpoint.commit.attempt import Attempt, SharedCommitState
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
 from trainer.checkpoint.commit.hosts import Hosts
-from trainer.checkpoint.commit.protocol import Attempt, SharedCommitState
 from trainer.checkpoint.format.box import Box
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec, build_layout
 from trainer.checkpoint.format.manifest import DIGEST_BYTES, Written, WrittenPiece
@@ -193,7 +193,7 @@ class Attempted:
 
     @property
     def is_committed(self) -> bool:
-        return protocol.is_committed(self.attempt)
+        return messages.is_committed(self.attempt)
 
     def channel(self, rank: Rank) -> StoreChannel:
         """Return the channel of a rank."""
@@ -221,7 +221,7 @@ class Attempted:
         assert rank.worker is not None
         if not rank.worker.is_over:
             error = CheckpointError("A save did not end in time")
-            rank.is_abort_certain = protocol.abort(self.channel(rank), self.attempt, error, rank.shared)
+            rank.is_abort_certain = messages.abort(self.channel(rank), self.attempt, error, rank.shared)
 
 
 @dataclass(slots=True)
