@@ -25,7 +25,7 @@ def test_a_file_that_has_not_changed_is_sent_once() -> None:
     assert send(sender, receiver, {"tokenizer.json": TOKENIZER + b"!", "state.json": b"2"}) > len(TOKENIZER)
 
 
-def test_a_host_that_missed_a_file_says_so_and_gets_all_the_next_time() -> None:
+def test_a_host_that_missed_a_file_gets_all_files_next_time() -> None:
     sender, receiver = FileExchange(), FileExchange()
     sender.pack({"tokenizer.json": TOKENIZER})
     sender.delivered(was_taken=True)
