@@ -83,7 +83,7 @@ def test_each_piece_belongs_to_the_host_whose_rank_wrote_it() -> None:
     assert writers_of({"w": entry}, {"w": 4}, written) == {"w": (1, 0, 1)}
 
 
-def test_only_a_manifest_with_its_host_file_belongs_to_an_attempt(tmp_path: Path) -> None:
+def test_an_attempt_is_known_by_manifest_and_host_file(tmp_path: Path) -> None:
     assert attempt_of(tmp_path) is None
     (tmp_path / MANIFEST).write_bytes(b"{}")
     (tmp_path / HOST).write_bytes(replace(FILE, manifest=digest_of(b"{}")).to_bytes())
