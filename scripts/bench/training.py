@@ -31,9 +31,8 @@ class Trained:
     ratio: float
 
 
-def train_with_saves(subject: Subject, folder: Path, *, rounds: int) -> Trained:
-    """Train in turn without saving and with a save of every iteration."""
-    checkpointer = _checkpointer(folder)
+def train_with_saves(subject: Subject, checkpointer: Checkpointer, *, rounds: int) -> Trained:
+    """Train in turn without saving and with a save of every iteration, by a checkpointer that is started."""
     _begin(subject)
     checkpointer.save(0, subject.contents(0))  # allocates the staging memory
     _iterate(subject)
@@ -54,8 +53,6 @@ def train_with_saves(subject: Subject, folder: Path, *, rounds: int) -> Trained:
         checkpointer.wait()
     for report in checkpointer.reports():
         proven(report)
-    checkpointer.close()
-    shutil.rmtree(folder)
     ratio = statistics.median(s / q for s, q in zip(saving, quiet, strict=True))
     return Trained(statistics.median(quiet), statistics.median(saving), ratio)
 
@@ -101,6 +98,15 @@ def growth_over_saves(subject: Subject, folder: Path, *, saves: int) -> int:
     checkpointer.close()
     shutil.rmtree(folder)
     return grown
+
+
+def train_with_saves_into(subject: Subject, folder: Path, *, rounds: int) -> Trained:
+    """Measure `train_with_saves` into a folder, which is removed."""
+    checkpointer = _checkpointer(folder)
+    found = train_with_saves(subject, checkpointer, rounds=rounds)
+    checkpointer.close()
+    shutil.rmtree(folder)
+    return found
 
 
 def _checkpointer(folder: Path) -> Checkpointer:
