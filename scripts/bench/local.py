@@ -21,7 +21,7 @@ from pathlib import Path
 
 from scripts.bench.machine import describe
 from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
-from scripts.bench.training import train_with_saves
+from scripts.bench.training import Batch, train_with_saves
 from scripts.bench.ways import proven
 from scripts.faults.ranks import free_port
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -70,20 +70,17 @@ def _alone(size: str, local: Path, shared: Path, rounds: int) -> list[Row]:
     subject = build_subject(SIZES[size], PARALLEL["one rank"], cluster)
     saver = _local(local / "one", nonce="bench")
     saver.start()
-    trained = train_with_saves(subject, saver.saver, rounds=rounds)
+    rows, first = [], 0
+    for batch in (Batch(), Batch(micro_batches=4, samples=1, seq_length=subject.config.model.max_position_embeddings)):
+        trained = train_with_saves(subject, saver.saver, rounds=rounds, first=first, batch=batch)
+        name = f"iteration of {batch.tokens} tokens with a local save / without"
+        rows.append(_row(name, trained.ratio, f"{trained.saving_s:.3f} s, {trained.quiet_s:.3f} s"))
+        first += 1000
     saver.close()
     loads = _loads(subject, local / "one", shared / "run", rounds)
     ratio = statistics.median(a / b for a, b in loads)
-    return [
-        _row(
-            "iteration with a local save / without", trained.ratio, f"{trained.saving_s:.3f} s, {trained.quiet_s:.3f} s"
-        ),
-        _row(
-            "load, local / shared",
-            ratio,
-            ", ".join(f"{statistics.median(times):.3f} s" for times in zip(*loads, strict=True)),
-        ),
-    ]
+    seconds = ", ".join(f"{statistics.median(times):.3f} s" for times in zip(*loads, strict=True))
+    return [*rows, _row("load, local / shared", ratio, seconds)]
 
 
 def _loads(subject: Subject, local: Path, shared: Path, rounds: int) -> list[tuple[float, float]]:
