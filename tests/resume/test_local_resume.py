@@ -94,7 +94,7 @@ def test_a_named_iteration_is_loaded_from_the_local_folder(tmp_path: Path, whole
     assert curve(run) == curve(whole)
 
 
-def test_a_fresh_start_leaves_the_local_folder_until_it_has_saved(tmp_path: Path) -> None:
+def test_a_fresh_start_leaves_local_checkpoints_until_it_saves(tmp_path: Path) -> None:
     run, local = tmp_path / "run", tmp_path / "local"
     overrides = [*BASE, *ALONE, f"checkpoint.local.dir={local}"]
     run_ok(run, [*overrides, "train.exit_interval=3"])
