@@ -18,7 +18,6 @@ from models.layers import (
     as_key,
     causal_attention,
     run_block,
-    tie,
 )
 from models.network import Model
 
@@ -46,17 +45,6 @@ class GPT2(Model):
     def blocks(self) -> nn.ModuleDict:
         """Return the blocks of this stage by global layer number."""
         return cast(nn.ModuleDict, self.transformer["h"])
-
-    def tie_weights(self) -> None:
-        """See `Model.tie_weights`."""
-        embedding = self.tied_embedding()
-        if embedding is not None:
-            tie(embedding, self.lm_head)
-
-    def tied_embedding(self) -> Embedding | None:
-        """See `Model.tied_embedding`."""
-        is_tied = self.config.tie_word_embeddings and self.stage.first and self.stage.last
-        return cast(Embedding, self.transformer["wte"]) if is_tied else None
 
     def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None) -> Tensor:
         """Run this stage, see `Model`."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import ModelConfig, RopeScaling, Stage
-from models.layers import Embedding, Linear, OutputLayer, RMSNorm, causal_attention, run_block, tie
+from models.layers import Embedding, Linear, OutputLayer, RMSNorm, causal_attention, run_block
 from models.network import Model
 
 
@@ -39,17 +39,6 @@ class Llama3(Model):
     def blocks(self) -> nn.ModuleDict:
         """Return the blocks of this stage by global layer number."""
         return cast(nn.ModuleDict, self.model["layers"])
-
-    def tie_weights(self) -> None:
-        """See `Model.tie_weights`."""
-        embedding = self.tied_embedding()
-        if embedding is not None:
-            tie(embedding, self.lm_head)
-
-    def tied_embedding(self) -> Embedding | None:
-        """See `Model.tied_embedding`."""
-        is_tied = self.config.tie_word_embeddings and self.stage.first and self.stage.last
-        return cast(Embedding, self.model["embed_tokens"]) if is_tied else None
 
     def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None) -> Tensor:
         """Run this stage, see `Model`; there is no dropout, `dropout_key` is not used."""

@@ -1,10 +1,13 @@
 """The interface of every network: a language model, or the stage of one."""
 
+from typing import cast
+
 import torch
 from torch import nn
 
 from models.config import ModelConfig, Stage
-from models.layers import Embedding
+from models.families import spec_of
+from models.layers import Embedding, OutputLayer, tie
 
 
 class Model(nn.Module):
@@ -14,6 +17,8 @@ class Model(nn.Module):
     integer, one int64 element, or None for no dropout. Returns logits [B, T, padded_vocab_size] on the last stage, else
     hidden states, in the compute dtype.
     """
+
+    lm_head: OutputLayer  # of the last stage
 
     def __init__(self, config: ModelConfig, stage: Stage, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -34,8 +39,13 @@ class Model(nn.Module):
 
         Materialising or wrapping a model separates the two: call again after each.
         """
-        raise NotImplementedError
+        embedding = self.tied_embedding()
+        if embedding is not None:
+            tie(embedding, self.lm_head)
 
     def tied_embedding(self) -> Embedding | None:
         """Return the embedding whose table the output layer shares, or None."""
-        raise NotImplementedError
+        if not (self.config.tie_word_embeddings and self.stage.first and self.stage.last):
+            return None
+        name, _, _ = spec_of(self.config).embedding.rpartition(".")
+        return cast(Embedding, self.get_submodule(name))

@@ -65,7 +65,9 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{CHECKPOINT}.tensors",),
     (f"{CHECKPOINT}.commit", f"{CHECKPOINT}.policy"),
     (f"{CHECKPOINT}.saving", f"{CHECKPOINT}.loading"),
+    (f"{CHECKPOINT}.local",),
     (f"{CHECKPOINT}.checkpointer",),
+    (f"{CHECKPOINT}.local_checkpointer",),
     (f"{CHECKPOINT}.api",),
     (CHECKPOINT,),
 )

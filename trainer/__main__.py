@@ -278,6 +278,7 @@ def _train(config: Config, resolved: str, cluster: Cluster, signals: SignalHandl
         total_bytes = torch.cuda.get_device_properties(cluster.device).total_memory
         require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=str(cluster.device))
     built = build(config, cluster, signals, times)
+    times.end(Phase.build)
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     with hold_run_folder(Path(config.run.dir), checkpoints, cluster.channel, cluster.nonce):
         _train_built(built, resolved)
@@ -302,9 +303,12 @@ def _train_built(built: Run, resolved: str) -> None:
     except BaseException:
         if built.log is not None:
             built.log.close_bar()
-        built.checkpointer.abandon()
+        for saver in built.savers:
+            saver.abandon()
         raise
     built.checkpointer.close()
+    if built.local is not None:
+        built.local.close()
     if built.log is not None:
         built.log.close()
 

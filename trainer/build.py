@@ -14,8 +14,9 @@ from trainer import run_record
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.loading.restorer import Restorer
+from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
 from trainer.checkpoint.policy import Retention, SavePolicy
-from trainer.config.schema import Config, micro_batches_of, topology_of
+from trainer.config.schema import CheckpointSection, Config, micro_batches_of, save_folder, topology_of
 from trainer.data.batches import Samples
 from trainer.data.loader import BatchLoader
 from trainer.data.text import open_encoder, prompt_tokens
@@ -41,8 +42,8 @@ from trainer.topology import Topology
 class Run:
     """A run after it is built: its state, data, outputs, and control.
 
-    `log` is None on ranks other than 0. `tokenizer` holds the tokenizer files of a checkpoint by name, on rank 0; it is
-    empty if the run has no tokenizer or saves nothing.
+    `log` is None on ranks other than 0, `local` where there are no local checkpoints. `tokenizer` holds the tokenizer
+    files of a checkpoint by name, on rank 0; it is empty if the run has no tokenizer or saves nothing.
     """
 
     config: Config
@@ -54,12 +55,28 @@ class Run:
     valid_data: BatchLoader | None
     sampler: Sampler | None
     checkpointer: Checkpointer
+    local: LocalCheckpointer | None
     restorer: Restorer
     log: RunLog | None
     control: RunControl
     description: Json
     tokenizer: Mapping[str, bytes]
     start_times: StartTimes = field(default_factory=StartTimes)
+
+    @property
+    def savers(self) -> list[Checkpointer]:
+        """Return what saves the run: local checkpoints first, which take less time."""
+        return [*([] if self.local is None else [self.local.saver]), self.checkpointer]
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether the run saves into a folder that all hosts share."""
+        return self.config.checkpoint.save is not None
+
+    @property
+    def main_saver(self) -> Checkpointer:
+        """Return what makes the checkpoints that outlive the run: the shared ones, where there are any."""
+        return self.checkpointer if self.is_shared or self.local is None else self.local.saver
 
 
 def build(
@@ -69,7 +86,7 @@ def build(
 
     Args:
         signals: the signal handler; None for none.
-        times: of this start, to which the phases in here are added; None begins now.
+        times: of this start, to which `data` is added and which the caller ends with `build`; None begins now.
 
     Raises:
         TrainerError: if the data does not match the model, or another job writes to the run's folder.
@@ -99,7 +116,9 @@ def build(
         environment=environment,
         valid_fingerprint=data.valid_fingerprint,
     )
-    run = Run(
+    local = _build_local_checkpointer(config, cluster)
+    folders = None if local is None else local.folders
+    return Run(
         config=config,
         cluster=cluster,
         state=state,
@@ -109,15 +128,14 @@ def build(
         valid_data=valid,
         sampler=_build_sampler(config, cluster) if config.train.sample_interval else None,
         checkpointer=_build_checkpointer(config, cluster),
-        restorer=Restorer(cluster.channel, nonce=cluster.nonce),
+        local=local,
+        restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=folders),
         log=_build_log(config, cluster) if cluster.rank == 0 else None,
         control=_build_control(config, cluster, signals),
         description=description,
         tokenizer=_read_tokenizer(config, cluster),
         start_times=times,
     )
-    times.end(Phase.build)
-    return run
 
 
 def describe_alone(config: Config) -> tuple[Schedule, Json]:
@@ -181,7 +199,7 @@ def _read_tokenizer(config: Config, cluster: Cluster) -> dict[str, bytes]:
     """Read the tokenizer that is saved with every checkpoint, once, on rank 0."""
     problem: TrainerError | None = None
     found: dict[str, bytes] = {}
-    if cluster.rank == 0 and config.checkpoint.save is not None:
+    if cluster.rank == 0 and save_folder(config.checkpoint) is not None:
         try:
             found = tokenizer_of(config)
         except TrainerError as error:
@@ -203,8 +221,23 @@ def tokenizer_of(config: Config) -> dict[str, bytes]:
 
 
 def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:
-    section = config.checkpoint
-    policy = SavePolicy(
+    policy = _save_policy(config.checkpoint)
+    return Checkpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
+
+
+def _build_local_checkpointer(config: Config, cluster: Cluster) -> LocalCheckpointer | None:
+    section, local = config.checkpoint, config.checkpoint.local
+    if local.dir is None:
+        return None
+    policy = LocalPolicy(Path(local.dir), local.save_interval, local.keep, local.copies, _save_policy(section))
+    shared = None if section.save is None else Path(section.save)
+    return LocalCheckpointer(
+        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, shared=shared
+    )
+
+
+def _save_policy(section: CheckpointSection) -> SavePolicy:
+    return SavePolicy(
         folder=None if section.save is None else Path(section.save),
         save_interval=section.save_interval,
         retention=Retention(section.max_checkpoint_keep, section.save_retain_interval, section.keep_best),
@@ -215,7 +248,6 @@ def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:
         stall_timeout_s=section.stall_timeout_s,
         check_replicas=section.check_replicas,
     )
-    return Checkpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
 
 
 def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | None) -> RunControl:
@@ -225,8 +257,7 @@ def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | No
         save_interval_mins=section.save_interval_mins,
         exit_on_save_failure=section.exit_on_save_failure,
     )
-    folder = None if section.save is None else Path(section.save)
-    return RunControl(rules, signals, rank=cluster.rank, folder=folder)
+    return RunControl(rules, signals, rank=cluster.rank, folder=save_folder(section))
 
 
 def _build_log(config: Config, cluster: Cluster) -> RunLog:

@@ -6,14 +6,13 @@ The stages are built on the `meta` device under torch's fake process group, with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake
-from torch import nn
 
 from models import families
 from models.config import Stage
@@ -92,10 +91,10 @@ def report(config: Config, world_size: int) -> str:
 
 def working_bytes_of(config: Config, topology: Topology) -> int:
     """Return the gathered parameters and gradients of the first data-parallel rank, of the stages with the most."""
-    return max(_load_alone(config, simulated, topology) for simulated in simulate(config, topology))
+    return max(_working_bytes_of_first_rank(config, simulated, topology) for simulated in simulate(config, topology))
 
 
-def _load_alone(config: Config, simulated: Simulated, topology: Topology) -> int:
+def _working_bytes_of_first_rank(config: Config, simulated: Simulated, topology: Topology) -> int:
     boxes = [boxes_at(part, simulated.grid, dp=0, tp=0) for part in simulated.parts]
     parameters = sum(box.numel for held in boxes for box, _ in held.values())
     return _working_bytes(config, simulated.parts, topology, parameters=parameters)
@@ -179,17 +178,15 @@ def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, *
     if topology.dp == 1 or stage == 0:
         return parameters * (4 + (itemsize if itemsize < 4 else 0)) + lanes
     block_bytes, rest_bytes = (dtype.itemsize for dtype in gathered_dtypes(config, topology))
-    blocks = [sum(p.numel() for p in block.parameters()) // topology.tp for part in parts for block in _blocks(part)]
+    blocks = [
+        sum(p.numel() for p in block.parameters()) // topology.tp for part in parts for block in part.blocks.values()
+    ]
     whole_parameters = _unsharded_parameters(parts, topology)
     gathered = sum(blocks) * block_bytes + (whole_parameters - sum(blocks)) * rest_bytes
     if stage == 3 and topology.pp == 1:
         gathered = 2 * max(blocks) * block_bytes
     gradients = parameters if stage >= 2 and topology.pp == 1 else whole_parameters
     return gathered + gradients * 4 + lanes
-
-
-def _blocks(part: Model) -> Iterable[nn.Module]:
-    return part.blocks.values()
 
 
 def _lane_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, parameters: int) -> int:

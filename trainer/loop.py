@@ -10,9 +10,10 @@ from dataclasses import replace
 from models import families
 from trainer import run_record
 from trainer.build import Run
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.policy import SaveReport
-from trainer.config.schema import OnNonfinite
+from trainer.config.schema import OnNonfinite, save_folder
 from trainer.errors import CheckpointError, LockError, ReplicaError, TrainerError
 from trainer.evaluate import evaluate
 from trainer.generate.during_training import Sampler, sample
@@ -60,13 +61,30 @@ def train(run: Run) -> None:
             break
         if should_exit(iteration, settings.exit_interval):
             break
-        if iteration < settings.train_iters and (flags.save or run.checkpointer.is_due(iteration)):
-            _save(run, slowdown)
-    _save(run, slowdown)
-    run.checkpointer.wait()
-    _record_saves(run, run.checkpointer.reports(), slowdown)
-    if run.checkpointer.results.last_error is not None:
-        raise run.checkpointer.results.last_error
+        due = run.savers if flags.save else [saver for saver in run.savers if saver.is_due(iteration)]
+        if iteration < settings.train_iters and due:
+            _save(run, due, slowdown)
+    _save_at_end(run, slowdown)
+
+
+def _save_at_end(run: Run, slowdown: Slowdown) -> None:
+    """Save the last state, and wait for it.
+
+    Raises:
+        TrainerError: if it is in no checkpoint of those that outlive the run.
+    """
+    is_at_end = run.state.progress.iteration >= run.config.train.train_iters
+    flushes = is_at_end or run.config.checkpoint.local.flush_on_exit or run.local is None
+    savers = run.savers if flushes else run.savers[:1]
+    if run.local is not None:
+        run.local.await_copies()
+    _save(run, savers, slowdown)
+    for saver in run.savers:
+        saver.wait()
+        _record_saves(run, saver, saver.reports(), slowdown)
+    error = (run.main_saver if flushes else savers[0]).results.last_error
+    if error is not None:
+        raise error
 
 
 def _goes_on(run: Run) -> bool:
@@ -76,14 +94,16 @@ def _goes_on(run: Run) -> bool:
 
 def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
     """Train one iteration, record it and the finished saves, and return the control flags of all ranks."""
-    saving_s, is_saving = run.checkpointer.results.take_blocked_s(), run.checkpointer.is_saving
+    saving_s = sum(saver.results.take_blocked_s() for saver in run.savers)
+    is_saving = any(saver.is_saving for saver in run.savers)
     start = time.perf_counter()
     result = iterate(run)
-    held_back_s = run.checkpointer.results.take_blocked_s()
+    held_back_s = sum(saver.results.take_blocked_s() for saver in run.savers)
     seconds = time.perf_counter() - start - held_back_s
     slowdown.add(seconds, is_saving=is_saving)
     _record(run, result, seconds=seconds, blocked_s=saving_s + held_back_s)
-    _record_saves(run, run.checkpointer.reports(), slowdown)
+    for saver in run.savers:
+        _record_saves(run, saver, saver.reports(), slowdown)
     return ControlFlags.of(result.flags)
 
 
@@ -103,7 +123,7 @@ def iterate(run: Run) -> StepResult:
         clip_grad=settings.clip_grad,
         context=run.context,
         cluster=run.cluster,
-        flags=lambda: run.control.now(failed_saves=run.checkpointer.results.failed_saves).flags(),
+        flags=lambda: run.control.now(failed_saves=run.main_saver.results.failed_saves).flags(),
         skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip,
     )
     samples = settings.global_batch_size
@@ -165,12 +185,13 @@ def _check_replicas(run: Run) -> None:
     run.restorer.check_replicas([tensor for tensor in run.state.shards() if not tensor.is_copy])
 
 
-def _save(run: Run, slowdown: Slowdown) -> None:
-    """Save the current state, in the background unless `checkpoint.async_save=false`."""
-    run.control.saving()
+def _save(run: Run, savers: Sequence[Checkpointer], slowdown: Slowdown) -> None:
+    """Save the current state by `savers`, in the background unless `checkpoint.async_save=false`."""
+    if run.main_saver in savers:
+        run.control.saving()
     check_tied_copies(run.state, run.context.embedding_group)
     progress = run.state.progress
-    if run.log is not None:
+    if run.log is not None and run.main_saver in savers:
         run.log.sync()
     documents: dict[str, Document] = {
         "config.json": families.hf_config(run.config.model),
@@ -178,29 +199,32 @@ def _save(run: Run, slowdown: Slowdown) -> None:
         "trainer_state.json": run_record.state_record(progress, run.schedule.at(progress.iteration), run.description),
         **run.tokenizer,
     }
-    contents = run.state.contents(documents, with_optimizer=not run.config.checkpoint.no_save_optim)
-    report = run.checkpointer.save(progress.iteration, contents)
-    if report is not None:
-        _record_saves(run, [report], slowdown)
+    for saver in savers:
+        is_local = run.local is not None and saver is run.local.saver
+        contents = run.state.contents(documents, with_optimizer=is_local or not run.config.checkpoint.no_save_optim)
+        report = saver.save(progress.iteration, contents)
+        if report is not None:
+            _record_saves(run, saver, [report], slowdown)
 
 
-def _record_saves(run: Run, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:
+def _record_saves(run: Run, saver: Checkpointer, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:
+    is_local = run.local is not None and saver is run.local.saver
     for report in reports:
         # Another job holds this folder, or the state is damaged: further training is useless.
         if isinstance(report.error, LockError | ReplicaError):
             raise report.error
         slowdown_s = slowdown.take()
         if report.error is None and run.log is not None:
-            run.log.save(report, slowdown_s=slowdown_s)
+            run.log.save(report, slowdown_s=slowdown_s, is_local=is_local)
 
 
 def _too_many_failed_saves(run: Run) -> TrainerError:
-    count = run.checkpointer.results.failed_saves
+    count = run.main_saver.results.failed_saves
     return CheckpointError(
         "Saving failed too often in a row",
-        where=run.config.checkpoint.save,
+        where=save_folder(run.config.checkpoint),
         expected=f"fewer than checkpoint.exit_on_save_failure={run.config.checkpoint.exit_on_save_failure}",
-        found=f"{count} failed saves, the last: {str(run.checkpointer.results.last_error).rstrip('.')}",
+        found=f"{count} failed saves, the last: {str(run.main_saver.results.last_error).rstrip('.')}",
         fix="Repair the file system and resume from the newest checkpoint.",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from trainer.checkpoint.storage.folder import TRACKER, CheckpointFolder
 from trainer.checkpoint.storage.patience import Patience, failed_read
 from trainer.checkpoint.tensors.live import LiveTensor, local_of
 from trainer.compatibility import differences, settle
-from trainer.config.schema import CheckpointSection, Verify
+from trainer.config.schema import CheckpointSection, Verify, save_folder
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.interop.hf.folder import is_folder
 from trainer.interop.llmc.file import WEIGHTS, foreign
@@ -50,6 +51,8 @@ def restore(run: Run) -> bool:
         TrainerError: on every rank, before a byte is copied, if this run must not continue from the checkpoint.
     """
     run.checkpointer.start()
+    if run.local is not None:
+        run.local.start()
     origin = _agree_on_origin(run)
     if origin is None:
         initial = families.initial_values(run.config.model)
@@ -64,7 +67,8 @@ def restore(run: Run) -> bool:
         load_from(run, origin)
     _rebind(run)
     began_at = run.state.progress.iteration if origin is not None else -1
-    run.checkpointer.rewind(began_at)
+    for saver in run.savers:
+        saver.rewind(began_at)
     if _is_directed(run.config.checkpoint):
         _note_beginning(run, began_at)
     return origin is not None and not origin.goes_on and run.config.checkpoint.load != "auto"
@@ -80,11 +84,13 @@ class Origin:
 
     Args:
         weights: the kind of another program's weights; None for a checkpoint.
+        with_local: whether local checkpoints are candidates, beside those in the folder.
     """
 
     source: LoadSource
     goes_on: bool
     weights: WeightsKind | None
+    with_local: bool = False
 
 
 def _is_directed(section: CheckpointSection) -> bool:
@@ -95,21 +101,23 @@ def _is_directed(section: CheckpointSection) -> bool:
 def _has_committed(run: Run) -> bool:
     """Return whether this is a restart of a launch that has checkpoints of its own. Rank 0 only."""
     section = run.config.checkpoint
-    if section.save is None or not _is_directed(section):
+    folder = save_folder(section)
+    if folder is None or not _is_directed(section):
         return False
-    return has_committed(CheckpointFolder(Path(section.save), Files()), run.cluster.launch)
+    local = run.local.folders.iterations if run.local is not None else ()
+    return has_committed(CheckpointFolder(folder, Files()), run.cluster.launch, local)
 
 
 def _note_beginning(run: Run, began_at: int) -> None:
     """Record where this launch began, so that a restart of it resumes. Collective."""
     problem: TrainerError | None = None
-    save = run.config.checkpoint.save
+    save = save_folder(run.config.checkpoint)
     if run.cluster.rank == 0 and save is not None and run.cluster.launch.names:
         try:
-            folder = CheckpointFolder(Path(save), Files())
+            folder = CheckpointFolder(save, Files())
             note(folder, run.cluster.launch, None if _has_committed(run) else began_at)
         except OSError as error:
-            problem = cannot_write(Path(save), error)
+            problem = cannot_write(save, error)
         except TrainerError as error:
             problem = error
     run.cluster.channel.agree("beginning", problem)
@@ -134,7 +142,8 @@ def _agree_on_origin(run: Run) -> Origin | None:
     kind, path = choice[:1], Path(choice[1:].decode())
     goes_on = kind == _OWN
     source = LoadSource(path, None if goes_on else run.config.checkpoint.ckpt_step)
-    return Origin(source, goes_on, _WEIGHTS.get(kind))
+    with_local = run.local is not None and (goes_on or run.config.checkpoint.load == "auto")
+    return Origin(source, goes_on, _WEIGHTS.get(kind), with_local)
 
 
 def _find(run: Run) -> bytes:
@@ -146,14 +155,16 @@ def _find(run: Run) -> bytes:
     resumes from it with any command.
     """
     section = run.config.checkpoint
+    own = save_folder(section)
     if _has_committed(run):
         _log.info("this launch was restarted: it resumes from its own newest checkpoint")
-        return _OWN + str(section.save).encode()
+        return _OWN + str(own).encode()
     if section.load == "none":
         return b""
-    own = None if section.save is None else Path(section.save)
-    folder = None if own is None else CheckpointFolder(own, Files())
+    folder = None if section.save is None else CheckpointFolder(Path(section.save), Files())
     committed = [] if folder is None else [*folder.committed(), *folder.non_folders()]  # `Chooser` refuses the latter
+    if run.local is not None:
+        committed += run.local.folders.iterations
     if section.load != "auto":
         named = LoadSource.named(Path(section.load)).path
         is_inside = own is not None and own.resolve() in (named.resolve(), *named.resolve().parents)
@@ -237,15 +248,22 @@ def load_from(run: Run, origin: Origin) -> None:
     def live(_: Checkpoint) -> list[LiveTensor]:
         return list(run.state.shards(with_optimizer=with_optimizer))
 
+    start = time.perf_counter()
     restored = run.restorer.restore(
         origin.source,
         check=check,
         live=live,
         verify=section.verify is not Verify.none,
         verify_all=section.verify is Verify.full,
+        with_local=origin.with_local,
     )
     checkpoint = restored.checkpoint
     run.checkpointer.loaded(restored)
+    if run.local is not None:
+        run.local.loaded(restored)
+    if restored.loaded_from and run.cluster.rank == 0:
+        seconds = time.perf_counter() - start
+        _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
     _log_load(run, restored.report, f"iteration {checkpoint.iteration}", checkpoint.path)
     if section.finetune:
         return

@@ -165,7 +165,9 @@ class _Columns:
         tensors = zip(self._pieces, torch.from_numpy(self._data).chunk(_TENSORS), strict=True)
         memory = {piece.name: HostMemory(data, is_private=False) for piece, data in tensors}
         snapshot = Snapshot(memory, order, arena=Arena(0, is_pinned=False), stall_timeout_s=_TIMEOUT_S)
-        writer = Writer(folder, self._files, self._layout, self._rank, THREADS, lambda _: None, sharing)
+        writer = Writer(
+            folder, self._files, self._layout, THREADS, lambda _: None, leads=self._rank == 0, sharing=sharing
+        )
         writer.write(self._pieces, chunks, snapshot)
         sync_folder(folder)
 

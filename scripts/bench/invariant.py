@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from models.config import Family, ModelConfig
+from scripts.bench.gpt2 import gpt2_config
 from scripts.bench.machine import describe
 from scripts.faults.ranks import free_port
 from trainer.build import build
@@ -143,20 +143,7 @@ def config_of(
     size: Workload, ranks: int, stage: int, options: argparse.Namespace, *, lanes: int, folder: Path
 ) -> Config:
     """Return the configuration of one side."""
-    model = ModelConfig(
-        family=Family.gpt2,
-        n_layer=size.n_layer,
-        n_head=size.n_head,
-        n_kv_head=size.n_head,
-        n_embd=size.n_embd,
-        intermediate_size=4 * size.n_embd,
-        vocab_size=size.vocab_size,
-        max_position_embeddings=1024,
-        bos_token_id=size.vocab_size - 1,
-        eos_token_id=size.vocab_size - 1,
-        dropout=0.0,
-        pad_vocab_multiple=128,
-    )
+    model = gpt2_config(size.n_layer, size.n_head, size.n_embd, size.vocab_size, pad_vocab_multiple=128)
     train = TrainSection(
         dtype=Dtype(options.dtype),
         micro_batch_size=size.micro_batch_size,

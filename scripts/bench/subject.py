@@ -11,7 +11,8 @@ import torch
 import xxhash
 
 from models import families
-from models.config import Family, ModelConfig
+from models.config import ModelConfig
+from scripts.bench.gpt2 import gpt2_config
 from trainer import run_record
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import STATE
@@ -27,30 +28,11 @@ from trainer.state import TrainerState, build_part
 SAMPLES, SEQ_LENGTH = 4, 64
 
 
-def _gpt2(
-    n_layer: int, n_head: int, n_embd: int, vocab_size: int, positions: int, *, pad_vocab_multiple: int = 1
-) -> ModelConfig:
-    last = vocab_size - 1
-    return ModelConfig(
-        Family.gpt2,
-        n_layer,
-        n_head,
-        n_head,
-        n_embd,
-        4 * n_embd,
-        vocab_size,
-        positions,
-        bos_token_id=last,
-        eos_token_id=last,
-        pad_vocab_multiple=pad_vocab_multiple,
-    )
-
-
 # The parameters take 12 bytes each with their two moments: 1.5 GB, 50 MB and a little.
 SIZES: Mapping[str, ModelConfig] = {
-    "gpt2_124m": _gpt2(12, 12, 768, 50257, 1024, pad_vocab_multiple=128),
-    "gpt2_4m": _gpt2(4, 4, 256, 4096, 256),
-    "small": _gpt2(2, 2, 64, 512, 64),
+    "gpt2_124m": gpt2_config(12, 12, 768, 50257, pad_vocab_multiple=128),
+    "gpt2_4m": gpt2_config(4, 4, 256, 4096, positions=256),
+    "small": gpt2_config(2, 2, 64, 512, positions=64),
 }
 
 PARALLEL: Mapping[str, ParallelSection] = {

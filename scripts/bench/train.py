@@ -28,7 +28,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from models import families
-from models.config import Family, ModelConfig
+from scripts.bench.gpt2 import gpt2_config
 from trainer.config.schema import Config, Dtype, OptimizerSection, TrainSection, topology_of
 from trainer.launch import process_group as launch
 from trainer.optim import AdamSettings, build_adamw
@@ -238,18 +238,11 @@ def _their_step(config: Config, model: nn.Module, device: torch.device) -> Step:
 
 
 def _config(size: Size, options: argparse.Namespace) -> Config:
-    last = size.vocab_size - 1
-    model = ModelConfig(
-        family=Family.gpt2,
-        n_layer=size.n_layer,
-        n_head=size.n_head,
-        n_kv_head=size.n_head,
-        n_embd=size.n_embd,
-        intermediate_size=4 * size.n_embd,
-        vocab_size=size.vocab_size,
-        max_position_embeddings=1024,
-        bos_token_id=last,
-        eos_token_id=last,
+    model = gpt2_config(
+        size.n_layer,
+        size.n_head,
+        size.n_embd,
+        size.vocab_size,
         dropout=options.dropout,
         pad_vocab_multiple=options.pad_vocab_multiple or size.pad_vocab_multiple,
     )

@@ -67,25 +67,29 @@ def _make_in(mount: Mount, pid: int) -> None:
 
 
 def on_hosts(
-    function: Callable[[list[str]], None], mounts: Mapping[int, Sequence[Mount]]
+    function: Callable[[list[str]], None], mounts: Mapping[int, Sequence[Mount]], *, ranks_per_host: int = 1
 ) -> Callable[[list[str]], None]:
-    """Return `function`, a module's own, for `call_on_ranks` and `started`: each rank is a host named `host<rank>`.
+    """Return `function`, a module's own, for `call_on_ranks` and `started`, with ranks on hosts named `host<number>`.
 
     Args:
-        mounts: by rank, what it mounts before `function` is called.
+        mounts: by host, what its ranks mount before `function` is called.
     """
     if not _can_mount():
         pytest.skip("no mount namespaces can be made here")
-    return partial(_on_host, function, {rank: tuple(found) for rank, found in mounts.items()})
+    return partial(_on_host, function, {host: tuple(found) for host, found in mounts.items()}, ranks_per_host)
 
 
 def _on_host(
-    function: Callable[[list[str]], None], mounts: Mapping[int, Sequence[Mount]], arguments: list[str]
+    function: Callable[[list[str]], None],
+    mounts: Mapping[int, Sequence[Mount]],
+    ranks_per_host: int,
+    arguments: list[str],
 ) -> None:
-    rank = int(os.environ["RANK"])
-    enter_host(f"host{rank}")
+    host, local_rank = divmod(int(os.environ.get("RANK", "0")), ranks_per_host)
+    enter_host(f"host{host}")
+    os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(ranks_per_host)}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the name of the host leads nowhere
-    for mount in mounts.get(rank, ()):
+    for mount in mounts.get(host, ()):
         mount.make()
     function(arguments)
 

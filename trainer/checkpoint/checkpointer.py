@@ -10,17 +10,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trainer.checkpoint.commit import protocol
+from trainer.checkpoint.commit import messages
+from trainer.checkpoint.commit.attempt import Attempt, SharedCommitState
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.commit_state import Outcome
-from trainer.checkpoint.commit.protocol import Attempt, SharedCommitState
+from trainer.checkpoint.commit.hosts import Hosts
 from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.loading.restorer import Restored
 from trainer.checkpoint.policy import SavePolicy, SaveReport
 from trainer.checkpoint.saving.column_sharing import LocalRanks
 from trainer.checkpoint.saving.owned_folder import OwnedFolder
 from trainer.checkpoint.saving.plan import Plan
-from trainer.checkpoint.saving.save_job import SaveJob
+from trainer.checkpoint.saving.save_job import LocalSaves, SaveJob
 from trainer.checkpoint.saving.saved_iterations import InDoubt, SavedIterations
 from trainer.checkpoint.saving.staging import Staging
 from trainer.checkpoint.storage.files import Files
@@ -109,6 +110,8 @@ class Checkpointer:
     Args:
         nonce: a name of this run of the program, equal on all ranks; attempts are named after it.
         local_ranks: the ranks on this host, this one among them; where they are not known, columns are written by row.
+        hosts: the hosts, each with a folder of its own under the policy's path; None for one folder that all share.
+        local: what their leaders keep between saves.
     """
 
     def __init__(
@@ -119,11 +122,14 @@ class Checkpointer:
         nonce: str,
         files: Files | None = None,
         local_ranks: Sequence[int] = (),
+        hosts: Hosts | None = None,
+        local: LocalSaves | None = None,
     ) -> None:
         self._policy, self._channel = policy, channel
         self._owned: OwnedFolder | None = None
         if policy.folder is not None:
-            self._owned = OwnedFolder(CheckpointFolder(policy.folder, files or Files()), channel, nonce)
+            self._owned = OwnedFolder(CheckpointFolder(policy.folder, files or Files()), channel, nonce, hosts)
+        self._hosts, self._local = hosts or Hosts.shared(channel.world_size), local
         self._worker = Worker("checkpoint")
         # A clone has a connection of its own, which a run that saves nothing does not need.
         self._worker_channel = channel if self._owned is None else channel.clone(_PATIENCE * policy.commit_timeout_s)
@@ -159,7 +165,12 @@ class Checkpointer:
         own = self._owned.folder.iteration(checkpoint.iteration)
         if not own.is_symlink() and checkpoint.path.resolve() == own.resolve():
             has_optimizer, is_verified = checkpoint.has_optimizer, restored.is_verified
-            self._saved.loaded(checkpoint.iteration, has_optimizer=has_optimizer, is_verified=is_verified)
+            self._saved.loaded(
+                checkpoint.iteration,
+                has_optimizer=has_optimizer,
+                is_verified=is_verified,
+                is_pinned=self._local is None,
+            )
 
     def rewind(self, iteration: int) -> None:
         """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way; then delete those that
@@ -199,11 +210,11 @@ class Checkpointer:
             _log.info("iteration %d is saved already, nothing to do", iteration)
             self._local_ranks.refuse(self._channel, name)  # a rank on which that save is in doubt may try again
             if self._channel.rank == 0:
-                protocol.already_committed(self._channel, name, iteration)
+                messages.already_committed(self._channel, name, iteration)
             self._keep([(iteration, name)])
             return None
         plan = self._staging.plan(contents)
-        attempt = Attempt(iteration, name, self._owned.folder, plan.layout)
+        attempt = Attempt(iteration, name, self._owned.folder, plan.layout, self._hosts)
         if self._stuck is not None and not self._stuck.is_done:
             self._refuse(attempt)
         else:
@@ -308,6 +319,7 @@ class Checkpointer:
             pinned=frozenset(self._saved.pinned),
             local_ranks=self._local_ranks,
             may_share=self._staging.may_share(plan),
+            local=self._local,
             earlier=earlier,
         )
 
@@ -321,11 +333,11 @@ class Checkpointer:
     def _abort(self, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
         """Abort an attempt in the place of the background thread, which hangs; return whether that is in time."""
         self._local_ranks.refuse(self._channel, attempt.name)
-        return protocol.abort(self._channel, attempt, error, shared)
+        return messages.abort(self._channel, attempt, error, shared)
 
     def _keep(self, attempts: Sequence[tuple[int, str]]) -> None:
         """Let the next save remove what is left of these attempts."""
-        if self._channel.rank == 0:
+        if self._channel.rank in self._hosts.leaders:
             self._attempts.earlier += attempts
 
     def _ended(self, report: SaveReport) -> None:
@@ -334,7 +346,7 @@ class Checkpointer:
             _log.error("iteration %d was not saved: %s", report.iteration, report.error)
 
     def _new_shared_state(self) -> SharedCommitState:
-        return SharedCommitState(self._channel.rank, self._channel.world_size)
+        return SharedCommitState(self._channel.rank, self._channel.world_size, self._hosts.leaders)
 
     def _hold_back(self, optimizer: torch.optim.Optimizer, save_job: SaveJob) -> torch.utils.hooks.RemovableHandle:
         """Let the optimizer's next step begin only when live memory may change."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from models.config import ModelConfig
 from trainer.data.section import DataSection
@@ -176,6 +177,26 @@ class ParallelSection:
 
 
 @dataclass
+class LocalSection:
+    """Local checkpoints: each host saves what its ranks hold into a folder of its own, often, and loads it from there.
+
+    Args:
+        dir: a folder of each host's own, at the same path on all: a local disk, or memory such as /dev/shm; null saves
+            no local checkpoints.
+        save_interval: iterations between local saves; 0 saves only when the run stops.
+        keep: number of newest local checkpoints that are kept, beside the newest that is copied to all hosts.
+        copies: number of hosts, those that follow in a ring, to which each host copies what it saved.
+        flush_on_exit: also save into `checkpoint.save` when a signal, a time limit or an exit interval stops the run.
+    """
+
+    dir: str | None = None
+    save_interval: int = 10
+    keep: int = 2
+    copies: int = 1
+    flush_on_exit: bool = True
+
+
+@dataclass
 class CheckpointSection:
     """Saving and loading; names and meanings are those of Megatron-LM where it has them.
 
@@ -211,6 +232,7 @@ class CheckpointSection:
         check_replicas: compare the bits of ranks that hold the same tensor at every so many saves; a difference commits
             nothing and ends the run. 0 never compares.
         exit_on_save_failure: end the run after so many failed saves in a row; 0 never.
+        local: checkpoints on the disks or in the memory of single hosts.
     """
 
     save: str | None = "${run.dir}/checkpoints"
@@ -237,6 +259,7 @@ class CheckpointSection:
     stall_timeout_s: float = 5.0
     check_replicas: int = 1
     exit_on_save_failure: int = 0
+    local: LocalSection = field(default_factory=LocalSection)
 
 
 @dataclass
@@ -266,6 +289,12 @@ class Config:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     logging: LoggingSection = field(default_factory=LoggingSection)
     experiment: str | None = None
+
+
+def save_folder(section: CheckpointSection) -> Path | None:
+    """Return the folder that the run saves to, the shared one if there are two; None if it saves nothing."""
+    folder = section.save if section.save is not None else section.local.dir
+    return None if folder is None else Path(folder)
 
 
 def topology_of(config: Config, world_size: int) -> Topology:

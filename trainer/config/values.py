@@ -13,6 +13,7 @@ _PATHS = (
     "run.name",
     "run.dir",
     "checkpoint.save",
+    "checkpoint.local.dir",
     "checkpoint.load",
     "data.path",
     "data.tokenizer",

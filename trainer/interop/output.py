@@ -15,7 +15,7 @@ from models.families import problems as model_problems
 from trainer import run_record
 from trainer.build import describe_alone, tokenizer_of
 from trainer.checkpoint.commit import finish
-from trainer.checkpoint.commit.protocol import Attempt
+from trainer.checkpoint.commit.attempt import Attempt
 from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import STATE
@@ -121,7 +121,8 @@ def _write(
         files.make_folder(partial)
         written = write_tensor_files(partial, files, attempt.layout, _finite_reader(source))
         aliases = families.aliases(config.model)
-        finish.prepare(attempt, written, documents=documents, aliases=aliases, lock=lock)
+        found = finish.json_files(attempt, [written], documents=documents, aliases=aliases)
+        finish.prepare(attempt, found, lock=lock)
         finish.rename(attempt)
     finally:
         files.remove_tree(partial)  # gone, once it has its name

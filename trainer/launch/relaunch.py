@@ -6,7 +6,7 @@ Used on rank 0 only.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,8 +75,11 @@ def _count(variables: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def has_committed(folder: CheckpointFolder, launch: Launch) -> bool:
+def has_committed(folder: CheckpointFolder, launch: Launch, local: Sequence[int] = ()) -> bool:
     """Return whether this launch has run before and committed a checkpoint beyond the iteration at which it began.
+
+    Args:
+        local: the iterations of local checkpoints.
 
     Raises:
         CheckpointError: if its record is malformed, since a wrong guess would move checkpoints aside.
@@ -84,7 +87,7 @@ def has_committed(folder: CheckpointFolder, launch: Launch) -> bool:
     found = _read(folder.root / RECORD) if launch.earlier else None
     if found is None or not set(launch.earlier) & set(found["launches"]):
         return False
-    return any(iteration > found["began_at"] for iteration in folder.committed())
+    return any(iteration > found["began_at"] for iteration in (*folder.committed(), *local))
 
 
 def note(folder: CheckpointFolder, launch: Launch, iteration: int | None) -> None:

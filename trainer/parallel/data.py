@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Gradients are reduced in buckets of this size, as DistributedDataParallel does by default.
 BUCKET_BYTES = 25 << 20
+
+T = TypeVar("T")
 
 
 def shard(
@@ -66,18 +68,23 @@ def set_gradient_sync(model: nn.Module, *, is_on: bool) -> None:
         cast("FSDPModule", model).set_requires_gradient_sync(is_on)
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Average full gradients over a one-dimensional mesh, in place, in buckets. A collective call."""
-    bucket: list[torch.Tensor] = []
-    size = 0
-    for parameter in parameters:
-        if parameter.grad is not None:
-            bucket.append(local_of(parameter.grad))
-            size += bucket[-1].nbytes
+def buckets(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield lists of successive items, one for each collective call; a list ends once it has `BUCKET_BYTES` or more."""
+    bucket, size = list[T](), 0
+    for item in items:
+        bucket.append(item)
+        size += nbytes(item)
         if size >= BUCKET_BYTES:
-            _average(bucket, mesh)
+            yield bucket
             bucket, size = [], 0
     if bucket:
+        yield bucket
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Average full gradients over a one-dimensional mesh, in place, in buckets. A collective call."""
+    gradients = (local_of(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    for bucket in buckets(gradients, lambda gradient: gradient.nbytes):
         _average(bucket, mesh)
 
 

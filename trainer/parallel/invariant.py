@@ -7,20 +7,21 @@ number of micro batches. `ShardedLanes` reduces every lane over ranks and adds t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.layers import OutputGradient
 from models.network import Model
 from trainer.checkpoint.tensors.live import is_dtensor, local_of, with_memory
 from trainer.lanes import Lanes, PairwiseSum
-from trainer.parallel.data import BUCKET_BYTES, set_gradient_sync, sharded_modules
+from trainer.parallel.data import buckets, set_gradient_sync, sharded_modules
 from trainer.parallel.halving import sum_all, sum_scatter
 from trainer.parallel.pipeline import tied_parameters
 
@@ -128,24 +129,13 @@ class LocalLanes:
 
     def finish(self) -> None:
         """See `GradientReduction`."""
-        for bucket in self._buckets():
+        for bucket in buckets(self._sums, lambda sums: 4 * prod(sums.parameter.shape)):
             totals = [sums.total(self._embedding_group) for sums in bucket]
             parameters = [sums.parameter for sums in bucket]
             if self._group is not None:
                 reduce = _scattered if self._is_sharded else _summed
                 totals = reduce(parameters, totals, self._group)
             _set_means(parameters, totals, self._lanes.micro_batches)
-
-    def _buckets(self) -> Iterator[list[_LaneSums]]:
-        bucket, size = list[_LaneSums](), 0
-        for sums in self._sums:
-            bucket.append(sums)
-            size += 4 * prod(sums.parameter.shape)
-            if size >= BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-        if bucket:
-            yield bucket
 
 
 class _LaneSums:
@@ -242,9 +232,8 @@ def _add_all(first: list[torch.Tensor], second: list[torch.Tensor]) -> list[torc
 
 def _summed(_: Sequence[nn.Parameter], gradients: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Return the sums over ranks of whole gradients. A collective call."""
-    total = sum_all(torch.cat([gradient.reshape(-1) for gradient in gradients]), group)
-    sizes = [gradient.numel() for gradient in gradients]
-    return [flat.view(g.shape) for flat, g in zip(torch.split(total, sizes), gradients, strict=True)]
+    total = sum_all(_flatten_dense_tensors(gradients), group)  # type: ignore[no-untyped-call]
+    return list(_unflatten_dense_tensors(total, gradients))  # type: ignore[no-untyped-call]
 
 
 def _scattered(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.errors import (
     CheckpointError,
@@ -57,6 +58,12 @@ class StoreChannel:
         """Return a channel on the same store with its own connection."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         return StoreChannel(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s)
+
+    def store(self, prefix: str, timeout_s: float) -> Store:
+        """Return the store below a prefix with a connection of its own, for a process group that is not the run's."""
+        found = self._source if self.world_size == 1 else self._source.clone()  # type: ignore[attr-defined]
+        found.set_timeout(timedelta(seconds=timeout_s))
+        return PrefixStore(prefix, found)
 
     def put(self, key: str, data: bytes) -> None:
         """Store `data` under `key`, in chunks, and make sure that it is stored: `set` on a dead host returns normally.

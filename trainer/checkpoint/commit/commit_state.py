@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 
 class CommitStage(Enum):
-    """The stage of a rank. Rank 0, the coordinator, passes COLLECTING, the others REPORTING; all may skip."""
+    """The stage of a rank. Rank 0, the coordinator, passes COLLECTING, the others REPORTING; all may skip.
+
+    Where each host has a folder of its own, the leaders of the other hosts pass PREPARING to RENAMING too.
+    """
 
     WRITING = "writing its own part"
     REPORTING = "storing its report"
@@ -18,13 +22,15 @@ class CommitStage(Enum):
     LOOKING = "looking for the checkpoint, as no decision came"
     COLLECTING = "waiting for the others' reports"
     PREPARING = "writing all that the rename needs"
+    PREPARED = "prepared, with a rename that only rank 0 may decide"
+    AWAITING_LEADERS = "waiting for the other hosts' folders"
     RENAMING = "renaming: too late to abort"
     BROADCASTING = "sending the decision"
     ENDED = "ended"
 
 
 class Outcome(Enum):
-    """The outcome of an attempt on a rank. UNKNOWN: in doubt, it was not committed yet but may still be."""
+    """The outcome of an attempt on a rank. UNKNOWN: in doubt, it may be committed, or still become so."""
 
     COMMITTED = "committed"
     FAILED = "failed"
@@ -40,6 +46,8 @@ class Action(Enum):
     LOOK = "look whether the checkpoint is there"
     COLLECT = "wait for the reports"
     PREPARE = "prepare the checkpoint"
+    ANSWER = "tell rank 0 whether this host's folder is prepared"
+    AWAIT_LEADERS = "wait for the answers of the other hosts"
     RENAME = "rename it"
     BROADCAST = "send the decision"
     END = "end"
@@ -71,8 +79,26 @@ class ReportArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedToPrepare:
+    """Rank 0 asks the leader of another host to prepare its folder."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReadyToRename:
     """The checkpoint is prepared; only the rename is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStored:
+    """This leader's answer, whether its folder is prepared, is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerArrived:
+    """The answer of the leader of another host: the reason why its folder is not prepared, or None."""
+
+    rank: int
+    problem: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +147,10 @@ Event = (
     | Failed
     | ReportStored
     | ReportArrived
+    | AskedToPrepare
     | ReadyToRename
+    | AnswerStored
+    | AnswerArrived
     | Renamed
     | Broadcast
     | Decision
@@ -138,20 +167,30 @@ class CommitState:
 
     Args:
         missing: on rank 0, the ranks whose report is not in.
+        unprepared: on rank 0, the leaders of other hosts whose answer is not in.
+        leads: whether this is the leader of another host than rank 0's, with a folder of its own.
         problem: the first reason why it cannot become a checkpoint.
         outcome: set once it is decided, on rank 0 before the broadcast.
     """
 
     rank: int
     missing: frozenset[int]
+    unprepared: frozenset[int] = frozenset()
+    leads: bool = False
     stage: CommitStage = CommitStage.WRITING
     problem: str | None = None
     outcome: Outcome | None = None
 
     @staticmethod
-    def of(rank: int, world_size: int) -> CommitState:
-        """Return the state at the start."""
-        return CommitState(rank, frozenset(range(1, world_size)) if rank == 0 else frozenset())
+    def of(rank: int, world_size: int, leaders: Sequence[int] = (0,)) -> CommitState:
+        """Return the state at the start.
+
+        Args:
+            leaders: the leader of each host that has a folder of its own; rank 0 alone where they share one.
+        """
+        if rank:
+            return CommitState(rank, frozenset(), leads=rank in leaders)
+        return CommitState(rank, frozenset(range(1, world_size)), frozenset(leaders) - {0})
 
 
 def advance(state: CommitState, event: Event) -> tuple[CommitState, Action]:
@@ -159,7 +198,9 @@ def advance(state: CommitState, event: Event) -> tuple[CommitState, Action]:
 
     Invariant: RENAME comes once at most, only after every rank has reported its part as written, and never after a
     decision to abort: a rank that aborts before that moment ends the attempt, one that aborts later changes nothing.
-    An event that does not belong to the stage, repeated or late, changes nothing either.
+    Where hosts have folders of their own, no folder is renamed before all are prepared, and rank 0's is the first: a
+    prepared folder of an attempt that another host has committed is as good as renamed. An event that does not belong
+    to the stage, repeated or late, changes nothing.
     """
     if isinstance(event, Aborted):
         return _aborted(state, event.why)
@@ -176,7 +217,18 @@ def _aborted(state: CommitState, why: str) -> tuple[CommitState, Action]:
     return replace(state, stage=CommitStage.ENDED, problem=state.problem or why, outcome=Outcome.FAILED), action
 
 
-_BEFORE_RENAME = {CommitStage.WRITING, CommitStage.COLLECTING, CommitStage.PREPARING}
+_BEFORE_RENAME = {
+    CommitStage.WRITING,
+    CommitStage.COLLECTING,
+    CommitStage.PREPARING,
+    CommitStage.AWAITING_LEADERS,
+}
+_UNDECIDED = (
+    CommitStage.COLLECTING,
+    CommitStage.PREPARING,
+    CommitStage.AWAITING_LEADERS,
+    CommitStage.RENAMING,
+)
 
 
 def _advance_rank0(state: CommitState, event: Event) -> tuple[CommitState, Action]:
@@ -188,10 +240,13 @@ def _advance_rank0(state: CommitState, event: Event) -> tuple[CommitState, Actio
         case CommitStage.COLLECTING, ReportArrived(rank, problem) if rank in state.missing:
             named = None if problem is None else f"Rank {rank}: {problem}"
             return _collected(replace(state, missing=state.missing - {rank}, problem=state.problem or named))
-        case ((CommitStage.COLLECTING | CommitStage.PREPARING | CommitStage.RENAMING), (Silence(why) | Failed(why))):
+        case stage, (Silence(why) | Failed(why)) if stage in _UNDECIDED:
             return _failed(replace(state, problem=state.problem or why))
         case CommitStage.PREPARING, ReadyToRename():
-            return replace(state, stage=CommitStage.RENAMING), Action.RENAME
+            return _answered(replace(state, stage=CommitStage.AWAITING_LEADERS))
+        case CommitStage.AWAITING_LEADERS, AnswerArrived(rank, problem) if rank in state.unprepared:
+            named = None if problem is None else f"Rank {rank}: {problem}"
+            return _answered(replace(state, unprepared=state.unprepared - {rank}, problem=state.problem or named))
         case CommitStage.RENAMING, Renamed():
             return replace(state, stage=CommitStage.BROADCASTING, outcome=Outcome.COMMITTED), Action.BROADCAST
         case CommitStage.BROADCASTING, (Broadcast() | Silence()):
@@ -208,8 +263,20 @@ def _collected(state: CommitState) -> tuple[CommitState, Action]:
     return replace(state, stage=CommitStage.PREPARING), Action.PREPARE
 
 
+def _answered(state: CommitState) -> tuple[CommitState, Action]:
+    """Go on once all folders are prepared."""
+    if state.unprepared:
+        return state, Action.AWAIT_LEADERS
+    if state.problem is not None:
+        return _failed(state)
+    return replace(state, stage=CommitStage.RENAMING), Action.RENAME
+
+
 def _failed(state: CommitState) -> tuple[CommitState, Action]:
     return replace(state, stage=CommitStage.BROADCASTING, outcome=Outcome.FAILED), Action.BROADCAST
+
+
+_WAITING = (CommitStage.REPORTING, CommitStage.AWAITING, CommitStage.PREPARED)
 
 
 def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Action]:
@@ -220,10 +287,26 @@ def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Actio
             return replace(state, stage=CommitStage.REPORTING, problem=why), Action.REPORT
         case CommitStage.REPORTING, ReportStored():
             return replace(state, stage=CommitStage.AWAITING), Action.AWAIT_DECISION
-        case ((CommitStage.REPORTING | CommitStage.AWAITING), Silence(why)):
+        case stage, Silence(why) if stage in _WAITING:
             if state.problem is not None:
                 return _ended(state, Outcome.FAILED)
             return replace(state, stage=CommitStage.LOOKING, problem=why), Action.LOOK
+        case CommitStage.AWAITING, AskedToPrepare() if state.leads and state.problem is None:
+            return replace(state, stage=CommitStage.PREPARING), Action.PREPARE
+        case CommitStage.PREPARING, ReadyToRename():
+            return replace(state, stage=CommitStage.PREPARED), Action.ANSWER
+        case CommitStage.PREPARING, Failed(why):
+            return replace(state, stage=CommitStage.PREPARED, problem=why), Action.ANSWER
+        case CommitStage.PREPARED, AnswerStored():
+            return state, Action.AWAIT_DECISION
+        case CommitStage.PREPARED, Decision(None) if state.problem is None:
+            return replace(state, stage=CommitStage.RENAMING), Action.RENAME
+        case CommitStage.PREPARED, Decision(why):
+            return _ended(replace(state, problem=state.problem or why), Outcome.FAILED)
+        case CommitStage.RENAMING, Renamed():
+            return _ended(state, Outcome.COMMITTED)
+        case CommitStage.RENAMING, Failed(why):  # the other hosts have it; this folder is renamed at the next start
+            return _ended(replace(state, problem=why), Outcome.UNKNOWN)
         case CommitStage.AWAITING, Decision(None):
             return _ended(state, Outcome.COMMITTED if state.problem is None else Outcome.FAILED)
         case CommitStage.AWAITING, Decision(str(why)):

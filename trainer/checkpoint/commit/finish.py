@@ -1,46 +1,81 @@
-"""Turns an attempt whose parts are all written into a checkpoint: JSON files, manifest, sync, rename. Rank 0 only."""
+"""Turns an attempt whose parts are all written into a checkpoint: JSON files, manifest, sync, rename. Leaders only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from trainer.checkpoint.commit.protocol import Attempt
-from trainer.checkpoint.format import json_file, manifest
+from trainer.checkpoint.commit.attempt import Attempt
+from trainer.checkpoint.format import host_file, json_file, manifest
+from trainer.checkpoint.format.host_file import HostFile
 from trainer.checkpoint.format.layout import model_index
 from trainer.checkpoint.format.manifest import FileEntry, Manifest, WrittenPiece
-from trainer.checkpoint.format.names import INDEX, MANIFEST
+from trainer.checkpoint.format.names import HOST, INDEX, MANIFEST
 from trainer.checkpoint.storage.files import describe_free_space
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.errors import CheckpointError
 
 
-def prepare(
+def json_files(
     attempt: Attempt,
-    written: Sequence[WrittenPiece],
+    written: Sequence[Sequence[WrittenPiece]],
     *,
     documents: Mapping[str, json_file.Document],
     aliases: Mapping[str, str],
-    lock: FolderLock | None,
-) -> None:
-    """Check that the pieces tile every tensor, write the JSON files and the manifest, and sync.
+    is_local: bool = False,
+) -> dict[str, bytes]:
+    """Check that the pieces tile every tensor, and return all JSON files by name, the manifest after what it lists.
+
+    Args:
+        written: the pieces of each rank.
+        is_local: whether hosts have folders of their own; the last file is then `host.json`, as rank 0's host has it.
 
     Raises:
-        CheckpointError: if the pieces do not tile, the lock is lost, or the file system fails.
+        CheckpointError: if the pieces do not tile.
     """
-    files, folder = attempt.folder.files, attempt.folder.partial(attempt.iteration, attempt.name)
-    tensors = manifest.tile(attempt.layout, written)
+    tensors = manifest.tile(attempt.layout, [piece for pieces in written for piece in pieces])
     entries = {
         file.name: FileEntry(file.total_bytes, manifest.digest_of(file.header), is_tensor_file=True)
         for file in attempt.layout.files
     }
+    found: dict[str, bytes] = {}
+    for name, document in {INDEX: model_index(attempt.layout), **documents}.items():
+        found[name] = json_file.content(document)
+        entries[name] = FileEntry(len(found[name]), manifest.digest_of(found[name]), is_tensor_file=False)
+    found[MANIFEST] = manifest.to_bytes(Manifest(attempt.name, entries, tensors, aliases))
+    if is_local:
+        by_host = {
+            number: [piece for rank in ranks for piece in written[rank]]
+            for number, ranks in enumerate(attempt.hosts.ranks)
+        }
+        itemsizes = {name: place.spec.dtype.itemsize for name, place in attempt.layout.places.items()}
+        writers = host_file.writers_of(tensors, itemsizes, by_host)
+        digest = manifest.digest_of(found[MANIFEST])
+        found[HOST] = HostFile(attempt.name, digest, 0, attempt.hosts.names, writers, {}).to_bytes()
+    return found
+
+
+def of_host(files: Mapping[str, bytes], host: int) -> dict[str, bytes]:
+    """Return rank 0's JSON files as the host with this number has them: `host.json` lists the pieces of its ranks."""
+    found = dict(files)
+    if HOST in found:
+        known = host_file.from_bytes(found[HOST], where=HOST)
+        found[HOST] = replace(known, host=host, held=known.written_by(host)).to_bytes()
+    return found
+
+
+def prepare(attempt: Attempt, found: Mapping[str, bytes], *, lock: FolderLock | None) -> None:
+    """Write the JSON files into the folder of this host, and sync.
+
+    Raises:
+        CheckpointError: if the lock is lost, or the file system fails.
+    """
+    files, folder = attempt.folder.files, attempt.partial
     try:
-        for name, document in {INDEX: model_index(attempt.layout), **documents}.items():
-            data = json_file.content(document)
+        for name, data in found.items():
             files.write_whole(folder / name, data)
-            entries[name] = FileEntry(len(data), manifest.digest_of(data), is_tensor_file=False)
-        data = manifest.to_bytes(Manifest(attempt.name, entries, tensors, aliases))
-        files.write_whole(folder / MANIFEST, data)
-        for path in sorted({(folder / name).parent for name in entries}, reverse=True):
+        names = [*found, *(file.name for file in attempt.layout.files)]
+        for path in sorted({(folder / name).parent for name in names}, reverse=True):
             files.sync_folder(path)
         if lock is not None:
             lock.check()

@@ -1,73 +1,28 @@
-"""The two-phase commit of a save: the ranks turn the files that they wrote into one checkpoint, or into none."""
+"""The two-phase commit of a save: the ranks turn the files that they wrote into one checkpoint, or into none.
+
+Where each host has a folder of its own, rank 0 sends the other leaders all JSON files, waits until every folder is
+prepared, and renames its own; the decision lets the others rename theirs.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from trainer.checkpoint.commit import commit_state, disagreement
+from trainer.checkpoint.commit.attempt import Attempt, Copying, SharedCommitState
 from trainer.checkpoint.commit.channel import StoreChannel
-from trainer.checkpoint.commit.commit_state import Action, CommitState, Event, Outcome
-from trainer.checkpoint.commit.inventory import Inventory, identity_of
-from trainer.checkpoint.format import manifest
-from trainer.checkpoint.format.layout import Layout
+from trainer.checkpoint.commit.commit_state import Action, Event, Outcome
+from trainer.checkpoint.commit.file_exchange import FileExchange
+from trainer.checkpoint.commit.inventory import Inventory
+from trainer.checkpoint.commit.messages import FAILED, OK, broadcast, is_committed, key_of, marked_key, text_of
 from trainer.checkpoint.format.manifest import Written, WrittenPiece
-from trainer.checkpoint.format.names import MANIFEST
 from trainer.checkpoint.format.report import RankReport, decode, encode
-from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.errors import CheckpointError, LaunchError, TrainerError
 
-_log = logging.getLogger(__name__)
-
-# The first two bytes of a decision. _ASK names ranks that are to send their tables; the last decision comes later.
-_OK, _FAILED, _ASK = b"ok", b"no", b"??"
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One try to save an iteration: `name` is unique in the life of the folder, the same on all ranks."""
-
-    iteration: int
-    name: str
-    folder: CheckpointFolder
-    layout: Layout
-
-    @property
-    def mark(self) -> Path:
-        """Return the file that every rank must see before it reports, where there are several ranks."""
-        return self.folder.mark_of(self.iteration, self.name)
-
-
-class SharedCommitState:
-    """The state of one attempt on one rank, shared by its worker and its main thread."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._state = CommitState.of(rank, world_size)
-        self._lock = threading.Lock()
-
-    @property
-    def current(self) -> CommitState:
-        """Return the state now."""
-        return self._state
-
-    def take(self, event: Event) -> Action:
-        """Take an event in, one thread at a time, and return the next action."""
-        with self._lock:
-            self._state, action = commit_state.advance(self._state, event)
-            return action
-
-    def begin_rename(self) -> None:
-        """Begin the rename: from here on it is too late to abort.
-
-        Raises:
-            CheckpointError: if the attempt was aborted before.
-        """
-        if self.take(commit_state.ReadyToRename()) is not Action.RENAME:
-            raise CheckpointError(str(self._state.problem).rstrip("."))
+# The first two bytes of a decision that names ranks that are to send their tables; the last decision comes later.
+_ASK = b"??"
 
 
 class TwoPhaseCommit:
@@ -79,13 +34,25 @@ class TwoPhaseCommit:
     Args:
         inventory: what this rank saves; complete once its part is written.
         shared: of this attempt on this rank; another thread may `abort` on it meanwhile.
+        exchange: the JSON files that leaders have from earlier saves.
+        copying: what the copies of local checkpoints add to the messages; None for none.
     """
 
     def __init__(
-        self, channel: StoreChannel, attempt: Attempt, inventory: Inventory, shared: SharedCommitState
+        self,
+        channel: StoreChannel,
+        attempt: Attempt,
+        inventory: Inventory,
+        shared: SharedCommitState,
+        *,
+        exchange: FileExchange | None = None,
+        copying: Copying | None = None,
     ) -> None:
         self._channel, self._attempt, self._inventory, self._shared = channel, attempt, inventory, shared
-        self._key = _key(attempt.name)
+        self._exchange, self._copying = exchange or FileExchange(), copying
+        self._statuses: dict[int, bytes] = {}
+        self._order = b""
+        self._key = key_of(attempt.name)
         self._action = Action.NOTHING
         self._error: BaseException | None = None  # the first of this rank
         self._report = RankReport(attempt.iteration, inventory.identity)
@@ -100,8 +67,8 @@ class TwoPhaseCommit:
             yield
         except BaseException as error:  # noqa: BLE001 - raised again once the peers know
             self._error = error
-            self._report = replace(self._report, problem=_text(error))
-            self._take(commit_state.Failed(_text(error)))
+            self._report = replace(self._report, problem=text_of(error))
+            self._take(commit_state.Failed(text_of(error)))
 
     def wrote(self, written: Written) -> None:
         """Note that this rank's part is durable."""
@@ -115,7 +82,10 @@ class TwoPhaseCommit:
         self._take(commit_state.Wrote())
 
     def vote(self) -> None:
-        """Report this rank's part. Rank 0 waits for all reports, the others for its decision."""
+        """Report this rank's part. Rank 0 waits for all reports, the others for its decision.
+
+        The leader of another host may be asked to prepare its folder first.
+        """
         try:
             if self._action is Action.COLLECT:
                 self._collect()
@@ -123,21 +93,60 @@ class TwoPhaseCommit:
                 self._channel.put(f"{self._key}/report/{self._channel.rank}", self._report.to_bytes())
                 self._take(commit_state.ReportStored())
             if self._action is Action.AWAIT_DECISION:
-                self._take(self._decided(self._await_decision()))
+                self._take(self._await_request())
         except LaunchError as error:
-            self._error = self._error or error
-            self._take(commit_state.Silence(str(error)))
-        if self._action is Action.LOOK:
-            is_there = is_committed(self._attempt)
-            self._take(commit_state.FoundCommitted() if is_there else commit_state.FoundNothing())
+            self._fall_silent(error)
+        self._look()
 
     @property
-    def is_unanimous(self) -> bool:
-        """Return whether all ranks have written their parts; on rank 0 alone, as the rename is its business."""
+    def is_to_prepare(self) -> bool:
+        """Return whether all ranks have written their parts and this one, a leader, prepares its host's folder."""
         return self._action is Action.PREPARE
 
-    def pieces(self) -> list[WrittenPiece]:
-        """Return the pieces of all ranks. Rank 0 only.
+    @property
+    def may_rename(self) -> bool:
+        """Return whether this rank, a leader, is to rename its host's folder."""
+        return self._action is Action.RENAME
+
+    def send(self, files: Mapping[str, bytes]) -> None:
+        """Send the JSON files of the checkpoint to the leaders of the other hosts. Rank 0 only."""
+        if len(self._attempt.hosts.leaders) > 1:
+            self._channel.put(f"{self._key}/files", self._exchange.pack(files))
+
+    def receive(self) -> dict[str, bytes]:
+        """Return the JSON files of the checkpoint, which rank 0 has sent.
+
+        Raises:
+            CheckpointError: if one of them is not known here.
+        """
+        return self._exchange.unpack(self._channel.read(f"{self._key}/files", sender="rank 0"))
+
+    def prepared(self) -> None:
+        """Note that this host's folder is prepared.
+
+        Raises:
+            CheckpointError: if the attempt was aborted before.
+        """
+        self._take(commit_state.ReadyToRename())
+        if self._action is Action.END:
+            raise CheckpointError(str(self._shared.current.problem).rstrip("."))
+
+    def decide(self) -> None:
+        """Wait until every host's folder is prepared: rank 0 for the answers, the other leaders for its decision."""
+        try:
+            if self._action is Action.ANSWER:
+                self._channel.put(f"{self._key}/prepared/{self._channel.rank}", self._answer())
+                self._take(commit_state.AnswerStored())
+            if self._action is Action.AWAIT_DECISION:
+                self._take(self._decided(self._await_decision()))
+            if self._action is Action.AWAIT_LEADERS:
+                self._collect_answers()
+        except LaunchError as error:
+            self._fall_silent(error)
+        self._look()
+
+    def pieces(self) -> list[list[WrittenPiece]]:
+        """Return the pieces of each rank. Rank 0 only.
 
         Raises:
             CheckpointError: if some rank has counted on another to write its bytes, which has not.
@@ -152,20 +161,25 @@ class TwoPhaseCommit:
                 found=f"{written_bytes} B",
                 fix="Nothing was committed; this is a defect of the program that wrote them.",
             )
-        return [piece for report in self._reports for piece in decode(report.pieces, layout)]
+        return [list(decode(report.pieces, layout)) for report in self._reports]
 
     def renamed(self) -> None:
-        """Note that the checkpoint exists."""
+        """Note that this host's folder has its final name; on rank 0, that the checkpoint exists."""
         self._take(commit_state.Renamed())
+        if self._copying is not None:
+            if self._channel.rank == 0:
+                self._statuses[0] = self._copying.status()
+                self._order = self._copying.decide([self._statuses[rank] for rank in self._attempt.hosts.leaders])
+            self._copying.committed(self._attempt, self._order)
 
     def broadcast(self) -> None:
         """Send the decision to all ranks. Rank 0 only."""
         if self._action is Action.BROADCAST:
             known = self._shared.current
-            decision = _FAILED + str(known.problem).encode()
+            decision = FAILED + str(known.problem).encode()
             if known.outcome is Outcome.COMMITTED:
-                decision = _OK + str(self._attempt.iteration).encode()
-            _broadcast(self._channel, self._key, decision)
+                decision = OK + b"%d %s" % (self._attempt.iteration, self._order)
+            broadcast(self._channel, self._key, decision)
             self._take(commit_state.Broadcast())
 
     def end(self) -> None:
@@ -183,12 +197,43 @@ class TwoPhaseCommit:
     def _take(self, event: Event) -> None:
         self._action = self._shared.take(event)
 
+    def _fall_silent(self, error: LaunchError) -> None:
+        self._error = self._error or error
+        self._take(commit_state.Silence(str(error)))
+
+    def _look(self) -> None:
+        if self._action is Action.LOOK:
+            is_there = is_committed(self._attempt)
+            self._take(commit_state.FoundCommitted() if is_there else commit_state.FoundNothing())
+
+    def _answer(self) -> bytes:
+        problem = self._shared.current.problem
+        if problem is not None:
+            return FAILED + problem.encode()
+        return OK + (b"" if self._copying is None else self._copying.status())
+
+    def _collect_answers(self) -> None:
+        for leader in self._attempt.hosts.leaders[1:]:
+            data = self._channel.take(f"{self._key}/prepared/{leader}", sender=f"rank {leader}")
+            self._statuses[leader] = data[len(OK) :]
+            problem = None if data.startswith(OK) else data[len(FAILED) :].decode()
+            self._take(commit_state.AnswerArrived(leader, problem))
+        self._exchange.delivered(was_taken=self._action is Action.RENAME)
+
+    def _await_request(self) -> Event:
+        """Wait for rank 0's request to prepare, on the leader of another host, or its decision."""
+        if self._shared.current.leads:
+            keys = [f"{self._key}/files", f"{self._key}/decision"]
+            if self._channel.await_any(keys, sender="rank 0", check=_go_on) == keys[0]:
+                return commit_state.AskedToPrepare()
+        return self._decided(self._await_decision())
+
     def _collect(self) -> None:
         others = range(1, self._channel.world_size)
         try:
             found = [self._channel.take(f"{self._key}/report/{rank}", sender=f"rank {rank}") for rank in others]
             self.has_all_reports = True
-            self._channel.delete([f"{self._key}/marked"])
+            self._channel.delete([marked_key(self._attempt, leader) for leader in self._attempt.hosts.leaders])
             self._reports = [self._report, *map(RankReport.from_bytes, found)]
             self._require_agreement()
         except LaunchError:
@@ -197,7 +242,7 @@ class TwoPhaseCommit:
             if not (isinstance(error, TrainerError) and isinstance(self._error, TrainerError)):
                 error = self._error or error
             self._error = error
-            self._take(commit_state.Failed(_text(error)))
+            self._take(commit_state.Failed(text_of(error)))
             return
         for rank in others:
             self._take(commit_state.ReportArrived(rank, self._reports[rank].problem))
@@ -228,112 +273,14 @@ class TwoPhaseCommit:
         return self._channel.read(f"{self._key}/decision/last", sender="rank 0")
 
     def _decided(self, decision: bytes) -> Event:
-        if not decision.startswith(_OK):
-            return commit_state.Decision(decision[len(_FAILED) :].decode().rstrip("."))
-        iteration = int(decision[len(_OK) :])
+        if not decision.startswith(OK):
+            return commit_state.Decision(decision[len(FAILED) :].decode().rstrip("."))
+        number, _, self._order = decision[len(OK) :].partition(b" ")
+        iteration = int(number)
         if iteration != self._attempt.iteration:
             return commit_state.Decision(f"Rank 0 saved iteration {iteration}, this rank {self._attempt.iteration}")
         return commit_state.Decision(None)
 
 
-def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
-    """Abort an attempt in the place of the worker, which hangs, and let the other ranks know.
-
-    Returns:
-        Whether it has failed for certain. Where this rank's report is out, or the rename has begun, it is too late to
-        abort: the attempt is in doubt.
-    """
-    action = shared.take(commit_state.Aborted(str(error)))
-    key = _key(attempt.name)
-    if action is Action.BROADCAST:
-        _broadcast(channel, key, _FAILED + _text(error).encode())
-    if action is Action.REPORT:
-        report = RankReport(attempt.iteration, identity_of(attempt.layout), problem=_text(error))
-        try:
-            channel.put(f"{key}/report/{channel.rank}", report.to_bytes())
-        except LaunchError as lost:
-            _log.error("the failure of %s could not be reported: %s", key, lost)
-    return shared.current.outcome is Outcome.FAILED
-
-
-def already_committed(channel: StoreChannel, name: str, iteration: int) -> None:
-    """Decide attempt `name` without a save: rank 0 knows that `iteration` is committed. Rank 0 only."""
-    _broadcast(channel, _key(name), _OK + str(iteration).encode())
-
-
-def broadcast_marked(channel: StoreChannel, attempt: Attempt, *, is_marked: bool) -> None:
-    """Let the other ranks know whether the mark of an attempt is in its folder. Rank 0 only."""
-    if channel.world_size > 1:
-        message = (_OK if is_marked else _FAILED) + str(attempt.iteration).encode()
-        channel.put(f"{_key(attempt.name)}/marked", message)
-
-
-def await_marked(channel: StoreChannel, attempt: Attempt, *, check: Callable[[], None]) -> bool:
-    """Wait for rank 0's message on the mark of an attempt, and return whether it is in its folder.
-
-    Args:
-        check: called again and again; ends the wait if it raises.
-
-    Returns:
-        False also if rank 0 has ended the attempt, as its decision says.
-
-    Raises:
-        LaunchError: if no message comes in time.
-        CheckpointError: if rank 0 saves another iteration.
-    """
-    marked = f"{_key(attempt.name)}/marked"
-    if channel.await_any([marked, f"{_key(attempt.name)}/decision"], sender="rank 0", check=check) != marked:
-        return False
-    data = channel.read(marked, sender="rank 0")
-    disagreement.refuse_other_iterations({0: int(data[len(_OK) :]), channel.rank: attempt.iteration})
-    return data.startswith(_OK)
-
-
-def stripes_key(name: str, rank: int) -> str:
-    """Return the key of a rank's message to its host on the columns of attempt `name`."""
-    return f"{_key(name)}/stripes/{rank}"
-
-
-def delete_messages(channel: StoreChannel, name: str) -> None:
-    """Delete all messages of attempt `name`, which every rank is past. Rank 0 only.
-
-    Raises:
-        LaunchError: if the store is gone.
-    """
-    if channel.world_size == 1:
-        return
-    key, ranks = _key(name), range(channel.world_size)
-    of_ranks = [f"{key}/{kind}/{rank}" for kind in ("report", "table", "stripes") for rank in ranks]
-    channel.delete([f"{key}/decision", f"{key}/decision/last", f"{key}/marked", *of_ranks])
-
-
-def _key(name: str) -> str:
-    return f"save/{name}"
-
-
-def _broadcast(channel: StoreChannel, key: str, decision: bytes) -> None:
-    """Send the decision to all ranks; where the store is gone, they look for the checkpoint: it stays decided.
-
-    A failure goes out twice: a rank that was asked for its table, or saw others being asked, waits for the last one.
-    """
-    if channel.world_size == 1:
-        return
-    try:
-        channel.put(f"{key}/decision", decision)
-        if not decision.startswith(_OK):
-            channel.put(f"{key}/decision/last", decision)
-    except LaunchError as error:
-        _log.error("the decision on %s could not be sent: %s", key, error)
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
-
-
-def is_committed(attempt: Attempt) -> bool:
-    """Return whether the checkpoint that is there is this attempt's: the rename is the truth."""
-    path = attempt.folder.iteration(attempt.iteration) / MANIFEST
-    try:
-        return manifest.from_bytes(path.read_bytes(), where=path).attempt == attempt.name
-    except (OSError, TrainerError):
-        return False
+def _go_on() -> None:
+    """Let a wait go on."""

@@ -2,5 +2,6 @@
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
+HOST = "host.json"
 STATE = "trainer_state.json"
 FORMAT = "reprise/1"

@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from trainer.checkpoint.format.host_file import PieceNumbers
 from trainer.checkpoint.format.names import MANIFEST
 from trainer.checkpoint.loading.reader import (
     Checkpoint,
@@ -16,7 +18,7 @@ from trainer.checkpoint.loading.reader import (
     read_places,
 )
 from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder, is_iteration_name, kind_of
+from trainer.checkpoint.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
 from trainer.checkpoint.storage.patience import Patience, unreadable
 from trainer.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
 
@@ -66,20 +68,51 @@ def committed_in(folder: CheckpointFolder) -> list[int]:
     return committed
 
 
+class LocalFolders(Protocol):
+    """The local checkpoints of the hosts of a run; `local.host_folders.HostFolders` has them."""
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Return this rank's number among the ranks of its host, and how many they are."""
+
+    def paths(self, iteration: int | None = None) -> list[tuple[int, Path]]:
+        """Return the iterations, newest first, that can be made whole, or the given one if it can. Rank 0 only."""
+
+    def describe_missing(self) -> str:
+        """Return in words what the newest one lacks; empty if there is none. Rank 0 only."""
+
+    def owns(self, path: Path) -> bool:
+        """Return whether a path is that of a local checkpoint."""
+
+    def complete(self, path: Path, wanted: Callable[[Checkpoint], PieceNumbers]) -> object:
+        """Have on every host the pieces that its ranks want. Collective."""
+
+    def heal(self, path: Path) -> bool:
+        """Give up damaged pieces on every host; return whether there are any. Collective."""
+
+
 class Chooser:
     """Offers the candidates of a source, newest first, each checked as far as possible without reading its tensors.
 
     Args:
         check: raises MismatchError for a valid checkpoint of another run, before any tensor file is opened.
         patience: how long listing the folder is retried; no retries by default.
+        local: the local checkpoints, candidates beside those of the source; None for none.
 
     Attributes:
         digest: manifest digest of the checkpoint picked last.
     """
 
     def __init__(
-        self, source: LoadSource, files: Files, check: Callable[[Checkpoint], None], *, patience: Patience | None = None
+        self,
+        source: LoadSource,
+        files: Files,
+        check: Callable[[Checkpoint], None],
+        *,
+        patience: Patience | None = None,
+        local: LocalFolders | None = None,
     ) -> None:
+        self._local, self._local_paths = local, set[Path]()
         self._source, self._files, self._check = source, files, check
         self._patience = patience or Patience(0.0)
         self._candidates: list[Path] | None = None
@@ -87,8 +120,13 @@ class Chooser:
         self._skipped: list[str] = []
         self.digest = ""
 
-    def pick(self) -> Path:
+    def pick(self, *, is_complete: bool = True) -> Path:
         """Return the newest valid candidate.
+
+        A local one is first returned unopened, with an empty `digest`: the hosts have to complete it.
+
+        Args:
+            is_complete: whether they have completed the candidate that was returned last.
 
         Raises:
             MismatchError: if that one belongs to another run.
@@ -102,6 +140,9 @@ class Chooser:
                 raise unreadable(error, where=self._source.path) from error
         while self._candidates:
             path = self._candidates[0]
+            if path in self._local_paths and not is_complete:
+                self.digest = ""
+                return path
             try:
                 checkpoint = open_checkpoint(path, self._files)
                 self._check(checkpoint)
@@ -110,6 +151,7 @@ class Chooser:
                 raise
             except TrainerError as error:
                 self.skip(error)
+                is_complete = False
                 continue
             self.digest = checkpoint.digest
             for name in misleading_files(checkpoint):
@@ -139,6 +181,25 @@ class Chooser:
             self._skipped.append(f"{path.name}: {str(error).rstrip('.')}")
 
     def _find(self) -> list[Path]:
+        if self._local is None:
+            return self._find_shared()
+        local = self._local.paths(self._source.iteration)
+        self._local_paths = {path for _, path in local}
+        folder, wanted = CheckpointFolder(self._source.path, self._files), self._source.iteration
+        is_shared = not self._local.owns(folder.iteration(0))
+        names = [*folder.committed(), *folder.non_folders()] if is_shared else []
+        shared = self._find_shared() if names and (wanted is None or wanted in names or not local) else []
+        found = [*local, *((iteration_of(path) or 0, path) for path in shared)]
+        if not found:
+            raise CheckpointError(
+                "No local checkpoint is whole, and no folder that all hosts share has one",
+                where=self._source.path,
+                found=self._local.describe_missing() or "no local checkpoint",
+                fix="Bring back the hosts that have the rest, or start over with checkpoint.load=none.",
+            )
+        return [path for _, path in sorted(found, key=lambda pair: -pair[0])]  # stable: of two, the local one is first
+
+    def _find_shared(self) -> list[Path]:
         path = self._source.path
         if not path.is_dir():
             raise no_folder(path, kind="checkpoint folder", fix="Correct the path, or checkpoint.load.")

@@ -16,7 +16,7 @@ from trainer.checkpoint.format.box import Box, Image, absolute, extent, image, i
 from trainer.checkpoint.format.layout import Place, TensorSpec
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
 from trainer.checkpoint.loading.gather import Bytes, Gatherer
-from trainer.checkpoint.loading.reader import Checkpoint, OpenFile, check_block, open_tensor_file
+from trainer.checkpoint.loading.reader import Checkpoint, OpenFile, check_block, not_held, open_tensor_file
 from trainer.checkpoint.loading.target import Target
 from trainer.checkpoint.storage.worker import Worker
 from trainer.checkpoint.tensors.live import LiveTensor
@@ -110,6 +110,20 @@ def fill(
     )
 
 
+def touched_pieces(
+    checkpoint: Checkpoint, places: Mapping[str, Place], live: Sequence[LiveTensor]
+) -> dict[str, tuple[int, ...]]:
+    """Return by tensor the numbers of the pieces that `fill` reads for these tensors."""
+    found: dict[str, set[int]] = {}
+    for tensor in live:
+        if tensor.box.numel:
+            name = tensor.spec.name
+            box, size = _written_box(checkpoint, places, tensor), places[name].spec.dtype.itemsize
+            pieces = enumerate(checkpoint.manifest.tensors[name].pieces(size))
+            found.setdefault(name, set()).update(n for n, piece in pieces if intersect(piece.box, box).numel)
+    return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
+
+
 def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: LiveTensor) -> Box:
     """Return a tensor's box in the dimensions it was written in, which may differ for an unsharded tensor."""
     written, lives = places[tensor.spec.name].spec.view, tensor.spec.view
@@ -176,10 +190,12 @@ def _blocks(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequen
     """Yield every block that contains a part of a target."""
     for target in targets:
         place = places[target.tensor.spec.name]
-        size = place.spec.dtype.itemsize
-        for written in checkpoint.manifest.tensors[place.spec.name].pieces(size):
+        size, held = place.spec.dtype.itemsize, checkpoint.held(place.spec.name)
+        for number, written in enumerate(checkpoint.manifest.tensors[place.spec.name].pieces(size)):
             box = in_bytes(written.box, size)
             common = intersect(box, target.box)
+            if common.numel and number not in held:
+                raise not_held(checkpoint, place, number)
             if common.numel:
                 yield from _blocks_of(_piece(place, written, box, common=common, target=target))
 

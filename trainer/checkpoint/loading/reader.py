@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from trainer.checkpoint.format import json_file, manifest
+from trainer.checkpoint.format import host_file, json_file, manifest
 from trainer.checkpoint.format import safetensors_file as header
+from trainer.checkpoint.format.host_file import HostFile
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import Place, TensorKind, TensorSpec
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest
-from trainer.checkpoint.format.names import FORMAT, INDEX, MANIFEST, STATE
+from trainer.checkpoint.format.names import FORMAT, HOST, INDEX, MANIFEST, STATE
 from trainer.checkpoint.loading.gather import Gatherer
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import named_iteration
-from trainer.checkpoint.storage.patience import failed_read, unreadable
+from trainer.checkpoint.storage.patience import failed_read, is_damage, unreadable
 from trainer.errors import CheckpointError, MismatchError
 
 _MISLEADING = ("model.safetensors", "adapter_config.json")
@@ -32,6 +33,7 @@ class Checkpoint:
 
     Args:
         digest: digest of the manifest: two folders with the same one hold the same checkpoint.
+        host: the pieces that this folder holds, if it is that of one host; None if it holds all.
     """
 
     path: Path
@@ -39,6 +41,7 @@ class Checkpoint:
     manifest: Manifest
     state: Json
     digest: str = ""
+    host: HostFile | None = None
     _places: dict[str, Place] = field(
         default_factory=dict, repr=False, compare=False
     )  # filled by the first `read_places`
@@ -50,6 +53,17 @@ class Checkpoint:
     @property
     def has_optimizer(self) -> bool:
         return any(name.startswith("optimizer/") for name in self.manifest.files)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether every piece lies in this folder."""
+        return self.host is None or self.host.is_whole
+
+    def held(self, tensor: str) -> Container[int]:
+        """Return the numbers of the pieces of a tensor that lie in this folder, in the order of the manifest."""
+        if self.host is None:
+            return range(manifest.MOST_ELEMENTS)
+        return self.host.held.get(tensor, ())
 
 
 def open_checkpoint(path: Path, files: Files) -> Checkpoint:
@@ -90,7 +104,28 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
             "A state file has no iteration", where=path / STATE, expected="a natural number", found=repr(iteration)
         )
     _check_name(path, iteration)
-    return Checkpoint(path, files, found, state, manifest.digest_of(content))
+    digest = manifest.digest_of(content)
+    return Checkpoint(path, files, found, state, digest, _host_file(path, files, found, digest))
+
+
+def _host_file(path: Path, files: Files, found: Manifest, digest: str) -> HostFile | None:
+    """Return the `host.json` of a folder; None if there is none, so that all pieces are there."""
+    where = path / HOST
+    try:
+        files.size(where)
+    except OSError as error:
+        if is_damage(error):
+            return None
+        raise unreadable(error, where=where) from error
+    try:
+        host = host_file.from_bytes(_read(where, files), where=where)
+    except OSError as error:
+        raise failed_read("A host file cannot be read", error, where=where) from error
+    if host.manifest != digest or host.attempt != found.attempt or host.writers.keys() != found.tensors.keys():
+        raise CheckpointError(
+            "A host file belongs to another checkpoint", where=where, expected=f"manifest {digest}", found=host.manifest
+        )
+    return host
 
 
 def _check_name(path: Path, iteration: int) -> None:
@@ -234,6 +269,20 @@ def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
     return [Place(_as_written(checkpoint, spec, where=path), name, 8 + length + offset) for spec, offset in specs]
 
 
+def not_held(checkpoint: Checkpoint, place: Place, number: int) -> CheckpointError:
+    """Return the error for a piece that lies on another host."""
+    host = checkpoint.host
+    writer = "another host" if host is None else f"host {host.hosts[host.writers[place.spec.name][number]]}"
+    return CheckpointError(
+        "A piece of a tensor lies on another host",
+        where=f"{checkpoint.path / place.file}, tensor {place.spec.name}, piece {number}",
+        expected=f"a copy of what {writer} wrote",
+        found="a hole",
+        fix="Resume with checkpoint.local.dir on all hosts, or join their folders: "
+        "`reprise checkpoint gather FOLDER... OUT`.",
+    )
+
+
 def read_header(file: OpenFile, total_bytes: int, *, where: Path) -> bytes:
     """Return the header of a safetensors file of `total_bytes`, without its 8-byte length.
 
@@ -276,6 +325,8 @@ def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> N
     for place in first.values():
         spec = place.spec
         piece = next(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize))
+        if 0 not in checkpoint.held(spec.name):
+            continue
         hi = min(piece.hi, piece.lo + BLOCK_BYTES)
         block = np.empty(hi - piece.lo, dtype=np.uint8)
         packed = spec.image(piece.box)

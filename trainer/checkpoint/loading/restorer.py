@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.format.host_file import PieceNumbers
 from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.format.names import MANIFEST
 from trainer.checkpoint.loading import replicas
-from trainer.checkpoint.loading.choose import Chooser, LoadSource
-from trainer.checkpoint.loading.loader import LoadReport, fill
+from trainer.checkpoint.loading.choose import Chooser, LoadSource, LocalFolders
+from trainer.checkpoint.loading.loader import LoadReport, fill, touched_pieces
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
 from trainer.checkpoint.loading.same_checkpoint import open_same
 from trainer.checkpoint.loading.verify import verify_share
@@ -20,7 +21,7 @@ from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.patience import Patience, PatientFiles, await_sight
 from trainer.checkpoint.storage.progress_line import ProgressLine
 from trainer.checkpoint.tensors.live import LiveTensor
-from trainer.errors import LaunchError, TrainerError
+from trainer.errors import LaunchError, MismatchError, TrainerError, UnreadableError
 
 _log = logging.getLogger(__name__)
 
@@ -30,12 +31,14 @@ class Restored:
     """The checkpoint that a run was restored from.
 
     Args:
+        loaded_from: in words, where the bytes of a local checkpoint came from; empty for another one.
         is_verified: whether the digests of all its blocks were checked.
     """
 
     checkpoint: Checkpoint
     report: LoadReport
     is_verified: bool
+    loaded_from: str = ""
 
 
 class Restorer:
@@ -44,11 +47,19 @@ class Restorer:
     Args:
         nonce: a name of this run of the program, equal on all ranks; messages are named after it.
         patience: how long a read that fails is tried again.
+        local: the local checkpoints of the hosts; None for none.
     """
 
     def __init__(
-        self, channel: StoreChannel, *, nonce: str, files: Files | None = None, patience: Patience | None = None
+        self,
+        channel: StoreChannel,
+        *,
+        nonce: str,
+        files: Files | None = None,
+        patience: Patience | None = None,
+        local: LocalFolders | None = None,
     ) -> None:
+        self._local = local
         self._channel, self._nonce = channel, nonce
         self._patience = patience or Patience()
         self._files = PatientFiles(files or Files(), self._patience)
@@ -62,6 +73,7 @@ class Restorer:
         live: Callable[[Checkpoint], Sequence[LiveTensor]],
         verify: bool = True,
         verify_all: bool = False,
+        with_local: bool = False,
     ) -> Restored:
         """Fill live tensors from the newest valid checkpoint of `source`; all ranks load the same one.
 
@@ -72,6 +84,7 @@ class Restorer:
             live: the tensors to fill, given the checkpoint; all ranks.
             verify: check the digests of all blocks that are read.
             verify_all: before that, check those of all blocks of the checkpoint, shared out between the ranks.
+            with_local: whether local checkpoints are candidates as well.
 
         Raises:
             UnreadableError: on every rank, if a rank cannot read the checkpoint now, or does not see it.
@@ -79,10 +92,11 @@ class Restorer:
                 exactly.
             MismatchError: on every rank, if one of them finds another checkpoint under the path than rank 0.
         """
-        chooser = Chooser(source, self._files, check, patience=self._patience)
+        local = self._local if with_local else None
+        chooser = Chooser(source, self._files, check, patience=self._patience, local=local)
         damage: TrainerError | None = None
         while True:
-            path, digest = self._pick(chooser, damage)
+            path, digest, loaded_from = self._pick(chooser, damage, live)
             problem: TrainerError | None = None
             try:
                 if self._channel.rank:
@@ -100,12 +114,13 @@ class Restorer:
             except LaunchError:  # a lost rank says nothing of the checkpoint
                 raise
             except TrainerError as error:
-                damage = error
+                damage = None if loaded_from and self._heal(path, error) else error
         self.check_replicas(tensors)
         is_all_read = not checkpoint.has_optimizer or any(
             tensor.spec.kind is TensorKind.OPTIMIZER for tensor in tensors
         )
-        return Restored(checkpoint, report, is_verified=verify_all or (verify and is_all_read))
+        is_verified = verify_all or (verify and is_all_read)
+        return Restored(checkpoint, report, is_verified=is_verified, loaded_from=loaded_from)
 
     def check_replicas(self, live: Sequence[LiveTensor]) -> None:
         """Compare the bits of live tensors that several ranks hold. A call of all ranks.
@@ -115,28 +130,58 @@ class Restorer:
         """
         replicas.check_replicas(live, self._channel, self._key("replicas"))
 
-    def _pick(self, chooser: Chooser, damage: TrainerError | None) -> tuple[Path, str]:
-        """Return the next candidate and its digest on every rank.
+    def _pick(
+        self, chooser: Chooser, damage: TrainerError | None, live: Callable[[Checkpoint], Sequence[LiveTensor]]
+    ) -> tuple[Path, str, str]:
+        """Return on every rank the next candidate, its digest and, if it is local, where its bytes came from.
 
         Args:
             damage: the first problem that any rank found with the last candidate.
         """
-        problem: TrainerError | None = None
-        picked = ""
-        if self._channel.rank == 0:
+        loaded_from = ""
+        while True:
+            problem: TrainerError | None = None
+            picked = ""
+            if self._channel.rank == 0:
+                try:
+                    if damage is not None:
+                        chooser.skip(damage)
+                    picked = str(chooser.pick(is_complete=bool(loaded_from)))
+                except TrainerError as error:
+                    problem = error
+            self._agree(problem)
+            digest = f"{chooser.digest} " if self._channel.rank == 0 else ""
+            message = self._channel.broadcast(self._key("pick"), f"{digest}{picked}".encode()).decode()
+            digest, _, found = message.partition(" ")
+            path = Path(found)
+            if digest:
+                is_local = self._local is not None and self._local.owns(path)
+                return path, digest, loaded_from if is_local else ""
+            damage = None
             try:
-                if damage is not None:
-                    chooser.skip(damage)
-                path = chooser.pick()
-                picked = f"{chooser.digest} {path}"
+                loaded_from = self._complete(path, live)
             except TrainerError as error:
-                problem = error
-        self._agree(problem)
-        digest, _, found = self._channel.broadcast(self._key("pick"), picked.encode()).decode().partition(" ")
-        return Path(found), digest
+                loaded_from, damage = "", None if self._heal(path, error) else error
+
+    def _complete(self, path: Path, live: Callable[[Checkpoint], Sequence[LiveTensor]]) -> str:
+        """Have on every host what its ranks read of a local checkpoint, and return where it came from."""
+        assert self._local is not None
+
+        def wanted(checkpoint: Checkpoint) -> PieceNumbers:
+            return touched_pieces(checkpoint, read_places(checkpoint), live(checkpoint))
+
+        return str(self._local.complete(path, wanted))
+
+    def _heal(self, path: Path, error: TrainerError) -> bool:
+        """Return whether hosts gave up damaged pieces of a local checkpoint, which others may have."""
+        if isinstance(error, (LaunchError, MismatchError, UnreadableError)) or self._local is None:
+            return False
+        return self._local.owns(path) and self._local.heal(path)
 
     def _verify(self, checkpoint: Checkpoint) -> None:
         rank, world_size = self._channel.rank, self._channel.world_size
+        if checkpoint.host is not None and self._local is not None:
+            rank, world_size = self._local.share
         places = read_places(checkpoint)
         share = sum(place.spec.total_bytes for place in places.values()) // world_size
         line = ProgressLine(f"verifying iteration {checkpoint.iteration}", share)

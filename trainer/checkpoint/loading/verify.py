@@ -58,9 +58,11 @@ def verify_share(
 
 
 def _blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> Iterator[_Block]:
-    """Yield the blocks of all tensors in file order."""
+    """Yield the blocks of all tensors in file order, those of them that the folder holds."""
     for place in sorted(places.values(), key=lambda place: (place.file, place.offset)):
-        for piece in checkpoint.manifest.tensors[place.spec.name].pieces(place.spec.dtype.itemsize):
+        held = checkpoint.held(place.spec.name)
+        pieces = checkpoint.manifest.tensors[place.spec.name].pieces(place.spec.dtype.itemsize)
+        for piece in (piece for number, piece in enumerate(pieces) if number in held):
             for number, lo in enumerate(range(piece.lo, piece.hi, BLOCK_BYTES)):
                 digest = piece.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
                 yield _Block(place, piece, lo, min(lo + BLOCK_BYTES, piece.hi), digest)

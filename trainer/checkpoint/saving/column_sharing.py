@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from trainer.checkpoint.commit.attempt import Attempt
 from trainer.checkpoint.commit.channel import StoreChannel
-from trainer.checkpoint.commit.protocol import Attempt, stripes_key
+from trainer.checkpoint.commit.messages import stripes_key
 from trainer.checkpoint.format.box import Image
 from trainer.checkpoint.format.layout import Layout
 from trainer.checkpoint.format.manifest import WrittenPiece

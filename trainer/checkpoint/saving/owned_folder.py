@@ -1,11 +1,18 @@
-"""The checkpoint folder while a run owns it: rank 0 holds its lock, and every rank sees the same folder."""
+"""The checkpoint folder while a run owns it: its leader holds its lock, and every rank of the host sees the same one.
+
+A shared folder is that of one host with all ranks, led by rank 0.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+from collections.abc import Callable, Collection
 
 from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.hosts import Hosts
+from trainer.checkpoint.format.host_file import attempt_of
 from trainer.checkpoint.policy import Retention
 from trainer.checkpoint.saving.room import decide_expired, delete
 from trainer.checkpoint.saving.saved_iterations import SavedIterations
@@ -23,38 +30,76 @@ class OwnedFolder:
 
     Args:
         nonce: a name of this run of the program, equal on all ranks.
+        hosts: the hosts that have a folder of their own each; None for a folder that all ranks share.
     """
 
-    def __init__(self, folder: CheckpointFolder, channel: StoreChannel, nonce: str) -> None:
+    def __init__(self, folder: CheckpointFolder, channel: StoreChannel, nonce: str, hosts: Hosts | None = None) -> None:
         self.folder = folder
+        self.hosts = hosts or Hosts.shared(channel.world_size)
         self.lock: FolderLock | None = None
         self._channel, self._nonce = channel, nonce
+        self._is_local = hosts is not None
+        self._leads = channel.rank in self.hosts.leaders
+        self._is_marked = len(self.hosts.ranks_with(channel.rank)) > 1
+        self._key = "local" if self._is_local else "folder"
         self._agreements = 0
 
     def acquire(self) -> TrainerError | None:
-        """Take the lock, sweep what dead attempts left, and mark the folder. Rank 0 only; return the problem, if any.
+        """Take the lock, settle what dead attempts left, and mark the folder; return the problem, if any.
 
         Nothing is raised: the other ranks would wait for this one.
         """
-        if self._channel.rank:
-            return None
-        files = self.folder.files
+        problem: TrainerError | None = None
+        if self._leads:
+            key = "checkpoint.local.dir" if self._is_local else "checkpoint.save"
+            lock = FolderLock(self.folder.root, self._nonce, key=key)
+            problem = self._trying(lock.acquire)
+            self.lock = lock if problem is None else None
+        elsewhere = self._committed_elsewhere(has_lock=self.lock is not None) if self._is_local else frozenset()
+        if self._leads and problem is None:
+            problem = self._trying(lambda: self._settle(elsewhere))
+        return problem
+
+    def _settle(self, elsewhere: Collection[str]) -> None:
+        """Complete the attempts that another host has committed, sweep all others, and mark the folder."""
+        for iteration, attempt in self.folder.partials():
+            if attempt in elsewhere and attempt_of(self.folder.partial(iteration, attempt)) == attempt:
+                self.folder.commit(iteration, attempt)
+                _log.warning("iteration %d, which another host had committed, is complete on this one", iteration)
+        for path in self.folder.sweep():
+            _log.info("swept %s, left by an interrupted save or deletion", path.name)
+        if self._is_marked:
+            self.folder.files.mark(self.folder.mark(self._nonce))
+
+    def _committed_elsewhere(self, *, has_lock: bool) -> frozenset[str]:
+        """Return the attempts that any host has committed: what is prepared here of one is good. All ranks."""
+        attempts: list[str] = []
+        if has_lock:
+            with contextlib.suppress(OSError):  # the sweep reports it
+                paths = [self.folder.iteration(iteration) for iteration in self.folder.committed()]
+                attempts = [attempt for path in paths if (attempt := attempt_of(path)) is not None]
+        key = f"{self._key}/{self._nonce}/attempts"
+        found = self._channel.gather(key, json.dumps(attempts).encode())
+        everywhere = sorted({attempt for data in found for attempt in json.loads(data)})
+        return frozenset(json.loads(self._channel.broadcast(f"{key}/all", json.dumps(everywhere).encode())))
+
+    def _trying(self, call: Callable[[], None]) -> TrainerError | None:
         try:
-            lock = FolderLock(self.folder.root, self._nonce)
-            lock.acquire()
-            self.lock = lock
-            for path in self.folder.sweep():
-                _log.info("swept %s, left by an interrupted save or deletion", path.name)
-            if self._channel.world_size > 1:
-                files.mark(self.folder.mark(self._nonce))
+            call()
         except TrainerError as error:
             return error
         except OSError as error:
-            return cannot_write(self.folder.root, error)
+            return self._cannot_write(error)
         return None
 
+    def _cannot_write(self, error: OSError) -> TrainerError:
+        if not self._is_local:
+            return cannot_write(self.folder.root, error)
+        fix = "Make room, fix the file system of this host, or name another folder with checkpoint.local.dir."
+        return cannot_write(self.folder.root, error, what="The folder of local checkpoints", fix=fix)
+
     def require_shared(self) -> None:
-        """Let every rank find the mark that rank 0 has left in the folder, then remove it.
+        """Let every rank of a host find the mark that its leader has left in the folder, then remove it.
 
         Raises:
             CheckpointError: on every rank, if one of them does not see it.
@@ -64,21 +109,21 @@ class OwnedFolder:
         problem: TrainerError | None = None
         mark = self.folder.mark(self._nonce)
         try:
-            if self._channel.rank:
+            if not self._leads:
                 require_mark(mark, self.folder.files)
         except TrainerError as error:
             problem = error
         try:
             self.agree(problem)
         finally:
-            if self._channel.rank == 0:
+            if self._leads and self._is_marked:
                 with contextlib.suppress(OSError):  # the next start sweeps it
                     self.folder.files.remove_file(mark)
 
     def rewind(self, iteration: int, retention: Retention, saved: SavedIterations) -> None:
         """Rename checkpoints newer than `iteration`, then delete those that retention gives up."""
         problem: TrainerError | None = None
-        if self._channel.rank == 0:
+        if self._leads:
             try:
                 names = [*self.folder.committed(), *self.folder.non_folders()]
                 newer = [found for found in names if found > iteration]
@@ -86,7 +131,7 @@ class OwnedFolder:
                     _log.info("an abandoned branch of this run is kept as %s", path.name)
                 self._retain(retention, saved)
             except OSError as error:
-                problem = cannot_write(self.folder.root, error)
+                problem = self._cannot_write(error)
         self.agree(problem)
 
     def release(self) -> None:
@@ -97,7 +142,7 @@ class OwnedFolder:
     def agree(self, problem: TrainerError | None) -> None:
         """Let every rank go on only if none has a problem; see `StoreChannel.agree`."""
         self._agreements += 1
-        self._channel.agree(f"folder/{self._nonce}/{self._agreements}", problem)
+        self._channel.agree(f"{self._key}/{self._nonce}/{self._agreements}", problem)
 
     def _retain(self, retention: Retention, saved: SavedIterations) -> None:
         """Delete what retention gives up, if the newest was loaded and all of it checked: it is known to be good."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-from trainer.checkpoint.commit.protocol import Attempt
+from trainer.checkpoint.commit.attempt import Attempt
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.layout import Layout
 from trainer.checkpoint.format.names import STATE
@@ -83,15 +83,22 @@ def _needed_bytes(layout: Layout) -> int:
 
 
 def require_room(
-    attempt: Attempt, documents: Mapping[str, json_file.Document], retention: Retention | None = None
+    attempt: Attempt,
+    documents: Mapping[str, json_file.Document],
+    retention: Retention | None = None,
+    *,
+    parts: int = 1,
 ) -> None:
     """Refuse to begin where tensors and documents would not fit beside all that is there.
 
     Args:
+        parts: how many folders share the tensors, about evenly.
         retention: of the run that saves, for the advice: it has not deleted anything for this save yet.
     """
     folder, files = attempt.folder, attempt.folder.files
-    needed = _needed_bytes(attempt.layout) + sum(len(data) for data in documents.values() if isinstance(data, bytes))
+    needed = _needed_bytes(attempt.layout) // parts + sum(
+        len(data) for data in documents.values() if isinstance(data, bytes)
+    )
     try:
         free = files.free_bytes(folder.root)
         # Looked at afterwards: what other ranks reserve meanwhile may count twice, but is never missing.

@@ -9,12 +9,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.checkpoint.commit import finish, protocol
+from trainer.checkpoint.commit import finish, messages
+from trainer.checkpoint.commit.attempt import Attempt, Copying, SharedCommitState
 from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.commit_state import Outcome
+from trainer.checkpoint.commit.file_exchange import FileExchange
 from trainer.checkpoint.commit.inventory import Inventory
-from trainer.checkpoint.commit.protocol import Attempt, SharedCommitState, TwoPhaseCommit
+from trainer.checkpoint.commit.protocol import TwoPhaseCommit
 from trainer.checkpoint.format.layout import TensorKind
-from trainer.checkpoint.format.manifest import Written, WrittenPiece
+from trainer.checkpoint.format.manifest import Written
 from trainer.checkpoint.policy import Retention
 from trainer.checkpoint.saving.column_sharing import LocalRanks, Sharing
 from trainer.checkpoint.saving.plan import Plan
@@ -32,6 +35,14 @@ from trainer.errors import CheckpointError, LaunchError, TrainerError
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class LocalSaves:
+    """What the leaders keep between saves into folders of their own: the JSON files sent, and the copies."""
+
+    exchange: FileExchange
+    copying: Copying
+
+
 @dataclass(slots=True)
 class SaveJob:
     """A save of one rank: `run` is called once, on the worker thread of every rank.
@@ -43,9 +54,10 @@ class SaveJob:
         pinned: iterations that retention leaves alone.
         local_ranks: the ranks of this host, for columns that become whole rows in memory that they share.
         may_share: whether this rank has the memory for that.
+        local: where each host has a folder of its own, what their leaders share; None for a shared folder.
         earlier: the attempts before this one, by iteration and name, of which a partial folder or messages may be left.
-            `run` removes them on rank 0, and the messages only once all reports are in: by then every rank is past
-            these attempts or has aborted them.
+            `run` removes them on leaders, and the messages on rank 0 only once all reports are in: by then every rank
+            is past these attempts or has aborted them.
         committed_at: set by `run`: when the commit ended, on the clock of `time.perf_counter`.
     """
 
@@ -61,6 +73,7 @@ class SaveJob:
     pinned: Collection[int]
     local_ranks: LocalRanks
     may_share: bool = False
+    local: LocalSaves | None = None
     earlier: Sequence[tuple[int, str]] = ()
     committed_at: float | None = None
     inventory: Inventory = field(init=False)
@@ -93,18 +106,21 @@ class SaveJob:
             TrainerError: on every rank, if the attempt did not become a checkpoint; a LockError on rank 0, if another
                 job has taken the folder over meanwhile.
         """
-        attempt = self.attempt
-        partial = attempt.folder.partial(attempt.iteration, attempt.name)
-        commit = TwoPhaseCommit(self.channel, attempt, self.inventory, self.shared)
+        attempt, local = self.attempt, self.local
+        exchange, copying = (None, None) if local is None else (local.exchange, local.copying)
+        commit = TwoPhaseCommit(self.channel, attempt, self.inventory, self.shared, exchange=exchange, copying=copying)
         is_durable = False
         try:
             with commit.failing_on_error():
-                commit.wrote(self.write(partial))
+                commit.wrote(self.write(attempt.partial))
             commit.vote()
             with commit.failing_on_error():
-                if commit.is_unanimous:
-                    self._prepare(commit.pieces())
-                    self.shared.begin_rename()
+                if commit.is_to_prepare:
+                    self._prepare(commit)
+                    commit.prepared()
+            commit.decide()
+            with commit.failing_on_error():
+                if commit.may_rename:
                     is_durable = finish.rename(attempt)
                     commit.renamed()
             commit.broadcast()
@@ -112,30 +128,42 @@ class SaveJob:
             self.committed_at = time.perf_counter()
         except BaseException as error:
             self.local_ranks.drop()
-            self._remove(partial)
+            if self.channel.rank == 0 or self.shared.current.outcome is Outcome.FAILED:
+                self._remove(attempt.partial)
             if isinstance(error, TrainerError) and self.lock is not None:
                 self.lock.refuse_if_taken()  # a successor sweeps what is being written: that was no fault of the disk
             raise
         finally:
             self._remove_earlier(with_messages=commit.has_all_reports)
-        if is_durable:  # on rank 0 alone
-            pinned = {*self.pinned, attempt.iteration}
+        if is_durable:  # on leaders alone
+            pinned = {*self.pinned, attempt.iteration, *(() if local is None else local.copying.pinned)}
             expired, _ = decide_expired(attempt.folder, self.retention, pinned=pinned)
             delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock)
+            if local is not None:  # the memory or the small disk of a host holds what a restart needs, and no more
+                for path in attempt.folder.superseded():
+                    self._remove(path)
 
     def write(self, partial: Path) -> Written:
-        """Write this rank's part, and make sure that it lies in the folder of rank 0."""
+        """Write this rank's part, and make sure that it lies in the folder of its host's leader."""
         attempt = self.attempt
         with contextlib.ExitStack() as checks:
-            if self.channel.rank:
+            if not self._leads:
                 require_unchanged = checks.enter_context(unchanged(attempt.folder.root))
             line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
             digesting = Worker("checkpoint-replicas")
             try:
                 digested = digesting.submit(self.replicas.run)
                 sharing = self._begin(partial)
-                rank, files = self.channel.rank, attempt.folder.files
-                writer = Writer(partial, files, attempt.layout, rank, THREADS, line.add, sharing)
+                writer = Writer(
+                    partial,
+                    attempt.folder.files,
+                    attempt.layout,
+                    threads=THREADS,
+                    progress=line.add,
+                    leads=self._leads,
+                    is_sparse=self.local is not None,
+                    sharing=sharing,
+                )
                 written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
                 self.snapshot.check()
                 digested.wait()
@@ -143,37 +171,38 @@ class SaveJob:
             finally:
                 self.snapshot.close()
                 digesting.close()
-            if self.channel.rank:
+            if not self._leads:
                 self._require_mark(partial)
                 require_unchanged()
         return written
 
     def _begin(self, partial: Path) -> Sharing | None:
-        """Meet the other ranks of the host; on rank 0 leave the mark, and let the others know."""
+        """Meet the other ranks of the host; on its leader leave the mark, and let the others know."""
         attempt, is_marked = self.attempt, False
         self.snapshot.check()  # a thread that hung before sends nothing on an attempt that was aborted meanwhile
         try:
             sharing = self.local_ranks.join(attempt, self.plan.columns, may_share=self.may_share)
-            if self.channel.rank == 0:
-                require_room(attempt, self.contents.documents, self.retention)
-                if self.channel.world_size > 1:
+            if self._leads:
+                parts = len(attempt.hosts.leaders)
+                require_room(attempt, self.contents.documents, self.retention, parts=parts)
+                if self._is_marked:
                     _leave_mark(attempt, partial)
                 is_marked = True
             return sharing
         finally:
-            if self.channel.rank == 0:
-                protocol.broadcast_marked(self.channel, attempt, is_marked=is_marked)
+            if self._leads:
+                messages.broadcast_marked(self.channel, attempt, is_marked=is_marked)
 
     def _require_mark(self, partial: Path) -> None:
-        """Return if this rank has written into the folder of rank 0, or rank 0 ends the attempt for another reason.
+        """Return if this rank has written into its leader's folder, or rank 0 ends the attempt for another reason.
 
         Raises:
-            TrainerError: if it has written elsewhere, which is removed, or rank 0 sends nothing.
+            TrainerError: if it has written elsewhere, which is removed, or the leader sends nothing.
         """
         attempt, files = self.attempt, self.attempt.folder.files
         if sees_mark(attempt.mark, files):
             return
-        if not protocol.await_marked(self.channel, attempt, check=self.snapshot.check):
+        if not messages.await_marked(self.channel, attempt, check=self.snapshot.check):
             return
         try:
             require_mark(attempt.mark, files)
@@ -182,28 +211,55 @@ class SaveJob:
                 files.remove_tree(partial)
             raise
 
-    def _prepare(self, written: list[WrittenPiece]) -> None:
-        """Make all files of the checkpoint durable. Rank 0 only."""
+    def _prepare(self, commit: TwoPhaseCommit) -> None:
+        """Make all files of this host's folder durable. Leaders only."""
         documents, aliases = self.contents.documents, self.contents.aliases
-        if self.channel.world_size > 1:
+        if self._is_marked:
             _remove_mark(self.attempt)
-        finish.prepare(self.attempt, written, documents=documents, aliases=aliases, lock=self.lock)
+        if self.channel.rank == 0:
+            is_local = self.local is not None
+            files = finish.json_files(
+                self.attempt, commit.pieces(), documents=documents, aliases=aliases, is_local=is_local
+            )
+            commit.send(files)
+        else:
+            files = commit.receive()
+        finish.prepare(self.attempt, finish.of_host(files, self._host), lock=self.lock)
+
+    @property
+    def _host(self) -> int:
+        """Return the number of this rank's host."""
+        return self.attempt.hosts.number_of(self.channel.rank)
+
+    @property
+    def _leads(self) -> bool:
+        """Return whether this rank alone changes names in the folder of its host."""
+        return self.channel.rank in self.attempt.hosts.leaders
+
+    @property
+    def _is_marked(self) -> bool:
+        """Return whether other ranks write to this host's folder, so that they look for its mark."""
+        return len(self.attempt.hosts.ranks_with(self.channel.rank)) > 1
 
     def _remove_earlier(self, *, with_messages: bool) -> None:
-        """Remove what is left of the attempts before this one. Rank 0 only."""
+        """Remove what is left of the attempts before this one: folders on leaders, messages on rank 0.
+
+        Another leader than rank 0 removes folders only after a commit: one in doubt may be the newest checkpoint.
+        """
         folder = self.attempt.folder
-        for iteration, name in self.earlier:
-            self._remove(folder.partial(iteration, name))
-        if with_messages:
+        if self.channel.rank == 0 or self.shared.current.outcome is Outcome.COMMITTED:
+            for iteration, name in self.earlier:
+                self._remove(folder.partial(iteration, name))
+        if with_messages and self.channel.rank == 0:
             try:
                 for _, name in self.earlier:
-                    protocol.delete_messages(self.channel, name)
+                    messages.delete_messages(self.channel, name)
                 self.earlier = ()
             except LaunchError as error:
                 _log.error("messages of earlier saves stay in the store: %s", error)
 
     def _remove(self, partial: Path) -> None:
-        if self.channel.rank:
+        if not self._leads:
             return
         try:
             self.attempt.folder.files.remove_tree(partial)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from trainer.checkpoint.commit import protocol
+from trainer.checkpoint.commit import messages
+from trainer.checkpoint.commit.attempt import Attempt, SharedCommitState
 from trainer.checkpoint.commit.commit_state import Outcome
-from trainer.checkpoint.commit.protocol import Attempt, SharedCommitState
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class InDoubt:
     def is_committed(self) -> bool:
         """Return whether it became a checkpoint after all. Main thread."""
         outcome = self.shared.current.outcome
-        return outcome is Outcome.COMMITTED or (outcome is not Outcome.FAILED and protocol.is_committed(self.attempt))
+        return outcome is Outcome.COMMITTED or (outcome is not Outcome.FAILED and messages.is_committed(self.attempt))
 
 
 class SavedIterations:
@@ -48,10 +48,11 @@ class SavedIterations:
         self._newest = iteration, has_optimizer
         self.in_doubt.clear()
 
-    def loaded(self, iteration: int, *, has_optimizer: bool, is_verified: bool) -> None:
-        """Take note of a checkpoint of this run's folder that was loaded: it is there, and it stays."""
+    def loaded(self, iteration: int, *, has_optimizer: bool, is_verified: bool, is_pinned: bool = True) -> None:
+        """Take note of a checkpoint of this run's folder that was loaded: it is there and, if pinned, it stays."""
         self._newest = iteration, has_optimizer
-        self.pinned.add(iteration)
+        if is_pinned:
+            self.pinned.add(iteration)
         self.is_loaded_verified = is_verified
 
     def rewound(self, iteration: int) -> None:

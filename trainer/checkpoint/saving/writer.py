@@ -40,21 +40,24 @@ class Writer:
     Args:
         threads: number of extents written concurrently.
         progress: called from any writer thread with the number of bytes just written.
+        leads: whether this rank writes the headers; it makes every file, whether or not it writes data to it.
+        is_sparse: whether the files keep holes where other hosts write.
         sharing: assembles columns into whole rows; None writes them row by row.
     """
 
     folder: Path
     files: Files
     layout: Layout
-    rank: int
     threads: int
     progress: Callable[[int], None]
+    leads: bool = True
+    is_sparse: bool = False
     sharing: Sharing | None = None
 
     def write(
         self, pieces: Sequence[Piece], chunks: Mapping[str, Sequence[Sequence[Chunk]]], snapshot: Snapshot
     ) -> Written:
-        """Write this rank's chunks and, on rank 0, the headers, then sync; return the pieces with their digests.
+        """Write this rank's chunks and, on the leader, the headers, then sync; return the pieces with their digests.
 
         All writes precede the first sync, so that an optimizer step that waits for a chunk never waits for a sync.
 
@@ -73,7 +76,7 @@ class Writer:
             jobs, targets = list[Job](), dict[str, _Target]()
             shared = set() if self.sharing is None else self.sharing.files
             for file in order:
-                if self.rank and file.name not in chunks and file.name not in shared:
+                if not self.leads and file.name not in chunks and file.name not in shared:
                     continue
                 target = targets[file.name] = _Target(self, file, stays_open=len(order) <= MOST_OPEN)
                 ending.callback(target.close)
@@ -223,7 +226,7 @@ class _Target:
         self._stays_open = stays_open
         self.path = writer.folder / file.name
         self._folder, self._files, self._file = writer.folder, writer.files, file
-        self._writes_header = writer.rank == 0
+        self._writes_header, self._is_sparse = writer.leads, writer.is_sparse
         self._lock = threading.Lock()
         self._users = 0
         self._cached: int | None = None
@@ -233,7 +236,7 @@ class _Target:
         self.written_bytes = 0  # without the header
 
     def __enter__(self) -> None:
-        """Open the file. The first time, also reserve its blocks and, on rank 0, write its header."""
+        """Open the file. The first time, also reserve its blocks and, on the leader, write its header."""
         with self._lock:
             if self._cached is None:
                 try:
@@ -268,7 +271,10 @@ class _Target:
         self._cached = self._files.open_for_writing(self.path)
         self._direct = None if self._refuses_direct else self._files.open_direct(self.path)
         if not self._is_reserved:
-            self._files.reserve(self._cached, self._file.total_bytes)
+            if self._is_sparse:
+                self._files.extend(self._cached, self._file.total_bytes)
+            else:
+                self._files.reserve(self._cached, self._file.total_bytes)
             if self._writes_header:
                 self._files.write(self._cached, [memoryview(self._file.header)], offset=0)
             self._is_reserved = True

@@ -62,6 +62,10 @@ class Files(FileCalls):
             code = ctypes.get_errno()
         if code not in _UNSUPPORTED:
             raise OSError(code, os.strerror(code))
+        self.extend(descriptor, total_bytes)
+
+    def extend(self, descriptor: int, total_bytes: int) -> None:
+        """Give a file its final size without blocks; ranges that nobody writes stay holes."""
         if os.fstat(descriptor).st_size < total_bytes:
             os.ftruncate(descriptor, total_bytes)
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from tests.turns import Fault, FaultyStore, Task, Turns
 from trainer.checkpoint.commit import channel as channel_module
-from trainer.checkpoint.commit import commit_state, protocol
+from trainer.checkpoint.commit import commit_state, messages
+from trainer.checkpoint.commit.attempt import Attempt, SharedCommitState
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
-from trainer.checkpoint.commit.protocol import Attempt, SharedCommitState
+from trainer.checkpoint.commit.hosts import Hosts
 from trainer.checkpoint.format.box import Box
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec, build_layout
 from trainer.checkpoint.format.manifest import DIGEST_BYTES, Written, WrittenPiece
@@ -152,9 +153,11 @@ class NotingState(SharedCommitState):
         super().__init__(rank, world_size)
         self._attempted = attempted
 
-    def begin_rename(self) -> None:
-        super().begin_rename()
-        self._attempted.written_at_commit = set(self._attempted.written)
+    def take(self, event: Event) -> Action:
+        action = super().take(event)
+        if action is Action.RENAME:
+            self._attempted.written_at_commit = set(self._attempted.written)
+        return action
 
 
 @dataclass
@@ -174,7 +177,7 @@ class Attempted:
         self.disk = Disk(self.turns, self.root, told)
         spec = TensorSpec(TensorKind.MODEL, "w", (told.ranks,), torch.float32, (told.ranks,))
         folder = CheckpointFolder(self.root, self.disk)
-        self.attempt = Attempt(7, "n-1", folder, build_layout([spec]))
+        self.attempt = Attempt(7, "n-1", folder, build_layout([spec]), Hosts.shared(told.ranks))
         for number in range(told.ranks):
             rank = Rank(number, NotingState(number, told.ranks, self))
             rank.worker = self.turns.add(f"worker {number}", number, lambda rank=rank: self._save(rank))
@@ -190,7 +193,7 @@ class Attempted:
 
     @property
     def is_committed(self) -> bool:
-        return protocol.is_committed(self.attempt)
+        return messages.is_committed(self.attempt)
 
     def channel(self, rank: Rank) -> StoreChannel:
         """Return the channel of a rank."""
@@ -218,7 +221,7 @@ class Attempted:
         assert rank.worker is not None
         if not rank.worker.is_over:
             error = CheckpointError("A save did not end in time")
-            rank.is_abort_certain = protocol.abort(self.channel(rank), self.attempt, error, rank.shared)
+            rank.is_abort_certain = messages.abort(self.channel(rank), self.attempt, error, rank.shared)
 
 
 @dataclass(slots=True)

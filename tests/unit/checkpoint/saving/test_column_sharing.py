@@ -16,8 +16,9 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from tests.fakes import Axis, FailingFiles, Sharding, all_ranks, run_ranks, sample_specs, sample_state
 from tests.harness import call_on_ranks, tensor_files
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commit.attempt import Attempt
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
-from trainer.checkpoint.commit.protocol import Attempt, stripes_key
+from trainer.checkpoint.commit.messages import stripes_key
 from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.policy import SavePolicy, SaveReport

@@ -1,0 +1,196 @@
+"""Hosts that save into folders of their own: killed, swapped, wiped, added, they go on bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.crash.hosts import Mount, on_hosts, run_trainer
+from tests.harness import TINY, Ended, call_on_ranks, curve, run_ok, tensor_files
+from trainer.checkpoint.loading.reader import open_checkpoint, read_places
+from trainer.checkpoint.local.pieces import blocks_of
+from trainer.checkpoint.storage.files import Files
+
+pytestmark = pytest.mark.slow
+
+ITERATIONS = 6
+BASE = (
+    "model=gpt2_tiny",
+    *TINY,
+    f"train.train_iters={ITERATIONS}",
+    "model.dropout=0.1",
+    "checkpoint.commit_timeout_s=10",
+)
+ZERO3 = ("parallel.zero_stage=3",)
+TP2_PP2 = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
+
+
+class Fleet:
+    """Hosts with a disk each, all mounted at one path, and a run folder that they share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run, self.mount, self._folder = folder / "run", folder / "local", folder
+        self.mount.mkdir()
+        self._launches = 0
+
+    def disk(self, number: int) -> Path:
+        """Return a disk, which is made if it is new."""
+        path = self._folder / f"disk{number}"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def train(self, disks: Sequence[int], overrides: Sequence[str], *, ranks_per_host: int = 1) -> Ended:
+        """Run the trainer on a host for each of these disks."""
+        self._launches += 1
+        mounts = {host: [Mount(self.mount, self.disk(disk))] for host, disk in enumerate(disks)}
+        function = on_hosts(run_trainer, mounts, ranks_per_host=ranks_per_host)
+        arguments = [f"run.dir={self.run}", f"checkpoint.local.dir={self.mount}", *BASE, *overrides]
+        folder, ranks = self._folder / f"launch{self._launches}", len(disks) * ranks_per_host
+        return call_on_ranks(function, arguments, folder=folder, ranks=ranks)
+
+    def iteration(self, disk: int, iteration: int) -> Path:
+        """Return the folder of an iteration on a disk."""
+        return self.disk(disk) / f"iter_{iteration:07d}"
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    return Fleet(tmp_path)
+
+
+LOCAL = ("checkpoint.save=null", "checkpoint.local.save_interval=2")
+
+
+TOPOLOGIES = pytest.mark.parametrize(
+    ("topology", "ranks_per_host"), [(ZERO3, 1), (TP2_PP2, 2)], ids=["zero3", "tp2 pp2"]
+)
+
+
+def union(folders: Sequence[Path]) -> dict[str, bytes]:
+    """Return the tensor files that the folders of several hosts are together, piece by piece."""
+    checkpoints = [open_checkpoint(path, Files()) for path in folders]
+    found = {name: bytearray(data) for name, data in tensor_files(folders[0]).items()}
+    for checkpoint in checkpoints:
+        assert checkpoint.host is not None
+        places = read_places(checkpoint)
+        for block in blocks_of(checkpoint, places, checkpoint.host.held):
+            data = (checkpoint.path / block.place.file).read_bytes()
+            for start, _, length in block.packed.spans(block.lo, block.hi):
+                at = block.place.offset + start
+                found[block.place.file][at : at + length] = data[at : at + length]
+    return {name: bytes(data) for name, data in found.items()}
+
+
+def prepare(fleet: Fleet, folder: Path, overrides: Sequence[str], *, copies: int, ranks_per_host: int = 1) -> Path:
+    """Train four iterations on two hosts, and return a run of all iterations that saved into one folder."""
+    whole = folder / "whole"
+    run_ok(whole, [*BASE, *overrides, "checkpoint.save_interval=2"], ranks=2 * ranks_per_host)
+    local = [*overrides, *LOCAL, f"checkpoint.local.copies={copies}", "train.exit_interval=4"]
+    ended = fleet.train([0, 1], local, ranks_per_host=ranks_per_host)
+    assert ended.ok, ended.text
+    return whole
+
+
+@TOPOLOGIES
+@pytest.mark.parametrize("copies", [0, 1])
+def test_two_hosts_hold_the_checkpoint_together(
+    fleet: Fleet, tmp_path: Path, topology: tuple[str, ...], ranks_per_host: int, copies: int
+) -> None:
+    whole = prepare(fleet, tmp_path, topology, copies=copies, ranks_per_host=ranks_per_host)
+    shared = tensor_files(whole / "checkpoints/iter_0000004")
+    paths = [fleet.iteration(disk, 4) for disk in (0, 1)]
+    for path in paths:
+        assert open_checkpoint(path, Files()).is_whole == bool(copies)
+        assert (tensor_files(path) == shared) == bool(copies)
+    assert union(paths) == shared
+    again = fleet.train([0, 1], [*topology, *LOCAL, f"checkpoint.local.copies={copies}"], ranks_per_host=ranks_per_host)
+    assert again.ok, again.text
+    # Without copies the second stage takes the tied table from the host of the first.
+    expected = "72 % local, 28 % from host0" if topology == TP2_PP2 and not copies else "100 % local"
+    assert f"loaded iteration 4: {expected}" in again.outputs[0]
+    assert curve(fleet.run) == curve(whole)
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_hosts_that_are_swapped_take_the_bytes_of_each_other(fleet: Fleet, tmp_path: Path, copies: int) -> None:
+    whole = prepare(fleet, tmp_path, ZERO3, copies=copies)
+    again = fleet.train([1, 0], [*ZERO3, *LOCAL])
+    assert again.ok, again.text
+    expected = "100 % local, 0 % shared" if copies else "0 % local, 50 % from host0, 50 % from host1, 0 % shared"
+    assert f"loaded iteration 4: {expected}" in again.outputs[0].replace("<1 %", "0 %")
+    assert curve(fleet.run) == curve(whole)
+
+
+def test_a_wiped_disk_is_filled_from_the_copy(fleet: Fleet, tmp_path: Path) -> None:
+    whole = prepare(fleet, tmp_path, ZERO3, copies=1)
+    for wiped in ([2, 1], [1, 3]):
+        shutil.copytree(fleet.disk(1), tmp_path / "kept")
+        again = fleet.train(wiped, [*ZERO3, *LOCAL, "train.exit_interval=4"])
+        assert again.ok, again.text
+        shutil.rmtree(fleet.disk(1))
+        (tmp_path / "kept").rename(fleet.disk(1))
+    again = fleet.train([4, 1], [*ZERO3, *LOCAL])
+    assert again.ok, again.text
+    assert "loaded iteration 4: 50 % local, 50 % from host1, 0 % shared" in again.outputs[0]
+    assert curve(fleet.run) == curve(whole)
+    assert tensor_files(fleet.iteration(4, 6)) == tensor_files(whole / "checkpoints/iter_0000006")
+
+
+def test_a_wiped_disk_without_copies_is_refused_by_name(fleet: Fleet, tmp_path: Path) -> None:
+    prepare(fleet, tmp_path, ZERO3, copies=0)
+    again = fleet.train([0, 2], [*ZERO3, *LOCAL])
+    assert again.statuses == (1, 1), again.text
+    for output in again.outputs:
+        assert "No local checkpoint is whole" in output
+        assert "pieces of host host1 (" in output
+
+
+def test_a_wiped_disk_sends_the_run_back_to_the_shared_folder(fleet: Fleet, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    run_ok(whole, [*BASE, *ZERO3, "checkpoint.save_interval=2"], ranks=2)
+    overrides = [*ZERO3, "checkpoint.local.save_interval=1", "checkpoint.save_interval=2", "checkpoint.local.copies=0"]
+    first = fleet.train([0, 1], [*overrides, "train.exit_interval=3", "checkpoint.local.flush_on_exit=false"])
+    assert first.ok, first.text
+    assert [path.name for path in sorted((fleet.run / "checkpoints").glob("iter_*"))] == ["iter_0000002"]
+    again = fleet.train([0, 2], overrides)
+    assert again.ok, again.text
+    assert "local iteration 3 is not whole: missing are" in again.outputs[0]
+    assert curve(fleet.run) == curve(whole)
+    assert tensor_files(fleet.run / "checkpoints/iter_0000006") == tensor_files(whole / "checkpoints/iter_0000006")
+
+
+@pytest.mark.parametrize("disks", [[0], [1], [1, 2, 0]])
+def test_another_number_of_hosts_resumes(fleet: Fleet, tmp_path: Path, disks: list[int]) -> None:
+    whole = prepare(fleet, tmp_path, ZERO3, copies=1)
+    again = fleet.train(disks, [*ZERO3, *LOCAL, "checkpoint.reshard=true"])
+    assert again.ok, again.text
+    assert "loaded iteration 4:" in again.outputs[0]
+    ours, theirs = ([float.fromhex(row[1]) for row in curve(run)] for run in (fleet.run, whole))
+    assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_flipped_bytes_are_read_from_elsewhere(fleet: Fleet, tmp_path: Path, copies: int) -> None:
+    whole = prepare(fleet, tmp_path, ZERO3, copies=copies)
+    path = fleet.iteration(1, 4)
+    checkpoint = open_checkpoint(path, Files())
+    assert checkpoint.host is not None
+    block = next(blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.own))
+    start, _, _ = next(block.packed.spans(block.lo, block.hi))
+    with (path / block.place.file).open("r+b") as file:
+        file.seek(block.place.offset + start)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    again = fleet.train([0, 1], [*ZERO3, *LOCAL])
+    assert f"{fleet.mount}/iter_0000004 on this host is damaged: 1 of" in again.text
+    if copies:
+        assert again.ok, again.text
+        assert "loaded iteration 4:" in again.outputs[0]
+    else:
+        assert again.ok, again.text
+        assert "loaded iteration 2:" in again.outputs[0]
+    assert curve(fleet.run) == curve(whole)

@@ -1,0 +1,72 @@
+"""One attempt to save: where it goes, and its state on one rank, which two threads share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from trainer.checkpoint.commit import commit_state
+from trainer.checkpoint.commit.commit_state import Action, CommitState, Event
+from trainer.checkpoint.commit.hosts import Hosts
+from trainer.checkpoint.format.layout import Layout
+from trainer.checkpoint.storage.folder import CheckpointFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try to save an iteration: `name` is unique in the life of the folder, the same on all ranks."""
+
+    iteration: int
+    name: str
+    folder: CheckpointFolder
+    layout: Layout
+    hosts: Hosts = field(default_factory=lambda: Hosts.shared(1))
+
+    @property
+    def partial(self) -> Path:
+        """Return the folder in which this host's ranks write."""
+        return self.folder.partial(self.iteration, self.name)
+
+    @property
+    def mark(self) -> Path:
+        """Return the file that every rank must see before it reports, where there are several ranks."""
+        return self.folder.mark_of(self.iteration, self.name)
+
+
+class Copying(Protocol):
+    """What a commit carries for the copies of local checkpoints: messages that it does not read."""
+
+    @property
+    def pinned(self) -> Collection[int]:
+        """Return the iterations that must stay: without their copies, the loss of a disk would cost too much."""
+
+    def status(self) -> bytes:
+        """Return what this leader tells rank 0 with its answer."""
+
+    def decide(self, statuses: Sequence[bytes]) -> bytes:
+        """Return what rank 0 tells all leaders with its decision, given the status of each host."""
+
+    def committed(self, attempt: Attempt, order: bytes) -> None:
+        """Take note that this host has renamed, and of what rank 0 decided on the copies."""
+
+
+class SharedCommitState:
+    """The state of one attempt on one rank, shared by its worker and its main thread."""
+
+    def __init__(self, rank: int, world_size: int, leaders: Sequence[int] = (0,)) -> None:
+        self._state = CommitState.of(rank, world_size, leaders)
+        self._lock = threading.Lock()
+
+    @property
+    def current(self) -> CommitState:
+        """Return the state now."""
+        return self._state
+
+    def take(self, event: Event) -> Action:
+        """Take an event in, one thread at a time, and return the next action."""
+        with self._lock:
+            self._state, action = commit_state.advance(self._state, event)
+            return action

@@ -1,0 +1,341 @@
+"""The local checkpoints of a run at its start: which are whole together, and what each host fetches from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainer.atomic import replace_file
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.file_exchange import FileExchange
+from trainer.checkpoint.commit.hosts import Hosts
+from trainer.checkpoint.format import host_file
+from trainer.checkpoint.format.host_file import HostFile, PieceNumbers, union, without
+from trainer.checkpoint.format.layout import Place
+from trainer.checkpoint.format.names import HOST, MANIFEST
+from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, open_tensor_file, read_header, read_places
+from trainer.checkpoint.loading.same_checkpoint import open_same
+from trainer.checkpoint.local.fetch import Fetcher, damaged_pieces
+from trainer.checkpoint.local.pieces import bytes_of
+from trainer.checkpoint.local.survey import Candidate, Transfer, assign, candidates, describe
+from trainer.checkpoint.storage.files import cannot_write
+from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.errors import CheckpointError, TrainerError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFrom:
+    """Where the bytes of a load came from: by name of a host the bytes that others took from it."""
+
+    local_bytes: int
+    from_hosts: Mapping[str, int]
+    shared_bytes: int
+
+    def __str__(self) -> str:
+        total = max(1, self.local_bytes + sum(self.from_hosts.values()) + self.shared_bytes)
+        others = [f"{_percent(size, total)} from {name}" for name, size in self.from_hosts.items() if size]
+        shares = [f"{_percent(self.local_bytes, total)} local", *others, f"{_percent(self.shared_bytes, total)} shared"]
+        return ", ".join(shares)
+
+
+def _percent(size: int, total: int) -> str:
+    return "<1 %" if 0 < size < total / 100 else f"{100 * size / total:.0f} %"
+
+
+class HostFolders:
+    """The folders of the hosts, on one rank. All ranks make the same calls in the same order, on the main thread.
+
+    Args:
+        shared: the folder of the checkpoints that all hosts share; None without one.
+        nonce: a name of this run of the program, equal on all ranks.
+        timeout_s: how long a host waits for the bytes of another.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        channel: StoreChannel,
+        hosts: Hosts,
+        *,
+        shared: CheckpointFolder | None,
+        nonce: str,
+        timeout_s: float,
+    ) -> None:
+        self.folder, self.hosts = folder, hosts
+        self._channel, self._shared, self._nonce = channel, shared, nonce
+        self._host = hosts.number_of(channel.rank)
+        self._leads = channel.rank in hosts.leaders
+        self._fetcher = Fetcher(channel, hosts, nonce=nonce, timeout_s=timeout_s)
+        self._messages = 0
+        self.candidates: list[Candidate] = []  # on rank 0, the newest first
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Return this rank's number among the ranks of its host, and how many they are."""
+        ranks = self.hosts.ranks_with(self._channel.rank)
+        return ranks.index(self._channel.rank), len(ranks)
+
+    def survey(self) -> None:
+        """Let rank 0 know what lies on every host. Afterwards it has the `candidates`."""
+        found: dict[int, str] = {}
+        problem: TrainerError | None = None
+        if self._leads:
+            try:
+                found = self._own()
+            except OSError as error:
+                problem = cannot_write(self.folder.root, error, what="The folder of local checkpoints")
+        self._agree(problem)
+        tables = self._channel.gather(self._key("survey"), json.dumps(found).encode())
+        if tables:
+            leaders = self.hosts.leaders
+            self.candidates = candidates([_parsed(tables[rank], rank) for rank in leaders])
+
+    @property
+    def iterations(self) -> list[int]:
+        """Return the iterations of which some host has a part. Rank 0 only."""
+        return [candidate.iteration for candidate in self.candidates]
+
+    def copied(self, count: int) -> list[int]:
+        """Return the iterations of which this host has what the `count` hosts before it saved."""
+        names, done = self.hosts.names, []
+        sources = [(self._host - step) % len(names) for step in range(1, count + 1)]
+        for iteration, text in self._own().items() if self._leads else ():
+            known = host_file.from_bytes(text.encode(), where=self.folder.iteration(iteration) / HOST)
+            if known.hosts == names and not any(without(known.written_by(source), known.held) for source in sources):
+                done.append(iteration)
+        return done
+
+    def paths(self, iteration: int | None = None) -> list[tuple[int, Path]]:
+        """Return the iterations, newest first, that can be made whole, or the given one if it can. Rank 0 only."""
+        found: dict[int, Path] = {}
+        for candidate in self.candidates:
+            if iteration not in (None, candidate.iteration) or candidate.iteration in found:
+                continue
+            lacks = candidate.describe_missing()
+            if lacks and not self._is_in_shared(candidate.iteration):
+                _log.warning("local iteration %d is not whole: missing are %s", candidate.iteration, lacks)
+                continue
+            found[candidate.iteration] = self.folder.iteration(candidate.iteration)
+        return list(found.items())
+
+    def describe_missing(self) -> str:
+        """Return in words what the newest local checkpoint lacks; empty if there is none. Rank 0 only."""
+        if not self.candidates:
+            return ""
+        newest = self.candidates[0]
+        return f"iteration {newest.iteration} lacks {newest.describe_missing()}"
+
+    def owns(self, path: Path) -> bool:
+        """Return whether a path is that of a local checkpoint of this run."""
+        return path.parent == self.folder.root
+
+    def complete(self, path: Path, wanted: Callable[[Checkpoint], PieceNumbers]) -> LoadedFrom:
+        """Have on every host what its ranks read of a local checkpoint: fetch the rest from hosts that have it.
+
+        Args:
+            wanted: the pieces that this rank reads.
+
+        Raises:
+            TrainerError: on every rank, if a piece is to be had nowhere, arrives damaged, or does not fit on a disk.
+        """
+        candidate = self._broadcast_candidate(path)
+        self._seed(path, candidate)
+        problem: TrainerError | None = None
+        needs: dict[str, tuple[int, ...]] = {}
+        try:
+            checkpoint = open_same(path, candidate.manifest, self.folder.files)
+            places, needs = read_places(checkpoint), dict(wanted(checkpoint))
+        except TrainerError as error:
+            problem = error
+        self._agree(problem)
+        tables = [json.loads(data) for data in self._channel.gather(self._key("needs"), json.dumps(needs).encode())]
+        plan: bytes = b""
+        report = LoadedFrom(0, {}, 0)
+        if tables:
+            try:
+                transfers, shared, report = self._plan(candidate, checkpoint, places, tables)
+                plan = json.dumps([[[t.source, t.target, t.pieces] for t in transfers], shared]).encode()
+            except TrainerError as error:
+                problem = error
+        self._agree(problem)
+        moves, from_shared = json.loads(self._channel.broadcast(self._key("plan"), plan))
+        if moves or any(from_shared):
+            transfers = [Transfer(source, target, _tuples(pieces)) for source, target, pieces in moves]
+            try:
+                if self._leads:
+                    self._fetcher.run(checkpoint, places, transfers, _tuples(from_shared[self._host]), self._in_shared)
+            except OSError as error:
+                fix = "Make room on this host, or name another folder with checkpoint.local.dir."
+                problem = cannot_write(path, error, what="The folder of local checkpoints", fix=fix)
+            except TrainerError as error:
+                problem = error
+            self._agree(problem)
+        return report
+
+    def heal(self, path: Path) -> bool:
+        """Check a local checkpoint on every host and give up damaged pieces; return whether there are any."""
+        found = b""
+        if self._leads and (path / HOST).exists():
+            try:
+                found = self._give_up_damaged(path)
+            except (TrainerError, OSError) as error:
+                _log.error("%s cannot be checked: %s", path, error)
+        is_damaged = any(self._channel.gather(self._key("damaged"), found))
+        decision = self._channel.broadcast(self._key("healed"), b"+" if is_damaged else b"")
+        self.survey()
+        return bool(decision)
+
+    def _give_up_damaged(self, path: Path) -> bytes:
+        checkpoint = open_checkpoint(path, self.folder.files)
+        assert checkpoint.host is not None
+        damaged = damaged_pieces(checkpoint, read_places(checkpoint), checkpoint.host.held)
+        if not damaged:
+            return b""
+        _log.error("%s on this host is damaged: %s", path, describe(damaged, checkpoint.host))
+        held = without(checkpoint.host.held, damaged)
+        replace_file(self.folder.files, path / HOST, replace(checkpoint.host, held=held).to_bytes())
+        return b"+"
+
+    def _own(self) -> dict[int, str]:
+        """Return the text of each `host.json` of this host, by iteration; a damaged one is logged and left out."""
+        found: dict[int, str] = {}
+        for iteration in self.folder.committed():
+            where = self.folder.iteration(iteration) / HOST
+            try:
+                data = where.read_bytes()
+                host_file.from_bytes(data, where=where)
+                found[iteration] = data.decode()
+            except FileNotFoundError:
+                _log.warning("%s is no local checkpoint: it has no %s", where.parent, HOST)
+            except TrainerError as error:
+                _log.error("%s is skipped: %s", where.parent, error)
+        return found
+
+    def _broadcast_candidate(self, path: Path) -> Candidate:
+        """Let every rank know the most complete candidate of an iteration."""
+        data = b""
+        if self._channel.rank == 0:
+            known = next(c for c in self.candidates if self.folder.iteration(c.iteration) == path)
+            found = {number: host.to_bytes().decode() for number, host in known.found.items()}
+            data = json.dumps([known.iteration, known.manifest, found]).encode()
+        iteration, digest, texts = json.loads(self._channel.broadcast(self._key("candidate"), data))
+        parsed = {int(number): host_file.from_bytes(text.encode(), where=path / HOST) for number, text in texts.items()}
+        return Candidate(iteration, digest, parsed)
+
+    def _seed(self, path: Path, candidate: Candidate) -> None:
+        """Have the folder of a checkpoint on every host: the JSON files, and tensor files that are holes."""
+        lacking = [number for number in range(len(self.hosts.names)) if number not in candidate.found]
+        if not lacking:
+            return
+        source, key = min(candidate.found), self._key("seed")
+        problem: TrainerError | None = None
+        try:
+            if self._leads and self._host == source:
+                self._channel.put(key, FileExchange().pack(_skeleton(open_checkpoint(path, self.folder.files))))
+        except TrainerError as error:
+            problem = error
+        self._agree(problem)
+        try:
+            if self._leads and self._host in lacking:
+                self._make_skeleton(path, candidate, FileExchange().unpack(self._channel.read(key)))
+        except OSError as error:
+            problem = cannot_write(path, error, what="The folder of local checkpoints")
+        except TrainerError as error:
+            problem = error
+        self._agree(problem)
+
+    def _make_skeleton(self, path: Path, candidate: Candidate, found: Mapping[str, bytes]) -> None:
+        files, name = self.folder.files, f"{self._nonce}-fetch"
+        partial = self.folder.partial(candidate.iteration, name)
+        files.make_folder(partial)
+        known = next(iter(candidate.found.values()))
+        sizes = json.loads(found[_SIZES])
+        for member, data in {**found, HOST: replace(known, host=None, held={}).to_bytes()}.items():
+            if member == _SIZES:
+                continue
+            if (partial / member).parent != partial:
+                files.make_folder((partial / member).parent)
+            files.write_whole(partial / member, data)
+            if member in sizes:
+                descriptor = files.open_for_writing(partial / member)
+                try:
+                    files.extend(descriptor, sizes[member])
+                finally:
+                    files.close(descriptor)
+        files.sync_folder(partial)
+        self.folder.commit(candidate.iteration, name)
+
+    def _plan(
+        self, candidate: Candidate, checkpoint: Checkpoint, places: Mapping[str, Place], tables: Sequence[PieceNumbers]
+    ) -> tuple[list[Transfer], list[PieceNumbers], LoadedFrom]:
+        """Return what goes from host to host, by host what comes from the shared folder, and the sum. Rank 0 only.
+
+        Raises:
+            CheckpointError: naming the pieces that are nowhere.
+        """
+        wanted = [union(tables[rank] for rank in ranks) for ranks in self.hosts.ranks]
+        held = {number: host.held for number, host in candidate.found.items()}
+        needs = [without(pieces, held.get(number, {})) for number, pieces in enumerate(wanted)]
+        transfers, left = assign(needs, candidate.found)
+        if any(left) and not self._is_in_shared(candidate.iteration):
+            known = next(iter(candidate.found.values()))
+            raise CheckpointError(
+                "A local checkpoint is not whole",
+                where=self.folder.iteration(candidate.iteration),
+                found=f"on no host: {describe(union(left), known)}",
+                fix="Bring back the host that has them, or set checkpoint.ckpt_step to an older iteration.",
+            )
+        sizes: dict[str, int] = {}
+        for transfer in transfers:
+            name = self.hosts.names[transfer.source]
+            sizes[name] = sizes.get(name, 0) + bytes_of(checkpoint, places, transfer.pieces)
+        shared_bytes = sum(bytes_of(checkpoint, places, pieces) for pieces in left)
+        total = sum(bytes_of(checkpoint, places, pieces) for pieces in wanted)
+        return transfers, list(left), LoadedFrom(total - sum(sizes.values()) - shared_bytes, sizes, shared_bytes)
+
+    def _is_in_shared(self, iteration: int) -> bool:
+        return self._shared is not None and iteration in self._shared.committed()
+
+    def _in_shared(self, iteration: int) -> Checkpoint:
+        assert self._shared is not None
+        return open_checkpoint(self._shared.iteration(iteration), self._shared.files)
+
+    def _agree(self, problem: TrainerError | None) -> None:
+        self._channel.agree(self._key("agree"), problem)
+
+    def _key(self, kind: str) -> str:
+        """Return a key that was not used before."""
+        self._messages += 1
+        return f"local/{self._nonce}/{self._messages}/{kind}"
+
+
+_SIZES = "sizes"
+
+
+def _skeleton(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Return the files that make a folder without any piece: JSON files, headers, and the sizes of the tensor files."""
+    found: dict[str, bytes] = {}
+    sizes: dict[str, int] = {}
+    for name, entry in checkpoint.manifest.files.items():
+        path = checkpoint.path / name
+        if entry.is_tensor_file:
+            with open_tensor_file(checkpoint.files, path) as file:
+                found[name] = read_header(file, entry.total_bytes, where=path)
+            sizes[name] = entry.total_bytes
+        else:
+            found[name] = path.read_bytes()
+    return {**found, MANIFEST: (checkpoint.path / MANIFEST).read_bytes(), _SIZES: json.dumps(sizes).encode()}
+
+
+def _parsed(table: bytes, rank: int) -> dict[int, HostFile]:
+    texts = json.loads(table).items()
+    return {int(number): host_file.from_bytes(text.encode(), where=f"rank {rank}") for number, text in texts}
+
+
+def _tuples(pieces: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(numbers) for name, numbers in pieces.items()}

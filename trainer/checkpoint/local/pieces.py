@@ -1,0 +1,176 @@
+"""Reads and writes single pieces of a local checkpoint, block by block."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trainer.atomic import replace_file
+from trainer.checkpoint.format.box import Image
+from trainer.checkpoint.format.host_file import PieceNumbers, union
+from trainer.checkpoint.format.layout import Place
+from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, digest_of
+from trainer.checkpoint.format.names import HOST
+from trainer.checkpoint.loading.gather import GAP_BYTES, SCRATCH_BYTES, Bytes, Gatherer
+from trainer.checkpoint.loading.reader import Checkpoint, OpenFile, open_tensor_file
+from trainer.checkpoint.saving.writer import MOST_OPEN
+from trainer.errors import TrainerError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceBlock:
+    """Bytes `[lo, hi)` of the packed image of a piece, with their digest.
+
+    Args:
+        number: of the piece in its tensor.
+    """
+
+    place: Place
+    number: int
+    packed: Image
+    lo: int
+    hi: int
+    digest: str
+
+
+def blocks_of(checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers) -> Iterator[PieceBlock]:
+    """Yield the blocks of these pieces in the order of the files, the same on every host."""
+    for place in sorted((places[name] for name in pieces), key=lambda place: (place.file, place.offset)):
+        wanted, spec = set(pieces[place.spec.name]), place.spec
+        for number, piece in enumerate(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize)):
+            if number not in wanted:
+                continue
+            packed = spec.image(piece.box)
+            for index, lo in enumerate(range(piece.lo, piece.hi, BLOCK_BYTES)):
+                digest = piece.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES].hex()
+                yield PieceBlock(place, number, packed, lo, min(lo + BLOCK_BYTES, piece.hi), digest)
+
+
+def bytes_of(checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers) -> int:
+    """Return the size of these pieces in bytes."""
+    return sum(block.hi - block.lo for block in blocks_of(checkpoint, places, pieces))
+
+
+class PieceReader:
+    """Reads blocks of a checkpoint folder, in the order of its files."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._gatherer = checkpoint, Gatherer()
+
+    def read(self, blocks: Iterator[PieceBlock], buffer: Bytes) -> Iterator[tuple[PieceBlock, Bytes]]:
+        """Yield each block with its bytes, which are valid until the next one. Digests are not checked.
+
+        The bytes of a block that cannot be read are zeros: its receiver finds another digest.
+        """
+        for name, members in itertools.groupby(blocks, key=lambda block: block.place.file):
+            with contextlib.ExitStack() as stack:
+                file: OpenFile | None = None
+                try:
+                    path = self._checkpoint.path / name
+                    file = stack.enter_context(open_tensor_file(self._checkpoint.files, path))
+                except TrainerError as error:
+                    _log.error("%s", error)
+                for block in members:
+                    data = buffer[: block.hi - block.lo]
+                    self._fill(file, block, data)
+                    yield block, data
+
+    def _fill(self, file: OpenFile | None, block: PieceBlock, data: Bytes) -> None:
+        try:
+            if file is not None:
+                self._gatherer.gather(file.read, block.packed, block.lo, data, offset=block.place.offset)
+                return
+        except (TrainerError, OSError) as error:
+            _log.error("%s, tensor %s: %s", self._checkpoint.path, block.place.spec.name, error)
+        data[:] = 0
+
+
+class PieceWriter:
+    """Writes blocks into the folder of a committed checkpoint, and notes in `host.json` which pieces are there.
+
+    One thread writes to a folder: rows of a strided piece are written along with the bytes between them, as they are.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._files = checkpoint, checkpoint.files
+        self._scratch: Bytes = np.empty(SCRATCH_BYTES, np.uint8)
+        self._open: dict[str, int] = {}
+        self._damaged: set[tuple[str, int]] = set()
+        self.damage: list[str] = []
+
+    def write(self, block: PieceBlock, data: Bytes) -> None:
+        """Write a block whose digest is right; a piece with another one is not counted as there.
+
+        Raises:
+            OSError: if the disk fails.
+        """
+        name = block.place.spec.name
+        if digest_of(data.data) != block.digest:
+            self._damaged.add((name, block.number))
+            self.damage.append(f"{block.place.file}, tensor {name}, bytes [{block.lo}, {block.hi}) of a piece")
+            return
+        descriptor = self._descriptor(block.place.file)
+        for shape, start, at in block.packed.boxes(block.lo, block.hi):
+            part = data[at - block.lo : at - block.lo + int(np.prod(shape))].reshape(shape)
+            self._cover(descriptor, block.place.offset + start, block.packed.strides, part)
+
+    def finish(self, pieces: PieceNumbers) -> dict[str, tuple[int, ...]]:
+        """Make these pieces durable, note them in `host.json`, and return those whose bytes are right.
+
+        Raises:
+            OSError: if the disk fails.
+        """
+        for descriptor in self._open.values():
+            self._files.sync(descriptor)
+        good = {
+            name: tuple(number for number in members if (name, number) not in self._damaged)
+            for name, members in pieces.items()
+        }
+        known = self._checkpoint.host
+        assert known is not None
+        held = union([known.held, good])
+        replace_file(self._files, self._checkpoint.path / HOST, replace(known, held=held).to_bytes())
+        return {name: members for name, members in good.items() if members}
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._open:
+            self._files.close(self._open.popitem()[1])
+
+    def _descriptor(self, name: str) -> int:
+        if name not in self._open:
+            self._limit_open()
+            self._open[name] = self._files.open_for_writing(self._checkpoint.path / name)
+        return self._open[name]
+
+    def _limit_open(self) -> None:
+        if len(self._open) >= MOST_OPEN:
+            for descriptor in self._open.values():
+                self._files.sync(descriptor)
+            self.close()
+
+    def _cover(self, descriptor: int, start: int, strides: tuple[int, ...], data: Bytes) -> None:
+        """Write the C-ordered array `data` to bytes at `start` with `strides`, the last of which is 1."""
+        if data.ndim == 1:
+            self._files.write(descriptor, [data.data], offset=start)
+            return
+        count, stride = len(data), strides[0]
+        inner = sum((n - 1) * s for n, s in zip(data.shape[1:], strides[1:], strict=True)) + 1
+        if stride - inner > GAP_BYTES or inner > self._scratch.size or count == 1:
+            for index in range(count):
+                self._cover(descriptor, start + index * stride, strides[1:], data[index])
+            return
+        most = 1 + (self._scratch.size - inner) // stride
+        for first in range(0, count, most):
+            part = data[first : first + most]
+            covering = self._scratch[: (len(part) - 1) * stride + inner]
+            self._files.read(descriptor, covering.data, offset=start + first * stride)
+            np.copyto(np.ndarray(part.shape, np.uint8, covering, 0, strides), part)
+            self._files.write(descriptor, [covering.data], offset=start + first * stride)
