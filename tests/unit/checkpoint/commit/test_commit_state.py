@@ -625,6 +625,8 @@ def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[i
             assert action is (Action.NOTHING if isinstance(event, commit_state.Aborted) else Action.END)
         if known.outcome is Outcome.COMMITTED and rank == 0:
             assert renames == 1
+        if known.outcome is Outcome.COMMITTED and before.outcome is None and rank in leaders[1:]:  # its folder is there
+            assert isinstance(event, commit_state.Renamed | commit_state.FoundCommitted)
         if known.outcome is Outcome.FAILED and rank in leaders:  # its partial folder is removed
             assert not is_decided
         if known.stage is CommitStage.ENDED:
