@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from tests.crash.killing import AFTER
-from tests.crash.matrix import Scenario, Trial, sample, scenarios
+from tests.crash.matrix import Scenario, Trial, sample, scenarios, trial_of
 
 NAMES = [scenario.name for scenario in scenarios(Path())]
 
 
 def kill_some(folder: Path, name: str, count: int) -> None:
     (scenario,) = [scenario for scenario in scenarios(folder) if scenario.name == name]
-    trial = Trial(scenario)
+    trial = trial_of(scenario)
     assert len(trial.calls[0]) > 200
     broken = {case: found for case in sample(trial.cases(), count) if (found := trial.run(*case))}
     assert broken == {}
 
 
-@pytest.mark.parametrize("name", [NAMES[0], NAMES[3]])
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[3], NAMES[-1]])
 def test_a_kill_at_some_calls_is_survived(tmp_path: Path, name: str) -> None:
     kill_some(tmp_path, name, 6)
 
