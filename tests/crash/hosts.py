@@ -78,8 +78,7 @@ def on_hosts(
     Args:
         mounts: by host, what its ranks mount before `function` is called.
     """
-    if not _can_mount():
-        pytest.skip("no mount namespaces can be made here")
+    require_mounts()
     return partial(_on_host, function, {host: tuple(found) for host, found in mounts.items()}, ranks_per_host)
 
 
@@ -152,6 +151,12 @@ def _check(result: int) -> None:
     if result:
         code = ctypes.get_errno()
         raise OSError(code, f"a rank cannot become a host: {os.strerror(code)}")
+
+
+def require_mounts() -> None:
+    """Skip the test where ranks cannot become hosts."""
+    if not _can_mount():
+        pytest.skip("no mount namespaces can be made here")
 
 
 @cache
