@@ -112,6 +112,11 @@ class LocalCheckpointer:
         self.saver.wait()
         self._copies.wait(_COPIES_S)
 
+    @property
+    def sent_bytes(self) -> int:
+        """Return how many bytes this rank has sent to other hosts."""
+        return self._copies.sent_bytes
+
     def close(self) -> None:
         """Wait for the save and the copies that are under way, and let go of the locks."""
         self.saver.wait()
