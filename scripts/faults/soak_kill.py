@@ -2,6 +2,10 @@
 
     python -m scripts.faults.soak_kill 20
     python -m scripts.faults.soak_kill 200 --ranks 2 --topology parallel.tensor_model_parallel_size=2
+    python -m scripts.faults.soak_kill 200 --local /dev/shm/soak
+
+With `--local` the job saves after every iteration, into a local folder only, and no kill may cost more than two
+iterations.
 
 After every kill each checkpoint is compared byte by byte with that of an unbroken run, and at the end the loss curve
 bit by bit. The exit status is 0 if all is equal and no committed checkpoint was lost, else 1.
@@ -11,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -25,12 +28,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from trainer.checkpoint.format.names import MANIFEST
+from scripts.faults.run_files import contents_of, curve_of, odd_pieces, rows_of
 from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.checkpoint.storage.folder import CheckpointFolder, iteration_name
 from trainer.commands.arguments import local_path
 
 _POLL_S = 0.005
+_MOST_LOST = 2  # iterations, where each is saved: one is written, the next one waits for it
 _TIMEOUT_S = 300.0
 TEMPORARY = (".partial", ".deleting", ".replaced", ".new")
 # A model that trains a hundred iterations in a second or two on two cores.
@@ -71,6 +75,8 @@ class Soak:
     Args:
         overrides: configuration overrides for the topology.
         keep: number of checkpoints to keep, see `checkpoint.max_checkpoint_keep`.
+        local: where killed runs have their local checkpoints, one after each iteration; None for none.
+        hosts: how many hosts have a folder there each; `launch` mounts them where there are several.
     """
 
     folder: Path
@@ -79,15 +85,35 @@ class Soak:
     keep: int = 2
     seed: int = 0
     overrides: tuple[str, ...] = ()
+    local: Path | None = None
+    hosts: int = 1
 
     def settings(self, keep: int) -> list[str]:
-        """Return the overrides of a run that keeps `keep` checkpoints."""
+        """Return the overrides of a run that keeps `keep` checkpoints in its own folder."""
         return [
             *MODEL,
             *self.overrides,
             f"train.train_iters={self.iterations}",
             f"checkpoint.max_checkpoint_keep={keep}",
+            *(["checkpoint.save_interval=1"] if self.local is not None else []),
         ]
+
+    def settings_of_killed(self, run: Path) -> list[str]:
+        """Return the overrides of a run that is killed."""
+        if self.local is None:
+            return self.settings(self.keep)
+        local = [f"checkpoint.local.dir={self.local_dir(run)}", f"checkpoint.local.keep={self.keep}"]
+        return [*self.settings(0), "checkpoint.save=null", *local, "checkpoint.local.save_interval=1"]
+
+    def local_dir(self, run: Path) -> Path:
+        """Return the path of a run's local checkpoints on all hosts: the folder itself, or where it is mounted."""
+        return self.folders(run)[0] if self.hosts == 1 else self.folders(run)[0].with_name("mounted")
+
+    def folders(self, run: Path) -> list[Path]:
+        """Return the checkpoint folders of a killed run, that of rank 0 first."""
+        if self.local is None:
+            return [run / "checkpoints"]
+        return [self.local / run.name / f"host{number}" for number in range(self.hosts)]
 
 
 @dataclass(slots=True)
@@ -98,6 +124,7 @@ class Tally:
     checkpoints: int = 0
     runs: int = 0
     problems: list[str] = field(default_factory=list)
+    lost: Counter[int] = field(default_factory=Counter)  # kills by the iterations that they cost
 
     @property
     def kills(self) -> int:
@@ -106,10 +133,11 @@ class Tally:
     def line(self) -> str:
         """Return the summary in one line."""
         moments = ", ".join(f"{count} {moment}" for moment, count in sorted(self.moments.items()))
+        lost = ", ".join(f"{number} by {count} kills" for number, count in sorted(self.lost.items()))
         verdict = "; ".join(self.problems) or "equal to the unbroken run, nothing lost"
         return (
             f"{self.kills} kills ({moments}), {self.checkpoints} checkpoints compared after them, "
-            f"{self.runs} runs finished: {verdict}"
+            f"{self.runs} runs finished; iterations lost: {lost}: {verdict}"
         )
 
 
@@ -122,10 +150,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--keep", type=int, default=2, help="checkpoint.max_checkpoint_keep of the killed run")
     parser.add_argument("--seed", type=int, default=0, help="of the times")
+    parser.add_argument("--local", type=local_path, help="save local checkpoints there; deleted first, then created")
     parser.add_argument("--folder", type=local_path, default=Path("runs/soak"), help="deleted first, then created")
     options = parser.parse_args(arguments)
-    shutil.rmtree(options.folder, ignore_errors=True)
-    plan = Soak(options.folder, options.kills, options.iterations, options.keep, options.seed, tuple(options.topology))
+    for folder in filter(None, (options.folder, options.local)):
+        shutil.rmtree(folder, ignore_errors=True)
+    plan = Soak(
+        options.folder,
+        options.kills,
+        options.iterations,
+        options.keep,
+        options.seed,
+        overrides=tuple(options.topology),
+        local=options.local,
+    )
     tally = soak(plan, lambda run, overrides: Torchrun(run, overrides, ranks=options.ranks))
     print(f"soak_kill: {tally.line()}", flush=True)
     return 1 if tally.problems else 0
@@ -160,9 +198,9 @@ class _Broken:
 
     def go(self, launch: Launch, startup_s: float) -> None:
         """Start, kill, check and restart; let the last job end."""
-        settings = self.plan.settings(self.plan.keep)
+        settings = self.plan.settings_of_killed(self.run)
         while not self.tally.problems:
-            before, stamp = self._committed(), self._stamp()
+            before, stamp, resumes = self._committed(), self._stamp(), self._resumes()
             job = launch(self.run, settings)
             with _ended(job):
                 if self.tally.kills < self.plan.kills:
@@ -174,7 +212,10 @@ class _Broken:
                 moment = self._moment(stamp)
                 self.tally.moments[moment] += 1
                 self._look(before)
+                self._look_at_resume(before, resumes)
+                self._look_at_loss()
             elif status == 0:
+                self._look_at_resume(before, resumes)
                 self._look_at_the_end()
                 return
             else:
@@ -207,14 +248,32 @@ class _Broken:
 
     def _moment(self, stamp: int) -> str:
         """Return the activity of the killed job, as far as its folder shows it."""
-        names = [path.name for path in (self.run / "checkpoints").iterdir()]
+        names = [path.name for folder in self.plan.folders(self.run) for path in folder.iterdir()]
         for ending, moment in ((".partial", "while saving"), (".deleting", "while deleting")):
             if any(name.endswith(ending) for name in names):
                 return moment
         return "while starting" if self._stamp() == stamp else "between saves"
 
     def _committed(self) -> list[int]:
-        return CheckpointFolder(self.run / "checkpoints", Files()).committed()
+        return CheckpointFolder(self.plan.folders(self.run)[0], Files()).committed()
+
+    def _resumes(self) -> list[int]:
+        """Return the recorded iterations that are the first after a resume."""
+        return [row["iteration"] for row in rows_of(self.run) if row.get("resumed")]
+
+    def _look_at_resume(self, before: list[int], resumes: list[int]) -> None:
+        """Check that the last job went on from the newest checkpoint, if it came as far as recording it."""
+        if not before:
+            return
+        kept = [iteration for iteration in resumes if iteration <= before[-1]]
+        if self._resumes() not in (resumes, kept, [*kept, before[-1] + 1]):
+            self.tally.problems.append(f"{before} were there, and a job went on with iteration {self._resumes()[-1:]}")
+
+    def _look_at_loss(self) -> None:
+        lost = max(0, len(curve_of(self.run)) - self._committed()[-1])
+        self.tally.lost[lost] += 1
+        if self.plan.local is not None and lost > _MOST_LOST:
+            self.tally.problems.append(f"a kill cost {lost} iterations")
 
     def _look(self, before: list[int]) -> None:
         after = self._committed()
@@ -225,6 +284,12 @@ class _Broken:
             self._compare(iteration)
 
     def _compare(self, iteration: int) -> None:
+        if self.plan.local is not None:
+            for folder in self.plan.folders(self.run):
+                path = folder / iteration_name(iteration)
+                if path.exists():  # else it is prepared, for the next start
+                    self.tally.problems += odd_pieces(path, self.unbroken / "checkpoints" / path.name)
+            return
         folders = [CheckpointFolder(run / "checkpoints", Files()) for run in (self.run, self.unbroken)]
         found, expected = (contents_of(folder.iteration(iteration)) for folder in folders)
         if found != expected:
@@ -238,7 +303,8 @@ class _Broken:
         self._look([])
         if curve_of(self.run) != curve_of(self.unbroken):
             self.tally.problems.append("the curves differ")
-        left = [path.name for path in self.run.rglob("*") if path.name.endswith(TEMPORARY)]
+        roots = [self.run, *self.plan.folders(self.run)]
+        left = {str(path) for root in roots for path in root.rglob("*") if path.name.endswith(TEMPORARY)}
         if left:
             self.tally.problems.append(f"left behind: {', '.join(left)}")
 
@@ -310,23 +376,6 @@ def _await(is_so: Callable[[], bool]) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError("a job did not come to where it was expected in time")
         time.sleep(_POLL_S)
-
-
-def curve_of(run: Path) -> list[tuple[object, ...]]:
-    """Return the recorded iterations with the bits of their figures; an incomplete last line is omitted."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    keys = ("iteration", "loss_hex", "grad_norm_hex", "lr_hex", "consumed_samples")
-    return [tuple(row[key] for key in keys) for row in rows if "loss" in row]
-
-
-def contents_of(checkpoint: Path) -> dict[str, bytes]:
-    """Return all files of a checkpoint by name; the manifest without the attempt and its own digest."""
-    found = {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
-    document = json.loads(found.get(MANIFEST, b"{}"))
-    rest = {key: value for key, value in document.items() if key not in ("attempt", "xxh3_64")}
-    return {**found, MANIFEST: json.dumps(rest).encode()}
 
 
 if __name__ == "__main__":

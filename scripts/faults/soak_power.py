@@ -36,7 +36,8 @@ from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FILE_SYSTEMS, CannotMount, FileSystem
 from scripts.faults.power.recording import TIMEOUT_S, RecordedSoak, Recording, Start, record
 from scripts.faults.power.replay import PowerCut, Replay, Survival, copy_sparse
-from scripts.faults.soak_kill import TEMPORARY, contents_of, curve_of
+from scripts.faults.run_files import contents_of, curve_of
+from scripts.faults.soak_kill import TEMPORARY
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
 from trainer.checkpoint.loading.verify import verify_share
 from trainer.checkpoint.storage.files import Files

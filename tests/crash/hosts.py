@@ -24,6 +24,10 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
+from tests.harness import tensor_files
+from trainer.checkpoint.loading.reader import open_checkpoint, read_places
+from trainer.checkpoint.local.pieces import blocks_of
+from trainer.checkpoint.storage.files import Files
 
 # linux/sched.h and linux/mount.h
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
@@ -74,8 +78,7 @@ def on_hosts(
     Args:
         mounts: by host, what its ranks mount before `function` is called.
     """
-    if not _can_mount():
-        pytest.skip("no mount namespaces can be made here")
+    require_mounts()
     return partial(_on_host, function, {host: tuple(found) for host, found in mounts.items()}, ranks_per_host)
 
 
@@ -98,6 +101,21 @@ def run_trainer(arguments: list[str]) -> None:
     """Run the trainer's command with these overrides."""
     sys.argv = ["trainer", *arguments]
     trainer.__main__.main()
+
+
+def union(folders: Sequence[Path]) -> dict[str, bytes]:
+    """Return the tensor files that the folders of several hosts are together, piece by piece."""
+    checkpoints = [open_checkpoint(path, Files()) for path in folders]
+    found = {name: bytearray(data) for name, data in tensor_files(folders[0]).items()}
+    for checkpoint in checkpoints:
+        assert checkpoint.host is not None
+        places = read_places(checkpoint)
+        for block in blocks_of(checkpoint, places, checkpoint.host.held):
+            data = (checkpoint.path / block.place.file).read_bytes()
+            for start, _, length in block.packed.spans(block.lo, block.hi):
+                at = block.place.offset + start
+                found[block.place.file][at : at + length] = data[at : at + length]
+    return {name: bytes(data) for name, data in found.items()}
 
 
 def enter_host(name: str, *, network: str | None = None) -> None:
@@ -133,6 +151,12 @@ def _check(result: int) -> None:
     if result:
         code = ctypes.get_errno()
         raise OSError(code, f"a rank cannot become a host: {os.strerror(code)}")
+
+
+def require_mounts() -> None:
+    """Skip the test where ranks cannot become hosts."""
+    if not _can_mount():
+        pytest.skip("no mount namespaces can be made here")
 
 
 @cache

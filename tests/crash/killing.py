@@ -1,7 +1,7 @@
-"""Ends a process with SIGKILL at the n-th call that it makes to the file system below a folder.
+"""Ends a process with SIGKILL at the n-th call that it makes to the file system below a folder, or at a message.
 
 The calls are Python's own (`os.open`, `os.rename` ...) and fallocate(2), so that none is forgotten: those of the
-engine, the lock, the metrics file, and every step of removing a folder.
+engine, the lock, the metrics file, and every step of removing a folder. Messages are calls of `StoreChannel`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.storage import files
 from trainer.checkpoint.storage.folder import iteration_of
 
@@ -20,6 +21,7 @@ BEFORE, AFTER, TORN = "before", "after", "torn"
 # What takes a path first, and what takes a descriptor first.
 _BY_PATH = ("open", "rename", "unlink", "rmdir", "mkdir", "truncate", "utime")
 _BY_DESCRIPTOR = ("close", "write", "pwrite", "pwritev", "preadv", "fsync", "ftruncate")
+_MESSAGES = ("put", "read", "take", "await_any", "delete")
 _WRITES = ("write", "pwrite", "pwritev")
 
 
@@ -46,6 +48,17 @@ class Killer:
         for name in _BY_DESCRIPTOR:
             setattr(os, name, self._by_descriptor(name))
         files._libc = _Libc(files._libc, self)  # type: ignore[assignment]
+
+    def install_for_messages(self) -> None:
+        """Count the messages of every channel of this process too, for good."""
+        for name in _MESSAGES:
+            setattr(StoreChannel, name, self._message(name, getattr(StoreChannel, name)))
+
+    def _message(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            return self.count(name, lambda: real(*arguments, **keywords))
+
+        return call
 
     def is_below(self, descriptor: object) -> bool:
         """Return whether a descriptor, or the one that a path object is, belongs to a file below the root."""

@@ -1,5 +1,7 @@
 """Kills a small run at calls to the file system, and says what each kill left: `python -m tests.crash.matrix --all`.
 
+Runs of two hosts with local checkpoints are killed at every message of a save and of a start, too.
+
 A kill is survived if every checkpoint on disk is byte for byte what an unbroken run wrote, none that was committed is
 missing, and the same command, run again, ends with the curve and the checkpoints of the unbroken run and leaves
 nothing temporary behind.
@@ -19,10 +21,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tests.crash.hosts import union
 from tests.crash.killing import AFTER, BEFORE, TORN
 from tests.crash.small_run import Plan, main
 from tests.harness import all_files, call_on_ranks, started
+from trainer.checkpoint.format.host_file import attempt_of
 from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.loading.reader import open_checkpoint, read_places
+from trainer.checkpoint.local.pieces import blocks_of
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder, iteration_name
 
@@ -55,6 +61,8 @@ def scenarios(folder: Path) -> list[Scenario]:
         first = Plan(run, ranks=ranks, keep=0)
         branch = replace(first, keep=2, seed=2, rewind_to=2, iterations=5)
         found.append(Scenario(f"rewind, {ranks} rank{'s' if ranks > 1 else ''}", branch, first))
+    for copies in (0, 1):
+        found.append(Scenario(f"2 hosts, copies={copies}", Plan(run, ranks=2, copies=copies)))
     return found
 
 
@@ -71,14 +79,14 @@ class Trial:
             self._old = _checkpoints(self._before)
             self._lines = _lines(self._plan.root / "metrics.jsonl")
             self._template = self._plan.root.rename(self._plan.beside("template"))
-        # The reference keeps every checkpoint; what is killed makes the same calls but for its deletions.
+        # The reference keeps every checkpoint, in one folder; what is killed makes the same calls and deletes some.
         self._restore_template()
-        _run_ok(replace(self._plan, keep=0))
+        _run_ok(replace(self._plan, keep=0, copies=None))
         self._new = _checkpoints(self._plan)
         self._curve = _lines(self._plan.root / "metrics.jsonl")
         self._restore_template()
         _run_ok(self._plan)
-        self._left = _checkpoints(self._plan)
+        self._left = _checkpoints(self._plan) if self._plan.copies is None else {}
         self.calls = [self._plan.beside(f"calls{rank}").read_text().split() for rank in range(self._plan.ranks)]
 
     def cases(self) -> list[tuple[int, int, str]]:
@@ -133,8 +141,11 @@ class Trial:
             found += self._lost_of_the_old_branch(there)
         if _lines(self._plan.root / "metrics.jsonl") != self._curve:
             found.append("the curve is another")
-        paths = [path.name for path in self._plan.root.rglob("*") if path.name.endswith(_TEMPORARY)]
-        return [*found, *(f"{name} is left" for name in paths)]
+        return [*found, *self._leftovers()]
+
+    def _leftovers(self) -> list[str]:
+        names = [path.name for path in self._plan.root.rglob("*") if path.name.endswith(_TEMPORARY)]
+        return [f"{name} is left" for name in names]
 
     def _strange_checkpoints(self) -> list[str]:
         """Return what is under a checkpoint's name and no unbroken run has written."""
@@ -174,6 +185,80 @@ class Trial:
         shutil.rmtree(self._plan.root, ignore_errors=True)
         if self._template is not None:
             shutil.copytree(self._template, self._plan.root)
+
+
+class HostTrial(Trial):
+    """A trial of two hosts, each with a disk of its own; the reference is a run that saves into one folder."""
+
+    _newest = 0
+
+    def _after_the_kill(self) -> list[str]:
+        found = self._strange_checkpoints()
+        begun, committed = self._noted("begins"), self._noted("committed")
+        there = self._disk(0).committed()
+        self._newest = max(there, default=0)
+        if not max(committed, default=0) <= self._newest <= max(begun, default=0):
+            found.append(f"{committed} were committed, {there} are there")
+        if self._newest:
+            attempt = attempt_of(self._disk(0).iteration(self._newest))
+            disk = self._disk(1)
+            paths = [disk.iteration(self._newest), disk.partial(self._newest, str(attempt))]
+            if attempt not in map(attempt_of, paths):
+                found.append(f"{self._newest} is committed, and not prepared on the other host")
+        return found
+
+    def _after_the_end(self) -> list[str]:
+        found = self._strange_checkpoints()
+        resumed = int(self._plan.beside("resumed").read_text())
+        if resumed != self._newest:
+            found.append(f"{self._newest} was committed, the run went on from {resumed}")
+        paths = []
+        for rank in range(self._plan.ranks):
+            disk = self._disk(rank)
+            paths.append(disk.iteration(self._plan.iterations))
+            if disk.committed()[-1:] != [self._plan.iterations]:
+                found.append(f"at the end {disk.committed()} are on host {rank}")
+            if disk.tracker() != self._plan.iterations:
+                found.append(f"the tracker of host {rank} says {disk.tracker()}")
+        if not found and union(paths) != tensor_files_of(self._new[self._plan.iterations]):
+            found.append("the hosts' union is another than the shared folder")
+        if _lines(self._plan.root / "metrics.jsonl") != self._curve:
+            found.append("the curve is another")
+        return [*found, *self._leftovers()]
+
+    def _strange_checkpoints(self) -> list[str]:
+        """Return the folders that list pieces which no unbroken run has written."""
+        found = []
+        for rank in range(self._plan.ranks):
+            disk = self._disk(rank)
+            for iteration in disk.committed():
+                checkpoint = open_checkpoint(disk.iteration(iteration), Files())
+                assert checkpoint.host is not None
+                expected, given = self._new[iteration], all_files(checkpoint.path)
+                blocks = blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.held)
+                is_equal = all(
+                    given[block.place.file][block.place.offset + start :][:length]
+                    == expected[block.place.file][block.place.offset + start :][:length]
+                    for block in blocks
+                    for start, _, length in block.packed.spans(block.lo, block.hi)
+                )
+                jsons = [name for name in expected if name.endswith(".json") and name != MANIFEST]
+                if not is_equal or any(given[name] != expected[name] for name in jsons):
+                    found.append(f"iteration {iteration} on host {rank} is not what an unbroken run wrote")
+        return found
+
+    def _disk(self, rank: int) -> CheckpointFolder:
+        return CheckpointFolder(self._plan.disk(rank), Files())
+
+
+def trial_of(scenario: Scenario) -> Trial:
+    """Prepare a scenario."""
+    return Trial(scenario) if scenario.plan.copies is None else HostTrial(scenario)
+
+
+def tensor_files_of(files: Tensors) -> Tensors:
+    """Return the tensor files among the files of a checkpoint."""
+    return {name: data for name, data in files.items() if name.endswith(".safetensors")}
 
 
 def _run_ok(plan: Plan) -> None:
@@ -218,7 +303,7 @@ def _main() -> int:
             if options.only not in scenario.name:
                 continue
             start = time.monotonic()
-            trial = Trial(replace_folder(scenario, Path(folder) / str(number)))
+            trial = trial_of(replace_folder(scenario, Path(folder) / str(number)))
             cases = (trial.cases() if options.all else sample(trial.cases(), 50))[part - 1 :: parts]
             broken = {case: found for case in cases if (found := trial.run(*case))}
             failures += len(broken)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore
 
+from tests.crash.hosts import Mount, enter_host
 from tests.crash.killing import BEFORE, Killer
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
@@ -26,6 +27,7 @@ from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.restorer import Restorer
+from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
 from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
@@ -41,6 +43,8 @@ class Plan:
     """What a run does, and where one of its ranks dies.
 
     Args:
+        copies: on how many other hosts a host's part lies as well; each rank is then a host with a disk of its own,
+            and saves local checkpoints. None for one folder that all ranks share.
         seed: of the samples; another one makes another branch of the run.
         rewind_to: the iteration to go back to; None goes on from the newest.
         victim: the rank that dies at its call number `at`; None for none.
@@ -50,6 +54,7 @@ class Plan:
     ranks: int = 1
     iterations: int = 4
     keep: int = 1
+    copies: int | None = None
     seed: int = 1
     rewind_to: int | None = None
     victim: int | None = None
@@ -63,6 +68,15 @@ class Plan:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def local(self) -> Path:
+        """Return the folder of local checkpoints, where every host has its own disk mounted."""
+        return self.root / "local"
+
+    def disk(self, rank: int) -> Path:
+        """Return the disk of the host of a rank, as it is seen from outside."""
+        return self.root / f"disk{rank}"
 
     def beside(self, name: str) -> Path:
         """Return a file beside the run's folder, which is not what is tried."""
@@ -80,11 +94,20 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     is_victim = rank == plan.victim
     killer = Killer(plan.root, notes=plan.beside(f"notes{rank}"), at=plan.at if is_victim else None, when=plan.when)
+    if plan.copies is not None:
+        _become_host(plan, rank)
     channel, store = _channel(rank, plan.ranks)
     killer.install()
+    if plan.copies is not None:
+        killer.install_for_messages()
     nonce = channel.broadcast("nonce", os.urandom(4).hex().encode()).decode()
     policy = SavePolicy(plan.checkpoints, 1, Retention(plan.keep), async_save=True, commit_timeout_s=TIMEOUT_S)
-    checkpointer = Checkpointer(policy, channel, nonce=nonce)
+    checkpointer: Checkpointer | LocalCheckpointer
+    if plan.copies is None:
+        checkpointer = Checkpointer(policy, channel, nonce=nonce)
+    else:
+        local = LocalPolicy(plan.local, 1, plan.keep, plan.copies, policy)
+        checkpointer = LocalCheckpointer(local, channel, nonce=nonce, local_ranks=[rank])
     try:
         _train(plan, channel, checkpointer, nonce)
     except BaseException:
@@ -94,6 +117,15 @@ def main(arguments: list[str]) -> None:
     channel.agree("all are through", None)
     channel.await_others() if rank == 0 else channel.fail("")
     del store
+
+
+def _become_host(plan: Plan, rank: int) -> None:
+    """Move this rank to a host of its own, with its disk under the path of local checkpoints."""
+    enter_host(f"host{rank}")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the name of the host leads nowhere
+    for folder in (plan.local, plan.disk(rank)):
+        folder.mkdir(parents=True, exist_ok=True)
+    Mount(plan.local, plan.disk(rank)).make()
 
 
 def _channel(rank: int, ranks: int) -> tuple[StoreChannel, TCPStore | None]:
@@ -115,26 +147,34 @@ def _await_host(port: int) -> None:
         os.sched_yield()
 
 
-def _train(plan: Plan, channel: StoreChannel, checkpointer: Checkpointer, nonce: str) -> None:
+def _train(plan: Plan, channel: StoreChannel, owner: Checkpointer | LocalCheckpointer, nonce: str) -> None:
     run = _Training(plan)
     log = RunLog(plan.root, train_iters=plan.iterations, log_interval=1, tensorboard=False, mfu_scale=None)
-    checkpointer.start()
+    owner.start()
+    local, checkpointer = (owner, owner.saver) if isinstance(owner, LocalCheckpointer) else (None, owner)
     committed = CheckpointFolder(plan.checkpoints, Files()).committed() if channel.rank == 0 else []
+    if local is not None and channel.rank == 0:
+        committed = local.folders.iterations
     if channel.broadcast("committed", str(len(committed)).encode()) != b"0":
         source = LoadSource(plan.checkpoints, plan.rewind_to)
-        restorer = Restorer(channel, nonce=nonce)
-        restored = restorer.restore(source, check=lambda _: None, live=lambda _: run.contents().live)
-        checkpointer.loaded(restored)
+        restorer = Restorer(channel, nonce=nonce, local=None if local is None else local.folders)
+        restored = restorer.restore(
+            source, check=lambda _: None, live=lambda _: run.contents().live, with_local=local is not None
+        )
+        owner.loaded(restored)
         checkpoint = restored.checkpoint
         run.iteration = checkpoint.iteration
         checkpointer.rewind(run.iteration)
     if channel.rank == 0:
+        plan.beside("resumed").write_text(str(run.iteration))
         log.open(run.iteration, "a: 1\n")
     while run.iteration < plan.iterations:
         loss = run.step()
         if channel.rank == 0:
             log.iteration(run.record(loss))
             log.sync()
+        if local is not None and run.iteration == plan.iterations:
+            local.await_copies()
         checkpointer.save(run.iteration, run.contents())
         for report in checkpointer.reports():
             if report.error is not None:
@@ -142,7 +182,7 @@ def _train(plan: Plan, channel: StoreChannel, checkpointer: Checkpointer, nonce:
     checkpointer.wait()
     if checkpointer.results.last_error is not None:
         raise checkpointer.results.last_error
-    checkpointer.close()
+    owner.close()
     if channel.rank == 0:
         log.close()
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.crash.hosts import require_mounts
 from tests.crash.killing import AFTER
-from tests.crash.matrix import Scenario, Trial, sample, scenarios
+from tests.crash.matrix import HostTrial, Scenario, Trial, sample, scenarios, trial_of
+from trainer.checkpoint.loading.reader import open_checkpoint, read_places
+from trainer.checkpoint.local.pieces import blocks_of
+from trainer.checkpoint.storage.files import Files
 
 NAMES = [scenario.name for scenario in scenarios(Path())]
 
 
 def kill_some(folder: Path, name: str, count: int) -> None:
     (scenario,) = [scenario for scenario in scenarios(folder) if scenario.name == name]
-    trial = Trial(scenario)
+    if scenario.plan.copies is not None:
+        require_mounts()
+    trial = trial_of(scenario)
     assert len(trial.calls[0]) > 200
     broken = {case: found for case in sample(trial.cases(), count) if (found := trial.run(*case))}
     assert broken == {}
 
 
-@pytest.mark.parametrize("name", [NAMES[0], NAMES[3]])
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[3], NAMES[-1]])
 def test_a_kill_at_some_calls_is_survived(tmp_path: Path, name: str) -> None:
     kill_some(tmp_path, name, 6)
 
@@ -75,6 +82,49 @@ def test_the_checks_see_what_must_not_be(tmp_path: Path) -> None:
     assert isinstance(scenario, Scenario)
     for name in ("a flipped byte", "a lost checkpoint", "a leftover", "an old tracker", "a lost line"):
         trial = Blind(scenario)
+        assert trial._after_the_end() == []
+        trial.spoil(name)
+        assert len(trial._after_the_end()) >= 1, name
+
+
+class BlindHosts(HostTrial):
+    """A trial of two hosts, one of which is left as a check must see it."""
+
+    def spoil(self, name: str) -> None:
+        """Do to the disk of the second host what must never happen."""
+        disk = self._disk(1)
+        path = disk.iteration(4)
+        if name == "a flipped byte":
+            checkpoint = open_checkpoint(path, Files())
+            assert checkpoint.host is not None
+            block = next(blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.own))
+            start, _, _ = next(block.packed.spans(block.lo, block.hi))
+            data = bytearray((path / block.place.file).read_bytes())
+            data[block.place.offset + start] ^= 1
+            (path / block.place.file).write_bytes(data)
+        elif name == "a lost checkpoint":
+            path.rename(disk.root / "elsewhere")
+        elif name == "a leftover":
+            (disk.root / ".iter_0000003.n-1.partial").mkdir()
+        else:
+            self._plan.beside("resumed").write_text("3")
+
+
+def test_the_checks_of_two_hosts_see_what_must_not_be(tmp_path: Path) -> None:
+    (scenario,) = [found for found in scenarios(tmp_path) if found.name == NAMES[-1]]
+    require_mounts()
+    trial = BlindHosts(scenario)
+    root, kept = scenario.plan.root, tmp_path / "kept"
+    shutil.copytree(root, kept)
+    assert trial._after_the_end() == []
+    assert trial._after_the_kill() == []
+    # What is committed on the first host alone, and not prepared on the second, is lost.
+    trial.spoil("a lost checkpoint")
+    assert len(trial._after_the_kill()) == 1
+    trial._newest = 0
+    for name in ("a flipped byte", "a lost checkpoint", "a leftover", "an older resume"):
+        shutil.rmtree(root)
+        shutil.copytree(kept, root)
         assert trial._after_the_end() == []
         trial.spoil(name)
         assert len(trial._after_the_end()) >= 1, name

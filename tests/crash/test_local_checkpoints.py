@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.hosts import Mount, on_hosts, run_trainer
+from tests.crash.hosts import Mount, on_hosts, run_trainer, union
 from tests.harness import TINY, Ended, call_on_ranks, curve, run_ok, tensor_files
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
 from trainer.checkpoint.local.pieces import blocks_of
@@ -67,21 +67,6 @@ LOCAL = ("checkpoint.save=null", "checkpoint.local.save_interval=2")
 TOPOLOGIES = pytest.mark.parametrize(
     ("topology", "ranks_per_host"), [(ZERO3, 1), (TP2_PP2, 2)], ids=["zero3", "tp2 pp2"]
 )
-
-
-def union(folders: Sequence[Path]) -> dict[str, bytes]:
-    """Return the tensor files that the folders of several hosts are together, piece by piece."""
-    checkpoints = [open_checkpoint(path, Files()) for path in folders]
-    found = {name: bytearray(data) for name, data in tensor_files(folders[0]).items()}
-    for checkpoint in checkpoints:
-        assert checkpoint.host is not None
-        places = read_places(checkpoint)
-        for block in blocks_of(checkpoint, places, checkpoint.host.held):
-            data = (checkpoint.path / block.place.file).read_bytes()
-            for start, _, length in block.packed.spans(block.lo, block.hi):
-                at = block.place.offset + start
-                found[block.place.file][at : at + length] = data[at : at + length]
-    return {name: bytes(data) for name, data in found.items()}
 
 
 def prepare(fleet: Fleet, folder: Path, overrides: Sequence[str], *, copies: int, ranks_per_host: int = 1) -> Path:

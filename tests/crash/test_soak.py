@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 import trainer.__main__
-from scripts.faults.soak_kill import Soak, SoakJob, Torchrun, main, soak
+from scripts.faults.soak_kill import Launch, Soak, SoakJob, Torchrun, main, soak
+from tests.crash.hosts import Mount, on_hosts
 from tests.harness import Running, started
 
 
@@ -23,10 +25,12 @@ def run_trainer(arguments: list[str]) -> None:
 class Forked:
     """Two ranks of the trainer, forked from a process that has torch imported: they start in no time."""
 
-    def __init__(self, run: Path, overrides: Sequence[str]) -> None:
+    def __init__(
+        self, run: Path, overrides: Sequence[str], function: Callable[[list[str]], None] = run_trainer
+    ) -> None:
         arguments = ["trainer", f"run.dir={run}", *overrides]
         self._stack = contextlib.ExitStack()
-        self._running: Running = self._stack.enter_context(started(run_trainer, arguments, folder=run, ranks=2))
+        self._running: Running = self._stack.enter_context(started(function, arguments, folder=run, ranks=2))
 
     def status(self) -> int | None:
         statuses = [process.exitcode for process in self._running.processes]
@@ -43,6 +47,38 @@ def test_random_kills_lose_nothing(tmp_path: Path) -> None:
     assert tally.problems == []
     assert tally.kills == 12
     assert len(tally.moments) > 1
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory, where there is one."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else tmp_path) as folder:
+        yield Path(folder)
+
+
+def on_two_hosts(plan: Soak) -> Launch:
+    """Return the launch of two ranks on hosts of their own, with their folders mounted at one path."""
+
+    def launch(run: Path, overrides: Sequence[str]) -> SoakJob:
+        mounted = plan.local_dir(run)
+        for folder in (mounted, *plan.folders(run)):
+            folder.mkdir(parents=True, exist_ok=True)
+        mounts = {host: [Mount(mounted, folder)] for host, folder in enumerate(plan.folders(run))}
+        return Forked(run, overrides, on_hosts(run_trainer, mounts))
+
+    return launch
+
+
+# Two ranks of one host, and two hosts with copies.
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_kill_costs_two_iterations_of_local_saves(tmp_path: Path, memory: Path, hosts: int) -> None:
+    plan = Soak(tmp_path, 12, iterations=80, overrides=("parallel.zero_stage=3",), local=memory, hosts=hosts)
+    tally = soak(plan, Forked if hosts == 1 else on_two_hosts(plan))
+    assert tally.problems == []
+    assert tally.kills == 12
+    assert max(tally.lost) <= 2
 
 
 @pytest.mark.slow

@@ -276,6 +276,7 @@ def _failed(state: CommitState) -> tuple[CommitState, Action]:
     return replace(state, stage=CommitStage.BROADCASTING, outcome=Outcome.FAILED), Action.BROADCAST
 
 
+_COMMITTED_EARLIER = "Rank 0's host has this iteration of an earlier attempt; the next start completes it on this one"
 _WAITING = (CommitStage.REPORTING, CommitStage.AWAITING, CommitStage.PREPARED)
 
 
@@ -307,6 +308,9 @@ def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Actio
             return _ended(state, Outcome.COMMITTED)
         case CommitStage.RENAMING, Failed(why):  # the other hosts have it; this folder is renamed at the next start
             return _ended(replace(state, problem=why), Outcome.UNKNOWN)
+        case CommitStage.AWAITING, Decision(None) if state.leads and state.problem is None:
+            # An earlier attempt is committed, of which this host may have a prepared folder only: that must stay.
+            return _ended(replace(state, problem=_COMMITTED_EARLIER), Outcome.UNKNOWN)
         case CommitStage.AWAITING, Decision(None):
             return _ended(state, Outcome.COMMITTED if state.problem is None else Outcome.FAILED)
         case CommitStage.AWAITING, Decision(str(why)):

@@ -24,6 +24,7 @@ class FileExchange:
         """Return the message for these files, by name in the order in which they are written. Rank 0 only."""
         self._sending = {name: digest_of(data) for name, data in files.items()}
         fresh = {name: data for name, data in files.items() if self._sent.get(name) != self._sending[name]}
+        self._sent = {}  # until every leader has taken this message: some may keep its files, others the earlier ones
         table = [[name, digest, len(fresh[name]) if name in fresh else None] for name, digest in self._sending.items()]
         return json.dumps(table).encode() + b"\n" + b"".join(fresh.values())
 

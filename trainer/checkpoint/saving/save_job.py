@@ -247,10 +247,13 @@ class SaveJob:
         Another leader than rank 0 removes folders only after a commit: one in doubt may be the newest checkpoint.
         """
         folder = self.attempt.folder
-        if self.channel.rank == 0 or self.shared.current.outcome is Outcome.COMMITTED:
+        is_first = self.channel.rank == 0
+        if is_first or self.shared.current.outcome is Outcome.COMMITTED:
             for iteration, name in self.earlier:
                 self._remove(folder.partial(iteration, name))
-        if with_messages and self.channel.rank == 0:
+            if not is_first:
+                self.earlier = ()
+        if with_messages and is_first:
             try:
                 for _, name in self.earlier:
                     messages.delete_messages(self.channel, name)

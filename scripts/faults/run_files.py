@@ -1,0 +1,49 @@
+"""Reads what a run left: its recorded curve, and the files of its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.loading.reader import open_checkpoint, read_places
+from trainer.checkpoint.local.pieces import blocks_of
+from trainer.checkpoint.storage.files import Files
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """Return the records of iterations; an incomplete last line is omitted."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row for row in rows if "loss" in row]
+
+
+def curve_of(run: Path) -> list[tuple[object, ...]]:
+    """Return the recorded iterations with the bits of their figures."""
+    keys = ("iteration", "loss_hex", "grad_norm_hex", "lr_hex", "consumed_samples")
+    return [tuple(row[key] for key in keys) for row in rows_of(run)]
+
+
+def contents_of(checkpoint: Path) -> dict[str, bytes]:
+    """Return all files of a checkpoint by name; the manifest without the attempt and its own digest."""
+    found = {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    document = json.loads(found.get(MANIFEST, b"{}"))
+    rest = {key: value for key, value in document.items() if key not in ("attempt", "xxh3_64")}
+    return {**found, MANIFEST: json.dumps(rest).encode()}
+
+
+def odd_pieces(path: Path, whole: Path) -> list[str]:
+    """Return a line if a piece that a host lists in a local checkpoint differs from a whole checkpoint's bytes."""
+    checkpoint = open_checkpoint(path, Files())
+    assert checkpoint.host is not None
+    names = [name for name, entry in checkpoint.manifest.files.items() if entry.is_tensor_file]
+    files = {name: [(folder / name).read_bytes() for folder in (path, whole)] for name in names}
+    for block in blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.held):
+        found, expected = files[block.place.file]
+        for start, _, length in block.packed.spans(block.lo, block.hi):
+            at = block.place.offset + start
+            if found[at : at + length] != expected[at : at + length]:
+                return [f"{path} differs from the unbroken run's in {block.place.spec.name}"]
+    return []

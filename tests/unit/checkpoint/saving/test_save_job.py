@@ -1,0 +1,145 @@
+"""Saves of two hosts with a folder of their own each, one of which does not hear the decision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import all_ranks
+from tests.unit.checkpoint.commit.test_protocol import contents
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commit.attempt import Attempt
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.file_exchange import FileExchange
+from trainer.checkpoint.commit.hosts import Hosts
+from trainer.checkpoint.format.host_file import attempt_of
+from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.checkpoint.saving.save_job import LocalSaves
+from trainer.checkpoint.storage.files import Files
+from trainer.errors import CheckpointError, LaunchError
+
+HOSTS = Hosts(("a", "b"), ((0,), (1,)))
+
+
+class Deaf(StoreChannel):
+    """A channel whose rank 1 loses the decision on a save, by the number of the attempt, after it was given."""
+
+    deaf_to = ""
+
+    def clone(self, timeout_s: float | None = None) -> StoreChannel:
+        found = Deaf(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s or self.timeout_s)
+        found.deaf_to = self.deaf_to
+        return found
+
+    def read(self, key: str, *, sender: str = "a peer") -> bytes:
+        found = super().read(key, sender=sender)
+        if self.rank == 1 and self.deaf_to and key == f"save/{self.deaf_to}/decision":
+            raise LaunchError("No message from rank 0")
+        return found
+
+
+class NoCopies:
+    """Copies nothing. Implements `Copying`."""
+
+    pinned = ()
+
+    def status(self) -> bytes:
+        return b""
+
+    def decide(self, statuses: object) -> bytes:
+        return b""
+
+    def committed(self, attempt: Attempt, order: bytes) -> None:
+        return
+
+
+class CountingFiles(Files):
+    """Files that count the folders removed."""
+
+    def __init__(self) -> None:
+        self.removed: list[str] = []
+
+    def remove_tree(self, path: Path) -> None:
+        self.removed.append(path.name)
+        super().remove_tree(path)
+
+
+def saver(
+    channel: StoreChannel, root: Path, nonce: str, *, deaf_to: str = "", files: Files | None = None
+) -> Checkpointer:
+    """Return the started saver of a rank, which is a host of its own."""
+    channel = Deaf(channel._source, channel.rank, world_size=2, timeout_s=10.0)
+    channel.deaf_to = deaf_to
+    policy = SavePolicy(root / str(channel.rank), retention=Retention(1), commit_timeout_s=10.0)
+    local = LocalSaves(FileExchange(), NoCopies())
+    found = Checkpointer(policy, channel, nonce=nonce, hosts=HOSTS, local=local, files=files)
+    found.start()
+    return found
+
+
+def test_a_prepared_folder_in_doubt_stays_until_it_is_completed(tmp_path: Path) -> None:
+    def call(channel: StoreChannel) -> list[bool]:
+        checkpointer = saver(channel, tmp_path, "n", deaf_to="n-2")
+        failed = []
+        # The run ends with a save of the iteration that rank 0 has committed, and the other host has not.
+        for iteration in (1, 2, 2):
+            report = checkpointer.save(iteration, contents(channel.rank, iteration))
+            failed.append(report is not None and report.error is not None)
+        checkpointer.close()
+        return failed
+
+    assert all_ranks(2, call) == [[False, False, False], [False, True, True]]
+    assert attempt_of(tmp_path / "1/.iter_0000002.n-2.partial") == "n-2"
+
+    def start(channel: StoreChannel) -> None:
+        saver(channel, tmp_path, "m").close()
+
+    all_ranks(2, start)
+    assert [attempt_of(tmp_path / f"{host}/iter_0000002") for host in (0, 1)] == ["n-2", "n-2"]
+    for host in (0, 1):
+        left = [path.name for path in (tmp_path / str(host)).iterdir() if path.name.startswith(".")]
+        assert left == []
+
+
+def test_the_next_commit_removes_what_was_in_doubt(tmp_path: Path) -> None:
+    def call(channel: StoreChannel) -> None:
+        checkpointer = saver(channel, tmp_path, "n", deaf_to="n-2")
+        for iteration in (1, 2, 3):
+            checkpointer.save(iteration, contents(channel.rank, iteration))
+        checkpointer.close()
+
+    all_ranks(2, call)
+    for host in (0, 1):
+        assert [path.name for path in (tmp_path / str(host)).iterdir() if path.is_dir()] == ["iter_0000003"]
+
+
+def test_a_save_costs_no_more_than_the_one_before(tmp_path: Path) -> None:
+    def call(channel: StoreChannel) -> list[int]:
+        files, counts = CountingFiles(), list[int]()
+        checkpointer = saver(channel, tmp_path, "n", files=files)
+        for iteration in range(1, 6):
+            files.removed.clear()
+            checkpointer.save(iteration, contents(channel.rank, iteration))
+            counts.append(len(files.removed))
+        checkpointer.close()
+        return counts
+
+    for counts in all_ranks(2, call):
+        assert len(set(counts[1:])) == 1
+
+
+def test_files_count_as_sent_only_once_all_have_them() -> None:
+    sender, taker = FileExchange(), FileExchange()
+    first, second = {"a": b"1", "b": b"2"}, {"a": b"3", "b": b"2"}
+    assert taker.unpack(sender.pack(first)) == first
+    sender.delivered(was_taken=True)
+    message = sender.pack(second)
+    assert taker.unpack(message) == second
+    # Nobody learns whether all have it; the next message has all files again.
+    assert taker.unpack(sender.pack(first)) == first
+    sender.delivered(was_taken=True)
+    assert b"12" not in sender.pack(first)
+    sender.delivered(was_taken=True)
+    with pytest.raises(CheckpointError, match="has not arrived at this host"):
+        FileExchange().unpack(sender.pack(second))
