@@ -39,6 +39,9 @@ class PieceBlock:
     hi: int
     digest: str
 
+    def __str__(self) -> str:
+        return f"{self.place.file}, tensor {self.place.spec.name}, bytes [{self.lo}, {self.hi}) of a piece"
+
 
 def blocks_of(checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers) -> Iterator[PieceBlock]:
     """Yield the blocks of these pieces in the order of the files, the same on every host."""
@@ -114,8 +117,16 @@ class PieceWriter:
         name = block.place.spec.name
         if digest_of(data.data) != block.digest:
             self._damaged.add((name, block.number))
-            self.damage.append(f"{block.place.file}, tensor {name}, bytes [{block.lo}, {block.hi}) of a piece")
+            self.damage.append(str(block))
             return
+        self.write_checked(block, data)
+
+    def write_checked(self, block: PieceBlock, data: Bytes) -> None:
+        """Write a block whose digest was found to be right.
+
+        Raises:
+            OSError: if the disk fails.
+        """
         descriptor = self._descriptor(block.place.file)
         for shape, start, at in block.packed.boxes(block.lo, block.hi):
             part = data[at - block.lo : at - block.lo + int(np.prod(shape))].reshape(shape)
@@ -127,8 +138,7 @@ class PieceWriter:
         Raises:
             OSError: if the disk fails.
         """
-        for descriptor in self._open.values():
-            self._files.sync(descriptor)
+        self.sync()
         good = {
             name: tuple(number for number in members if (name, number) not in self._damaged)
             for name, members in pieces.items()
@@ -138,6 +148,15 @@ class PieceWriter:
         held = union([known.held, good])
         replace_file(self._files, self._checkpoint.path / HOST, replace(known, held=held).to_bytes())
         return {name: members for name, members in good.items() if members}
+
+    def sync(self) -> None:
+        """Make durable all that was written.
+
+        Raises:
+            OSError: if the disk fails.
+        """
+        for descriptor in self._open.values():
+            self._files.sync(descriptor)
 
     def close(self) -> None:
         """Close the files."""
@@ -152,8 +171,7 @@ class PieceWriter:
 
     def _limit_open(self) -> None:
         if len(self._open) >= MOST_OPEN:
-            for descriptor in self._open.values():
-                self._files.sync(descriptor)
+            self.sync()
             self.close()
 
     def _cover(self, descriptor: int, start: int, strides: tuple[int, ...], data: Bytes) -> None:
