@@ -258,8 +258,9 @@ def load_from(run: Run, origin: Origin) -> None:
         with_local=origin.with_local,
     )
     checkpoint = restored.checkpoint
-    for saver in run.savers:
-        saver.loaded(restored)
+    run.checkpointer.loaded(restored)
+    if run.local is not None:
+        run.local.loaded(restored)
     if restored.loaded_from and run.cluster.rank == 0:
         seconds = time.perf_counter() - start
         _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")

@@ -23,7 +23,7 @@ from scripts.bench.ranks import run_ranks
 from scripts.bench.rounds import Rounds, run_rounds
 from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
 from scripts.bench.targets import BenchTarget
-from scripts.bench.training import growth_over_saves, save_back_to_back, train_with_saves
+from scripts.bench.training import growth_over_saves, save_back_to_back, train_with_saves_into
 from scripts.bench.ways import own_ways
 from trainer.commands.arguments import local_path
 from trainer.launch import process_group as launch
@@ -74,7 +74,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> list[str]:
         found += targets.of_back_to_back(save_back_to_back(subject, folder / "saves", saves=options.rounds))
     if "training" in options.only:
         _say("training with a save of every iteration")
-        found += targets.of_training(train_with_saves(subject, folder / "training", rounds=options.rounds))
+        found += targets.of_training(train_with_saves_into(subject, folder / "training", rounds=options.rounds))
     total_gb = subject.total_bytes / 1e9
     del subject
     if "growth" in options.only:

@@ -31,31 +31,48 @@ class Trained:
     ratio: float
 
 
-def train_with_saves(subject: Subject, folder: Path, *, rounds: int) -> Trained:
-    """Train in turn without saving and with a save of every iteration."""
-    checkpointer = _checkpointer(folder)
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The samples of an iteration; each micro batch has `samples` of `seq_length` tokens."""
+
+    micro_batches: int = 1
+    samples: int = SAMPLES
+    seq_length: int = SEQ_LENGTH
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batches * self.samples * self.seq_length
+
+
+def train_with_saves(
+    subject: Subject, checkpointer: Checkpointer, *, rounds: int, first: int = 0, batch: Batch | None = None
+) -> Trained:
+    """Train in turn without saving and with a save of every iteration, by a checkpointer that is started.
+
+    Args:
+        first: the iteration of the first save.
+    """
+    batch = batch or Batch()
     _begin(subject)
-    checkpointer.save(0, subject.contents(0))  # allocates the staging memory
-    _iterate(subject)
+    checkpointer.save(first, subject.contents(first))  # allocates the staging memory
+    _iterate(subject, batch)
     checkpointer.wait()
-    quiet, saving, iteration = [], [], 0
+    quiet, saving, iteration = [], [], first
     for _ in range(rounds):
-        quiet.append(statistics.median(_iterate(subject) for _ in range(_BLOCK)))
+        quiet.append(statistics.median(_iterate(subject, batch) for _ in range(_BLOCK)))
         iteration += 1
         checkpointer.save(iteration, subject.contents(iteration))
         times = []
         for _ in range(_BLOCK):
             iteration += 1
             start = time.perf_counter()
-            _iterate(subject)
+            _iterate(subject, batch)
             checkpointer.save(iteration, subject.contents(iteration))
             times.append(time.perf_counter() - start)
         saving.append(statistics.median(times))
         checkpointer.wait()
     for report in checkpointer.reports():
         proven(report)
-    checkpointer.close()
-    shutil.rmtree(folder)
     ratio = statistics.median(s / q for s, q in zip(saving, quiet, strict=True))
     return Trained(statistics.median(quiet), statistics.median(saving), ratio)
 
@@ -103,6 +120,15 @@ def growth_over_saves(subject: Subject, folder: Path, *, saves: int) -> int:
     return grown
 
 
+def train_with_saves_into(subject: Subject, folder: Path, *, rounds: int) -> Trained:
+    """Measure `train_with_saves` into a folder, which is removed."""
+    checkpointer = _checkpointer(folder)
+    found = train_with_saves(subject, checkpointer, rounds=rounds)
+    checkpointer.close()
+    shutil.rmtree(folder)
+    return found
+
+
 def _checkpointer(folder: Path) -> Checkpointer:
     policy = SavePolicy(folder, retention=Retention(1), async_save=True)
     checkpointer = Checkpointer(policy, single_rank_channel(), nonce="bench")
@@ -119,11 +145,13 @@ def _begin(subject: Subject) -> None:
             tensor.local.detach().zero_()
 
 
-def _iterate(subject: Subject) -> float:
+def _iterate(subject: Subject, batch: Batch) -> float:
     """Run one iteration on random samples; return the seconds it took."""
-    samples = torch.randint(0, subject.config.model.vocab_size, (SAMPLES, SEQ_LENGTH + 1))
+    shape = (batch.samples, batch.seq_length + 1)
+    samples = [torch.randint(0, subject.config.model.vocab_size, shape) for _ in range(batch.micro_batches)]
+    keys = list(range(1, batch.micro_batches + 1))
     start = time.perf_counter()
     train_step(
-        subject.state, [samples], keys=[1], lr=1e-4, clip_grad=1.0, context=subject.context, cluster=subject.cluster
+        subject.state, samples, keys=keys, lr=1e-4, clip_grad=1.0, context=subject.context, cluster=subject.cluster
     )
     return time.perf_counter() - start

@@ -10,6 +10,7 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.file_exchange import FileExchange
 from trainer.checkpoint.commit.hosts import find_hosts
+from trainer.checkpoint.loading.restorer import Restored
 from trainer.checkpoint.local.copies import Copies
 from trainer.checkpoint.local.host_folders import HostFolders
 from trainer.checkpoint.policy import Retention, SavePolicy
@@ -100,10 +101,21 @@ class LocalCheckpointer:
         self.folders.survey()
         self._copies.found(self.folders.copied(self._count))
 
+    def loaded(self, restored: Restored) -> None:
+        """Take note of the checkpoint that the run goes on from."""
+        self.saver.loaded(restored)
+        if self.folders.owns(restored.checkpoint.path):
+            self._copies.loaded(restored.checkpoint.iteration)
+
     def await_copies(self) -> None:
         """Wait a while for the copies that are under way, so that the next checkpoint is copied too."""
         self.saver.wait()
         self._copies.wait(_COPIES_S)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return how many bytes this rank has sent to other hosts."""
+        return self._copies.sent_bytes
 
     def close(self) -> None:
         """Wait for the save and the copies that are under way, and let go of the locks."""

@@ -48,12 +48,21 @@ class Copies:
         self._copied: set[int] = set()  # iterations of which this host has all copies
         self._safe: int | None = None  # the newest that every host has all copies of
         self._current: int | None = None
+        self._loaded: int | None = None
         self.sent_bytes = 0
 
     @property
     def pinned(self) -> Collection[int]:
-        """Return the iterations that must stay: the newest that is copied everywhere, and the one being copied."""
-        return {number for number in (self._safe, self._current) if number is not None}
+        """Return the iterations that must stay: the newest that is copied everywhere, and the one being copied.
+
+        Until one is, that is the one that was loaded.
+        """
+        safe = self._loaded if self._safe is None else self._safe
+        return {number for number in (safe, self._current) if number is not None}
+
+    def loaded(self, iteration: int) -> None:
+        """Take note of the iteration that the run goes on from, if there are copies to replace it."""
+        self._loaded = iteration if self._count else None
 
     def found(self, iterations: Collection[int]) -> None:
         """Take note of iterations whose copies this host has from earlier."""

@@ -139,6 +139,9 @@ class SaveJob:
             pinned = {*self.pinned, attempt.iteration, *(() if local is None else local.copying.pinned)}
             expired, _ = decide_expired(attempt.folder, self.retention, pinned=pinned)
             delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock)
+            if local is not None:  # the memory or the small disk of a host holds what a restart needs, and no more
+                for path in attempt.folder.superseded():
+                    self._remove(path)
 
     def write(self, partial: Path) -> Written:
         """Write this rank's part, and make sure that it lies in the folder of its host's leader."""

@@ -22,6 +22,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_TRACKER_BYTES = 64
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _ANY_ITERATION = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
+_SUPERSEDED = "iter_*.superseded-"
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\..*\.(partial|deleting)")
 _MARK = re.compile(r"\.shared\..+\.mark")
 _PARTIAL = re.compile(r"\.iter_(\d{7,})\.(.*)\.partial")
@@ -106,6 +107,11 @@ class CheckpointFolder:
             return int(read_regular(self.root / TRACKER, limit_bytes=_MOST_TRACKER_BYTES))
         except (OSError, ValueError):
             return None
+
+    def superseded(self) -> list[Path]:
+        """Return the folders of iterations that another branch of the run has overtaken."""
+        names = sorted(self.root.glob(f"{_SUPERSEDED}*"))
+        return [path for path in names if is_iteration_name(path.name) and iteration_of(path) is None]
 
     def partials(self) -> list[tuple[int, str]]:
         """Return the iteration and the attempt of each partial folder."""
