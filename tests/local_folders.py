@@ -34,7 +34,8 @@ def contents(rank: int, iteration: int) -> Contents:
         for spec in SPECS
     }
     live = tuple(COLUMNS.live(rank, SPECS, values))
-    return Contents(tuple(SPECS), live, {}, {STATE: {"format": FORMAT, "iteration": iteration}})
+    documents = {STATE: {"format": FORMAT, "iteration": iteration}, "config.json": {"model_type": "gpt2"}}
+    return Contents(tuple(SPECS), live, {}, documents)
 
 
 def save_on_two_hosts(folder: Path, *iterations: int, copies: int = 0) -> list[Path]:

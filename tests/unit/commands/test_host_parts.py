@@ -23,6 +23,7 @@ def rows(capsys: pytest.CaptureFixture[str]) -> Any:
 @pytest.mark.parametrize("command", ["ls", "verify"])
 def test_a_part_is_named_and_not_damaged(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = save_on_two_hosts(tmp_path, 2)
+    assert [path.name for path in (a / NAME).glob("config.json*")] == ["config.json.part"]  # not for transformers
     assert main([command, str(a), "--json"]) == FINE
     (row,) = rows(capsys)
     assert (row.get("valid") or row["result"]).startswith("a part")
@@ -43,12 +44,13 @@ def test_a_part_is_named_and_not_damaged(tmp_path: Path, command: str, capsys: p
 
 
 def test_a_folder_with_all_copies_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a, _ = save_on_two_hosts(tmp_path, 2, copies=1)
+    a, b = save_on_two_hosts(tmp_path, 2, copies=1)
     for command, field, expected in (("ls", "valid", "yes"), ("verify", "result", "whole")):
         assert main([command, str(a), "--json"]) == FINE
         (row,) = rows(capsys)
         assert row[field] == expected
         assert row["held"].startswith("100 % of 2 hosts: ")
+    assert [path.name for host in (a, b) for path in (host / NAME).glob("config.json*")] == ["config.json"] * 2
 
 
 def test_damage_in_one_of_two_copies_leaves_the_hosts_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

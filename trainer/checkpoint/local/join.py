@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.checkpoint.format import json_file
+from trainer.checkpoint.format import host_file, json_file
 from trainer.checkpoint.format.host_file import HostFile
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, digest_of
 from trainer.checkpoint.format.names import HOST, MANIFEST
@@ -177,7 +177,7 @@ def _make_files(first: Checkpoint, partial: Path, files: Files) -> None:
     """Write the JSON files, and tensor files of full size that hold nothing but their headers."""
     files.make_folder(partial)
     for name, entry in first.manifest.files.items():
-        source, target = first.path / name, partial / name
+        source, target = host_file.path_of(first.path, name), partial / name
         files.make_folder(target.parent)
         if entry.is_tensor_file:
             with open_tensor_file(files, source) as file:

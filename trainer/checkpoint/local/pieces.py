@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.atomic import replace_file
 from trainer.checkpoint.format.box import Image
-from trainer.checkpoint.format.host_file import PieceNumbers, union
+from trainer.checkpoint.format.host_file import PieceNumbers, path_of, union
 from trainer.checkpoint.format.layout import Place
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, digest_of
 from trainer.checkpoint.format.names import HOST
@@ -146,8 +146,20 @@ class PieceWriter:
         known = self._checkpoint.host
         assert known is not None
         held = union([known.held, good])
-        replace_file(self._files, self._checkpoint.path / HOST, replace(known, held=held).to_bytes())
+        noted = replace(known, held=held)
+        replace_file(self._files, self._checkpoint.path / HOST, noted.to_bytes())
+        if noted.is_whole:
+            self._show_names()
         return {name: members for name, members in good.items() if members}
+
+    def _show_names(self) -> None:
+        """Give the files of a folder that has become whole the names that other programs know."""
+        folder = self._checkpoint.path
+        for name in self._checkpoint.manifest.files:
+            path = path_of(folder, name)
+            if path != folder / name:
+                self._files.rename(path, folder / name)
+                self._files.sync_folder(folder)
 
     def sync(self) -> None:
         """Make durable all that was written.
