@@ -147,9 +147,9 @@ class PieceWriter:
         assert known is not None
         held = union([known.held, good])
         noted = replace(known, held=held)
-        replace_file(self._files, self._checkpoint.path / HOST, noted.to_bytes())
         if noted.is_whole:
             self._show_names()
+        replace_file(self._files, self._checkpoint.path / HOST, noted.to_bytes())
         return {name: members for name, members in good.items() if members}
 
     def _show_names(self) -> None:
