@@ -5,7 +5,7 @@ from __future__ import annotations
 from models.config import ModelConfig
 from models.families import parameter_count
 from models.families import problems as model_problems
-from trainer.config.schema import CheckpointSection, Config, OptimizerSection, topology_of
+from trainer.config.schema import CheckpointSection, Config, LocalSection, OptimizerSection, topology_of
 from trainer.config.values import number_problems, path_problems
 from trainer.data.section import DataKind
 from trainer.data.section import problems as data_problems
@@ -43,13 +43,18 @@ def validate(config: Config, world_size: int) -> None:
 
 
 def unused_keys(config: Config) -> list[str]:
-    """Return a line that names the keys of saving that are set although `checkpoint.save` is null."""
-    section, defaults = config.checkpoint, CheckpointSection()
-    if section.save is not None:
-        return []
-    keys = [name for name in _OF_SAVING if getattr(section, name) != getattr(defaults, name)]
-    named = ", ".join(f"checkpoint.{name}={getattr(section, name)}" for name in keys)
-    return [f"checkpoint.save is null, so these keys are not used: {named}"] if keys else []
+    """Return lines that name the keys of saving that are set although their folder is null."""
+    section, local = config.checkpoint, config.checkpoint.local
+    lines = []
+    for table, defaults, prefix, folder, names in (
+        (section, CheckpointSection(), "checkpoint", "save", _OF_SAVING),
+        (local, LocalSection(), "checkpoint.local", "dir", _OF_LOCAL),
+    ):
+        keys = [name for name in names if getattr(table, name) != getattr(defaults, name)]
+        if keys and getattr(table, folder) is None:
+            named = ", ".join(f"{prefix}.{name}={getattr(table, name)}" for name in keys)
+            lines.append(f"{prefix}.{folder} is null, so these keys are not used: {named}")
+    return lines
 
 
 def loose_threads(config: Config) -> list[str]:
@@ -213,6 +218,9 @@ _OF_SAVING = (
     "check_replicas",
     "exit_on_save_failure",
 )
+
+
+_OF_LOCAL = ("save_interval", "keep", "copies", "flush_on_exit")
 
 
 def _checkpoint_problems(config: Config) -> list[str]:

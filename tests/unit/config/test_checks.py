@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from models.config import Family, ModelConfig
-from trainer.config.checks import validate
+from trainer.config.checks import unused_keys, validate
 from trainer.config.schema import CheckpointSection, Config, Dtype
 from trainer.data.section import DataKind
 from trainer.errors import ConfigError
@@ -88,6 +88,24 @@ def test_settings_that_contradict_each_other_are_refused(changes: list[tuple[str
         setattr(getattr(broken, section), key, value)
     with pytest.raises(ConfigError, match=words):
         validate(broken, 1)
+
+
+@pytest.mark.parametrize(("key", "value"), [("save_interval", -1), ("keep", 0), ("copies", -1), ("dir", "c")])
+def test_an_impossible_value_of_local_checkpoints_is_named(key: str, value: object) -> None:
+    broken = config()
+    broken.checkpoint.save = "c"
+    setattr(broken.checkpoint.local, key, value)
+    with pytest.raises(ConfigError, match=rf"checkpoint\.local\.{key}={value}"):
+        validate(broken, 1)
+
+
+def test_keys_of_local_checkpoints_without_a_folder_are_named() -> None:
+    found = config()
+    found.checkpoint.local.copies = 2
+    (line,) = unused_keys(found)
+    assert line == "checkpoint.local.dir is null, so these keys are not used: checkpoint.local.copies=2"
+    found.checkpoint.local.dir = "d"
+    assert unused_keys(found) == []
 
 
 def test_the_global_batch_must_divide_over_the_ranks() -> None:

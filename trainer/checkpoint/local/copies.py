@@ -67,7 +67,7 @@ class Copies:
     def found(self, iterations: Collection[int]) -> None:
         """Take note of iterations whose copies this host has from earlier."""
         with self._lock:
-            self._copied.update(iterations)
+            self._copied.update(iterations if self._count else ())
 
     def status(self) -> bytes:
         """Return what rank 0 needs to know of this host."""
