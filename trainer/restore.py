@@ -67,8 +67,9 @@ def restore(run: Run) -> bool:
         load_from(run, origin)
     _rebind(run)
     began_at = run.state.progress.iteration if origin is not None else -1
-    for saver in run.savers:
-        saver.rewind(began_at)
+    run.checkpointer.rewind(began_at)
+    if run.local is not None:
+        run.local.rewind(began_at)
     if _is_directed(run.config.checkpoint):
         _note_beginning(run, began_at)
     return origin is not None and not origin.goes_on and run.config.checkpoint.load != "auto"

@@ -107,6 +107,11 @@ class LocalCheckpointer:
         if self.folders.owns(restored.checkpoint.path):
             self._copies.loaded(restored.checkpoint.iteration)
 
+    def rewind(self, iteration: int) -> None:
+        """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way."""
+        self._copies.rewound(iteration)
+        self.saver.rewind(iteration)
+
     def await_copies(self) -> None:
         """Wait a while for the copies that are under way, so that the next checkpoint is copied too."""
         self.saver.wait()
@@ -122,7 +127,3 @@ class LocalCheckpointer:
         self.saver.wait()
         self._copies.close()
         self.saver.close()
-
-    def abandon(self) -> None:
-        """Let go of the locks: this process is about to end with an error."""
-        self.saver.abandon()

@@ -173,10 +173,16 @@ class Restorer:
         return str(self._local.complete(path, wanted))
 
     def _heal(self, path: Path, error: TrainerError) -> bool:
-        """Return whether hosts gave up damaged pieces of a local checkpoint, which others may have."""
-        if isinstance(error, (LaunchError, MismatchError, UnreadableError)) or self._local is None:
+        """Return whether hosts gave up damaged pieces of a local checkpoint, which others may have.
+
+        Each rank has an error of its own kind; rank 0's decides, so that all make the same calls.
+        """
+        if self._local is None or not self._local.owns(path):
             return False
-        return self._local.owns(path) and self._local.heal(path)
+        may_heal = not isinstance(error, (LaunchError, MismatchError, UnreadableError))
+        if not self._channel.broadcast(self._key("heal"), b"+" if may_heal else b""):
+            return False
+        return self._local.heal(path)
 
     def _verify(self, checkpoint: Checkpoint) -> None:
         rank, world_size = self._channel.rank, self._channel.world_size

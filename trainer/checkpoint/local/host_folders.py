@@ -23,7 +23,8 @@ from trainer.checkpoint.local.pieces import bytes_of
 from trainer.checkpoint.local.survey import Candidate, Transfer, assign, candidates, describe
 from trainer.checkpoint.storage.files import cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder
-from trainer.errors import CheckpointError, TrainerError
+from trainer.checkpoint.storage.shared_folder import on_this_host
+from trainer.errors import CheckpointError, TrainerError, UnreadableError
 
 _log = logging.getLogger(__name__)
 
@@ -166,16 +167,28 @@ class HostFolders:
         moves, from_shared = json.loads(self._channel.broadcast(self._key("plan"), plan))
         if moves or any(from_shared):
             transfers = [Transfer(source, target, _tuples(pieces)) for source, target, pieces in moves]
+            problem = None
+            try:
+                if self._leads:
+                    arriving = [transfer.pieces for transfer in transfers if transfer.target == self._host]
+                    self._require_room(path, bytes_of(checkpoint, places, union([*arriving, from_shared[self._host]])))
+            except TrainerError as error:
+                problem = error
+            self._agree(problem)
             try:
                 if self._leads:
                     self._fetcher.run(checkpoint, places, transfers, _tuples(from_shared[self._host]), self._in_shared)
             except OSError as error:
-                fix = "Make room on this host, or name another folder with checkpoint.local.dir."
-                problem = cannot_write(path, error, what="The folder of local checkpoints", fix=fix)
+                problem = _not_completed(path, error.strerror)
             except TrainerError as error:
                 problem = error
             self._agree(problem)
         return report
+
+    def _require_room(self, path: Path, needed: int) -> None:
+        free = self.folder.files.free_bytes(path)
+        if free is not None and free < needed:
+            raise _not_completed(path, f"{free} B free", expected=f"{needed} B free")
 
     def heal(self, path: Path) -> bool:
         """Check a local checkpoint on every host and give up damaged pieces; return whether there are any."""
@@ -244,10 +257,12 @@ class HostFolders:
             if self._leads and self._host in lacking:
                 self._make_skeleton(path, candidate, FileExchange().unpack(self._channel.read(key)))
         except OSError as error:
-            problem = cannot_write(path, error, what="The folder of local checkpoints")
+            problem = _not_completed(path, error.strerror)
         except TrainerError as error:
             problem = error
         self._agree(problem)
+        if self._leads and self._host == source:
+            self._channel.delete([key])
 
     def _make_skeleton(self, path: Path, candidate: Candidate, found: Mapping[str, bytes]) -> None:
         files, name = self.folder.files, f"{self._nonce}-fetch"
@@ -312,6 +327,17 @@ class HostFolders:
         """Return a key that was not used before."""
         self._messages += 1
         return f"local/{self._nonce}/{self._messages}/{kind}"
+
+
+def _not_completed(path: Path, found: str | None, *, expected: str | None = None) -> UnreadableError:
+    """Return the error of a host that cannot take the pieces it lacks: it says nothing of the checkpoint."""
+    return UnreadableError(
+        "A local checkpoint cannot be completed on this host",
+        where=on_this_host(path),
+        expected=expected,
+        found=found,
+        fix="Nothing is lost. Make room on this host, or name another folder with checkpoint.local.dir.",
+    )
 
 
 _SIZES = "sizes"
