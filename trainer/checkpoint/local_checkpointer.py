@@ -99,7 +99,7 @@ class LocalCheckpointer:
         """
         self.saver.start()
         self.folders.survey()
-        self._copies.found(self.folders.copied(self._count))
+        self._copies.found(self.folders.copied(self._count) if self._count else [])
 
     def loaded(self, restored: Restored) -> None:
         """Take note of the checkpoint that the run goes on from."""

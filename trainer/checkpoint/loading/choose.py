@@ -84,8 +84,10 @@ class LocalFolders(Protocol):
     def owns(self, path: Path) -> bool:
         """Return whether a path is that of a local checkpoint."""
 
-    def complete(self, path: Path, wanted: Callable[[Checkpoint], PieceNumbers]) -> object:
-        """Have on every host the pieces that its ranks want. Collective."""
+    def complete(
+        self, path: Path, check: Callable[[Checkpoint], None], wanted: Callable[[Checkpoint], PieceNumbers]
+    ) -> object:
+        """Have on every host the pieces that its ranks want, after rank 0's check. Collective."""
 
     def heal(self, path: Path) -> bool:
         """Give up damaged pieces on every host; return whether there are any. Collective."""

@@ -96,7 +96,7 @@ class Restorer:
         chooser = Chooser(source, self._files, check, patience=self._patience, local=local)
         damage: TrainerError | None = None
         while True:
-            path, digest, loaded_from = self._pick(chooser, damage, live)
+            path, digest, loaded_from = self._pick(chooser, damage, check, live)
             problem: TrainerError | None = None
             try:
                 if self._channel.rank:
@@ -131,7 +131,11 @@ class Restorer:
         replicas.check_replicas(live, self._channel, self._key("replicas"))
 
     def _pick(
-        self, chooser: Chooser, damage: TrainerError | None, live: Callable[[Checkpoint], Sequence[LiveTensor]]
+        self,
+        chooser: Chooser,
+        damage: TrainerError | None,
+        check: Callable[[Checkpoint], None],
+        live: Callable[[Checkpoint], Sequence[LiveTensor]],
     ) -> tuple[Path, str, str]:
         """Return on every rank the next candidate, its digest and, if it is local, where its bytes came from.
 
@@ -159,18 +163,23 @@ class Restorer:
                 return path, digest, loaded_from if is_local else ""
             damage = None
             try:
-                loaded_from = self._complete(path, live)
+                loaded_from = self._complete(path, check, live)
             except TrainerError as error:
                 loaded_from, damage = "", None if self._heal(path, error) else error
 
-    def _complete(self, path: Path, live: Callable[[Checkpoint], Sequence[LiveTensor]]) -> str:
+    def _complete(
+        self,
+        path: Path,
+        check: Callable[[Checkpoint], None],
+        live: Callable[[Checkpoint], Sequence[LiveTensor]],
+    ) -> str:
         """Have on every host what its ranks read of a local checkpoint, and return where it came from."""
         assert self._local is not None
 
         def wanted(checkpoint: Checkpoint) -> PieceNumbers:
             return touched_pieces(checkpoint, read_places(checkpoint), live(checkpoint))
 
-        return str(self._local.complete(path, wanted))
+        return str(self._local.complete(path, check, wanted))
 
     def _heal(self, path: Path, error: TrainerError) -> bool:
         """Return whether hosts gave up damaged pieces of a local checkpoint, which others may have.
