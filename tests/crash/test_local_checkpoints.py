@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,11 +46,18 @@ class Fleet:
         path.mkdir(exist_ok=True)
         return path
 
-    def train(self, disks: Sequence[int], overrides: Sequence[str], *, ranks_per_host: int = 1) -> Ended:
-        """Run the trainer on a host for each of these disks."""
+    def train(
+        self,
+        disks: Sequence[int],
+        overrides: Sequence[str],
+        *,
+        ranks_per_host: int = 1,
+        function: Callable[[list[str]], None] = run_trainer,
+    ) -> Ended:
+        """Run the trainer, or `function` in its place, on a host for each of these disks."""
         self._launches += 1
         mounts = {host: [Mount(self.mount, self.disk(disk))] for host, disk in enumerate(disks)}
-        function = on_hosts(run_trainer, mounts, ranks_per_host=ranks_per_host)
+        function = on_hosts(function, mounts, ranks_per_host=ranks_per_host)
         arguments = [f"run.dir={self.run}", f"checkpoint.local.dir={self.mount}", *BASE, *overrides]
         folder, ranks = self._folder / f"launch{self._launches}", len(disks) * ranks_per_host
         return call_on_ranks(function, arguments, folder=folder, ranks=ranks)
@@ -227,6 +234,26 @@ def test_hosts_that_are_killed_and_swapped_resume(fleet: Fleet, tmp_path: Path) 
     again = fleet.train([1, 0], [*ZERO3, *EACH])
     assert again.ok, again.text
     assert re.search("loaded iteration [23]:", again.outputs[0])
+    assert curve(fleet.run) == curve(whole)
+
+
+def train_on_a_full_disk(arguments: list[str]) -> None:
+    """Run the trainer; rank 1's disk says that it is full."""
+    if os.environ["RANK"] == "1":
+        Files.free_bytes = lambda *_: 10  # type: ignore[method-assign, assignment]
+    run_trainer(arguments)
+
+
+def test_a_full_disk_at_a_fetch_costs_no_checkpoint(fleet: Fleet, tmp_path: Path) -> None:
+    whole = prepare(fleet, tmp_path, ZERO3, copies=0)
+    ended = fleet.train([1, 0], [*ZERO3, *LOCAL], function=train_on_a_full_disk)
+    assert ended.statuses == (1, 1), ended.text
+    for output in ended.outputs:
+        assert "A local checkpoint cannot be completed on this host (host host1, " in output
+        assert "B free, found 10 B free" in output
+    again = fleet.train([1, 0], [*ZERO3, *LOCAL])
+    assert again.ok, again.text
+    assert "loaded iteration 4:" in again.outputs[0]
     assert curve(fleet.run) == curve(whole)
 
 

@@ -143,8 +143,12 @@ def _from_table(table: Mapping[str, Any]) -> HostFile:
     return HostFile(str(table["attempt"]), str(table["manifest_xxh3_64"]), host, hosts, writers, held)
 
 
-def _numbers(found: Iterable[object], *, most: int) -> tuple[int, ...]:
-    return tuple(integer(number, most=most) for number in found)
+def _numbers(found: Iterable[int], *, most: int) -> tuple[int, ...]:
+    """Return numbers from 0 to `most`; a large checkpoint has millions of them, so they are checked together."""
+    numbers = tuple(found)
+    if numbers and not ({type(number) for number in numbers} == {int} and 0 <= min(numbers) <= max(numbers) <= most):
+        raise ValueError(f"numbers from 0 to {most} are expected")
+    return numbers
 
 
 def writers_of(
