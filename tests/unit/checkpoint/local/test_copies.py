@@ -188,7 +188,7 @@ def test_flipped_bytes_in_flight_are_not_held(
 
 
 @pytest.mark.usefixtures("on_loopback")
-def test_a_link_that_breaks_in_a_copy_is_replaced_by_the_next_save(
+def test_a_link_that_breaks_in_a_copy_is_opened_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reset(*_: object) -> None:
