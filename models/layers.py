@@ -4,19 +4,16 @@ Parameters are uninitialized float32 master weights. Each module casts them to t
 wrapper such as FSDP has cast them already.
 """
 
-from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils.checkpoint import checkpoint
 
 _MASK64 = (1 << 64) - 1
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_uncompiled = cast(Callable[[_Function], _Function], torch.compiler.disable)
 
 
 class Site(IntEnum):
@@ -77,13 +74,18 @@ class Dropout(nn.Module):
         """Seed the generator for the caller's next mask and return its drop probability, 0 without a key."""
         if key is None or self.p == 0:
             return 0.0
-        self._seed(key, device)
+        if torch.compiler.is_compiling():
+            self._seed_outside_graph(key, device)
+        else:
+            self._seed(key, device)
         return self.p
 
-    @_uncompiled
     def _seed(self, key: int, device: torch.device) -> None:
-        # Site and layer are read outside the compiled graph, so that one graph serves every layer.
         seed_site(key, self.site, layer=self.layer, shard=self.shard, device=device)
+
+    # Site and layer are read outside the compiled graph, so that one graph serves every layer. torch.compiler.disable
+    # would import torch._dynamo here, 0.8 s of every start, and this does at its first call.
+    _seed_outside_graph = _disable_dynamo(_seed)
 
     def forward(self, x: Tensor, key: int | None) -> Tensor:
         """Drop elements of `x`, of any shape; without a key return `x` itself."""

@@ -6,8 +6,7 @@ forked later finds them full. No tensor is computed: autograd's threads would no
 
 import multiprocessing.synchronize  # noqa: F401
 
-import torch.distributed.fsdp
-import torch.distributed.tensor
+import torch.distributed.pipelining
 import torch.profiler
 import torch.utils.tensorboard  # noqa: F401
 
@@ -17,6 +16,8 @@ import trainer.launch.process_group
 import trainer.launch.relaunch
 import trainer.launch.watchdog
 import trainer.loop
+import trainer.parallel.tensor
+import trainer.parallel.tree_reduce_scatter
 import trainer.restore
 
 trainer.__main__.compose(["model=gpt2_tiny", "train.train_iters=3", "optimizer.lr=0.001"])

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,11 +24,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.checks import loose_threads, unused_keys, validate
-from trainer.config.schema import Config
+from trainer.config.schema import Config, topology_of
 from trainer.config.values import path_problems
 from trainer.errors import ConfigError, LaunchError, TrainerError
 from trainer.launch import streams
 from trainer.launch.environment import Environment
+from trainer.launch.start_times import Phase, StartTimes, importing
 from trainer.memory_needs import require_host_memory, require_memory
 from trainer.metrics.progress_bar import line_handler
 
@@ -108,6 +110,9 @@ def run(raw: DictConfig, environment: Environment) -> None:
     require_host_memory(config, environment.world_size, environment.local_world_size)
     for line in [*unused_keys(config), *loose_threads(config)]:
         _log.info(line)
+    times = StartTimes.of_process()
+    _import_training(config, environment.world_size)
+    times.end(Phase.imports)
     from trainer.launch import process_group as launch
     from trainer.launch.signals import SignalHandler
     from trainer.launch.watchdog import Watchdog
@@ -120,8 +125,10 @@ def run(raw: DictConfig, environment: Environment) -> None:
     watchdog = Watchdog(cluster.channel.clone(timeout_s), timeout_s, store_host=cluster.store_host)
     signals.start()
     watchdog.start()
+    if environment.is_torchrun and not cluster.launch.is_restarted:
+        times.add_torchrun()
     try:
-        _train(config, resolved, cluster, signals)
+        _train(config, resolved, cluster, signals, times)
         launch.final_barrier(cluster)
     except BaseException as error:
         signals.leave_within(_LEAVE_WITHIN_S, 1)
@@ -132,6 +139,16 @@ def run(raw: DictConfig, environment: Environment) -> None:
     watchdog.stop()
     launch.destroy(cluster)
     signals.stop()
+
+
+def _import_training(config: Config, world_size: int) -> None:
+    """Import all that a run needs, before the ranks join."""
+    with importing():
+        for name in ("trainer.launch.watchdog", "trainer.restore", "trainer.loop"):
+            import_module(name)
+        from trainer.parallel.imports import import_axes
+
+        import_axes(topology_of(config, world_size), zero_stage=config.parallel.zero_stage)
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -246,7 +263,7 @@ def _one_line(text: str) -> str:
     return " ".join(line for line in lines if line and not line.startswith(_LEFT_OUT))
 
 
-def _train(config: Config, resolved: str, cluster: Cluster, signals: SignalHandler) -> None:
+def _train(config: Config, resolved: str, cluster: Cluster, signals: SignalHandler, times: StartTimes) -> None:
     import torch
 
     from trainer.build import build
@@ -256,10 +273,12 @@ def _train(config: Config, resolved: str, cluster: Cluster, signals: SignalHandl
     is_same = expected == resolved
     problem = None if is_same else ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
     cluster.channel.agree("config", problem)
+    times.end(Phase.rendezvous)
     if cluster.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(cluster.device).total_memory
         require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=str(cluster.device))
-    built = build(config, cluster, signals)
+    built = build(config, cluster, signals, times)
+    times.end(Phase.build)
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     with hold_run_folder(Path(config.run.dir), checkpoints, cluster.channel, cluster.nonce):
         _train_built(built, resolved)
@@ -279,6 +298,7 @@ def _train_built(built: Run, resolved: str) -> None:
                 owes_evaluation=progress.owes_evaluation,
                 began_elsewhere=began_elsewhere,
             )
+        built.start_times.end(Phase.load)
         train(built)
     except BaseException:
         if built.log is not None:

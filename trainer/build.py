@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from trainer.generate.during_training import Sampler
 from trainer.launch.control import ControlRules, RunControl
 from trainer.launch.process_group import Cluster, thread_count
 from trainer.launch.signals import SignalHandler
+from trainer.launch.start_times import Phase, StartTimes
 from trainer.metrics.run_log import RunLog, peak_flops
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
@@ -60,6 +61,7 @@ class Run:
     control: RunControl
     description: Json
     tokenizer: Mapping[str, bytes]
+    start_times: StartTimes = field(default_factory=StartTimes)
 
     @property
     def savers(self) -> list[Checkpointer]:
@@ -77,18 +79,24 @@ class Run:
         return self.checkpointer if self.is_shared or self.local is None else self.local.saver
 
 
-def build(config: Config, cluster: Cluster, signals: SignalHandler | None = None) -> Run:
+def build(
+    config: Config, cluster: Cluster, signals: SignalHandler | None = None, times: StartTimes | None = None
+) -> Run:
     """Build a run. Collective.
 
     Args:
         signals: the signal handler; None for none.
+        times: of this start, to which `data` is added and which the caller ends with `build`; None begins now.
 
     Raises:
         TrainerError: if the data does not match the model, or another job writes to the run's folder.
     """
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
+    times = times or StartTimes()
+    times.end(Phase.build)
     data = open_data(config, cluster)
+    times.end(Phase.data)
     train, valid = _build_loaders(config, cluster, topology, data)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
@@ -126,6 +134,7 @@ def build(config: Config, cluster: Cluster, signals: SignalHandler | None = None
         control=_build_control(config, cluster, signals),
         description=description,
         tokenizer=_read_tokenizer(config, cluster),
+        start_times=times,
     )
 
 

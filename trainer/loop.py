@@ -43,7 +43,9 @@ def train(run: Run) -> None:
     run.control.begin()
     if state.progress.owes_evaluation:
         _evaluate(run)
-    while state.progress.iteration < settings.train_iters and not state.progress.owes_evaluation:
+    if run.log is not None and _goes_on(run):
+        run.log.started(run.start_times)
+    while _goes_on(run):
         flags = _train_and_record(run, slowdown)
         iteration = state.progress.iteration
         if settings.check_replicas_interval and iteration % settings.check_replicas_interval == 0:
@@ -83,6 +85,11 @@ def _save_at_end(run: Run, slowdown: Slowdown) -> None:
     error = (run.main_saver if flushes else savers[0]).results.last_error
     if error is not None:
         raise error
+
+
+def _goes_on(run: Run) -> bool:
+    progress = run.state.progress
+    return progress.iteration < run.config.train.train_iters and not progress.owes_evaluation
 
 
 def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:

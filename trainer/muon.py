@@ -18,7 +18,7 @@ from models.config import ModelConfig
 from models.families import block_matrices
 from trainer.checkpoint.tensors.live import Grid, is_dtensor, local_of, parameter_names, placed_box, with_memory
 from trainer.config.schema import OptimizerSection
-from trainer.optim import AdamSettings, build_adamw, zeros_for
+from trainer.optim import AdamSettings, EagerOptimizer, build_adamw, zeros_for
 from trainer.optimizers import group_options
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al.: the steepest slope at zero
@@ -46,7 +46,7 @@ def muon(
     return optimizer
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(EagerOptimizer):
     """Steps a group of matrices by their orthogonalized momentum, and the groups of `adamw` by that.
 
     A parameter that is cut over ranks is gathered for its update, and every rank keeps its own part of it: all compute

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def build_adamw(
     for parameter, name in names.items():
         # A fused step takes either plain tensors or DTensors.
         groups.setdefault((name not in settings.no_decay, is_dtensor(parameter)), []).append((name, parameter))
-    kind = InvariantAdamW if is_invariant else torch.optim.AdamW
+    kind = InvariantAdamW if is_invariant else EagerAdamW
     optimizer = kind(
         [
             {"params": members, "weight_decay": settings.weight_decay if decays else 0.0}
@@ -128,7 +129,24 @@ def build_adamw(
     return optimizer
 
 
-class InvariantAdamW(torch.optim.AdamW):
+class EagerOptimizer(torch.optim.Optimizer):
+    """An optimizer that is not part of a compiled graph.
+
+    torch wraps methods of its optimizers for graphs, and the wrappers import torch._dynamo at their first call, 0.8 s
+    of a start. These are the methods without them.
+    """
+
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class EagerAdamW(EagerOptimizer, torch.optim.AdamW):
+    """torch's AdamW, which is not part of a compiled graph."""
+
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+
+
+class InvariantAdamW(EagerAdamW):
     """A fused AdamW whose step has the same bits for an element wherever a shard begins and ends.
 
     On a CPU torch's fused kernel updates vectors of elements, and the rest of a tensor one by one with other roundings

@@ -17,12 +17,12 @@ from models.layers import token_loss
 from models.network import Model
 from trainer.checkpoint.format.box import cut
 from trainer.checkpoint.format.layout import TensorKind
-from trainer.checkpoint.tensors.live import Grid, local_of
+from trainer.checkpoint.tensors.live import Grid, local_of, with_memory
 from trainer.checkpoint.tensors.memory import memory_of
 from trainer.config.schema import Config, Dtype, lanes_of, reduces_lanes_over_ranks
 from trainer.errors import CheckpointError
 from trainer.launch.process_group import Cluster
-from trainer.parallel import data, pipeline, tensor
+from trainer.parallel import data, pipeline
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.invariant import LocalLanes, ShardedLanes
 from trainer.parallel.mesh import stage_grid
@@ -57,6 +57,8 @@ def build_stage(
         model = build_model(config.model, stage=stage, compute_dtype=dtype)
     model.activation_checkpointing = config.train.activation_checkpointing
     if mesh is not None and topology.tp > 1:
+        from trainer.parallel import tensor
+
         tensor.shard(model, mesh["tp"], sequence_parallel=topology.sp)
         model.tie_weights()
     blocks = list(model.blocks.values())
@@ -67,11 +69,16 @@ def build_stage(
         block_dtype, rest_dtype = gathered_dtypes(config, topology)
         zero_stage = config.parallel.zero_stage
         data.shard(model, blocks, mesh["dp"], zero_stage=zero_stage, compute_dtype=block_dtype, rest_dtype=rest_dtype)
-    model.to_empty(device=device)
+    # Like `to_empty`, whose `empty_like` of a meta tensor imports sympy: 0.3 s of a start.
+    model._apply(lambda like: with_memory(like, _empty(local_of(like), device)))  # type: ignore[no-untyped-call]
     model.tie_weights()
     for parameter in model.parameters():
         local_of(parameter).zero_()
     return model
+
+
+def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
 def gathered_dtypes(config: Config, topology: Topology) -> tuple[torch.dtype, torch.dtype]:
@@ -139,12 +146,16 @@ def _build_reduction(
 def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     if mesh is None:
         return token_loss
+    from trainer.parallel import tensor
+
     return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
 
 
 def _gather_logits(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor], torch.Tensor]:
     if mesh is None:
         return lambda logits: logits
+    from trainer.parallel import tensor
+
     return functools.partial(tensor.gather_logits, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
 
 

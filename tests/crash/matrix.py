@@ -280,8 +280,9 @@ def _tensors(checkpoint: Path) -> Tensors:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the records of a run, a torn one among them, without the mark of the first iteration after a resume."""
-    return [re.sub(r', ?"resumed": ?true', "", line) for line in path.read_text().splitlines()]
+    """Return the records of a run, a torn one among them, without the marks of the first iteration after a start."""
+    marks = r', ?"resumed": ?true|, ?"start": ?\{[^}]*\}'
+    return [re.sub(marks, "", line) for line in path.read_text().splitlines()]
 
 
 def sample(cases: Sequence[tuple[int, int, str]], count: int) -> list[tuple[int, int, str]]:

@@ -70,6 +70,7 @@ def test_hosts_without_a_shared_checkpoint_folder_do_not_start(tmp_path: Path, h
     for output in ended.outputs:
         assert f"{UNSEEN} (host host1, {checkpoints})" in output
         assert "found No such file or directory. Nothing was saved. Mount the same file system" in output
+        assert "checkpoint.local.dir=FOLDER, on a disk of each host's own, and checkpoint.save=null" in output
     assert "step     1/" not in ended.text
     # The lock is let go of, and the file by which it was found out is gone.
     assert all_files(checkpoints) == {"lock": b""}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,6 +69,10 @@ def variables(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
 
 
+def records(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the run on two ranks."""
@@ -91,7 +97,10 @@ def test_plain_python_trains_and_resumes_from_any_folder(tmp_path: Path) -> None
         with started([*command, f"train.train_iters={iterations}"], tmp_path) as process:
             text, _ = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, text
+        (line,) = re.findall(r"started in .*", text)
+        assert re.sub(r"\d+\.\d", "_", line) == ("started in _ s: imports _, rendezvous _, data _, build _, load _")
     assert "iteration 3 from" in text
+    assert [record["iteration"] for record in records(tmp_path / "runs/plain") if "start" in record] == [1, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
     run = tmp_path / "runs/plain"
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.yaml", "lock", "metrics.jsonl"]

@@ -1,13 +1,15 @@
-"""Reading and checking a configuration waits for no library that only training needs."""
+"""Checking a configuration waits for no library that only training needs, and a run for none that others need."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests import ROOT
+from tests.harness import TINY
 
 HEAVY = {"torch", "numpy", "tokenizers", "xxhash", "tensorboard", "matplotlib", "transformers", "safetensors"}
 
@@ -39,6 +41,45 @@ def test_a_configuration_needs_no_heavy_library(command: tuple[str, ...]) -> Non
 def test_a_command_without_tensors_starts_without_torch(words: str) -> None:
     imported = imports_of("-m", "trainer.commands.main", *words.split())
     assert {name.split(".")[0] for name in imported} & HEAVY == set()
+
+
+# Each takes 0.2 s or more, and is for other runs: compiled ones, those of several ranks, those of a text tokenizer.
+OF_OTHER_RUNS = {
+    "matplotlib",
+    "sympy",
+    "tensorboard",
+    "tokenizers",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "transformers",
+}
+
+
+_TRAIN = """
+import sys
+from trainer.__main__ import main
+
+main(sys.argv[1:])
+print(*sys.modules)
+"""
+
+
+def test_a_run_on_one_rank_imports_nothing_of_other_runs(tmp_path: Path) -> None:
+    overrides = [
+        *TINY,
+        "model.dropout=0.1",
+        "parallel.invariant_ranks=2",
+        "train.exit_interval=1",
+        f"run.dir={tmp_path}",
+    ]
+    command = [sys.executable, "-c", _TRAIN, "model=gpt2_tiny", *overrides]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    imported = set(ended.stdout.splitlines()[-1].split())
+    assert "trainer.loop" in imported
+    assert imported & OF_OTHER_RUNS == set()
 
 
 def imports_of(*command: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""List, show, verify, compare and delete checkpoints: `reprise checkpoint ls|show|verify|diff|prune`.
+"""List, show, verify, compare, join and delete checkpoints: `reprise checkpoint ls|show|verify|diff|gather|prune`.
 
 Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged or differs, 2 when
 the command cannot be carried out: a file that cannot be read now is not damaged.
@@ -14,12 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
+from trainer.checkpoint.format.host_file import HostFile
 from trainer.checkpoint.format.layout import DTYPE_NAMES
-from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.format.names import HOST, MANIFEST
 from trainer.checkpoint.loading.choose import LoadSource, committed_in, no_folder
 from trainer.checkpoint.loading.difference import state_differences, tensor_differences
 from trainer.checkpoint.loading.reader import (
@@ -32,18 +32,25 @@ from trainer.checkpoint.loading.reader import (
 from trainer.checkpoint.loading.verify import verify_share
 from trainer.checkpoint.policy import Retention
 from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import HOLD, CheckpointFolder, is_iteration_name, iteration_of, kind_of
+from trainer.checkpoint.storage.folder import (
+    HOLD,
+    CheckpointFolder,
+    is_iteration_name,
+    iteration_of,
+    kind_of,
+    named_iteration,
+)
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.commands.arguments import natural, positive
+from trainer.commands.gather import add_arguments, gather
+from trainer.commands.host_parts import PART, WHOLE, describe_held, held_bytes, pieces_by_host, together, without_damage
+from trainer.commands.rows import WIDEST, Row, flat, print_rows, without_columns
 from trainer.errors import CheckpointError, TrainerError, UnreadableError
 from trainer.json_value import dumps
-from trainer.text_table import format_table
 
 FINE, BAD, IMPOSSIBLE = 0, 1, 2
-WIDEST = 60  # of a list in a table
 _UNKNOWN = "not known"  # of a checkpoint that cannot be read now
 _SIZES = ("world_size", "dp", "tp", "pp", "vpp", "zero_stage")  # of a topology, all of them integers
-Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,13 +71,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def list_run(options: argparse.Namespace) -> int:
-    """List the checkpoints of a run, without reading their tensors."""
-    folder = _folder(options.run)
-    rows = [_summary(path) for path in _iterations(folder)]
-    if not rows:
-        raise CheckpointError("A folder holds no checkpoint", where=folder, expected="an iter_ folder")
-    _print(options, rows)
-    return _status(row["valid"] for row in rows)
+    """List the checkpoints of runs, without reading their tensors."""
+    rows, parts = list[Row](), list[tuple[int, HostFile]]()
+    for run in options.runs:
+        folder = _folder(run)
+        found = [_summary(path) for path in _iterations(folder)]
+        if not found:
+            raise CheckpointError("A folder holds no checkpoint", where=folder, expected="an iter_ folder")
+        where = {"folder": str(folder)} if len(options.runs) > 1 else {}
+        rows += [where | row for row, _ in found]
+        parts += [(part.iteration, part.host) for _, part in found if part is not None and part.host is not None]
+    return _report(options, rows, parts, given=options.runs)
+
+
+def _report(
+    options: argparse.Namespace, rows: list[Row], parts: Sequence[tuple[int, HostFile]], *, given: Sequence[Path]
+) -> int:
+    """Print rows, with whether the parts are whole together if several folders are given; return the exit status."""
+    known = together(parts) if len(given) > 1 else {}
+    if not any(row["held"] for row in rows):
+        rows = without_columns(rows, "held")
+    if options.json and known:
+        rows = [{**row, "together": known.get(row["iteration"])} for row in rows]
+    print_rows(rows, as_json=options.json)
+    for iteration, text in () if options.json else sorted(known.items()):
+        print(f"iteration {iteration}: {text}")
+    status = _status(str(row["valid"] if "valid" in row else row["result"]) for row in rows)
+    return BAD if known and WHOLE not in known.values() and status == FINE else status
 
 
 def show(options: argparse.Namespace) -> int:
@@ -89,41 +116,61 @@ def show(options: argparse.Namespace) -> int:
     ]
     files = [{"file": name, "bytes": entry.total_bytes} for name, entry in checkpoint.manifest.files.items()]
     aliases = dict(checkpoint.manifest.aliases)
+    hosts, held = pieces_by_host(checkpoint), describe_held(checkpoint)
     if options.json:
-        print(dumps({"state": checkpoint.state, "files": files, "tensors": tensors, "aliases": aliases}))
+        document = {"state": checkpoint.state, "files": files, "tensors": tensors, "aliases": aliases}
+        print(dumps({**document, "hosts": hosts, "held": held} if hosts else document))
         return FINE
     print(f"{checkpoint.path}\n")
-    _print(options, [{"field": name, "value": value} for name, value in _flat(checkpoint.state)])
+    if hosts:
+        print(f"The folder of one host, {held}\n")
+        print_rows(hosts, as_json=False)
+        print()
+    print_rows([{"field": name, "value": value} for name, value in flat(checkpoint.state)], as_json=options.json)
     print()
-    _print(options, files)
+    print_rows(files, as_json=options.json)
     print()
-    _print(options, tensors)
+    print_rows(tensors, as_json=options.json)
     for alias, stored in aliases.items():
         print(f"{alias} is {stored}")
     return FINE
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check every byte of checkpoints against their digests."""
-    rows = []
+    """Check every byte of checkpoints against their digests; of the folder of one host, the pieces that it holds."""
+    rows, parts = list[Row](), list[tuple[int, HostFile]]()
     for path, is_named in [(path, path == given) for given in options.checkpoints for path in _all(given)]:
-        row: Row = {"checkpoint": path.name, "bytes": None, "result": "whole"}  # None until they have been read
+        row: Row = {"folder": str(path.parent), "checkpoint": path.name, "iteration": named_iteration(path.name)}
+        row |= {"bytes": None, "result": "whole", "held": ""}  # None until they have been read
         try:
             if not is_named:
                 _refuse_link(path)
             checkpoint = open_checkpoint(path, Files())
-            places = read_places(checkpoint)
-            total = sum(place.spec.total_bytes for place in places.values())
-            with tqdm(total=total, desc=path.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-                row["bytes"] = verify_share(checkpoint, places, rank=0, world_size=1, progress=bar.update)
-            _refuse_misleading(checkpoint)
+            row |= {"iteration": checkpoint.iteration, "held": describe_held(checkpoint)}
+            host = checkpoint.host
+            try:
+                row["bytes"] = _verify_all(checkpoint)
+                _refuse_misleading(checkpoint)
+                row["result"] = "whole" if checkpoint.is_whole else f"{PART}: the pieces that it holds are whole"
+            except CheckpointError:
+                host = None if host is None or len(options.checkpoints) == 1 else without_damage(checkpoint)
+                raise
+            finally:
+                parts += [] if host is None else [(checkpoint.iteration, host)]
         except UnreadableError as error:
             row["result"] = f"{_UNKNOWN}: {error}"
         except TrainerError as error:
             row["result"] = str(error)
         rows.append(row)
-    _print(options, rows)
-    return _status(row["result"] for row in rows)
+    if not parts or len(options.checkpoints) == 1:
+        rows = without_columns(rows, "folder", "iteration")
+    return _report(options, rows, parts, given=options.checkpoints)
+
+
+def _verify_all(checkpoint: Checkpoint) -> int:
+    total = held_bytes(checkpoint)
+    with tqdm(total=total, desc=checkpoint.path.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        return verify_share(checkpoint, read_places(checkpoint), rank=0, world_size=1, progress=bar.update)
 
 
 def _refuse_link(path: Path) -> None:
@@ -164,9 +211,9 @@ def diff(options: argparse.Namespace) -> int:
         print(dumps({"equal_tensors": equal, "tensors": tensors, "state": state}))
     else:
         unequal = [row for row in tensors if options.all or row["found"] != "equal"]
-        _print(options, unequal)
+        print_rows(unequal, as_json=options.json)
         print(f"{equal} of {len(tensors)} tensors are equal, bit for bit")
-        _print(options, state)
+        print_rows(state, as_json=options.json)
     return FINE if equal == len(tensors) and not state else BAD
 
 
@@ -183,7 +230,14 @@ def prune(options: argparse.Namespace) -> int:
         expired = retention.expired(committed, pinned=folder.held(committed))
         kept = set(committed) - set(expired)
         if expired and not any(_is_valid(folder.iteration(iteration)) for iteration in kept):
-            raise CheckpointError("None of the checkpoints that would stay is whole", where=folder.root, found=kept)
+            raise CheckpointError(
+                "None of the checkpoints that would stay is whole",
+                where=folder.root,
+                found=sorted(kept),
+                fix="The folder of one host holds parts; its run deletes by checkpoint.local.keep."
+                if any((folder.iteration(iteration) / HOST).exists() for iteration in kept)
+                else None,
+            )
         rows = [
             {"iteration": number, "bytes": _bytes(folder.iteration(number)), "deleted": not options.dry_run}
             for number in expired
@@ -195,7 +249,7 @@ def prune(options: argparse.Namespace) -> int:
     finally:
         if lock is not None:
             lock.release()
-    _print(options, rows)
+    print_rows(rows, as_json=options.json)
     if not options.json:
         print(f"{len(expired)} {'would be' if options.dry_run else 'were'} deleted, {len(kept)} stay")
     return FINE
@@ -211,7 +265,8 @@ def _parser() -> argparse.ArgumentParser:
         found.set_defaults(call=call)
         return found
 
-    command("ls", list_run).add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
+    listed = "runs' folders, or their checkpoints', or the folders of hosts"
+    command("ls", list_run).add_argument("runs", type=Path, nargs="+", metavar="RUN", help=listed)
     one = "an iter_ folder, or a run for its newest"
     command("show", show).add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=one)
     command("verify", verify).add_argument(
@@ -221,6 +276,7 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument("a", type=Path, metavar="A", help=one)
     compared.add_argument("b", type=Path, metavar="B", help=one)
     compared.add_argument("--all", action="store_true", help="list equal tensors too")
+    add_arguments(command("gather", gather))
     pruned = command("prune", prune)
     pruned.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its checkpoints'")
     pruned.add_argument("--keep", type=positive, required=True, metavar="K", help="how many of the newest stay")
@@ -262,12 +318,13 @@ def _all(path: Path) -> list[Path]:
     return found
 
 
-def _summary(path: Path) -> Row:
-    """Return the row of a checkpoint, from its JSON files, headers and first blocks."""
+def _summary(path: Path) -> tuple[Row, Checkpoint | None]:
+    """Return the row of a checkpoint, from its JSON files, headers and first blocks; None if it cannot be opened."""
+    checkpoint: Checkpoint | None = None
     row: Row = {"checkpoint": path.name, "iteration": iteration_of(path), "bytes": _bytes(path)}
     row["age"] = time.time() - _written_at(path)
     row["topology"], row["loss"] = "", None
-    misleading: list[str] = []
+    misleading, held = list[str](), ""
     try:
         _refuse_link(path)
         checkpoint = open_checkpoint(path, Files())
@@ -275,18 +332,18 @@ def _summary(path: Path) -> Row:
         row |= {"iteration": checkpoint.iteration, "topology": _topology(checkpoint)}
         row["loss"] = checkpoint.state.get("valid_loss")
         misleading = [f"{name} does not belong to it" for name in misleading_files(checkpoint)]
-        row["valid"] = "yes"
+        row["valid"], held = ("yes" if checkpoint.is_whole else PART), describe_held(checkpoint)
     except UnreadableError as error:
         row["valid"] = f"{_UNKNOWN}: {error}"
     except TrainerError as error:
         row["valid"] = f"no: {error}"
     row["notes"] = ", ".join([*_notes(path), *misleading])
-    return row
+    return {**row, "held": held}, checkpoint
 
 
 def _status(findings: Iterable[str]) -> int:
     """Return the exit status: damage takes precedence over unreadable checkpoints."""
-    found = set(findings) - {"yes", "whole"}
+    found = {finding for finding in findings if not finding.startswith(("yes", "whole", PART))}
     if not found:
         return FINE
     return IMPOSSIBLE if all(finding.startswith(_UNKNOWN) for finding in found) else BAD
@@ -299,7 +356,7 @@ def _notes(path: Path) -> list[str]:
 
 
 def _is_valid(path: Path) -> bool:
-    return bool(_summary(path)["valid"] == "yes")
+    return bool(_summary(path)[0]["valid"] == "yes")
 
 
 def _topology(checkpoint: Checkpoint) -> str:
@@ -320,6 +377,8 @@ def _short(value: object) -> str:
 
 
 def _bytes(path: Path) -> int:
+    if (path / HOST).exists():  # most of its files may be holes
+        return Files().allocated_bytes(path)
     files = () if path.is_symlink() else path.rglob("*")
     return sum(file.lstat().st_size for file in files if file.is_file())
 
@@ -328,43 +387,6 @@ def _written_at(path: Path) -> float:
     """Return the time a checkpoint was written, in Unix time. Not the folder's time: a `hold` file changes that."""
     manifest = path / MANIFEST
     return (manifest if manifest.exists() else path).lstat().st_mtime
-
-
-def _age(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-def _flat(table: Row, path: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in table.items():
-        found += _flat(value, f"{path}{key}.") if isinstance(value, dict) and value else [(f"{path}{key}", value)]
-    return found
-
-
-def _print(options: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Print rows of equal columns as JSON or as a table."""
-    if options.json:
-        print(dumps(rows))
-        return
-    if not rows:
-        return
-    cells = [list(rows[0]), *([_cell(name, value) for name, value in row.items()] for row in rows)]
-    print("\n".join(format_table(cells, align="<")))
-
-
-def _cell(name: str, value: object) -> str:
-    if name == "bytes" and isinstance(value, int):
-        return f"{value / 1e6:,.3f} MB" if value >= 1000 else f"{value} B"
-    if name == "age" and isinstance(value, float):
-        return _age(value)
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, list) and len(str(value)) > WIDEST:
-        return f"{len(value)} entries, --json shows them"
-    return "" if value is None else str(value)
 
 
 if __name__ == "__main__":

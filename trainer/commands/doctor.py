@@ -1,5 +1,6 @@
 """Check whether this machine and a folder can train and save a run, and how fast: `reprise doctor [FOLDER]`.
 
+Under torchrun it looks at every host, one after the other, and checks that all of them see one folder; rank 0 prints.
 Exit status: 0 when a run can train and save here, 1 when it cannot, with the reason.
 """
 
@@ -8,29 +9,39 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import json
 import os
 import platform
 import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from trainer.checkpoint.commit.hosts import Hosts, find_hosts
 from trainer.checkpoint.saving.column_sharing import SharedMemory
 from trainer.checkpoint.storage.files import Files, describe_free_space
+from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
+from trainer.checkpoint.storage.shared_folder import WAY_OUT, why_unseen
 from trainer.checkpoint.tensors.arena import map_memory
 from trainer.commands.arguments import local_path
 from trainer.errors import TrainerError
+from trainer.launch import process_group
+from trainer.launch.environment import Environment
+from trainer.launch.process_group import Cluster
 
 FINE, WORSE, BAD = "ok", "slower", "MISSING"
 _SPEED_BYTES = 256 << 20
 _ROOM_BYTES = 1 << 30
+_JOIN_S = 120.0
+_LOOKS_S = 24 * 3600.0  # most time for the looks of all hosts, one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +58,105 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="reprise doctor", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folder", nargs="?", type=local_path, default=Path(), help="where runs would be saved (here)")
     options = parser.parse_args(arguments)
+    try:
+        if Environment.read(os.environ).world_size > 1:
+            return _on_all_hosts(options.folder)
+    except TrainerError as error:
+        print(f"reprise doctor: {error}", file=sys.stderr)
+        return 1
+    return _print(chain(machine(), folder(options.folder)))
+
+
+def _print(findings: Iterable[Finding]) -> int:
+    """Print a line for each finding as it comes, and return the exit status."""
     status = 0
-    for finding in [*machine(), *folder(options.folder)]:
+    for finding in findings:
         print(f"{finding.verdict:8} {finding.what:28} {finding.found}", flush=True)
         status = 1 if finding.verdict == BAD else status
     return status
+
+
+def _on_all_hosts(path: Path) -> int:
+    """Look at every host of a launch, and return the exit status. A call of all ranks.
+
+    Raises:
+        TrainerError: if the ranks do not join, or one of them ends.
+    """
+    cluster = process_group.start("cpu", deterministic=False, timeout_s=_JOIN_S)
+    hosts = find_hosts(cluster.channel, cluster.local_ranks, "doctor")
+    status = _look_by_turns(path, cluster, hosts)
+    shared = one_folder(path, cluster, hosts)
+    if cluster.rank == 0:
+        joined = Finding("ranks join", FINE, f"{cluster.world_size} on {_count(len(hosts.names), 'host')}")
+        print("all hosts", flush=True)
+        status |= _print([joined, shared])
+    status = int(cluster.channel.broadcast("doctor/status", b"%d" % status))
+    process_group.shutdown(cluster)
+    return status
+
+
+def _look_by_turns(path: Path, cluster: Cluster, hosts: Hosts) -> int:
+    """Let the first rank of each host look, one at a time so that none slows another down, and rank 0 print."""
+    channel, status = cluster.channel.clone(_LOOKS_S), 0
+    for number, leader in enumerate(hosts.leaders):
+        key = f"doctor/{leader}"
+        if cluster.rank == 0 and leader != 0:
+            channel.put(f"{key}/turn", b"+")
+        if cluster.rank == leader:
+            if leader != 0:
+                channel.take(f"{key}/turn", sender="rank 0")
+            looks = [*machine(), *folder(path)]
+            channel.put(f"{key}/found", json.dumps([astuple(look) for look in looks]).encode())
+        if cluster.rank == 0:
+            found = json.loads(channel.take(f"{key}/found", sender=f"rank {leader}"))
+            print(_describe(hosts, number, hosts.ranks[number]), flush=True)
+            status |= _print([Finding(*look) for look in found])
+    channel.broadcast("doctor/looked", b"+")
+    return status
+
+
+def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
+    """Look whether every rank sees the folder of rank 0, by the mark that a run leaves. A call of all ranks.
+
+    Returns:
+        The finding, on rank 0.
+    """
+    what, files, problem = "one folder for all hosts", Files(), ""
+    mark = CheckpointFolder(path, files).mark(cluster.nonce)
+    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
+    try:
+        if cluster.rank == 0:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                files.mark(mark)
+            except OSError as error:
+                problem = f"not known: {error.filename}: {error.strerror}"
+        problem = cluster.channel.broadcast("doctor/marked", problem.encode()).decode()
+        unseen = "" if problem or cluster.rank == 0 else why_unseen(mark, files)
+        reasons = [reason.decode() for reason in cluster.channel.gather("doctor/unseen", unseen.encode())]
+    finally:
+        if cluster.rank == 0:
+            with contextlib.suppress(OSError):  # a run sweeps it
+                files.remove_file(mark)
+            _remove(missing)
+    blind = [
+        f"{_describe(hosts, number, odd)}: {reasons[odd[0]]}"
+        for number, ranks in enumerate(hosts.ranks)
+        if (odd := [rank for rank in ranks if rank < len(reasons) and reasons[rank]])
+    ]
+    if problem or not blind:
+        return Finding(what, BAD if problem else FINE, problem or f"{_count(len(hosts.names), 'host')} and every rank")
+    fix = f"Mount the same file system at this path on every host. {WAY_OUT}"
+    return Finding(what, BAD, f"{mark.absolute()} of rank 0 is not seen by {'; '.join(blind)}. {fix}")
+
+
+def _describe(hosts: Hosts, number: int, ranks: Sequence[int]) -> str:
+    shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"host {hosts.names[number]} ({shown})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def machine() -> Iterator[Finding]:
@@ -93,9 +198,14 @@ def folder(path: Path) -> Iterator[Finding]:
     finally:
         if os.path.lexists(own):
             shutil.rmtree(own)
-        for made in missing:  # the innermost first; what somebody else put there meanwhile stays
-            with contextlib.suppress(OSError):
-                made.rmdir()
+        _remove(missing)
+
+
+def _remove(made: Sequence[Path]) -> None:
+    """Remove folders that were made, the innermost first; one that somebody else uses meanwhile stays."""
+    for folder in made:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _room_left(files: Files, error: OSError) -> str:

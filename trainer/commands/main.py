@@ -26,7 +26,7 @@ COMMANDS = {
     "doctor": Command(
         "trainer.commands.doctor", "check whether this machine and a folder can train and save, and how fast"
     ),
-    "checkpoint": Command("trainer.commands.checkpoint", "list, show, verify, compare and delete checkpoints"),
+    "checkpoint": Command("trainer.commands.checkpoint", "list, show, verify, compare, join and delete checkpoints"),
     "convert": Command("trainer.commands.convert", "import and export the checkpoints of other programs"),
     "generate": Command("trainer.commands.generate", "continue a text with a trained model"),
     "prepare-data": Command("trainer.commands.prepare_data", "make token files from texts"),

@@ -10,7 +10,12 @@ from trainer.errors import LaunchError
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The place of a rank in the launch, from torchrun's variables; a plain `python` is a world of one."""
+    """The place of a rank in the launch, from torchrun's variables; a plain `python` is a world of one.
+
+    Args:
+        has_agent_store: whether the ranks meet in the store of torchrun's agent.
+        is_torchrun: whether torchrun started this process.
+    """
 
     rank: int
     world_size: int
@@ -19,6 +24,7 @@ class Environment:
     address: str
     port: int
     has_agent_store: bool
+    is_torchrun: bool = False
 
     @property
     def store_host(self) -> str:
@@ -51,6 +57,7 @@ class Environment:
             variables.get("MASTER_ADDR", "localhost"),
             number["MASTER_PORT"],
             variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            "TORCHELASTIC_RUN_ID" in variables,
         )
 
     @property

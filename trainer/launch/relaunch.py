@@ -29,10 +29,12 @@ class Launch:
     Args:
         names: its names, which stay the same when its launcher restarts it; empty without such a launcher.
         earlier: those names under which this launch may have run before.
+        is_restarted: whether torchrun has restarted its workers.
     """
 
     names: tuple[str, ...] = ()
     earlier: tuple[str, ...] = ()
+    is_restarted: bool = False
 
 
 def identify(variables: Mapping[str, str], agent_store: Store | None) -> Launch:
@@ -49,20 +51,23 @@ def identify(variables: Mapping[str, str], agent_store: Store | None) -> Launch:
     Raises:
         DistError: if that store is gone.
     """
-    names, earlier = [], []
+    names, earlier, is_restarted = [], [], False
     run = variables.get("TORCHELASTIC_RUN_ID")
     if run is not None and agent_store is not None:
-        drawn = bytes(agent_store.compare_set(f"reprise/launch/{run}", "", secrets.token_hex(8))).decode()
+        mine = secrets.token_hex(8)
+        drawn = bytes(agent_store.compare_set(f"reprise/launch/{run}", "", mine)).decode()
+        is_restarted = drawn != mine
         names.append(f"torchrun/{run}/{drawn}")
         earlier.append(names[-1])
     elif run is not None:
         names.append(f"torchrun/{run}")
-        earlier += names if _count(variables, "TORCHELASTIC_RESTART_COUNT") else []
+        is_restarted = _count(variables, "TORCHELASTIC_RESTART_COUNT") > 0
+        earlier += names if is_restarted else []
     job = variables.get("SLURM_JOB_ID")
     if job is not None:
         names.append(f"slurm/{variables.get('SLURM_CLUSTER_NAME', '')}/{job}")
         earlier += names[-1:] if _count(variables, "SLURM_RESTART_COUNT") else []
-    return Launch(tuple(names), tuple(earlier))
+    return Launch(tuple(names), tuple(earlier), is_restarted)
 
 
 def _count(variables: Mapping[str, str], name: str) -> int:

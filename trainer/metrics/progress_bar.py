@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from tqdm import tqdm
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 _FORM = "{n_fmt}/{total_fmt} |{bar:30}| {desc} | eta {remaining}"
 
@@ -14,24 +15,29 @@ class RunBar:
     """The progress of a run's iterations; shows nothing if the stream is not a terminal."""
 
     def __init__(self, stream: TextIO, *, iteration: int, train_iters: int) -> None:
-        self._bar: tqdm[object] = tqdm(
-            total=train_iters,
-            initial=iteration,
-            file=stream,
-            disable=None,
-            leave=False,
-            dynamic_ncols=True,
-            bar_format=_FORM,
-        )
+        self._bar: tqdm[object] | None = None
+        if stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=train_iters,
+                initial=iteration,
+                file=stream,
+                leave=False,
+                dynamic_ncols=True,
+                bar_format=_FORM,
+            )
 
     def show(self, *, loss: float, tokens_per_second: float) -> None:
         """Advance by one iteration."""
-        self._bar.set_description_str(f"loss {loss:.4f} | {tokens_per_second:.0f} tok/s", refresh=False)
-        self._bar.update()
+        if self._bar is not None:
+            self._bar.set_description_str(f"loss {loss:.4f} | {tokens_per_second:.0f} tok/s", refresh=False)
+            self._bar.update()
 
     def close(self) -> None:
         """Remove the bar for good."""
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
 
 class _AboveBars:
@@ -41,6 +47,8 @@ class _AboveBars:
         self._stream = stream
 
     def write(self, text: str) -> None:
+        from tqdm import tqdm
+
         tqdm.write(text, file=self._stream, end="")
 
     def flush(self) -> None:

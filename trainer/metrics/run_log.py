@@ -16,6 +16,7 @@ from trainer.atomic import make_folders, replace_file
 from trainer.checkpoint.policy import SaveReport
 from trainer.checkpoint.storage.files import Files
 from trainer.launch.run_folder import run_folder_failed
+from trainer.launch.start_times import StartTimes
 from trainer.metrics.jsonl_file import JsonlFile, cut_after
 from trainer.metrics.progress_bar import RunBar
 from trainer.metrics.tensorboard_files import cut_events, put_before
@@ -122,7 +123,8 @@ class RunLog:
         self._writer: Any = None
         self._purge_step = 1
         self._has_lost_points = False
-        self._is_resumed = False  # until the first iteration after a resume is recorded
+        # Members of the next iteration's line: whether it is the first after a resume, and the seconds of the start.
+        self._first: dict[str, object] = {}
 
     def open(
         self, iteration: int, config: str, *, owes_evaluation: bool = False, began_elsewhere: bool = False
@@ -151,7 +153,7 @@ class RunLog:
         self._plot(lambda: cut_events(self._folder / _EVENTS, iteration, but=but), iteration)
         self._plot(lambda: put_before(self._folder / _EVENTS, int(time.time())), iteration)
         self._purge_step = iteration + 1
-        self._is_resumed = iteration > 0
+        self._first = {"resumed": True} if iteration > 0 else {}
         self._bar = RunBar(sys.stdout, iteration=iteration, train_iters=self._train_iters)
 
     def _report_gap(self, recorded: Set[int], iteration: int, *, first: int) -> None:
@@ -164,10 +166,15 @@ class RunLog:
                 f"last {lacks[-1]}: it was deleted or cut"
             )
 
+    def started(self, times: StartTimes) -> None:
+        """Log the seconds of the start, also with the next iteration."""
+        self._first["start"] = {phase: round(seconds, 3) for phase, seconds in times.seconds().items()}
+        _log.info(str(times))
+
     def iteration(self, record: IterationRecord) -> None:
         """Log one iteration."""
-        self._write(record.line() | ({"resumed": True} if self._is_resumed else {}))
-        self._is_resumed = False
+        self._write(record.line() | self._first)
+        self._first = {}
         self._scalars(record.iteration, record.curves())
         if self._bar is not None:
             self._bar.show(loss=record.loss, tokens_per_second=record.tokens_per_second)

@@ -13,7 +13,6 @@ from torch import nn
 from trainer.lanes import Lanes
 from trainer.parallel.pipeline import Pipeline
 from trainer.parallel.reduction import GradientReduction
-from trainer.parallel.tensor import loss_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,4 +52,6 @@ class ParallelContext:
         """Return the context in which a loss over sharded logits is computed and differentiated."""
         if not self.is_tensor_parallel:
             return contextlib.nullcontext()
+        from trainer.parallel.tensor import loss_parallel
+
         return loss_parallel()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainer.checkpoint.tensors.live import local_of
+from trainer.checkpoint.tensors.live import is_fsdp_module, local_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 # Gradients are reduced in buckets of this size, as DistributedDataParallel does by default.
 BUCKET_BYTES = 25 << 20
@@ -41,6 +43,8 @@ def shard(
     """
     if zero_stage == 0:
         return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     # Logits sharded over tensor-parallel ranks are a view. FSDP2 warns about in-place changes of views; none are made.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     reshard_after_forward = zero_stage == 3
@@ -55,13 +59,13 @@ def shard(
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     """Return the FSDP2 modules of a model."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [cast("FSDPModule", module) for module in model.modules() if is_fsdp_module(module)]
 
 
 def set_gradient_sync(model: nn.Module, *, is_on: bool) -> None:
     """Set whether the next backward pass of a sharded model reduces gradients over ranks."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_on)
+    if is_fsdp_module(model):
+        cast("FSDPModule", model).set_requires_gradient_sync(is_on)
 
 
 def buckets(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:

@@ -6,11 +6,8 @@ with the nearest ranks first. A rank sends as many bytes as in a ring's reduce-s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 
 def sum_scatter(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -55,23 +52,3 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, peer: int, group: dist
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-
-
-class TreeReduceScatter(ReduceScatter):
-    """The reduce-scatter of an FSDP2 module as a fixed tree, see `sum_scatter`."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for the input or the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Write this rank's chunk of the sum of `input_tensor` over the group into `output_tensor`."""
-        assert not async_op
-        output_tensor.copy_(sum_scatter(input_tensor, group))

@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from models.layers import OutputGradient
 from models.network import Model
-from trainer.checkpoint.tensors.live import local_of, with_memory
+from trainer.checkpoint.tensors.live import is_dtensor, local_of, with_memory
 from trainer.lanes import Lanes, PairwiseSum
 from trainer.parallel.data import buckets, set_gradient_sync, sharded_modules
-from trainer.parallel.halving import TreeReduceScatter, sum_all, sum_scatter
+from trainer.parallel.halving import sum_all, sum_scatter
 from trainer.parallel.pipeline import tied_parameters
 
 
@@ -36,6 +35,8 @@ class ShardedLanes:
     """
 
     def __init__(self, model: Model, parameters: Sequence[nn.Parameter], lanes: Lanes) -> None:
+        from trainer.parallel.tree_reduce_scatter import TreeReduceScatter
+
         self._model, self._parameters, self._lanes = model, parameters, lanes
         self._sum = PairwiseSum[list[torch.Tensor]](_add_all)
         for module in sharded_modules(model):
@@ -213,8 +214,8 @@ def _unsharded(model: Model) -> list[tuple[nn.Parameter, torch.Tensor]]:
 
 def _over_tensor_parallel(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the local gradient, summed over tensor-parallel ranks where each has it for its part of the input."""
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        return local_of(gradient.redistribute(placements=parameter.placements))
+    if is_dtensor(gradient) and is_dtensor(parameter):
+        return local_of(gradient.redistribute(placements=parameter.placements))  # type: ignore[attr-defined]
     return gradient
 
 

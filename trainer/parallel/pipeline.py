@@ -8,18 +8,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from models.config import Stage
 from models.families import aliases
 from models.network import Model
 from trainer.checkpoint.tensors.live import local_of
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 
 def divide_layers(n_layer: int, stages: int) -> list[range]:
@@ -79,6 +81,8 @@ class Pipeline:
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         takes_mean: bool = True,
     ) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
         pp, rank = mesh.size(), mesh.get_local_rank()
         stages = [
             PipelineStage(

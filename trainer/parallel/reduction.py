@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.network import Model
 from trainer.parallel.data import average_gradients, set_gradient_sync
 from trainer.parallel.pipeline import sum_tied_gradients
-from trainer.parallel.tensor import reduce_partial_gradients
 
 
 class GradientReduction(Protocol):
@@ -68,6 +67,8 @@ class MeanReduction:
     def finish(self) -> None:
         """See `GradientReduction`."""
         if self.is_tensor_parallel:
+            from trainer.parallel.tensor import reduce_partial_gradients
+
             for model in self.models:
                 reduce_partial_gradients(model)
         if self.data is not None and self.zero_stage == 0:

@@ -19,8 +19,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.fakes import iteration_record
 from trainer.checkpoint.policy import SaveReport
 from trainer.checkpoint.storage.files import Files
+from trainer.compare.read import read_curve
+from trainer.compare.speed import read_timing
 from trainer.errors import TrainerError
 from trainer.json_value import dumps
+from trainer.launch.start_times import Phase, StartTimes
 from trainer.metrics.jsonl_file import cut_after, last_recorded_iteration
 from trainer.metrics.run_log import RunLog, peak_flops
 
@@ -232,6 +235,28 @@ def test_the_first_iteration_after_a_resume_is_marked(tmp_path: Path) -> None:
     assert [(record["iteration"], record.get("resumed")) for record in records] == [
         (1, None), (2, None), (3, True), (4, None), (5, None),
     ]  # fmt: skip
+
+
+def test_the_seconds_of_a_start_are_with_its_first_iteration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for after, seconds in ((0, 2.0), (2, 0.5)):
+        log, now = run_log(tmp_path), [10.0 + seconds]
+        log.open(after, "")
+        times = StartTimes(10.0, clock=now.pop)
+        times.end(Phase.imports)
+        log.started(times)
+        for iteration in (after + 1, after + 2):
+            log.iteration(iteration_record(iteration))
+        log.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rest = {"rendezvous": 0.0, "data": 0.0, "build": 0.0, "load": 0.0}
+    assert [record.get("start") for record in records] == [
+        {"seconds": 2.0, "imports": 2.0, **rest}, None, {"seconds": 0.5, "imports": 0.5, **rest}, None,
+    ]  # fmt: skip
+    said = [message for message in caplog.messages if message.startswith("started")]
+    assert said[1:] == ["started in 0.5 s: imports 0.5, rendezvous 0.0, data 0.0, build 0.0, load 0.0"]
+    assert [point.iteration for point in read_curve(tmp_path).points] == [1, 2, 3, 4]
+    assert [timed.iteration for timed in read_timing(tmp_path).iterations] == [1, 2, 3, 4]
 
 
 def test_the_slowdown_beside_a_save_is_never_negative(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -60,7 +60,9 @@ def of_host(files: Mapping[str, bytes], host: int) -> dict[str, bytes]:
     found = dict(files)
     if HOST in found:
         known = host_file.from_bytes(found[HOST], where=HOST)
-        found[HOST] = replace(known, host=host, held=known.written_by(host)).to_bytes()
+        known = replace(known, host=host, held=known.written_by(host))
+        found[HOST] = known.to_bytes()
+        found = {host_file.stored_name(name, is_whole=known.is_whole): data for name, data in found.items()}
     return found
 
 

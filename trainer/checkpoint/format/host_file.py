@@ -7,6 +7,7 @@ the ranges of the listed pieces are there; every other range is a hole and must 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from trainer.json_value import integer
 from trainer.regular_file import read_regular
 
 FORMAT = "reprise-host/1"
+# A folder that lacks pieces has its model configuration under the second name: transformers refuses a folder without
+# the first one, and would read holes as zeros in a folder with it.
+_CONFIG, _CONFIG_OF_PART = "config.json", "config.json.part"
 _TAIL = ',"xxh3_64":"%s"}\n'
 
 # By tensor: numbers of pieces, in the order of `TensorEntry.pieces`. A tensor without any is absent.
@@ -77,6 +81,17 @@ class HostFile:
         }
         text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))[:-1].encode()
         return text + (_TAIL % digest_of(text)).encode()
+
+
+def stored_name(name: str, *, is_whole: bool) -> str:
+    """Return the name that a file of the manifest has in the folder of a host."""
+    return _CONFIG_OF_PART if name == _CONFIG and not is_whole else name
+
+
+def path_of(folder: Path, name: str) -> Path:
+    """Return the path of a file of the manifest in a folder, which may be that of a host."""
+    path, of_part = folder / name, folder / stored_name(name, is_whole=False)
+    return path if os.path.lexists(path) or not os.path.lexists(of_part) else of_part
 
 
 def from_bytes(data: bytes, *, where: object) -> HostFile:

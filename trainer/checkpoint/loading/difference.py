@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.checkpoint.format.host_file import missing
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import DTYPE_NAMES, Place
-from trainer.checkpoint.loading.reader import Checkpoint, open_tensor_file, read_places
+from trainer.checkpoint.loading.reader import Checkpoint, not_held, open_tensor_file, read_places
 
 ITEMS = 1 << 20  # compared at once
 
@@ -41,9 +42,13 @@ def tensor_differences(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifferenc
     """Compare all tensors of two checkpoints, sorted by name.
 
     Raises:
-        CheckpointError: for a damaged header or an unreadable file.
+        CheckpointError: for a damaged header, an unreadable file, or a piece that lies on another host.
     """
     ours, theirs = read_places(a), read_places(b)
+    for checkpoint in (a, b):
+        if checkpoint.host is not None:
+            for name, numbers in missing(checkpoint.host.writers, [checkpoint.host.held]).items():
+                raise not_held(checkpoint, read_places(checkpoint)[name], numbers[0])
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs or name not in ours:
             yield TensorDifference(name, "only in A" if name in ours else "only in B")

@@ -260,7 +260,7 @@ class HostFolders:
                 continue
             if (partial / member).parent != partial:
                 files.make_folder((partial / member).parent)
-            files.write_whole(partial / member, data)
+            files.write_whole(partial / host_file.stored_name(member, is_whole=False), data)
             if member in sizes:
                 descriptor = files.open_for_writing(partial / member)
                 try:
@@ -328,7 +328,7 @@ def _skeleton(checkpoint: Checkpoint) -> dict[str, bytes]:
                 found[name] = read_header(file, entry.total_bytes, where=path)
             sizes[name] = entry.total_bytes
         else:
-            found[name] = path.read_bytes()
+            found[name] = host_file.path_of(checkpoint.path, name).read_bytes()
     return {**found, MANIFEST: (checkpoint.path / MANIFEST).read_bytes(), _SIZES: json.dumps(sizes).encode()}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.atomic import replace_file
 from trainer.checkpoint.format.box import Image
-from trainer.checkpoint.format.host_file import PieceNumbers, union
+from trainer.checkpoint.format.host_file import PieceNumbers, path_of, union
 from trainer.checkpoint.format.layout import Place
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, digest_of
 from trainer.checkpoint.format.names import HOST
@@ -38,6 +38,9 @@ class PieceBlock:
     lo: int
     hi: int
     digest: str
+
+    def __str__(self) -> str:
+        return f"{self.place.file}, tensor {self.place.spec.name}, bytes [{self.lo}, {self.hi}) of a piece"
 
 
 def blocks_of(checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers) -> Iterator[PieceBlock]:
@@ -114,8 +117,16 @@ class PieceWriter:
         name = block.place.spec.name
         if digest_of(data.data) != block.digest:
             self._damaged.add((name, block.number))
-            self.damage.append(f"{block.place.file}, tensor {name}, bytes [{block.lo}, {block.hi}) of a piece")
+            self.damage.append(str(block))
             return
+        self.write_checked(block, data)
+
+    def write_checked(self, block: PieceBlock, data: Bytes) -> None:
+        """Write a block whose digest was found to be right.
+
+        Raises:
+            OSError: if the disk fails.
+        """
         descriptor = self._descriptor(block.place.file)
         for shape, start, at in block.packed.boxes(block.lo, block.hi):
             part = data[at - block.lo : at - block.lo + int(np.prod(shape))].reshape(shape)
@@ -127,8 +138,7 @@ class PieceWriter:
         Raises:
             OSError: if the disk fails.
         """
-        for descriptor in self._open.values():
-            self._files.sync(descriptor)
+        self.sync()
         good = {
             name: tuple(number for number in members if (name, number) not in self._damaged)
             for name, members in pieces.items()
@@ -136,8 +146,29 @@ class PieceWriter:
         known = self._checkpoint.host
         assert known is not None
         held = union([known.held, good])
-        replace_file(self._files, self._checkpoint.path / HOST, replace(known, held=held).to_bytes())
+        noted = replace(known, held=held)
+        if noted.is_whole:
+            self._show_names()
+        replace_file(self._files, self._checkpoint.path / HOST, noted.to_bytes())
         return {name: members for name, members in good.items() if members}
+
+    def _show_names(self) -> None:
+        """Give the files of a folder that has become whole the names that other programs know."""
+        folder = self._checkpoint.path
+        for name in self._checkpoint.manifest.files:
+            path = path_of(folder, name)
+            if path != folder / name:
+                self._files.rename(path, folder / name)
+                self._files.sync_folder(folder)
+
+    def sync(self) -> None:
+        """Make durable all that was written.
+
+        Raises:
+            OSError: if the disk fails.
+        """
+        for descriptor in self._open.values():
+            self._files.sync(descriptor)
 
     def close(self) -> None:
         """Close the files."""
@@ -152,8 +183,7 @@ class PieceWriter:
 
     def _limit_open(self) -> None:
         if len(self._open) >= MOST_OPEN:
-            for descriptor in self._open.values():
-                self._files.sync(descriptor)
+            self.sync()
             self.close()
 
     def _cover(self, descriptor: int, start: int, strides: tuple[int, ...], data: Bytes) -> None:

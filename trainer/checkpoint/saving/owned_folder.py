@@ -110,7 +110,7 @@ class OwnedFolder:
         mark = self.folder.mark(self._nonce)
         try:
             if not self._leads:
-                require_mark(mark, self.folder.files)
+                require_mark(mark, self.folder.files, is_local=self._is_local)
         except TrainerError as error:
             problem = error
         try:

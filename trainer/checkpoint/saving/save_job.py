@@ -205,7 +205,7 @@ class SaveJob:
         if not messages.await_marked(self.channel, attempt, check=self.snapshot.check):
             return
         try:
-            require_mark(attempt.mark, files)
+            require_mark(attempt.mark, files, is_local=self.local is not None)
         except TrainerError:
             with contextlib.suppress(OSError):
                 files.remove_tree(partial)

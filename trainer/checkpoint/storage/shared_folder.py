@@ -19,28 +19,45 @@ from trainer.errors import CheckpointError
 SEEN_WITHIN_S = 5.0
 _PAUSES_S = (0.005, 0.25)
 
+# How a run saves on hosts that share no folder.
+WAY_OUT = (
+    "Hosts that share no folder keep local checkpoints: checkpoint.local.dir=FOLDER, on a disk of each host's own, and "
+    "checkpoint.save=null."
+)
+
 
 def sees_mark(mark: Path, files: Files) -> bool:
     """Return whether this rank sees the marker file now. Its name is used only once."""
     return not _problem_of(mark, files)
 
 
-def require_mark(mark: Path, files: Files) -> None:
+def why_unseen(mark: Path, files: Files) -> str:
+    """Return an empty string as soon as this rank sees the marker file; else, after SEEN_WITHIN_S, the reason."""
+    return look_again(lambda: _problem_of(mark, files), mark.parent)
+
+
+def require_mark(mark: Path, files: Files, *, is_local: bool = False) -> None:
     """Return as soon as this rank sees the marker file that rank 0 made.
+
+    Args:
+        is_local: whether the folder is that of one host, whose first rank made it.
 
     Raises:
         CheckpointError: naming this host and the path, if it does not within SEEN_WITHIN_S.
     """
-    problem = look_again(lambda: _problem_of(mark, files), mark.parent)
-    if problem:
-        raise CheckpointError(
-            "This host does not see the checkpoint folder of rank 0",
-            where=on_this_host(mark.parent),
-            expected=f"the file {mark.name} that rank 0 has made there",
-            found=problem,
-            fix="Nothing was saved. Mount the same file system at this path on every host, or let checkpoint.save name "
-            "a folder that all hosts share.",
-        )
+    problem = why_unseen(mark, files)
+    if not problem:
+        return
+    maker, what = "rank 0", "This host does not see the checkpoint folder of rank 0"
+    fix = (
+        "Nothing was saved. Mount the same file system at this path on every host, or let checkpoint.save name "
+        f"a folder that all hosts share. {WAY_OUT}"
+    )
+    if is_local:
+        maker, what = "the first rank of this host", "A rank does not see the folder of local checkpoints of its host"
+        fix = "Nothing was saved. Let all ranks of a host see one folder at the path of checkpoint.local.dir."
+    expected = f"the file {mark.name} that {maker} has made there"
+    raise CheckpointError(what, where=on_this_host(mark.parent), expected=expected, found=problem, fix=fix)
 
 
 @contextlib.contextmanager

@@ -107,12 +107,9 @@ def free_gathered_parameters(model: nn.Module) -> None:
     After a forward without gradients FSDP2 may hold unsharded plain tensors: saving them would see wrong boxes, and
     loading into them would leave the shards stale.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
     for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
+        if is_fsdp_module(module):
+            module.reshard()  # type: ignore[operator]
 
 
 def live_tensors(
@@ -221,6 +218,12 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a DTensor, without importing DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Return whether a module is sharded by FSDP2, without importing FSDP2."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,81 @@
+"""Local checkpoints of two hosts, made in one process: a thread for each, with a folder of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.fakes import Axis, Sharding, all_ranks, tcp_store
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec
+from trainer.checkpoint.format.names import FORMAT, STATE
+from trainer.checkpoint.loading.reader import open_checkpoint, read_places
+from trainer.checkpoint.local.pieces import blocks_of
+from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
+from trainer.checkpoint.policy import SavePolicy
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.tensors.live import Contents
+
+COLUMNS = Sharding("columns over 2", (Axis("column", 2),))
+SPECS = [
+    TensorSpec(TensorKind.MODEL, "a.weight", (50, 40), torch.float32, (50, 40)),
+    TensorSpec(TensorKind.MODEL, "b.weight", (7, 6, 5), torch.bfloat16, (7, 6, 5)),
+    TensorSpec(TensorKind.OPTIMIZER, "exp_avg.a.weight", (50, 40), torch.float32, (50, 40)),
+    TensorSpec(TensorKind.OPTIMIZER, "exp_avg.empty", (0, 3), torch.float32, (0, 3)),
+]
+
+
+def contents(rank: int, iteration: int) -> Contents:
+    """Return the share of a rank in the state of two ranks after an iteration."""
+    values = {
+        spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(iteration)).to(spec.dtype)
+        for spec in SPECS
+    }
+    live = tuple(COLUMNS.live(rank, SPECS, values))
+    documents = {STATE: {"format": FORMAT, "iteration": iteration}, "config.json": {"model_type": "gpt2"}}
+    return Contents(tuple(SPECS), live, {}, documents)
+
+
+def save_on_two_hosts(folder: Path, *iterations: int, copies: int = 0) -> list[Path]:
+    """Save iterations on two hosts, and return the folder of each."""
+    folders = [folder / f"host{rank}" for rank in range(2)]
+
+    def run(channel: StoreChannel) -> None:
+        policy = LocalPolicy(folders[channel.rank], 1, 9, copies, SavePolicy(None, commit_timeout_s=20.0))
+        local = LocalCheckpointer(policy, channel, nonce="n")
+        local.start()
+        for iteration in iterations:
+            local.saver.save(iteration, contents(channel.rank, iteration))
+            local.await_copies()
+        local.close()
+
+    all_ranks(2, run, store=tcp_store)
+    return folders
+
+
+def save_shared(folder: Path, iteration: int) -> Path:
+    """Save an iteration of two ranks into one folder, and return the checkpoint."""
+
+    def run(channel: StoreChannel) -> None:
+        checkpointer = Checkpointer(SavePolicy(folder), channel, nonce="n-local")
+        checkpointer.start()
+        checkpointer.save(iteration, contents(channel.rank, iteration))
+        checkpointer.close()
+
+    all_ranks(2, run, store=tcp_store)
+    return folder / f"iter_{iteration:07d}"
+
+
+def flip(path: Path, *, of_host: int, block: int = 0) -> None:
+    """Flip a bit of a local checkpoint, in a block of the pieces that a host wrote."""
+    checkpoint = open_checkpoint(path, Files())
+    assert checkpoint.host is not None
+    blocks = list(blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.written_by(of_host)))
+    start, _, _ = next(blocks[block].packed.spans(blocks[block].lo, blocks[block].hi))
+    with (path / blocks[block].place.file).open("r+b") as file:
+        file.seek(blocks[block].place.offset + start)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))

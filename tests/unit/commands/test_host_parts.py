@@ -1,0 +1,87 @@
+"""Folders of one host in the commands that look into checkpoints, and in all that read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import all_files
+from tests.local_folders import flip, save_on_two_hosts
+from trainer.commands.checkpoint import BAD, FINE, IMPOSSIBLE, main
+
+NAME = "iter_0000002"
+HELD = ["50 % of 2 hosts: ", "; missing 3 of 3 pieces of host ", " (a.weight, b.weight, exp_avg.a.weight)"]
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_a_part_is_named_and_not_damaged(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = save_on_two_hosts(tmp_path, 2)
+    assert [path.name for path in (a / NAME).glob("config.json*")] == ["config.json.part"]  # not for transformers
+    assert main([command, str(a), "--json"]) == FINE
+    (row,) = rows(capsys)
+    assert (row.get("valid") or row["result"]).startswith("a part")
+    assert all(text in row["held"] for text in HELD)
+    assert "together" not in row
+    assert main([command, str(a), str(b), "--json"]) == FINE
+    found = rows(capsys)
+    assert [(row["folder"], row["iteration"], row["together"]) for row in found] == [
+        (str(folder), 2, "whole together") for folder in (a, b)
+    ]
+    if command == "verify":
+        assert sum(row["bytes"] for row in found) == 16420
+    assert main([command, str(a), str(b)]) == FINE
+    assert "iteration 2: whole together\n" in capsys.readouterr().out
+    (b / NAME).rename(b / "iter_0000004")
+    assert main([command, str(a), str(b)]) == BAD
+    assert "iteration 2: missing 3 of 3 pieces of host" in capsys.readouterr().out
+
+
+def test_a_folder_with_all_copies_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = save_on_two_hosts(tmp_path, 2, copies=1)
+    for command, field, expected in (("ls", "valid", "yes"), ("verify", "result", "whole")):
+        assert main([command, str(a), "--json"]) == FINE
+        (row,) = rows(capsys)
+        assert row[field] == expected
+        assert row["held"].startswith("100 % of 2 hosts: ")
+    assert [path.name for host in (a, b) for path in (host / NAME).glob("config.json*")] == ["config.json"] * 2
+
+
+def test_damage_in_one_of_two_copies_leaves_the_hosts_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = save_on_two_hosts(tmp_path, 2, copies=1)
+    flip(a / NAME, of_host=1)
+    assert main(["verify", str(a), str(b), "--json"]) == BAD
+    found = rows(capsys)
+    assert "A tensor is damaged" in found[0]["result"]
+    assert [row["together"] for row in found] == ["whole together"] * 2
+    flip(b / NAME, of_host=1)
+    assert main(["verify", str(a), str(b), "--json"]) == BAD
+    assert rows(capsys)[1]["together"].startswith("missing 1 of 3 pieces of host")
+
+
+def test_show_has_the_pieces_of_each_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, _ = save_on_two_hosts(tmp_path, 2)
+    assert main(["show", str(a), "--json"]) == FINE
+    found = rows(capsys)
+    assert [(row["pieces"], row["held"], row["missing"]) for row in found["hosts"]] == [(3, 3, 0), (3, 0, 3)]
+    assert all(text in found["held"] for text in HELD)
+    assert main(["show", str(a)]) == FINE
+    assert "\nThe folder of one host, 50 % of 2 hosts: " in capsys.readouterr().out
+
+
+def test_diff_and_prune_refuse_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = save_on_two_hosts(tmp_path, 1, 2)
+    before = all_files(tmp_path)
+    assert main(["diff", str(a), str(b)]) == IMPOSSIBLE
+    assert "A piece of a tensor lies on another host" in capsys.readouterr().err
+    assert main(["prune", str(a), "--keep", "1"]) == IMPOSSIBLE
+    assert "its run deletes by checkpoint.local.keep" in capsys.readouterr().err
+    assert {name: data for name, data in all_files(tmp_path).items() if "lock" not in name} == {
+        name: data for name, data in before.items() if "lock" not in name
+    }
