@@ -76,7 +76,7 @@ def _save_at_end(run: Run, slowdown: Slowdown) -> None:
     is_at_end = run.state.progress.iteration >= run.config.train.train_iters
     flushes = is_at_end or run.config.checkpoint.local.flush_on_exit or run.local is None
     savers = run.savers if flushes else run.savers[:1]
-    if run.local is not None:
+    if run.local is not None and not run.control.is_signalled():
         run.local.await_copies()
     _save(run, savers, slowdown)
     for saver in run.savers:

@@ -12,7 +12,7 @@ from trainer import run_record
 from trainer.build import Run
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.loader import LoadReport, check_tensors
-from trainer.checkpoint.loading.reader import Checkpoint, read_places
+from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
 from trainer.checkpoint.storage.files import Files, cannot_write
 from trainer.checkpoint.storage.folder import TRACKER, CheckpointFolder
 from trainer.checkpoint.storage.patience import Patience, failed_read
@@ -67,8 +67,9 @@ def restore(run: Run) -> bool:
         load_from(run, origin)
     _rebind(run)
     began_at = run.state.progress.iteration if origin is not None else -1
-    for saver in run.savers:
-        saver.rewind(began_at)
+    run.checkpointer.rewind(began_at)
+    if run.local is not None:
+        run.local.rewind(began_at)
     if _is_directed(run.config.checkpoint):
         _note_beginning(run, began_at)
     return origin is not None and not origin.goes_on and run.config.checkpoint.load != "auto"
@@ -261,6 +262,8 @@ def load_from(run: Run, origin: Origin) -> None:
     run.checkpointer.loaded(restored)
     if run.local is not None:
         run.local.loaded(restored)
+    if restored.loaded_from:
+        _find_in_shared(run, checkpoint)
     if restored.loaded_from and run.cluster.rank == 0:
         seconds = time.perf_counter() - start
         _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
@@ -271,6 +274,22 @@ def load_from(run: Run, origin: Origin) -> None:
     run.state.progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
     if section.use_checkpoint_scheduler:
         _take_schedule(run, checkpoint)
+
+
+def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
+    """Note that the shared folder has the iteration of a local checkpoint too, if it has. A call of all ranks."""
+    found = b""
+    save = run.config.checkpoint.save
+    if run.cluster.rank == 0 and save is not None:
+        try:
+            there = open_checkpoint(CheckpointFolder(Path(save), Files()).iteration(checkpoint.iteration), Files())
+            if there.state == checkpoint.state:
+                found = b"o" if there.has_optimizer else b"w"
+        except TrainerError as error:
+            _log.debug("iteration %d is saved again: %s", checkpoint.iteration, error)
+    found = run.cluster.channel.broadcast("restore/shared", found)
+    if found:
+        run.checkpointer.has_already(checkpoint.iteration, has_optimizer=found == b"o")
 
 
 def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:

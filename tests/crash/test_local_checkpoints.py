@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.crash.hosts import Mount, on_hosts, run_trainer, union
-from tests.harness import TINY, Ended, call_on_ranks, curve, run_ok, tensor_files
+from tests.crash.moments import Gate, describe, train_with_gate
+from tests.harness import TINY, Ended, call_on_ranks, curve, run_ok, started, tensor_files
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
 from trainer.checkpoint.local.pieces import blocks_of
 from trainer.checkpoint.storage.files import Files
@@ -62,6 +66,7 @@ def fleet(tmp_path: Path) -> Fleet:
 
 
 LOCAL = ("checkpoint.save=null", "checkpoint.local.save_interval=2")
+EACH = ("checkpoint.save=null", "checkpoint.local.save_interval=1")
 
 
 TOPOLOGIES = pytest.mark.parametrize(
@@ -179,3 +184,63 @@ def test_flipped_bytes_are_read_from_elsewhere(fleet: Fleet, tmp_path: Path, cop
         assert again.ok, again.text
         assert "loaded iteration 2:" in again.outputs[0]
     assert curve(fleet.run) == curve(whole)
+
+
+def damage(path: Path, kind: str) -> None:
+    """Damage what is the same on every host."""
+    if kind == "a truncated file":
+        file = path / "model.safetensors"
+        os.truncate(file, file.stat().st_size // 2)
+        return
+    file = path / ("model.safetensors" if kind == "a header" else kind)
+    data = bytearray(file.read_bytes())
+    data[40] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["manifest.json", "trainer_state.json", "a header", "a truncated file"])
+def test_damaged_json_and_headers_come_from_another_host(fleet: Fleet, tmp_path: Path, kind: str) -> None:
+    whole = prepare(fleet, tmp_path, ZERO3, copies=1)
+    damage(fleet.iteration(1, 4), kind)
+    again = fleet.train([0, 1], [*ZERO3, *LOCAL])
+    assert again.ok, again.text
+    assert "loaded iteration 4:" in again.outputs[0]
+    assert tensor_files(fleet.iteration(1, 4)) == tensor_files(whole / "checkpoints/iter_0000004")
+    for name in ("manifest.json", "trainer_state.json"):
+        assert (fleet.iteration(1, 4) / name).read_bytes() == (fleet.iteration(0, 4) / name).read_bytes()
+    assert curve(fleet.run) == curve(whole)
+
+
+def test_hosts_that_are_killed_and_swapped_resume(fleet: Fleet, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    run_ok(whole, [*BASE, *ZERO3], ranks=2)
+    mounts = {host: [Mount(fleet.mount, fleet.disk(host))] for host in (0, 1)}
+    arguments = [f"run.dir={fleet.run}", f"checkpoint.local.dir={fleet.mount}", *BASE, *ZERO3, *EACH]
+    gate = Gate(str(tmp_path / "gate"), "step", 4, (0, 1))
+    Path(gate.folder).mkdir()
+    function = on_hosts(train_with_gate, mounts)
+    with started(function, [describe([gate]), *arguments], folder=fleet.run, ranks=2) as running:
+        gate.await_reached()
+        for rank in (0, 1):
+            running.send(rank, signal.SIGKILL)
+    again = fleet.train([1, 0], [*ZERO3, *EACH])
+    assert again.ok, again.text
+    assert re.search("loaded iteration [23]:", again.outputs[0])
+    assert curve(fleet.run) == curve(whole)
+
+
+def test_a_finished_run_started_again_saves_nothing(fleet: Fleet) -> None:
+    overrides = [*ZERO3, "checkpoint.local.save_interval=2", "checkpoint.save_interval=4"]
+    for _ in range(2):
+        ended = fleet.train([0, 1], overrides)
+        assert ended.ok, ended.text
+        names = sorted(path.name for path in (fleet.run / "checkpoints").glob("iter_*"))
+        assert names == ["iter_0000004", "iter_0000006"]
+
+
+def test_another_model_is_refused_by_its_differences(fleet: Fleet, tmp_path: Path) -> None:
+    prepare(fleet, tmp_path, ZERO3, copies=0)
+    again = fleet.train([0, 1], [*ZERO3, *LOCAL, "model.n_layer=3"])
+    assert again.statuses == (1, 1), again.text
+    assert "MismatchError: The checkpoint belongs to another run" in again.outputs[0]
+    assert "model.n_layer" in again.outputs[0]

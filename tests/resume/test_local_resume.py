@@ -31,7 +31,7 @@ def test_a_killed_run_resumes_from_its_local_folder(tmp_path: Path, whole: Path)
     killed = launch(run, overrides, kill_after=4)
     assert killed.statuses == (-9,)
     newest = int(names(local)[-1][5:])
-    assert newest >= 3
+    assert newest >= 2  # a save waits for the one before it
     ended = run_ok(run, overrides)
     assert f"loaded iteration {newest}: 100 % local, 0 % shared" in ended.text
     assert curve(run) == curve(whole)

@@ -165,12 +165,13 @@ class Checkpointer:
         own = self._owned.folder.iteration(checkpoint.iteration)
         if not own.is_symlink() and checkpoint.path.resolve() == own.resolve():
             has_optimizer, is_verified = checkpoint.has_optimizer, restored.is_verified
-            self._saved.loaded(
-                checkpoint.iteration,
-                has_optimizer=has_optimizer,
-                is_verified=is_verified,
-                is_pinned=self._local is None,
-            )
+            is_pinned = self._local is None
+            self._saved.loaded(checkpoint.iteration, has_optimizer, is_verified=is_verified, is_pinned=is_pinned)
+
+    def has_already(self, iteration: int, *, has_optimizer: bool) -> None:
+        """Take note that the folder has this iteration, which the run goes on from: it need not be saved again."""
+        if self._owned is not None:
+            self._saved.loaded(iteration, has_optimizer, is_verified=False)
 
     def rewind(self, iteration: int) -> None:
         """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way; then delete those that

@@ -99,13 +99,18 @@ class LocalCheckpointer:
         """
         self.saver.start()
         self.folders.survey()
-        self._copies.found(self.folders.copied(self._count))
+        self._copies.found(self.folders.copied(self._count) if self._count else [])
 
     def loaded(self, restored: Restored) -> None:
         """Take note of the checkpoint that the run goes on from."""
         self.saver.loaded(restored)
         if self.folders.owns(restored.checkpoint.path):
             self._copies.loaded(restored.checkpoint.iteration)
+
+    def rewind(self, iteration: int) -> None:
+        """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way."""
+        self._copies.rewound(iteration)
+        self.saver.rewind(iteration)
 
     def await_copies(self) -> None:
         """Wait a while for the copies that are under way on any host, so that the next checkpoint is copied too.
@@ -130,7 +135,3 @@ class LocalCheckpointer:
         self.saver.wait()
         self._copies.close()
         self.saver.close()
-
-    def abandon(self) -> None:
-        """Let go of the locks: this process is about to end with an error."""
-        self.saver.abandon()

@@ -174,8 +174,9 @@ def union(found: Iterable[PieceNumbers]) -> dict[str, tuple[int, ...]]:
 
 def without(numbers: PieceNumbers, others: PieceNumbers) -> dict[str, tuple[int, ...]]:
     """Return the pieces of `numbers` that are not among `others`."""
+    gone = {name: frozenset(members) for name, members in others.items()}
     left = {
-        name: tuple(number for number in members if number not in set(others.get(name, ())))
+        name: tuple(number for number in members if number not in gone.get(name, ()))
         for name, members in numbers.items()
     }
     return {name: members for name, members in left.items() if members}

@@ -20,7 +20,7 @@ from trainer.checkpoint.loading.reader import (
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
 from trainer.checkpoint.storage.patience import Patience, unreadable
-from trainer.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
+from trainer.errors import CheckpointError, LaunchError, MismatchError, TrainerError, UnreadableError
 
 _log = logging.getLogger(__name__)
 
@@ -84,8 +84,10 @@ class LocalFolders(Protocol):
     def owns(self, path: Path) -> bool:
         """Return whether a path is that of a local checkpoint."""
 
-    def complete(self, path: Path, wanted: Callable[[Checkpoint], PieceNumbers]) -> object:
-        """Have on every host the pieces that its ranks want. Collective."""
+    def complete(
+        self, path: Path, check: Callable[[Checkpoint], None], wanted: Callable[[Checkpoint], PieceNumbers]
+    ) -> object:
+        """Have on every host the pieces that its ranks want, after rank 0's check. Collective."""
 
     def heal(self, path: Path) -> bool:
         """Give up damaged pieces on every host; return whether there are any. Collective."""
@@ -173,7 +175,8 @@ class Chooser:
             TrainerError: `error` itself if it is a mismatch, if it proves nothing about the checkpoint, or if the user
                 named this iteration: there is no substitute then.
         """
-        if self._is_exact or isinstance(error, (MismatchError, UnreadableError)):
+        is_last = self._is_exact and len(self._candidates or ()) < 2
+        if is_last or isinstance(error, (LaunchError, MismatchError, UnreadableError)):
             raise error
         if self._candidates:
             path = self._candidates.pop(0)

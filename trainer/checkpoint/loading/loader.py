@@ -43,8 +43,13 @@ class LoadReport:
     seconds: float
 
 
-def check_tensors(specs: Sequence[TensorSpec], places: Mapping[str, Place], *, where: object) -> None:
+def check_tensors(
+    specs: Sequence[TensorSpec], places: Mapping[str, Place], *, where: object, is_partial: bool = False
+) -> None:
     """Compare all expected tensors with those in the checkpoint, before anything is copied.
+
+    Args:
+        is_partial: whether the checkpoint may have others.
 
     Raises:
         MismatchError: listing every missing or unexpected tensor and every difference in shape or dtype.
@@ -61,7 +66,9 @@ def check_tensors(specs: Sequence[TensorSpec], places: Mapping[str, Place], *, w
             problems.append(f"{name} has shape {list(found.shape)}, the model has {list(spec.shape)}")
         if found.dtype != spec.dtype:
             problems.append(f"{name} has dtype {found.dtype}, the model has {spec.dtype}")
-    problems += [f"{name} is unexpected" for name, p in places.items() if p.spec.kind in kinds and name not in wanted]
+    if not is_partial:
+        names = (name for name, place in places.items() if place.spec.kind in kinds and name not in wanted)
+        problems += [f"{name} is unexpected" for name in names]
     if problems:
         shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
         raise MismatchError("The checkpoint's tensors are not the model's", where=where, found=shown)
@@ -113,7 +120,12 @@ def fill(
 def touched_pieces(
     checkpoint: Checkpoint, places: Mapping[str, Place], live: Sequence[LiveTensor]
 ) -> dict[str, tuple[int, ...]]:
-    """Return by tensor the numbers of the pieces that `fill` reads for these tensors."""
+    """Return by tensor the numbers of the pieces that `fill` reads for these tensors.
+
+    Raises:
+        MismatchError: as `fill`, or for a tensor that the checkpoint does not have.
+    """
+    check_tensors([tensor.spec for tensor in live], places, where=checkpoint.path, is_partial=True)
     found: dict[str, set[int]] = {}
     for tensor in live:
         if tensor.box.numel:

@@ -96,7 +96,7 @@ class Restorer:
         chooser = Chooser(source, self._files, check, patience=self._patience, local=local)
         damage: TrainerError | None = None
         while True:
-            path, digest, loaded_from = self._pick(chooser, damage, live)
+            path, digest, loaded_from = self._pick(chooser, damage, check, live)
             problem: TrainerError | None = None
             try:
                 if self._channel.rank:
@@ -131,7 +131,11 @@ class Restorer:
         replicas.check_replicas(live, self._channel, self._key("replicas"))
 
     def _pick(
-        self, chooser: Chooser, damage: TrainerError | None, live: Callable[[Checkpoint], Sequence[LiveTensor]]
+        self,
+        chooser: Chooser,
+        damage: TrainerError | None,
+        check: Callable[[Checkpoint], None],
+        live: Callable[[Checkpoint], Sequence[LiveTensor]],
     ) -> tuple[Path, str, str]:
         """Return on every rank the next candidate, its digest and, if it is local, where its bytes came from.
 
@@ -159,24 +163,35 @@ class Restorer:
                 return path, digest, loaded_from if is_local else ""
             damage = None
             try:
-                loaded_from = self._complete(path, live)
+                loaded_from = self._complete(path, check, live)
             except TrainerError as error:
                 loaded_from, damage = "", None if self._heal(path, error) else error
 
-    def _complete(self, path: Path, live: Callable[[Checkpoint], Sequence[LiveTensor]]) -> str:
+    def _complete(
+        self,
+        path: Path,
+        check: Callable[[Checkpoint], None],
+        live: Callable[[Checkpoint], Sequence[LiveTensor]],
+    ) -> str:
         """Have on every host what its ranks read of a local checkpoint, and return where it came from."""
         assert self._local is not None
 
         def wanted(checkpoint: Checkpoint) -> PieceNumbers:
             return touched_pieces(checkpoint, read_places(checkpoint), live(checkpoint))
 
-        return str(self._local.complete(path, wanted))
+        return str(self._local.complete(path, check, wanted))
 
     def _heal(self, path: Path, error: TrainerError) -> bool:
-        """Return whether hosts gave up damaged pieces of a local checkpoint, which others may have."""
-        if isinstance(error, (LaunchError, MismatchError, UnreadableError)) or self._local is None:
+        """Return whether hosts gave up damaged pieces of a local checkpoint, which others may have.
+
+        Each rank has an error of its own kind; rank 0's decides, so that all make the same calls.
+        """
+        if self._local is None or not self._local.owns(path):
             return False
-        return self._local.owns(path) and self._local.heal(path)
+        may_heal = not isinstance(error, (LaunchError, MismatchError, UnreadableError))
+        if not self._channel.broadcast(self._key("heal"), b"+" if may_heal else b""):
+            return False
+        return self._local.heal(path)
 
     def _verify(self, checkpoint: Checkpoint) -> None:
         rank, world_size = self._channel.rank, self._channel.world_size

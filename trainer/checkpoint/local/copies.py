@@ -24,7 +24,9 @@ from trainer.errors import LaunchError, TrainerError
 
 _log = logging.getLogger(__name__)
 
-_MOST_TOLD = 16  # iterations in a status; older ones are deleted by then
+_MOST_LISTED = 16  # newest iterations in a status, beside the one that is copied everywhere
+# How long the end of a run waits for copies that are under way.
+_CLOSE_S = 20.0
 
 
 class Copies:
@@ -69,10 +71,17 @@ class Copies:
         with self._lock:
             self._copied.update(iterations if self._count else ())
 
+    def rewound(self, iteration: int) -> None:
+        """Forget the copies of iterations after this one, which the run overtakes."""
+        with self._lock:
+            self._copied = {number for number in self._copied if number <= iteration}
+
     def status(self) -> bytes:
         """Return what rank 0 needs to know of this host."""
         with self._lock:
-            return json.dumps([self._is_busy, self._is_broken, sorted(self._copied)[-_MOST_TOLD:]]).encode()
+            newest = sorted(self._copied)[-_MOST_LISTED:]
+            copied = sorted({*newest, *(self._copied & {self._safe})})
+            return json.dumps([self._is_busy, self._is_broken, copied]).encode()
 
     def decide(self, statuses: Sequence[bytes]) -> bytes:
         """Return whether the checkpoint is copied, on links of which generation, and which one is copied everywhere."""
@@ -80,7 +89,7 @@ class Copies:
         everywhere = set.intersection(*(set(copied) for _, _, copied in found))
         is_copied = self._count > 0 and not any(is_busy for is_busy, _, _ in found)
         generation = self._generation + any(is_broken for _, is_broken, _ in found)
-        return json.dumps([is_copied, generation, max(everywhere, default=None)]).encode()
+        return json.dumps([is_copied, generation, max(everywhere, default=self._safe)]).encode()
 
     def committed(self, attempt: Attempt, order: bytes) -> None:
         """Begin the copies of a checkpoint, if rank 0 has decided so. Leaders only."""
@@ -92,8 +101,9 @@ class Copies:
         with self._lock:
             if generation != self._generation:
                 self._generation, self._is_broken = generation, False
-                self._links.clear()
+                self._close_links()
             self._current = attempt.iteration
+            self._copied = {number for number in self._copied if number >= (self._safe or 0)} - {attempt.iteration}
             left = {self._workers["send"]: self._send, self._workers["receive"]: self._receive}
             self._jobs = [worker.submit(self._guarded(call, attempt, generation)) for worker, call in left.items()]
 
@@ -104,11 +114,26 @@ class Copies:
             job.ends(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Wait for the copies that are under way and end the threads."""
-        self.wait(self._timeout_s)
+        """Wait for the copies that are under way and end the threads; raise the error of a defect in one of them."""
+        self.wait(_CLOSE_S)
         for worker in self._workers.values():
-            worker.close(0.0 if self._is_busy else self._timeout_s)
-        self._links.clear()
+            worker.close(0.0 if self._is_busy else _CLOSE_S)
+        self._close_links()
+        for job in self._jobs:
+            if job.is_done:
+                job.wait()
+
+    def _fail(self, generation: int, *, sends: bool) -> None:
+        """Close the links of one direction, so that the other side waits no longer."""
+        with self._lock:
+            if self._generation == generation:
+                self._is_broken = True
+                self._close_links(sends=sends)
+
+    def _close_links(self, *, sends: bool | None = None) -> None:
+        for source, target in list(self._links):
+            if sends in (None, source == self._host):
+                self._links.pop((source, target)).close()
 
     @property
     def _is_busy(self) -> bool:
@@ -118,14 +143,16 @@ class Copies:
         self, call: Callable[[Checkpoint, int], None], attempt: Attempt, generation: int
     ) -> Callable[[], None]:
         def run() -> None:
-            path = attempt.folder.iteration(attempt.iteration)
+            path, is_done = attempt.folder.iteration(attempt.iteration), False
             try:
                 call(open_checkpoint(path, attempt.folder.files), generation)
+                is_done = True
             except (TrainerError, OSError) as error:
-                with self._lock:
-                    self._is_broken = self._is_broken or self._generation == generation
                 problem = str(error).rstrip(".")
                 _log.error("iteration %d is not copied: %s. The next save copies again", attempt.iteration, problem)
+            finally:
+                if not is_done:
+                    self._fail(generation, sends=call == self._send)
 
         return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -60,8 +61,8 @@ class Fetcher:
         try:
             mine = [transfer for transfer in transfers if transfer.target == self._host]
             for transfer in mine:
-                link = self._link(transfer, sends=False)
-                link.receive(writer, checkpoint, places, transfer.pieces)
+                with closing(self._link(transfer, sends=False)) as link:
+                    link.receive(writer, checkpoint, places, transfer.pieces)
             if from_shared:
                 self._copy(shared(checkpoint.iteration), writer, checkpoint, places, from_shared)
             writer.finish(union([*(transfer.pieces for transfer in mine), from_shared]))
@@ -81,7 +82,8 @@ class Fetcher:
     def _send(self, checkpoint: Checkpoint, places: dict[str, Place], transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
             if transfer.source == self._host:
-                self._link(transfer, sends=True).send(checkpoint, places, transfer.pieces)
+                with closing(self._link(transfer, sends=True)) as link:
+                    link.send(checkpoint, places, transfer.pieces)
 
     def _link(self, transfer: Transfer, *, sends: bool) -> Link:
         name = f"{self._nonce}/fetch-{self._calls}/{transfer.source}-{transfer.target}"

@@ -15,15 +15,17 @@ from trainer.checkpoint.commit.hosts import Hosts
 from trainer.checkpoint.format import host_file
 from trainer.checkpoint.format.host_file import HostFile, PieceNumbers, union, without
 from trainer.checkpoint.format.layout import Place
-from trainer.checkpoint.format.names import HOST, MANIFEST
-from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, open_tensor_file, read_header, read_places
+from trainer.checkpoint.format.names import HOST
+from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
 from trainer.checkpoint.loading.same_checkpoint import open_same
 from trainer.checkpoint.local.fetch import Fetcher, damaged_pieces
 from trainer.checkpoint.local.pieces import bytes_of
+from trainer.checkpoint.local.skeleton import make_skeleton, mend_skeleton, skeleton_of
 from trainer.checkpoint.local.survey import Candidate, Transfer, assign, candidates, describe
 from trainer.checkpoint.storage.files import cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder
-from trainer.errors import CheckpointError, TrainerError
+from trainer.checkpoint.storage.shared_folder import on_this_host
+from trainer.errors import CheckpointError, TrainerError, UnreadableError
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ class HostFolders:
         self._leads = channel.rank in hosts.leaders
         self._fetcher = Fetcher(channel, hosts, nonce=nonce, timeout_s=timeout_s)
         self._messages = 0
+        self._surveyed: dict[int, HostFile] = {}  # on leaders, of this host
         self.candidates: list[Candidate] = []  # on rank 0, the newest first
 
     @property
@@ -82,18 +85,24 @@ class HostFolders:
 
     def survey(self) -> None:
         """Let rank 0 know what lies on every host. Afterwards it has the `candidates`."""
-        found: dict[int, str] = {}
+        damaged: list[int] = []
         problem: TrainerError | None = None
         if self._leads:
             try:
-                found = self._own()
+                self._surveyed = self._own()
+                damaged = [iteration for iteration in self._surveyed if not self._is_intact(iteration)]
             except OSError as error:
                 problem = cannot_write(self.folder.root, error, what="The folder of local checkpoints")
+            except TrainerError as error:
+                problem = error
         self._agree(problem)
-        tables = self._channel.gather(self._key("survey"), json.dumps(found).encode())
+        found = {iteration: known.to_bytes().decode() for iteration, known in self._surveyed.items()}
+        data = json.dumps([found, damaged]).encode()
+        tables = [json.loads(table) for table in self._channel.gather(self._key("survey"), data)]
         if tables:
             leaders = self.hosts.leaders
-            self.candidates = candidates([_parsed(tables[rank], rank) for rank in leaders])
+            bad = [(number, iteration) for number, rank in enumerate(leaders) for iteration in tables[rank][1]]
+            self.candidates = candidates([_parsed(tables[rank][0], rank) for rank in leaders], bad)
 
     @property
     def iterations(self) -> list[int]:
@@ -101,14 +110,14 @@ class HostFolders:
         return [candidate.iteration for candidate in self.candidates]
 
     def copied(self, count: int) -> list[int]:
-        """Return the iterations of which this host has what the `count` hosts before it saved."""
-        names, done = self.hosts.names, []
+        """Return the iterations of which this host has what the `count` hosts before it saved, as surveyed."""
+        names = self.hosts.names
         sources = [(self._host - step) % len(names) for step in range(1, count + 1)]
-        for iteration, text in self._own().items() if self._leads else ():
-            known = host_file.from_bytes(text.encode(), where=self.folder.iteration(iteration) / HOST)
-            if known.hosts == names and not any(without(known.written_by(source), known.held) for source in sources):
-                done.append(iteration)
-        return done
+        return [
+            iteration
+            for iteration, known in self._surveyed.items()
+            if known.hosts == names and not any(without(known.written_by(source), known.held) for source in sources)
+        ]
 
     def paths(self, iteration: int | None = None) -> list[tuple[int, Path]]:
         """Return the iterations, newest first, that can be made whole, or the given one if it can. Rank 0 only."""
@@ -134,10 +143,13 @@ class HostFolders:
         """Return whether a path is that of a local checkpoint of this run."""
         return path.parent == self.folder.root
 
-    def complete(self, path: Path, wanted: Callable[[Checkpoint], PieceNumbers]) -> LoadedFrom:
+    def complete(
+        self, path: Path, check: Callable[[Checkpoint], None], wanted: Callable[[Checkpoint], PieceNumbers]
+    ) -> LoadedFrom:
         """Have on every host what its ranks read of a local checkpoint: fetch the rest from hosts that have it.
 
         Args:
+            check: refuses a checkpoint of another run before anything is fetched; rank 0 only.
             wanted: the pieces that this rank reads.
 
         Raises:
@@ -149,6 +161,8 @@ class HostFolders:
         needs: dict[str, tuple[int, ...]] = {}
         try:
             checkpoint = open_same(path, candidate.manifest, self.folder.files)
+            if self._channel.rank == 0:
+                check(checkpoint)
             places, needs = read_places(checkpoint), dict(wanted(checkpoint))
         except TrainerError as error:
             problem = error
@@ -166,16 +180,28 @@ class HostFolders:
         moves, from_shared = json.loads(self._channel.broadcast(self._key("plan"), plan))
         if moves or any(from_shared):
             transfers = [Transfer(source, target, _tuples(pieces)) for source, target, pieces in moves]
+            problem = None
+            try:
+                if self._leads:
+                    arriving = [transfer.pieces for transfer in transfers if transfer.target == self._host]
+                    self._require_room(path, bytes_of(checkpoint, places, union([*arriving, from_shared[self._host]])))
+            except TrainerError as error:
+                problem = error
+            self._agree(problem)
             try:
                 if self._leads:
                     self._fetcher.run(checkpoint, places, transfers, _tuples(from_shared[self._host]), self._in_shared)
             except OSError as error:
-                fix = "Make room on this host, or name another folder with checkpoint.local.dir."
-                problem = cannot_write(path, error, what="The folder of local checkpoints", fix=fix)
+                problem = _not_completed(path, error.strerror)
             except TrainerError as error:
                 problem = error
             self._agree(problem)
         return report
+
+    def _require_room(self, path: Path, needed: int) -> None:
+        free = self.folder.files.free_bytes(path)
+        if free is not None and free < needed:
+            raise _not_completed(path, f"{free} B free", expected=f"{needed} B free")
 
     def heal(self, path: Path) -> bool:
         """Check a local checkpoint on every host and give up damaged pieces; return whether there are any."""
@@ -201,20 +227,29 @@ class HostFolders:
         replace_file(self.folder.files, path / HOST, replace(checkpoint.host, held=held).to_bytes())
         return b"+"
 
-    def _own(self) -> dict[int, str]:
-        """Return the text of each `host.json` of this host, by iteration; a damaged one is logged and left out."""
-        found: dict[int, str] = {}
+    def _own(self) -> dict[int, HostFile]:
+        """Return each `host.json` of this host by iteration; a damaged one is logged and left out."""
+        found: dict[int, HostFile] = {}
         for iteration in self.folder.committed():
             where = self.folder.iteration(iteration) / HOST
             try:
-                data = where.read_bytes()
-                host_file.from_bytes(data, where=where)
-                found[iteration] = data.decode()
+                found[iteration] = host_file.from_bytes(where.read_bytes(), where=where)
             except FileNotFoundError:
                 _log.warning("%s is no local checkpoint: it has no %s", where.parent, HOST)
             except TrainerError as error:
                 _log.error("%s is skipped: %s", where.parent, error)
         return found
+
+    def _is_intact(self, iteration: int) -> bool:
+        """Return whether the JSON files and headers of an iteration are not damaged on this host; log what is."""
+        try:
+            read_places(open_checkpoint(self.folder.iteration(iteration), self.folder.files))
+        except UnreadableError:
+            raise
+        except TrainerError as error:
+            _log.error("%s", error)
+            return False
+        return True
 
     def _broadcast_candidate(self, path: Path) -> Candidate:
         """Let every rank know the most complete candidate of an iteration."""
@@ -222,53 +257,48 @@ class HostFolders:
         if self._channel.rank == 0:
             known = next(c for c in self.candidates if self.folder.iteration(c.iteration) == path)
             found = {number: host.to_bytes().decode() for number, host in known.found.items()}
-            data = json.dumps([known.iteration, known.manifest, found]).encode()
-        iteration, digest, texts = json.loads(self._channel.broadcast(self._key("candidate"), data))
+            data = json.dumps([known.iteration, known.manifest, found, sorted(known.intact)]).encode()
+        iteration, digest, texts, intact = json.loads(self._channel.broadcast(self._key("candidate"), data))
         parsed = {int(number): host_file.from_bytes(text.encode(), where=path / HOST) for number, text in texts.items()}
-        return Candidate(iteration, digest, parsed)
+        return Candidate(iteration, digest, parsed, frozenset(intact))
 
     def _seed(self, path: Path, candidate: Candidate) -> None:
-        """Have the folder of a checkpoint on every host: the JSON files, and tensor files that are holes."""
-        lacking = [number for number in range(len(self.hosts.names)) if number not in candidate.found]
+        """Have the folder of a checkpoint on every host: the JSON files, and tensor files that are holes.
+
+        A host whose JSON files or headers are damaged gets them anew.
+
+        Raises:
+            CheckpointError: on every rank, if they are damaged on all hosts.
+        """
+        lacking = [number for number in range(len(self.hosts.names)) if number not in candidate.intact]
         if not lacking:
             return
-        source, key = min(candidate.found), self._key("seed")
+        if not candidate.intact:
+            raise CheckpointError(
+                "The JSON files or headers of a local checkpoint are damaged on all hosts", where=path
+            )
+        source, key = min(candidate.intact), self._key("seed")
         problem: TrainerError | None = None
         try:
             if self._leads and self._host == source:
-                self._channel.put(key, FileExchange().pack(_skeleton(open_checkpoint(path, self.folder.files))))
+                self._channel.put(key, FileExchange().pack(skeleton_of(open_checkpoint(path, self.folder.files))))
         except TrainerError as error:
             problem = error
         self._agree(problem)
         try:
             if self._leads and self._host in lacking:
-                self._make_skeleton(path, candidate, FileExchange().unpack(self._channel.read(key)))
+                found = FileExchange().unpack(self._channel.read(key))
+                if self._host in candidate.found:
+                    mend_skeleton(path, found, self.folder.files)
+                else:
+                    make_skeleton(self.folder, candidate, found, attempt=f"{self._nonce}-fetch")
         except OSError as error:
-            problem = cannot_write(path, error, what="The folder of local checkpoints")
+            problem = _not_completed(path, error.strerror)
         except TrainerError as error:
             problem = error
         self._agree(problem)
-
-    def _make_skeleton(self, path: Path, candidate: Candidate, found: Mapping[str, bytes]) -> None:
-        files, name = self.folder.files, f"{self._nonce}-fetch"
-        partial = self.folder.partial(candidate.iteration, name)
-        files.make_folder(partial)
-        known = next(iter(candidate.found.values()))
-        sizes = json.loads(found[_SIZES])
-        for member, data in {**found, HOST: replace(known, host=None, held={}).to_bytes()}.items():
-            if member == _SIZES:
-                continue
-            if (partial / member).parent != partial:
-                files.make_folder((partial / member).parent)
-            files.write_whole(partial / host_file.stored_name(member, is_whole=False), data)
-            if member in sizes:
-                descriptor = files.open_for_writing(partial / member)
-                try:
-                    files.extend(descriptor, sizes[member])
-                finally:
-                    files.close(descriptor)
-        files.sync_folder(partial)
-        self.folder.commit(candidate.iteration, name)
+        if self._leads and self._host == source:
+            self._channel.delete([key])
 
     def _plan(
         self, candidate: Candidate, checkpoint: Checkpoint, places: Mapping[str, Place], tables: Sequence[PieceNumbers]
@@ -314,27 +344,19 @@ class HostFolders:
         return f"local/{self._nonce}/{self._messages}/{kind}"
 
 
-_SIZES = "sizes"
+def _not_completed(path: Path, found: str | None, *, expected: str | None = None) -> UnreadableError:
+    """Return the error of a host that cannot take the pieces it lacks: it says nothing of the checkpoint."""
+    return UnreadableError(
+        "A local checkpoint cannot be completed on this host",
+        where=on_this_host(path),
+        expected=expected,
+        found=found,
+        fix="Nothing is lost. Make room on this host, or name another folder with checkpoint.local.dir.",
+    )
 
 
-def _skeleton(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return the files that make a folder without any piece: JSON files, headers, and the sizes of the tensor files."""
-    found: dict[str, bytes] = {}
-    sizes: dict[str, int] = {}
-    for name, entry in checkpoint.manifest.files.items():
-        path = checkpoint.path / name
-        if entry.is_tensor_file:
-            with open_tensor_file(checkpoint.files, path) as file:
-                found[name] = read_header(file, entry.total_bytes, where=path)
-            sizes[name] = entry.total_bytes
-        else:
-            found[name] = host_file.path_of(checkpoint.path, name).read_bytes()
-    return {**found, MANIFEST: (checkpoint.path / MANIFEST).read_bytes(), _SIZES: json.dumps(sizes).encode()}
-
-
-def _parsed(table: bytes, rank: int) -> dict[int, HostFile]:
-    texts = json.loads(table).items()
-    return {int(number): host_file.from_bytes(text.encode(), where=f"rank {rank}") for number, text in texts}
+def _parsed(texts: Mapping[str, str], rank: int) -> dict[int, HostFile]:
+    return {int(number): host_file.from_bytes(text.encode(), where=f"rank {rank}") for number, text in texts.items()}
 
 
 def _tuples(pieces: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:

@@ -41,11 +41,15 @@ class Link:
         self._name = name
         self._peer = 1 if sends else 0
         timeout = timedelta(seconds=timeout_s)
-        self._group: Any  # torch's stub of ProcessGroupGloo lacks `send` and `recv`
+        self._group: Any = None  # torch's stub of ProcessGroupGloo lacks `send` and `recv`
         try:
             self._group = dist.ProcessGroupGloo(channel.store(f"link/{name}", timeout_s), 1 - self._peer, 2, timeout)
         except (RuntimeError, ValueError) as error:
             raise self._broken(error) from error
+
+    def close(self) -> None:
+        """Close the connection: the other side then waits no longer."""
+        self._group = None
 
     def send(self, checkpoint: Checkpoint, places: dict[str, Place], pieces: PieceNumbers) -> int:
         """Send pieces of a checkpoint in the order of its files, and return their bytes.
@@ -60,7 +64,7 @@ class Link:
             for _, data in PieceReader(checkpoint).read(blocks_of(checkpoint, places, pieces), buffer):
                 self._group.send([torch.from_numpy(data)], self._peer, _TAG).wait()
                 total += data.nbytes
-        except RuntimeError as error:
+        except (AttributeError, RuntimeError) as error:  # the first after `close` by another thread
             raise self._broken(error) from error
         return total
 
@@ -82,9 +86,7 @@ class Link:
                 self._group.recv([torch.from_numpy(data)], self._peer, _TAG).wait()
                 writer.write(block, data)
                 total += data.nbytes
-        except OSError:
-            raise
-        except RuntimeError as error:
+        except (AttributeError, RuntimeError) as error:
             raise self._broken(error) from error
         return total
 

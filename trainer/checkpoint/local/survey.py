@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.checkpoint.format.host_file import HostFile, PieceNumbers, missing
@@ -18,11 +18,13 @@ class Candidate:
     Args:
         manifest: digest of its manifest, the same in every part.
         found: by number of a host of this run, its `host.json`.
+        intact: those of these hosts whose JSON files and headers are not damaged.
     """
 
     iteration: int
     manifest: str
     found: Mapping[int, HostFile]
+    intact: frozenset[int] = frozenset()
 
     @property
     def writers(self) -> PieceNumbers:
@@ -50,19 +52,23 @@ def describe(numbers: PieceNumbers, host: HostFile) -> str:
     return f"{of_hosts} ({', '.join(names)}{', ...' if len(numbers) > _MOST_NAMED else ''})"
 
 
-def candidates(found: Sequence[Mapping[int, HostFile]]) -> list[Candidate]:
+def candidates(found: Sequence[Mapping[int, HostFile]], damaged: Collection[tuple[int, int]] = ()) -> list[Candidate]:
     """Return the checkpoints of which parts were found, the newest first.
 
     Parts belong together if their manifests are equal. Of two checkpoints of one iteration the more complete is first.
 
     Args:
         found: by number of the host, then by iteration.
+        damaged: hosts and iterations with damaged JSON files or headers.
     """
     parts: dict[tuple[int, str], dict[int, HostFile]] = {}
     for number, by_iteration in enumerate(found):
         for iteration, host in by_iteration.items():
             parts.setdefault((iteration, host.manifest), {})[number] = host
-    known = [Candidate(iteration, manifest, hosts) for (iteration, manifest), hosts in parts.items()]
+    known = [
+        Candidate(iteration, manifest, hosts, frozenset(n for n in hosts if (n, iteration) not in damaged))
+        for (iteration, manifest), hosts in parts.items()
+    ]
     return sorted(known, key=lambda c: (-c.iteration, sum(map(len, c.missing.values())), c.manifest))
 
 

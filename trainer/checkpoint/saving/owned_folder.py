@@ -54,7 +54,7 @@ class OwnedFolder:
         problem: TrainerError | None = None
         if self._leads:
             key = "checkpoint.local.dir" if self._is_local else "checkpoint.save"
-            lock = FolderLock(self.folder.root, self._nonce, key=key)
+            lock = FolderLock(self.folder.root, self._nonce, key=key, is_local=self._is_local)
             problem = self._trying(lock.acquire)
             self.lock = lock if problem is None else None
         elsewhere = self._committed_elsewhere(has_lock=self.lock is not None) if self._is_local else frozenset()

@@ -48,7 +48,7 @@ class SavedIterations:
         self._newest = iteration, has_optimizer
         self.in_doubt.clear()
 
-    def loaded(self, iteration: int, *, has_optimizer: bool, is_verified: bool, is_pinned: bool = True) -> None:
+    def loaded(self, iteration: int, has_optimizer: bool, *, is_verified: bool, is_pinned: bool = True) -> None:
         """Take note of a checkpoint of this run's folder that was loaded: it is there and, if pinned, it stays."""
         self._newest = iteration, has_optimizer
         if is_pinned:

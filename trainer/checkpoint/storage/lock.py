@@ -49,6 +49,7 @@ class FolderLock:
     Args:
         kind: the kind of folder, for messages.
         key: the configuration key that names the folder.
+        is_local: whether the folder is this host's own, whatever the host was called before: flock alone decides.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class FolderLock:
         clock: Callable[[], float] = time.time,
         kind: str = "checkpoint folder",
         key: str = "checkpoint.save",
+        is_local: bool = False,
     ) -> None:
+        self._is_local = is_local
         self._kind, self._key = kind, key
         self._path = folder / "lock"
         self._me = Holder(socket.gethostname(), os.getpid(), nonce, clock())
@@ -127,7 +130,7 @@ class FolderLock:
         try:
             self._lock(descriptor)
             holder = self._holder()
-            if holder is not None and holder.host != self._me.host:
+            if holder is not None and holder.host != self._me.host and not self._is_local:
                 self._refuse_if_alive(holder)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(asdict(self._me)).encode(), 0)
