@@ -123,17 +123,23 @@ def test_a_link_that_is_cut_in_a_save_costs_that_save_only(link: Link, tmp_path:
     assert tensor_files(run / LAST) == tensor_files(whole / LAST)
 
 
+def is_whole(path: Path) -> bool:
+    """Return whether all pieces of a checkpoint lie in a folder."""
+    return path.exists() and open_checkpoint(path, Files()).is_whole
+
+
 # The first copy opens the links; a later one finds them open.
 @pytest.mark.parametrize(("moment", "iteration"), [("link", 2), ("copy", 2), ("copy", 4)])
 def test_a_link_cut_in_a_copy_costs_that_copy_only(link: Link, tmp_path: Path, moment: str, iteration: int) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     overrides = [*BASE[:-1], "train.distributed_timeout_minutes=0.5", "train.train_iters=10", "parallel.zero_stage=3"]
     run_ok(whole, overrides, ranks=2)
-    folders = [tmp_path / name for name in ("mounted", "disk0", "disk1", "copying", "training")]
+    folders = [tmp_path / name for name in ("mounted", "disk0", "disk1", "before", "copying", "training")]
     for folder in folders:
         folder.mkdir()
-    mounted, *disks, copying, training = folders
+    mounted, *disks, before, copying, training = folders
     gates = [
+        Gate(str(before), "step", iteration, (0, 1)),
         Gate(str(copying), moment, iteration, (0, 1)),
         Gate(str(training), "step", iteration + 2, (0, 1)),
     ]
@@ -143,23 +149,28 @@ def test_a_link_cut_in_a_copy_costs_that_copy_only(link: Link, tmp_path: Path, m
         *arguments_on(link, gates, run, [*overrides, *local, "checkpoint.local.keep=9"]),
     ]
     with started(train_on_host_with_disk, arguments, folder=run, ranks=2) as running:
-        for gate in gates:  # training has gone on while the copy stands still
+        gates[0].await_reached()
+        earlier = [disk / f"iter_{iteration - 2:07d}" for disk in disks if iteration > 2]
+        await_true(lambda: all(is_whole(path) for path in earlier))
+        gates[0].open()
+        for gate in gates[1:]:  # training has gone on while the copy stands still
             gate.await_reached()
         link.set("down", at=SWITCH)
-        gates[0].open()
+        gates[1].open()
         line = f"iteration {iteration} is not copied: "
         # A side that opens a link looks for the run's store on the first host, for as long as it is cut off.
         knowing = running.outputs if moment == "copy" else running.outputs[:1]
         await_true(lambda: all(line in output.read_text() for output in knowing))
         link.set("up", at=SWITCH)
-        await_true(lambda: all(line in output.read_text() for output in running.outputs))
-        gates[1].open()
+        both_ways = 2
+        await_true(lambda: all(output.read_text().count(line) == both_ways for output in running.outputs))
+        gates[2].open()
         running.join(BOUND_S)
     ended = running.ended()
     assert ended.ok, ended.text
     assert curve(run) == curve(whole)
     for disk in disks:
-        parts = {path.name: open_checkpoint(path, Files()).is_whole for path in disk.glob("iter_*")}
+        parts = {path.name: is_whole(path) for path in disk.glob("iter_*")}
         assert sorted(parts) == [f"iter_{number:07d}" for number in (2, 4, 6, 8, 10)]
         assert not parts[f"iter_{iteration:07d}"]
         assert parts[f"iter_{iteration + 2:07d}"]  # one after that is not copied while this one still is
