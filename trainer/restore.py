@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from trainer.interop.hf.folder import is_folder
 from trainer.interop.llmc.file import WEIGHTS, foreign
 from trainer.interop.megatron import refuse_megatron
 from trainer.interop.start import WeightsKind, load_pretrained
-from trainer.launch.relaunch import has_committed, note
+from trainer.launch.relaunch import Launch, has_committed, note
 from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.optim import apply_settings
 from trainer.optimizers import optimizer_record, settings_record
@@ -53,7 +54,8 @@ def restore(run: Run) -> bool:
     run.checkpointer.start()
     if run.local is not None:
         run.local.start()
-    origin = _agree_on_origin(run)
+    is_restarted = _is_restarted(run)
+    origin = _agree_on_origin(run, is_restarted=is_restarted)
     if origin is None:
         initial = families.initial_values(run.config.model)
         fill_initial_values(run.state.shards(with_optimizer=False), initial, run.config.train.seed)
@@ -71,7 +73,7 @@ def restore(run: Run) -> bool:
     if run.local is not None:
         run.local.rewind(began_at)
     if _is_directed(run.config.checkpoint):
-        _note_beginning(run, began_at)
+        _note_beginning(run, began_at, is_restarted=is_restarted)
     return origin is not None and not origin.goes_on and run.config.checkpoint.load != "auto"
 
 
@@ -99,38 +101,68 @@ def _is_directed(section: CheckpointSection) -> bool:
     return section.load != "auto" or section.ckpt_step is not None or section.finetune or section.no_load_optim
 
 
-def _has_committed(run: Run) -> bool:
-    """Return whether this is a restart of a launch that has checkpoints of its own. Rank 0 only."""
-    section = run.config.checkpoint
-    folder = save_folder(section)
-    if folder is None or not _is_directed(section):
+def _is_restarted(run: Run) -> bool:
+    """Return whether this is a restart of a launch that has checkpoints of its own. A call of all ranks; rank 0 knows.
+
+    Without a shared folder every host keeps the record of the launch, since rank 0's may be a new one.
+    """
+    section, channel = run.config.checkpoint, run.cluster.channel
+    if save_folder(section) is None or not _is_directed(section):
         return False
-    local = run.local.folders.iterations if run.local is not None else ()
-    return has_committed(CheckpointFolder(folder, Files()), run.cluster.launch, local)
-
-
-def _note_beginning(run: Run, began_at: int) -> None:
-    """Record where this launch began, so that a restart of it resumes. Collective."""
-    problem: TrainerError | None = None
-    save = save_folder(run.config.checkpoint)
-    if run.cluster.rank == 0 and save is not None and run.cluster.launch.names:
+    found, problem = b"", None
+    launch = _launch_of_rank_0(run)
+    if _keeps_record(run):
+        local = run.local.folders.iterations if run.local is not None else ()
         try:
-            folder = CheckpointFolder(save, Files())
-            note(folder, run.cluster.launch, None if _has_committed(run) else began_at)
-        except OSError as error:
-            problem = cannot_write(save, error)
+            found = b"+" if has_committed(_record_folder(run), launch, local) else b""
         except TrainerError as error:
             problem = error
+    channel.agree("launch", problem)
+    return any(channel.gather("launch/restarted", found))
+
+
+def _launch_of_rank_0(run: Run) -> Launch:
+    launch = run.cluster.launch
+    data = run.cluster.channel.broadcast("launch/names", json.dumps([launch.names, launch.earlier]).encode())
+    names, earlier = json.loads(data)
+    return Launch(tuple(names), tuple(earlier))
+
+
+def _keeps_record(run: Run) -> bool:
+    """Return whether this rank keeps the record of the launch: rank 0, or the leader of each host."""
+    return run.cluster.rank == 0 or (not run.is_shared and run.local is not None and run.local.folders.leads)
+
+
+def _record_folder(run: Run) -> CheckpointFolder:
+    folder = save_folder(run.config.checkpoint)
+    assert folder is not None
+    return CheckpointFolder(folder, Files())
+
+
+def _note_beginning(run: Run, began_at: int, *, is_restarted: bool) -> None:
+    """Record where this launch began, so that a restart of it resumes. A call of all ranks."""
+    problem: TrainerError | None = None
+    save = save_folder(run.config.checkpoint)
+    if save is not None:
+        launch = _launch_of_rank_0(run)
+        is_restarted = bool(run.cluster.channel.broadcast("launch/known", b"+" if is_restarted else b""))
+        if launch.names and _keeps_record(run):
+            try:
+                note(_record_folder(run), launch, None if is_restarted else began_at)
+            except OSError as error:
+                problem = cannot_write(save, error)
+            except TrainerError as error:
+                problem = error
     run.cluster.channel.agree("beginning", problem)
 
 
-def _agree_on_origin(run: Run) -> Origin | None:
+def _agree_on_origin(run: Run, *, is_restarted: bool) -> Origin | None:
     """Choose the source on rank 0 and broadcast it, because ranks may see a file system differently."""
     problem: TrainerError | None = None
     choice = b""
     if run.cluster.rank == 0:
         try:
-            choice = Patience().retry(lambda: _find(run))
+            choice = Patience().retry(lambda: _find(run, is_restarted=is_restarted))
         except TrainerError as error:
             problem = error
         except OSError as error:
@@ -147,7 +179,7 @@ def _agree_on_origin(run: Run) -> Origin | None:
     return Origin(source, goes_on, _WEIGHTS.get(kind), with_local)
 
 
-def _find(run: Run) -> bytes:
+def _find(run: Run, *, is_restarted: bool) -> bytes:
     """Return the kind and the path of the source; empty for a fresh start.
 
     A path in `checkpoint.load` outside this run's own folder is the start of the run. With `finetune` so is a path
@@ -157,7 +189,7 @@ def _find(run: Run) -> bytes:
     """
     section = run.config.checkpoint
     own = save_folder(section)
-    if _has_committed(run):
+    if is_restarted:
         _log.info("this launch was restarted: it resumes from its own newest checkpoint")
         return _OWN + str(own).encode()
     if section.load == "none":

@@ -205,7 +205,8 @@ def test_damaged_json_and_headers_come_from_another_host(fleet: Fleet, tmp_path:
     again = fleet.train([0, 1], [*ZERO3, *LOCAL])
     assert again.ok, again.text
     assert "loaded iteration 4:" in again.outputs[0]
-    assert tensor_files(fleet.iteration(1, 4)) == tensor_files(whole / "checkpoints/iter_0000004")
+    if kind != "a truncated file":  # of which only what the ranks of this host read is fetched
+        assert tensor_files(fleet.iteration(1, 4)) == tensor_files(whole / "checkpoints/iter_0000004")
     for name in ("manifest.json", "trainer_state.json"):
         assert (fleet.iteration(1, 4) / name).read_bytes() == (fleet.iteration(0, 4) / name).read_bytes()
     assert curve(fleet.run) == curve(whole)

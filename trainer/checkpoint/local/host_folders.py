@@ -78,6 +78,11 @@ class HostFolders:
         self.candidates: list[Candidate] = []  # on rank 0, the newest first
 
     @property
+    def leads(self) -> bool:
+        """Return whether this rank is the leader of its host."""
+        return self._leads
+
+    @property
     def share(self) -> tuple[int, int]:
         """Return this rank's number among the ranks of its host, and how many they are."""
         ranks = self.hosts.ranks_with(self._channel.rank)
