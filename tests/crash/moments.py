@@ -28,6 +28,8 @@ import trainer.loop
 import trainer.restore
 import trainer.step
 from tests.harness import Running, started
+from trainer.checkpoint.loading.reader import Checkpoint
+from trainer.checkpoint.local.link import Link
 from trainer.checkpoint.storage.files import Files
 from trainer.data.loader import BatchLoader
 from trainer.launch.signals import SignalHandler
@@ -48,6 +50,8 @@ MOMENTS = (
     "evaluation",
     "save",
     "prepare",
+    "link",
+    "copy",
     "exit",
     "destroy",
     "feed",
@@ -65,8 +69,10 @@ class Gate:
         moment: one of MOMENTS; `meet` is when the store is there and nobody has been met, `group` before the process
             group, `data` before the data are prepared, `load` when a checkpoint is chosen and not yet read, `forward`
             between two micro batches (in a pipeline, before the first), `save` before a file is synced, `prepare`
-            before rank 0 writes the manifest, `exit` before the last barrier, `destroy` after it, before the process
-            group is destroyed. At `feed` nobody stands still: which samples a rank is fed is noted in `fed.PID`.
+            before rank 0 writes the manifest, `link` before a host opens its links to another for the first time,
+            `copy` before it sends or receives a copy on them, `exit` before the last barrier, `destroy` after it,
+            before the process group is destroyed. At `feed` nobody stands still: which samples a rank is fed is noted
+            in `fed.PID`.
         iteration: the iteration of it, where there are several.
         ranks: who stands still.
         deed: what the ranks do there: WAIT, or be KILLED or STOPPED by a signal of their own.
@@ -240,6 +246,19 @@ def _gate_prepare(gate: Gate) -> None:
     )
 
 
+def _gate_link(gate: Gate) -> None:
+    _before(Link, "__init__", lambda _, __, name, **___: _stand_if(gate, name.split("/")[-2] == "1"))
+
+
+def _gate_copy(gate: Gate) -> None:
+    def stand(_: Link, *arguments: object) -> None:
+        (checkpoint,) = [found for found in arguments if isinstance(found, Checkpoint)]
+        _stand_if(gate, checkpoint.iteration == gate.iteration)
+
+    _before(Link, "send", stand)
+    _before(Link, "receive", stand)
+
+
 def _gate_exit(gate: Gate) -> None:
     _before(trainer.launch.process_group, "final_barrier", lambda *_: gate.stand())
 
@@ -290,6 +309,8 @@ _GATES = {
     "evaluation": _gate_evaluation,
     "save": _gate_save,
     "prepare": _gate_prepare,
+    "link": _gate_link,
+    "copy": _gate_copy,
     "exit": _gate_exit,
     "destroy": _gate_destroy,
     "feed": _note_feed,

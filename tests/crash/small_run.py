@@ -23,6 +23,7 @@ from tests.crash.hosts import Mount, enter_host
 from tests.crash.killing import BEFORE, Killer
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
+from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading.choose import LoadSource
@@ -216,7 +217,10 @@ class _Training:
         live = tuple(live_tensors(self._net, self._optimizer, grid=Grid.flat(self._plan.ranks)))
         document = {"format": FORMAT, "iteration": self.iteration, "user": {}, "groups": []}
         specs = tuple(tensor.spec for tensor in live)
-        return Contents(specs, live, aliases_of(self._net), {STATE: document}, (self._optimizer,))
+        documents: dict[str, Document] = {STATE: document}
+        if self._plan.copies is not None:  # the folder of a host has it under another name until it is whole
+            documents["config.json"] = {"model_type": "small"}
+        return Contents(specs, live, aliases_of(self._net), documents, (self._optimizer,))
 
     def _place_like_files(self) -> None:
         contents, named = self.contents(), dict(self._net.named_parameters())

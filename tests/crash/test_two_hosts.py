@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.hosts import FIRST_HOST, Link
+from tests.crash.hosts import FIRST_HOST, Link, Mount
 from tests.crash.moments import Gate, await_true, describe, train_with_gate
 from tests.harness import TINY, Ended, all_files, call_on_ranks, curve, run_ok, started, tensor_files
+from trainer.checkpoint.loading.reader import open_checkpoint
+from trainer.checkpoint.storage.files import Files
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +47,15 @@ def link() -> Iterator[Link]:
         yield found
     finally:
         found.remove()
+
+
+def train_on_host_with_disk(arguments: list[str]) -> None:
+    """Move this rank to its host, mount the disk that is named for it, then run the trainer's command with gates."""
+    mounted, *disks = map(Path, json.loads(arguments[0]))
+    link = json.loads(arguments[1])
+    Link(tuple(link["hosts"]), link["switch"]).enter()
+    Mount(mounted, disks[int(os.environ["RANK"])]).make()
+    train_with_gate(arguments[2:])
 
 
 def train_on_host(arguments: list[str]) -> None:
@@ -110,3 +121,57 @@ def test_a_link_that_is_cut_in_a_save_costs_that_save_only(link: Link, tmp_path:
     assert again.ok, again.text
     assert curve(run) == curve(whole)
     assert tensor_files(run / LAST) == tensor_files(whole / LAST)
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether all pieces of a checkpoint lie in a folder."""
+    return path.exists() and open_checkpoint(path, Files()).is_whole
+
+
+# The first copy opens the links; a later one finds them open.
+@pytest.mark.parametrize(("moment", "iteration"), [("link", 2), ("copy", 2), ("copy", 4)])
+def test_a_link_cut_in_a_copy_costs_that_copy_only(link: Link, tmp_path: Path, moment: str, iteration: int) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    overrides = [*BASE[:-1], "train.distributed_timeout_minutes=0.5", "train.train_iters=10", "parallel.zero_stage=3"]
+    run_ok(whole, overrides, ranks=2)
+    folders = [tmp_path / name for name in ("mounted", "disk0", "disk1", "before", "copying", "training")]
+    for folder in folders:
+        folder.mkdir()
+    mounted, *disks, before, copying, training = folders
+    gates = [
+        Gate(str(before), "step", iteration, (0, 1)),
+        Gate(str(copying), moment, iteration, (0, 1)),
+        Gate(str(training), "step", iteration + 2, (0, 1)),
+    ]
+    local = ["checkpoint.save=null", f"checkpoint.local.dir={mounted}", "checkpoint.local.save_interval=2"]
+    arguments = [
+        json.dumps([str(folder) for folder in (mounted, *disks)]),
+        *arguments_on(link, gates, run, [*overrides, *local, "checkpoint.local.keep=9"]),
+    ]
+    with started(train_on_host_with_disk, arguments, folder=run, ranks=2) as running:
+        gates[0].await_reached()
+        earlier = [disk / f"iter_{iteration - 2:07d}" for disk in disks if iteration > 2]
+        await_true(lambda: all(is_whole(path) for path in earlier))
+        gates[0].open()
+        for gate in gates[1:]:  # training has gone on while the copy stands still
+            gate.await_reached()
+        link.set("down", at=SWITCH)
+        gates[1].open()
+        line = f"iteration {iteration} is not copied: "
+        # A side that opens a link looks for the run's store on the first host, for as long as it is cut off.
+        knowing = running.outputs if moment == "copy" else running.outputs[:1]
+        await_true(lambda: all(line in output.read_text() for output in knowing))
+        link.set("up", at=SWITCH)
+        both_ways = 2
+        await_true(lambda: all(output.read_text().count(line) == both_ways for output in running.outputs))
+        gates[2].open()
+        running.join(BOUND_S)
+    ended = running.ended()
+    assert ended.ok, ended.text
+    assert curve(run) == curve(whole)
+    for disk in disks:
+        parts = {path.name: is_whole(path) for path in disk.glob("iter_*")}
+        assert sorted(parts) == [f"iter_{number:07d}" for number in (2, 4, 6, 8, 10)]
+        assert not parts[f"iter_{iteration:07d}"]
+        assert parts[f"iter_{iteration + 2:07d}"]  # one after that is not copied while this one still is
+        assert parts["iter_0000010"]

@@ -64,7 +64,7 @@ class LocalCheckpointer:
         hosts = find_hosts(channel, local_ranks, f"local/{nonce}")
         files = files or Files()
         self._count = min(policy.copies, len(hosts.leaders) - 1)
-        self._timeout_s = timeout_s
+        self._channel, self._nonce, self._waits = channel, name, 0
         self._copies = Copies(channel, hosts, nonce=name, count=self._count, timeout_s=timeout_s)
         saving = replace(
             policy.saving,
@@ -113,9 +113,17 @@ class LocalCheckpointer:
         self.saver.rewind(iteration)
 
     def await_copies(self) -> None:
-        """Wait a while for the copies that are under way, so that the next checkpoint is copied too."""
+        """Wait a while for the copies that are under way on any host, so that the next checkpoint is copied too.
+
+        The ranks go on together: in a save that follows, none waits for another that still waits for a copy.
+
+        Raises:
+            LaunchError: if a rank is lost.
+        """
         self.saver.wait()
-        self._copies.wait(_COPIES_S)
+        self._copies.wait(min(_COPIES_S, self._channel.timeout_s / 2))
+        self._waits += 1
+        self._channel.agree(f"local/{self._nonce}/copies/{self._waits}", None)
 
     @property
     def sent_bytes(self) -> int:

@@ -10,9 +10,11 @@ import json
 import logging
 from collections.abc import Callable, Collection
 
+from trainer.atomic import temporary_of
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.hosts import Hosts
 from trainer.checkpoint.format.host_file import attempt_of
+from trainer.checkpoint.format.names import HOST
 from trainer.checkpoint.policy import Retention
 from trainer.checkpoint.saving.room import decide_expired, delete
 from trainer.checkpoint.saving.saved_iterations import SavedIterations
@@ -66,6 +68,9 @@ class OwnedFolder:
             if attempt in elsewhere and attempt_of(self.folder.partial(iteration, attempt)) == attempt:
                 self.folder.commit(iteration, attempt)
                 _log.warning("iteration %d, which another host had committed, is complete on this one", iteration)
+        if self._is_local:  # a copy that was interrupted leaves the next host.json of a committed folder
+            for iteration in self.folder.committed():
+                self.folder.files.remove_file(temporary_of(self.folder.iteration(iteration) / HOST))
         for path in self.folder.sweep():
             _log.info("swept %s, left by an interrupted save or deletion", path.name)
         if self._is_marked:
