@@ -45,6 +45,7 @@ def train(run: Run) -> None:
         _evaluate(run)
     if run.log is not None and _goes_on(run):
         run.log.started(run.start_times)
+    is_stopped = state.progress.owes_evaluation
     while _goes_on(run):
         flags = _train_and_record(run, slowdown)
         iteration = state.progress.iteration
@@ -56,7 +57,8 @@ def train(run: Run) -> None:
             _sample(run, run.sampler)
         if flags.exit_on_save_failure:
             raise _too_many_failed_saves(run)
-        if flags.stop or state.progress.owes_evaluation:
+        is_stopped = flags.stop or state.progress.owes_evaluation
+        if is_stopped:
             _log_on_rank_0(run, f"stopping after iteration {iteration}: {run.control.reason()}")
             break
         if should_exit(iteration, settings.exit_interval):
@@ -64,11 +66,14 @@ def train(run: Run) -> None:
         due = run.savers if flags.save else [saver for saver in run.savers if saver.is_due(iteration)]
         if iteration < settings.train_iters and due:
             _save(run, due, slowdown)
-    _save_at_end(run, slowdown)
+    _save_at_end(run, slowdown, is_stopped=is_stopped)
 
 
-def _save_at_end(run: Run, slowdown: Slowdown) -> None:
+def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
     """Save the last state, and wait for it.
+
+    Args:
+        is_stopped: whether a signal or a time limit ends the run, which leaves no time to wait for copies.
 
     Raises:
         TrainerError: if it is in no checkpoint of those that outlive the run.
@@ -76,7 +81,7 @@ def _save_at_end(run: Run, slowdown: Slowdown) -> None:
     is_at_end = run.state.progress.iteration >= run.config.train.train_iters
     flushes = is_at_end or run.config.checkpoint.local.flush_on_exit or run.local is None
     savers = run.savers if flushes else run.savers[:1]
-    if run.local is not None and not run.control.is_signalled():
+    if run.local is not None and not is_stopped:
         run.local.await_copies()
     _save(run, savers, slowdown)
     for saver in run.savers:
