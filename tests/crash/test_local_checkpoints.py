@@ -76,11 +76,6 @@ LOCAL = ("checkpoint.save=null", "checkpoint.local.save_interval=2")
 EACH = ("checkpoint.save=null", "checkpoint.local.save_interval=1")
 
 
-TOPOLOGIES = pytest.mark.parametrize(
-    ("topology", "ranks_per_host"), [(ZERO3, 1), (TP2_PP2, 2)], ids=["zero3", "tp2 pp2"]
-)
-
-
 def prepare(fleet: Fleet, folder: Path, overrides: Sequence[str], *, copies: int, ranks_per_host: int = 1) -> Path:
     """Train four iterations on two hosts, and return a run of all iterations that saved into one folder."""
     whole = folder / "whole"
@@ -91,8 +86,16 @@ def prepare(fleet: Fleet, folder: Path, overrides: Sequence[str], *, copies: int
     return whole
 
 
-@TOPOLOGIES
-@pytest.mark.parametrize("copies", [0, 1])
+@pytest.mark.parametrize(
+    ("topology", "ranks_per_host", "copies"),
+    [
+        pytest.param(ZERO3, 1, 0, marks=pytest.mark.soak),
+        (ZERO3, 1, 1),
+        (TP2_PP2, 2, 0),
+        pytest.param(TP2_PP2, 2, 1, marks=pytest.mark.soak),
+    ],
+    ids=["zero3", "zero3 copies", "tp2 pp2", "tp2 pp2 copies"],
+)
 def test_two_hosts_hold_the_checkpoint_together(
     fleet: Fleet, tmp_path: Path, topology: tuple[str, ...], ranks_per_host: int, copies: int
 ) -> None:
@@ -111,7 +114,7 @@ def test_two_hosts_hold_the_checkpoint_together(
     assert curve(fleet.run) == curve(whole)
 
 
-@pytest.mark.parametrize("copies", [0, 1])
+@pytest.mark.parametrize("copies", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_hosts_that_are_swapped_take_the_bytes_of_each_other(fleet: Fleet, tmp_path: Path, copies: int) -> None:
     whole = prepare(fleet, tmp_path, ZERO3, copies=copies)
     again = fleet.train([1, 0], [*ZERO3, *LOCAL])
@@ -159,7 +162,7 @@ def test_a_wiped_disk_sends_the_run_back_to_the_shared_folder(fleet: Fleet, tmp_
     assert tensor_files(fleet.run / "checkpoints/iter_0000006") == tensor_files(whole / "checkpoints/iter_0000006")
 
 
-@pytest.mark.parametrize("disks", [[0], [1], [1, 2, 0]])
+@pytest.mark.parametrize("disks", [[0], pytest.param([1], marks=pytest.mark.soak), [1, 2, 0]])
 def test_another_number_of_hosts_resumes(fleet: Fleet, tmp_path: Path, disks: list[int]) -> None:
     whole = prepare(fleet, tmp_path, ZERO3, copies=1)
     again = fleet.train(disks, [*ZERO3, *LOCAL, "checkpoint.reshard=true"])
@@ -169,7 +172,7 @@ def test_another_number_of_hosts_resumes(fleet: Fleet, tmp_path: Path, disks: li
     assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-@pytest.mark.parametrize("copies", [0, 1])
+@pytest.mark.parametrize("copies", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_flipped_bytes_are_read_from_elsewhere(fleet: Fleet, tmp_path: Path, copies: int) -> None:
     whole = prepare(fleet, tmp_path, ZERO3, copies=copies)
     path = fleet.iteration(1, 4)
@@ -205,7 +208,15 @@ def damage(path: Path, kind: str) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("kind", ["manifest.json", "trainer_state.json", "a header", "a truncated file"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "manifest.json",
+        pytest.param("trainer_state.json", marks=pytest.mark.soak),
+        pytest.param("a header", marks=pytest.mark.soak),
+        "a truncated file",
+    ],
+)
 def test_damaged_json_and_headers_come_from_another_host(fleet: Fleet, tmp_path: Path, kind: str) -> None:
     whole = prepare(fleet, tmp_path, ZERO3, copies=1)
     damage(fleet.iteration(1, 4), kind)

@@ -17,6 +17,7 @@ from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.storage.files import Files
 
 pytestmark = pytest.mark.slow
+SOAK = pytest.mark.soak
 
 _PREFIX = f"reprise{os.getpid()}"
 TIMEOUT_S = 8.0
@@ -129,7 +130,9 @@ def is_whole(path: Path) -> bool:
 
 
 # The first copy opens the links; a later one finds them open.
-@pytest.mark.parametrize(("moment", "iteration"), [("link", 2), ("copy", 2), ("copy", 4)])
+@pytest.mark.parametrize(
+    ("moment", "iteration"), [pytest.param("link", 2, marks=SOAK), ("copy", 2), pytest.param("copy", 4, marks=SOAK)]
+)
 def test_a_link_cut_in_a_copy_costs_that_copy_only(link: Link, tmp_path: Path, moment: str, iteration: int) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     overrides = [*BASE[:-1], "train.distributed_timeout_minutes=0.5", "train.train_iters=10", "parallel.zero_stage=3"]
