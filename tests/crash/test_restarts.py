@@ -111,7 +111,7 @@ def superseded(run: Path) -> list[str]:
 BEGINNINGS = [
     pytest.param("checkpoint.load=none", 2, (2, 4, 6), id="none-2", marks=pytest.mark.soak),
     pytest.param("checkpoint.load=none", 1, (2, 4, 6), id="none-1"),
-    pytest.param("checkpoint.ckpt_step=2", 2, (4, 6), id="ckpt_step-2"),
+    pytest.param("checkpoint.ckpt_step=2", 2, (4, 6), id="ckpt_step-2", marks=pytest.mark.soak),
     pytest.param("checkpoint.load={run}/checkpoints/iter_0000002", 1, (4, 6), id="path-1", marks=pytest.mark.soak),
 ]
 

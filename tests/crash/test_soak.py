@@ -82,6 +82,7 @@ def test_a_kill_costs_two_iterations_of_local_saves(tmp_path: Path, memory: Path
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_job_of_torchrun_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["2", "--iterations", "60", "--folder", str(tmp_path / "soak")]) == 0
     assert "soak_kill: 2 kills" in capsys.readouterr().out

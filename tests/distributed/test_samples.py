@@ -42,7 +42,7 @@ TOPOLOGIES: dict[str, tuple[int, list[str]]] = {
 }
 
 
-IN_CI = ("pp vpp", "tp zero 3")
+IN_CI = ("pp vpp",)
 
 
 def samples(text: str) -> list[tuple[str, str]]:
