@@ -6,17 +6,16 @@ the ranges of the listed pieces are there; every other range is a hole and must 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.format import json_file
+from trainer.checkpoint.format import json_file, sealed_json
 from trainer.checkpoint.format.manifest import TensorEntry, WrittenPiece, digest_of
 from trainer.checkpoint.format.names import HOST, MANIFEST
-from trainer.errors import CheckpointError, MismatchError
+from trainer.errors import CheckpointError
 from trainer.json_value import integer
 from trainer.regular_file import read_regular
 
@@ -24,7 +23,6 @@ FORMAT = "reprise-host/1"
 # A folder that lacks pieces has its model configuration under the second name: transformers refuses a folder without
 # the first one, and would read holes as zeros in a folder with it.
 _CONFIG, _CONFIG_OF_PART = "config.json", "config.json.part"
-_TAIL = ',"xxh3_64":"%s"}\n'
 
 # By tensor: numbers of pieces, in the order of `TensorEntry.pieces`. A tensor without any is absent.
 PieceNumbers = Mapping[str, tuple[int, ...]]
@@ -70,17 +68,17 @@ class HostFile:
 
     def to_bytes(self) -> bytes:
         """Return the JSON form; its last member is the digest of all bytes before that member's comma."""
-        body = {
-            "format": FORMAT,
-            "attempt": self.attempt,
-            "manifest_xxh3_64": self.manifest,
-            "host": self.host,
-            "hosts": list(self.hosts),
-            "writers": {name: list(numbers) for name, numbers in self.writers.items()},
-            "held": {name: list(numbers) for name, numbers in self.held.items()},
-        }
-        text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))[:-1].encode()
-        return text + (_TAIL % digest_of(text)).encode()
+        return sealed_json.to_bytes(
+            {
+                "format": FORMAT,
+                "attempt": self.attempt,
+                "manifest_xxh3_64": self.manifest,
+                "host": self.host,
+                "hosts": list(self.hosts),
+                "writers": {name: list(numbers) for name, numbers in self.writers.items()},
+                "held": {name: list(numbers) for name, numbers in self.held.items()},
+            }
+        )
 
 
 def stored_name(name: str, *, is_whole: bool) -> str:
@@ -101,22 +99,7 @@ def from_bytes(data: bytes, *, where: object) -> HostFile:
         MismatchError: if it has another format version.
         CheckpointError: if it is damaged or malformed.
     """
-    tail = len(_TAIL % ("0" * 16))
-    if data[-tail:] != (_TAIL % digest_of(data[:-tail])).encode():
-        raise CheckpointError("A host file is damaged", where=where)
-    table = json_file.parse(data, where=where)
-    if table.get("format") != FORMAT:
-        raise MismatchError(
-            "A host file has another format version",
-            where=where,
-            expected=FORMAT,
-            found=table.get("format"),
-            fix="Load it with the version of this program that wrote it, or a newer one.",
-        )
-    try:
-        return _from_table(table)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError("A host file is malformed", where=where, found=repr(error)) from error
+    return sealed_json.from_bytes(data, _from_table, kind="host file", form=FORMAT, where=where)
 
 
 def attempt_of(folder: Path) -> str | None:

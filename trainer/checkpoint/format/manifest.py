@@ -6,7 +6,6 @@ Digests are `xxh3_64` (https://github.com/Cyan4973/xxHash) as 16 hex digits.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +14,10 @@ from typing import Any
 
 import xxhash
 
-from trainer.checkpoint.format import json_file
+from trainer.checkpoint.format import json_file, sealed_json
 from trainer.checkpoint.format.box import Box, image
 from trainer.checkpoint.format.layout import DTYPE_NAMES, MOST_DIMENSIONS, Layout, Place
-from trainer.errors import CheckpointError, MismatchError
+from trainer.errors import CheckpointError
 from trainer.json_value import integer
 
 FORMAT = "reprise-manifest/1"
@@ -26,7 +25,6 @@ BLOCK_BYTES = 4 << 20
 DIGEST_BYTES = 8
 MOST_ELEMENTS = 2**63 - 1  # what a size of torch's holds
 _ITEMSIZES = sorted({dtype.itemsize for dtype in DTYPE_NAMES})
-_TAIL = ',"xxh3_64":"%s"}\n'
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,19 +189,22 @@ def _cells(cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
 
 def to_bytes(manifest: Manifest) -> bytes:
     """Return the JSON form; its last member is the digest of all bytes before that member's comma."""
-    body = {
-        "format": FORMAT,
-        "attempt": manifest.attempt,
-        "block_bytes": BLOCK_BYTES,
-        "files": {
-            name: {"bytes": entry.total_bytes, "header_xxh3_64" if entry.is_tensor_file else "xxh3_64": entry.digest}
-            for name, entry in manifest.files.items()
-        },
-        "aliases": dict(manifest.aliases),
-        "tensors": {name: _tensor_json(entry) for name, entry in manifest.tensors.items()},
-    }
-    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))[:-1].encode()
-    return text + (_TAIL % digest_of(text)).encode()
+    return sealed_json.to_bytes(
+        {
+            "format": FORMAT,
+            "attempt": manifest.attempt,
+            "block_bytes": BLOCK_BYTES,
+            "files": {
+                name: {
+                    "bytes": entry.total_bytes,
+                    "header_xxh3_64" if entry.is_tensor_file else "xxh3_64": entry.digest,
+                }
+                for name, entry in manifest.files.items()
+            },
+            "aliases": dict(manifest.aliases),
+            "tensors": {name: _tensor_json(entry) for name, entry in manifest.tensors.items()},
+        }
+    )
 
 
 def _tensor_json(entry: TensorEntry) -> dict[str, object]:
@@ -221,22 +222,9 @@ def from_bytes(data: bytes, *, where: object) -> Manifest:
         MismatchError: if it has another format version.
         CheckpointError: if it is damaged or inconsistent.
     """
-    tail = len(_TAIL % ("0" * 16))
-    if data[-tail:] != (_TAIL % digest_of(data[:-tail])).encode():
-        raise CheckpointError("A manifest is damaged", where=where, fix="Load another iteration.")
-    table = json_file.parse(data, where=where)
-    if table.get("format") != FORMAT:
-        raise MismatchError(
-            "A manifest has another format version",
-            where=where,
-            expected=FORMAT,
-            found=table.get("format"),
-            fix="Load it with the version of this program that wrote it, or a newer one.",
-        )
-    try:
-        return _from_table(table)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError("A manifest is malformed", where=where, found=repr(error)) from error
+    return sealed_json.from_bytes(
+        data, _from_table, kind="manifest", form=FORMAT, where=where, fix="Load another iteration."
+    )
 
 
 def _from_table(table: Mapping[str, Any]) -> Manifest:
