@@ -14,7 +14,7 @@ from trainer.checkpoint.format import host_file, json_file, manifest
 from trainer.checkpoint.format import safetensors_file as header
 from trainer.checkpoint.format.host_file import HostFile
 from trainer.checkpoint.format.json_file import Json
-from trainer.checkpoint.format.layout import Place, TensorKind, TensorSpec
+from trainer.checkpoint.format.layout import Place, TensorSpec, kind_of_file
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest
 from trainer.checkpoint.format.names import FORMAT, HOST, INDEX, MANIFEST, STATE
 from trainer.checkpoint.loading.gather import Gatherer
@@ -258,7 +258,7 @@ def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
 
 def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
     path = checkpoint.path / name
-    kind = TensorKind.OPTIMIZER if name.startswith("optimizer/") else TensorKind.MODEL
+    kind = kind_of_file(name)
     total_bytes = checkpoint.manifest.files[name].total_bytes
     with open_tensor_file(checkpoint.files, path) as file:
         data = read_header(file, total_bytes, where=path)
