@@ -67,8 +67,10 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{CHECKPOINT}.saving", f"{CHECKPOINT}.loading"),
     (f"{CHECKPOINT}.local",),
     (f"{CHECKPOINT}.checkpointer",),
-    (f"{CHECKPOINT}.local_checkpointer",),
-    (f"{CHECKPOINT}.api",),
+    (f"{CHECKPOINT}.local_checkpointer", f"{CHECKPOINT}.group", f"{CHECKPOINT}.inline_save", f"{CHECKPOINT}.loaded"),
+    (f"{CHECKPOINT}.optimizer_state",),
+    (f"{CHECKPOINT}.model_contents", f"{CHECKPOINT}.nested"),
+    (f"{CHECKPOINT}.api", f"{CHECKPOINT}.state_dict"),
     (CHECKPOINT,),
 )
 

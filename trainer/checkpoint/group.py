@@ -64,7 +64,7 @@ def _members(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Return the global ranks of a group in ascending order."""
     if process_group is None:
         return tuple(range(dist.get_world_size()))
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+    if not isinstance(process_group, dist.ProcessGroup):  # as `new_group` returns it to ranks outside
         raise ConfigError(
             "This rank is not in the process group",
             where=f"rank {dist.get_rank()}",

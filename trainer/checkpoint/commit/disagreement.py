@@ -94,7 +94,7 @@ def explain(found: Disagreement, tables: Sequence[bytes]) -> TrainerError:
         expected="the same table of tensors on every rank",
         found=f"{count}{named}",
         fix="Nothing was saved. Give all ranks the same model and optimizer: the stages of a pipeline, which differ by "
-        "rank, cannot be saved like this.",
+        "rank, cannot be saved like this. `save_state_dict` saves them.",
     )
 
 

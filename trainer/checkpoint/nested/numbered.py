@@ -31,7 +31,7 @@ def names_of(found: Mapping[str, Any], model: nn.Module | None, *, where: str) -
         model: the model whose parameters, in their order, the optimizer was made of.
 
     Raises:
-        CheckpointError: if a number cannot be told to be that of one parameter.
+        CheckpointError: if it is not certain which parameter a number means.
     """
     groups = found["param_groups"]
     given = [parameter for group in groups for parameter in group["params"]]

@@ -13,6 +13,7 @@ from torch import nn
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.nested.numbered import is_optimizer_state, names_of
 from trainer.checkpoint.nested.stored_names import Keys, pointer
+from trainer.checkpoint.optimizer_state import is_plain_number
 from trainer.checkpoint.tensors.live import is_dtensor
 from trainer.errors import CheckpointError
 
@@ -70,15 +71,19 @@ class Tree:
     places: dict[str, tuple[_Container, str | int]] = field(default_factory=dict)
 
     def replace_value(self, where: str, value: object) -> None:
-        """Replace a value in its container; a tuple stays a tuple.
+        """Replace a value in its container, after `require_lists`; a tuple stays a tuple."""
+        container, key = self.places[where]
+        container[key] = as_given(container[key], value)  # type: ignore[index]
+
+    def require_lists(self) -> None:
+        """Refuse a value in a tuple, which cannot be filled in place.
 
         Raises:
-            CheckpointError: if the container is a tuple, which cannot be changed.
+            CheckpointError: naming it.
         """
-        container, key = self.places[where]
-        if isinstance(container, tuple):
-            raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Give a list.")
-        container[key] = as_given(container[key], value)  # type: ignore[index]
+        for where, (container, _) in self.places.items():
+            if isinstance(container, tuple):
+                raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Give a list.")
 
 
 def as_given(given: object, value: object) -> object:
@@ -132,7 +137,7 @@ def _walk(tree: Tree, value: object, keys: Keys, place: tuple[_Container, str | 
         _walk_dict(tree, value, keys, model)
     elif isinstance(value, (list, tuple)) and _holds_tensor(value):
         for number, member in enumerate(value):
-            _walk(tree, member, (*keys, str(number)), (value, number), model)  # type: ignore[arg-type]
+            _walk(tree, member, (*keys, str(number)), (value, number), model)
     else:
         _require_json(value, keys)
         tree.values[pointer(keys)] = value
@@ -149,12 +154,22 @@ def _take_optimizer(tree: Tree, found: dict[str, Any], keys: Keys, model: nn.Mod
             if isinstance(value, torch.Tensor):
                 tree.tensors[inner] = _plain(value, inner)
             elif key not in ("params", "param_names"):
-                _require_json(value, inner)
-                numbers[key] = value
+                numbers[key] = _plain_number(value, inner)
         groups.append(ParameterGroup([names[given] for given in group["params"]], numbers, group))
     for given, values in found["state"].items():
         _walk_dict(tree, values, (*keys, "state", names[given]), model)
     tree.optimizers[pointer(keys)] = OptimizerState(names, groups, found["state"])
+
+
+def _plain_number(value: object, keys: Keys) -> object:
+    if not is_plain_number(value):
+        raise CheckpointError(
+            "A parameter group holds a value that is no number",
+            where=pointer(keys),
+            expected="a number, text, a boolean, None, a list of numbers, or a tensor",
+            found=type(value).__name__,
+        )
+    return value
 
 
 def _plain(tensor: torch.Tensor, keys: Keys) -> torch.Tensor:
