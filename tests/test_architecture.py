@@ -71,6 +71,7 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{CHECKPOINT}.optimizer_state",),
     (f"{CHECKPOINT}.model_contents", f"{CHECKPOINT}.nested"),
     (f"{CHECKPOINT}.api", f"{CHECKPOINT}.state_dict"),
+    (f"{CHECKPOINT}.async_saver",),
     (CHECKPOINT,),
 )
 
