@@ -185,8 +185,8 @@ class SaveJob:
             if self._leads:
                 parts = len(attempt.hosts.leaders)
                 require_room(attempt, self.contents.documents, self.retention, parts=parts)
-                if self._is_marked:
-                    _leave_mark(attempt, partial)
+                if self._is_marked or not attempt.layout.files:
+                    _make_folder(attempt, partial, is_marked=self._is_marked)
                 is_marked = True
             return sharing
         finally:
@@ -271,11 +271,13 @@ class SaveJob:
             _log.error("%s could not be removed, the next start sweeps it: %s", partial, error)
 
 
-def _leave_mark(attempt: Attempt, partial: Path) -> None:
+def _make_folder(attempt: Attempt, partial: Path, *, is_marked: bool) -> None:
+    """Make the folder before any rank writes a file of tensors, if there is one, and leave the mark."""
     files = attempt.folder.files
     try:
         files.make_folder(partial)
-        files.mark(attempt.mark)
+        if is_marked:
+            files.mark(attempt.mark)
     except OSError as error:
         raise _marking_failed(attempt, error) from error
 
