@@ -26,7 +26,7 @@ class KnownTables:
         tables: on the coordinator, by digest.
         digests: on the coordinator, the digest of each rank's table, in the order of the channel's ranks.
         joint: the table of all ranks.
-        exchanged: how many tables this rank has sent or received.
+        exchanged: how many tables this rank has sent or, on the coordinator, received.
     """
 
     tables: dict[bytes, Table] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def agree_on_state(
     if channel.coordinates:
         tables = [Table.from_bytes(data) for data in _take(channel, f"{key}/table", request.tables, mine=data)]
         others = [NestedValues.from_bytes(data) for data in _take(channel, f"{key}/values", request.values)]
-        known.exchanged += len(tables)
+        known.exchanged += len(tables) - (channel.rank in request.tables)
         try:
             if not request.is_same_table:
                 _join_tables(channel, dict(zip(request.tables, tables, strict=True)), known)
