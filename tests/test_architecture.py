@@ -175,7 +175,10 @@ ADMITS_BY_NAME = {("trainer.interop.dcp.folder", "pickle")}
 CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}
 
 # Dependencies that no module imports, and why they are there. One that is imported does not belong here.
-NOT_IMPORTED = {"setuptools": "tests/resume/test_wheel.py builds a wheel without build isolation"}
+NOT_IMPORTED = {
+    "accelerate": "two programs in examples/ import it, which tests/resume/test_examples.py runs",
+    "setuptools": "tests/resume/test_wheel.py builds a wheel without build isolation",
+}
 IMPORT_NAMES = {"hydra-core": "hydra", "tensorboard": "torch.utils.tensorboard"}
 
 
@@ -571,6 +574,7 @@ def test_documents_and_configuration_hold_no_path_of_a_machine() -> None:
         [ROOT / name for name in names]
         + sorted(ROOT.glob("*.md"))
         + sorted((ROOT / "docs").rglob("*.md"))
+        + sorted((ROOT / "examples").iterdir())
         + sorted(ROOT.glob("configs/**/*.yaml"))
     )
     assert len(paths) >= 30

@@ -61,6 +61,9 @@ def scenarios(folder: Path) -> list[Scenario]:
         first = Plan(run, ranks=ranks, keep=0)
         branch = replace(first, keep=2, seed=2, rewind_to=2, iterations=5)
         found.append(Scenario(f"rewind, {ranks} rank{'s' if ranks > 1 else ''}", branch, first))
+    for ranks in (1, 2):
+        name = f"library, {ranks} rank{'s' if ranks > 1 else ''}"
+        found.append(Scenario(name, Plan(run, ranks=ranks, keep=1, with_library=True)))
     for copies in (0, 1):
         found.append(Scenario(f"2 hosts, copies={copies}", Plan(run, ranks=2, copies=copies)))
     return found
