@@ -135,7 +135,9 @@ def save_two_of_three(arguments: list[str]) -> None:
         load_state_dict(folder, again, process_group=group, coordinator_rank=1)
         other = {f"w{3 - rank}": torch.full((5,), float(3 - rank)), "both": torch.arange(4.0)}
         assert same(again, {"model": other, "ranks": [1, 2]})
-        refused(lambda: save_state_dict(folder, {"a": rank}, iteration=3, process_group=group, coordinator_rank=2))
+        for odd in (rank, torch.full((3,), rank)):
+            given: State = {"process_group": group, "coordinator_rank": 2}
+            refused(lambda odd=odd, given=given: save_state_dict(folder, {"a": odd}, iteration=3, **given))
         dist.barrier(group)
         if rank == 2:
             store.set("saved", "")
@@ -154,6 +156,8 @@ def test_two_of_three_ranks_save_while_the_third_computes(tmp_path: Path) -> Non
     assert set(load_file(tmp_path / "iter_0000002/model.safetensors")) == {"both", "w1", "w2"}
     assert "The ranks give different values (/a)" in text
     assert "1 on rank 1 and 2 on rank 2" in text
+    assert "found /a; rank 1 against rank 2." in text
+    assert text.count("[ReplicaError]") == 1
     assert "[ConfigError] This rank is not in the process group (rank 0)" in text
     assert "expected one of its ranks: 0, 1, 2, found coordinator_rank=3. Set coordinator_rank=0" in text
 

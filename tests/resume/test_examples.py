@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
-import os
 import runpy
 import signal
 import sys
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,7 @@ def run_until_killed(name: str, folder: Path, ranks: int) -> list[dict[int, str]
     arguments = [name, str(folder), str(KILLED_AFTER)]
     with started(run_example, arguments, folder=folder, ranks=ranks) as running:
         while not (any(folder.glob("iter_*")) and all(map(has_stopped, running.outputs))):
-            assert all(process.is_alive() for process in running.processes), running.ended().text
-            os.sched_yield()
+            assert not wait([process.sentinel for process in running.processes], 0.01), running.ended().text
         for rank in range(ranks):
             running.send(rank, signal.SIGKILL)
         running.join(TIMEOUT_S)

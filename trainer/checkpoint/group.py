@@ -43,7 +43,8 @@ def open_channel(
         )
     ordered = (coordinator_rank, *(other for other in ranks if other != coordinator_rank))
     store: Store = distributed_c10d._get_default_store()  # torch has no public name for it
-    name = "reprise" if process_group is None else f"reprise/{xxhash.xxh3_64_hexdigest(repr(ranks).encode())}"
+    is_all = len(ranks) == dist.get_world_size()
+    name = "reprise" if is_all else f"reprise/{xxhash.xxh3_64_hexdigest(repr(ranks).encode())}"
     count = int(store.add(f"{name}/calls/{rank}", 1))
     store = PrefixStore(f"{name}/{count}", store)
     channel = StoreChannel(store, rank, world_size=len(ranks), timeout_s=COMMIT_TIMEOUT_S, ranks=ordered)

@@ -60,7 +60,7 @@ def report_of(saver: AsyncSaver) -> SaveReport:
     return report
 
 
-@ways
+@pytest.mark.parametrize("save", [save_nested, pytest.param(save_model, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("staging_bytes", [None, 0, 300_000])
 @pytest.mark.parametrize("is_placed", [True, False])
 @pytest.mark.parametrize("around_cache", [True, False])
