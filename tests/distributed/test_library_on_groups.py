@@ -195,6 +195,7 @@ def save_shards(arguments: list[str]) -> None:
         refused(lambda: save_state_dict(arguments[0], {"a": torch.full((3,), float(rank))}, iteration=2))
         save_state_dict(arguments[0], {"a": torch.full((3,), float(rank))}, iteration=2, from_rank0=["/a"])
         refused(lambda: save_state_dict(arguments[0], {"a": torch.ones(1)}, iteration=3, from_rank0=["a"]))
+        refused(lambda: save_state_dict(arguments[0], {"a": torch.ones(1)}, iteration=3, from_rank0=["a"] * rank))
         refused(lambda: save_state_dict(arguments[0], {"a": object() if rank else 1}, iteration=3))
         tied = torch.ones(3)
         odd = {"a": tied, "b": tied.clone() if rank else tied}
@@ -207,6 +208,7 @@ def test_shards_and_replicas_of_a_state_dict(tmp_path: Path) -> None:
     assert "layers.0.bias is F32 [7] (model) on rank 0 and F32 [6] (model) on rank 1" in text
     assert "[ReplicaError] Replicas of the same tensor hold different bits" in text
     assert "A pattern in from_rank0 fits no tensor, found a." in text
+    assert "The ranks give different from_rank0, expected the same on every rank, found [] on rank 0 and ['a']" in text
     assert "neither a tensor nor JSON (/a)" in text
     assert "/b is tied to /a on rank 0 and a tensor of its own on rank 1" in text
     assert load_file(tmp_path / "iter_0000002/extra/extra-00001-of-00001.safetensors")["/a"].tolist() == [0.0] * 3

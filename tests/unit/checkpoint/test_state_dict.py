@@ -242,6 +242,16 @@ def test_two_optimizers_keep_their_own_groups(tmp_path: Path) -> None:
     assert_equal(again, state)
 
 
+def test_an_optimizer_alone_is_a_state_dict_too(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    save_state_dict(tmp_path, get_optimizer_state_dict(net, optimizer), iteration=1)
+    other, opt = trained(1)
+    again = get_optimizer_state_dict(other, opt)
+    again["param_groups"][0]["lr"] = 9.0
+    load_state_dict(tmp_path, again)
+    assert_equal(again, get_optimizer_state_dict(net, optimizer))
+
+
 def test_a_flattened_optimizer_is_taken_as_it_is(tmp_path: Path) -> None:
     net, optimizer = trained()
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -270,6 +280,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: {"model": {"rotary": torch.zeros(2, dtype=torch.complex64)}}, r"rotary.*complex64"),
     (lambda: {"s": torch.eye(2).to_sparse()}, r"not plain memory \(/s\)"),
     (lambda: {"e": torch.zeros(1).expand(3)}, r"share memory \(/e\)"),
+    (lambda: {"m": torch.zeros(1, device="meta")}, r"no memory \(/m\)"),
     (lambda: [torch.ones(1)], r"A state dict is a dict, found list"),
     (
         lambda: {"model": {"exp_avg.w": torch.ones(1)}, "optimizer": {"state": {"w": {"exp_avg": torch.ones(1)}}}},

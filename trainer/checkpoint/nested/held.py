@@ -33,11 +33,8 @@ class HeldTensors:
         Args:
             patterns: of the names of tensors that differ between ranks by design.
         """
-        rows = {
-            name: TableRow(tensor.spec, tensor.box, any(fnmatch.fnmatchcase(name, p) for p in patterns))
-            for name, tensor in self.live.items()
-        }
-        return Table(rows, self.aliases, tree.entries, tuple(tree.values))
+        rows = {name: TableRow(tensor.spec, tensor.box) for name, tensor in self.live.items()}
+        return Table(rows, self.aliases, tree.entries, tuple(tree.values), patterns)
 
     def shared(self, joint: JointTable, rank: int, patterns: Sequence[str] = ()) -> tuple[LiveTensor, ...]:
         """Return the tensors with all ranks that hold the same boxes, in the order of the joint table.
@@ -71,6 +68,8 @@ def hold(tree: Tree) -> HeldTensors:
     named = [(*stored_name(keys), keys, tensor) for keys, tensor in tree.tensors.items()]
     for kind, name, keys, tensor in sorted(named, key=lambda row: _KINDS.index(row[0])):
         local = local_of(tensor)
+        if local.is_meta:
+            raise CheckpointError("A tensor has no memory", where=name, found="device meta", fix="Materialize it.")
         check_memory(name, local)
         identity = _identity(tensor, local)
         if identity in known:

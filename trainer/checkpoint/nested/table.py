@@ -21,15 +21,10 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A rank's part of one tensor.
-
-    Args:
-        is_first_only: whether the first rank that holds a box saves it, as the others hold other values by design.
-    """
+    """A rank's part of one tensor."""
 
     spec: TensorSpec
     box: Box
-    is_first_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +36,14 @@ class Table:
         aliases: second names of its tensors, alias -> stored name.
         entries: the outermost keys.
         values: JSON Pointers to what is no tensor.
+        patterns: of the names of tensors that differ between ranks by design; the same on all ranks.
     """
 
     rows: Mapping[str, TableRow]
     aliases: Mapping[str, str] = field(default_factory=dict)
     entries: Sequence[str] = ()
     values: Sequence[str] = ()
+    patterns: Sequence[str] = ()
 
     def to_bytes(self) -> bytes:
         """Return the table as JSON."""
@@ -58,21 +55,21 @@ class Table:
                 row.spec.shape,
                 row.box.offset,
                 row.box.shape,
-                row.is_first_only,
             ]
             for name, row in self.rows.items()
         ]
-        return json.dumps([rows, dict(self.aliases), list(self.entries), list(self.values)]).encode()
+        members = [rows, dict(self.aliases), list(self.entries), list(self.values), sorted(self.patterns)]
+        return json.dumps(members).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> Table:
         """Return the table in a message."""
-        rows, aliases, entries, values = json.loads(data)
+        rows, aliases, entries, values, patterns = json.loads(data)
         found = {
-            name: TableRow(_spec(kind, name, shape, dtype), Box(tuple(offset), tuple(box)), is_first_only)
-            for name, kind, dtype, shape, offset, box, is_first_only in rows
+            name: TableRow(_spec(kind, name, shape, dtype), Box(tuple(offset), tuple(box)))
+            for name, kind, dtype, shape, offset, box in rows
         }
-        return Table(found, aliases, entries, values)
+        return Table(found, aliases, entries, values, patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +117,9 @@ def join(tables: Mapping[int, Table]) -> JointTable:
     """Return the table of all ranks, given by rank.
 
     Raises:
-        CheckpointError: naming a tensor that is another one on another rank.
+        CheckpointError: naming a tensor that is another one on another rank, or patterns that are others.
     """
+    _require_patterns({rank: sorted(table.patterns) for rank, table in sorted(tables.items())})
     first: dict[str, tuple[int, TableRow]] = {}
     holders: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     aliases: dict[str, tuple[int, str]] = {}
@@ -129,7 +127,7 @@ def join(tables: Mapping[int, Table]) -> JointTable:
     for rank, table in sorted(tables.items()):
         for name, row in table.rows.items():
             other, known = first.setdefault(name, (rank, row))
-            if (known.spec, known.is_first_only) != (row.spec, row.is_first_only):
+            if known.spec != row.spec:
                 problems.append(f"{name} is {_words(known)} on rank {other} and {_words(row)} on rank {rank}")
             holders[name][row.box].append(rank)
         for alias, name in table.aliases.items():
@@ -155,6 +153,17 @@ def join(tables: Mapping[int, Table]) -> JointTable:
         frozenset(where for table in tables.values() for where in table.values),
     )
     return JointTable.from_bytes(joint.to_bytes())
+
+
+def _require_patterns(by_rank: Mapping[int, Sequence[str]]) -> None:
+    first = min(by_rank)
+    for rank, patterns in by_rank.items():
+        if patterns != by_rank[first]:
+            raise CheckpointError(
+                "The ranks give different from_rank0",
+                expected="the same on every rank",
+                found=f"{by_rank[first]} on rank {first} and {patterns} on rank {rank}",
+            )
 
 
 def require_whole(joint: JointTable) -> None:
@@ -184,8 +193,7 @@ def _refuse(problems: Sequence[str], what: str, fix: str) -> None:
 
 
 def _words(row: TableRow) -> str:
-    spec, only = row.spec, ", named in from_rank0," if row.is_first_only else ""
-    return f"{DTYPE_NAMES[spec.dtype]} {list(spec.shape)} ({spec.kind.value}){only}"
+    return f"{DTYPE_NAMES[row.spec.dtype]} {list(row.spec.shape)} ({row.spec.kind.value})"
 
 
 def _box_order(item: tuple[Box, object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
