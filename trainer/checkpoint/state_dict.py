@@ -23,7 +23,7 @@ from trainer.checkpoint.nested.filling import Filling
 from trainer.checkpoint.nested.held import hold, require_patterns
 from trainer.checkpoint.nested.table import require_whole
 from trainer.checkpoint.nested.tree import take_apart
-from trainer.checkpoint.tensors.live import Contents
+from trainer.checkpoint.tensors.live import Contents, free_gathered_parameters
 from trainer.errors import TrainerError
 
 # What the ranks of each group know of each other, of saves and of loads.
@@ -93,7 +93,8 @@ def load_state_dict(
         process_group: as for `save_state_dict`.
         coordinator_rank: the global rank that chooses the checkpoint.
         model: names the parameters where an optimizer is given as `optimizer.state_dict()`. State that such an
-            optimizer lacks, as before its first step, is made; give the result to `optimizer.load_state_dict`.
+            optimizer lacks, as before its first step, is made; give the result to `optimizer.load_state_dict`. Of a
+            model of FSDP2, parameters that a forward pass has gathered are freed, as they would be stale.
         strict: refuse names that either side lacks. If not, they are logged, and what the checkpoint lacks keeps its
             value.
 
@@ -107,6 +108,8 @@ def load_state_dict(
     channel, nonce = open_channel(process_group, coordinator_rank=coordinator_rank)
     problem, tree, held = None, None, None
     try:
+        if model is not None:
+            free_gathered_parameters(model)
         tree = take_apart(state_dict, model=model)
         tree.require_lists()
         held = hold(tree)
@@ -117,7 +120,7 @@ def load_state_dict(
     assert held is not None
     known = known_tables("load", channel)
     joint, _ = agree_on_state(channel, "load", held.table(tree, ()), NestedValues(), known)
-    filling = Filling(tree, held.shared(joint, channel.rank), held.aliases, joint, model=model, strict=strict)
+    filling = Filling(tree, held.shared(joint, channel.rank), joint, model=model, strict=strict)
     restorer = Restorer(channel, nonce=nonce)
     restored = restorer.restore(LoadSource(Path(path)), check=_check, live=filling.live)
     return filling.finish(restored.checkpoint, is_first=channel.coordinates)

@@ -138,6 +138,15 @@ def test_tied_tensors_are_found_by_memory_and_stored_once(tmp_path: Path) -> Non
     untied = {name: value.clone() for name, value in other.state_dict().items()}
     load_state_dict(path, {"model": untied})
     assert_equal(untied, net.state_dict())
+    save_state_dict(tmp_path / "last", {"model": dict(reversed(net.state_dict().items()))}, iteration=1)
+    tied, _ = trained(1)
+    load_state_dict(tmp_path / "last", {"model": tied.state_dict()})  # which has the other name first
+    assert_equal(tied.state_dict(), net.state_dict())
+    stored = {name: value for name, value in net.state_dict().items() if name != "table.weight"}
+    save_state_dict(tmp_path / "one", {"model": stored}, iteration=1)  # and knows of one name only
+    tied, _ = trained(1)
+    load_state_dict(tmp_path / "one", {"model": tied.state_dict()})
+    assert_equal(tied.state_dict(), net.state_dict())
 
 
 def test_memory_that_overlaps_otherwise_is_refused(tmp_path: Path) -> None:
@@ -355,7 +364,7 @@ def test_a_value_in_a_tuple_cannot_be_filled(tmp_path: Path) -> None:
 
 
 def test_a_state_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
-    for values in ({"epoch": 1}, {"/a": 1, "/a/b": 2}, {"/a~2": 1}, [1]):
+    for values in ({"epoch": 1}, {"": 1}, {"/a": 1, "/a/b": 2}, {"/a~2": 1}, [1]):
         path = save_state_dict(tmp_path, {"w": torch.ones(1), "epoch": 1}, iteration=1)
         state = json.loads((path / "trainer_state.json").read_text())
         state["state_dict"]["values"] = values

@@ -107,7 +107,12 @@ def read_values(checkpoint: Checkpoint) -> NestedValues:
         raise _malformed(checkpoint, "user", user)
     nested = state.get(STATE_DICT, {"values": _pointers(user), "groups": {}})
     values, groups = (nested.get(key) for key in ("values", "groups")) if isinstance(nested, dict) else (None, None)
-    if not isinstance(values, dict) or not isinstance(groups, dict) or not _is_tree([*values, *groups], values):
+    if (
+        not isinstance(values, dict)
+        or not isinstance(groups, dict)
+        or not _is_tree([*values, *groups], values)
+        or "" in values
+    ):
         raise _malformed(checkpoint, STATE_DICT, nested)
     groups = {**groups, _OPTIMIZER: state.get("groups", [])}
     for where, found in groups.items():

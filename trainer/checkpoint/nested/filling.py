@@ -30,7 +30,6 @@ class Filling:
 
     Args:
         tensors: this rank's, with the ranks that hold the same boxes.
-        aliases: second names of its tied tensors.
         joint: the table of all ranks.
         model: makes the state that an optimizer with numbers lacks; None if none is made.
         made: by the optimizer's pointer, the state that was made for the checkpoint at hand.
@@ -38,7 +37,6 @@ class Filling:
 
     tree: Tree
     tensors: Sequence[LiveTensor]
-    aliases: Mapping[str, str]
     joint: JointTable
     model: nn.Module | None
     strict: bool
@@ -67,12 +65,17 @@ class Filling:
         }
         missing = [where for where in self.tree.values if where not in values.values]
         missing += list(self._groups_missing(values))
+        other_names = self._other_names(checkpoint)
+        tensors = [
+            replace(tensor, spec=replace(tensor.spec, name=other_names.get(tensor.spec.name, tensor.spec.name)))
+            for tensor in self.tensors
+        ]
         self.matched = match(
             checkpoint,
-            [*self.tensors, *made],
+            [*tensors, *made],
             strict=self.strict,
             is_asked=lambda spec: keys_of(spec.kind, spec.name)[0] in joint.entries,
-            others=[spec.name for spec in joint.specs],
+            others=[other_names.get(spec.name, spec.name) for spec in joint.specs],
             missing=missing,
             unexpected=sorted(asked - joint.values - made_values),
         )
@@ -99,6 +102,12 @@ class Filling:
         self.matched.log(checkpoint, is_first=is_first)
         return LoadedState({"iteration": checkpoint.iteration}, self.matched.missing, self.matched.unexpected)
 
+    def _other_names(self, checkpoint: Checkpoint) -> dict[str, str]:
+        """Return, for tied tensors that the checkpoint does not have under their first name, another that it has."""
+        there = {*read_places(checkpoint), *checkpoint.manifest.aliases}
+        aliases = self.joint.aliases.items()
+        return {name: alias for alias, name in aliases if name not in there and alias in there}
+
     def _groups_missing(self, values: NestedValues) -> Iterator[str]:
         """Yield the parameter groups that the checkpoint does not have.
 
@@ -120,7 +129,8 @@ class Filling:
             numbers = {name: number for number, name in optimizer.names.items()}
             for spec in (place.spec for place in read_places(checkpoint).values()):
                 *parents, name, key = ("", *keys_of(spec.kind, spec.name))
-                if pointer(parents[1:]) != f"{where}/state" or not self._lacks(optimizer, numbers, name, key):
+                is_state = pointer(parents[1:]) == f"{where}/state" and name in parameters
+                if not is_state or not self._lacks(optimizer, numbers, name, key):
                     continue
                 made = zeros_for(parameters[name], key, spec, on_device=on_device, where=checkpoint.path)
                 self.made[where][numbers[name], key] = made
