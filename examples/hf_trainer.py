@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from trainer.checkpoint import AsyncSaver, load
 
 
-class Samples(IterableDataset):
+class Samples(IterableDataset[Any]):
     """Samples by number, from any number on."""
 
     start = 0

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,13 @@ def main(folder: Path, iterations: int = 12) -> None:
     start = load_state_dict(folder, state)["iteration"] if any(folder.glob("iter_*")) else 0
     with AsyncSaver(folder, max_checkpoint_keep=2) as saver:
         for iteration in range(start + 1, iterations + 1):
-            x, losses = torch.randn(8, 16, generator=torch.Generator().manual_seed(iteration)), []
-            last = {"target": x.flip(1), "losses": losses} if rank == ranks - 1 else {}
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(iteration))
+            losses: list[torch.Tensor] = []
+            last: dict[str, Any] = {"target": x.flip(1), "losses": losses} if rank == ranks - 1 else {}
             schedule.step(*([x] if rank == 0 else []), **last)
             optimizer.step()
             optimizer.zero_grad()
-            print(iteration, *(loss.item().hex() for loss in losses), flush=True)
+            print(iteration, *(float(loss).hex() for loss in losses), flush=True)
             if iteration % 2 == 0:
                 saver.save_state_dict(iteration, state, optimizers=[optimizer])
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trainer.checkpoint.format.layout import TensorSpec
 from trainer.checkpoint.loading.loader import check_tensors
@@ -16,7 +17,7 @@ _log = logging.getLogger(__name__)
 _MOST_NAMED = 5
 
 
-class LoadedState(dict[str, object]):
+class LoadedState(dict[str, Any]):
     """The values that a load returns, with the names that either side lacks; both are empty after a strict load.
 
     Attributes:
@@ -25,7 +26,7 @@ class LoadedState(dict[str, object]):
     """
 
     def __init__(
-        self, values: Mapping[str, object], missing_keys: Sequence[str] = (), unexpected_keys: Sequence[str] = ()
+        self, values: Mapping[str, Any], missing_keys: Sequence[str] = (), unexpected_keys: Sequence[str] = ()
     ) -> None:
         super().__init__(values)
         self.missing_keys, self.unexpected_keys = list(missing_keys), list(unexpected_keys)
