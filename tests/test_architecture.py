@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.json_value",
         "trainer.regular_file",
         "trainer.text_table",
+        "trainer.versions",
     ),
     ("trainer.exact_sum", "trainer.lanes", "trainer.progress", "trainer.schedule", "trainer.topology"),
     ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),

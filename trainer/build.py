@@ -16,6 +16,7 @@ from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
 from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.config import saved
 from trainer.config.schema import CheckpointSection, Config, micro_batches_of, save_folder, topology_of
 from trainer.data.batches import Samples
 from trainer.data.loader import BatchLoader
@@ -36,6 +37,7 @@ from trainer.run_data import RunData, look_alone, open_data
 from trainer.schedule import Schedule, resolve
 from trainer.state import TrainerState, build_part
 from trainer.topology import Topology
+from trainer.versions import commit, versions
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class Run:
 
     `log` is None on ranks other than 0, `local` where there are no local checkpoints. `tokenizer` holds the tokenizer
     files of a checkpoint by name, on rank 0; it is empty if the run has no tokenizer or saves nothing.
+    `saved_config` is the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
     """
 
     config: Config
@@ -61,6 +64,7 @@ class Run:
     control: RunControl
     description: Json
     tokenizer: Mapping[str, bytes]
+    saved_config: Json
     start_times: StartTimes = field(default_factory=StartTimes)
 
     @property
@@ -134,6 +138,7 @@ def build(
         control=_build_control(config, cluster, signals),
         description=description,
         tokenizer=_read_tokenizer(config, cluster),
+        saved_config=run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None),
         start_times=times,
     )
 
@@ -218,6 +223,16 @@ def tokenizer_of(config: Config) -> dict[str, bytes]:
     return tokenizer_files(
         config.data, bos=model.bos_token_id, eos=model.eos_token_id, positions=model.max_position_embeddings
     )
+
+
+def run_config(config: Config, *, with_commit: bool) -> Json:
+    """Return the `run_config.json` of a run's checkpoints.
+
+    Args:
+        with_commit: ask git for the commit, which takes a process of its own.
+    """
+    found = {"format": saved.FORMAT, "config": saved.saved_config(config), "versions": versions()}
+    return {**found, "commit": commit() if with_commit else None}
 
 
 def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:

@@ -13,6 +13,7 @@ from trainer.build import Run
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.policy import SaveReport
+from trainer.config.saved import RUN_CONFIG
 from trainer.config.schema import OnNonfinite, save_folder
 from trainer.errors import CheckpointError, LockError, ReplicaError, TrainerError
 from trainer.evaluate import evaluate
@@ -202,6 +203,7 @@ def _save(run: Run, savers: Sequence[Checkpointer], slowdown: Slowdown) -> None:
         "config.json": families.hf_config(run.config.model),
         "generation_config.json": families.generation_config(run.config.model),
         "trainer_state.json": run_record.state_record(progress, run.schedule.at(progress.iteration), run.description),
+        RUN_CONFIG: run.saved_config,
         **run.tokenizer,
     }
     for saver in savers:

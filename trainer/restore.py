@@ -19,6 +19,7 @@ from trainer.checkpoint.storage.folder import TRACKER, CheckpointFolder
 from trainer.checkpoint.storage.patience import Patience, failed_read
 from trainer.checkpoint.tensors.live import LiveTensor, local_of
 from trainer.compatibility import differences, settle
+from trainer.config.saved import saved_config, with_schedule
 from trainer.config.schema import CheckpointSection, Verify, save_folder
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.interop.hf.folder import is_folder
@@ -352,6 +353,10 @@ def _take_schedule(run: Run, checkpoint: Checkpoint) -> None:
     taken = {"schedule": checkpoint.state["schedule"], **settings_record(section)}
     taken["optimizer"] = optimizer_record(run.config.model, section)
     run.description = {**run.description, **taken}
+    config = with_schedule(replace(run.config, optimizer=section), run.schedule)
+    known = run.saved_config["config"]
+    taken_config = {name: saved_config(config)[name] for name in ("schedule", "optimizer")}
+    run.saved_config = {**run.saved_config, "config": {**known, **taken_config}}
 
 
 def _rebind(run: Run) -> None:

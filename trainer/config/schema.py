@@ -211,7 +211,8 @@ class CheckpointSection:
         load: `auto` continues this run from its newest valid checkpoint and starts fresh only where nothing was ever
             saved or logged; `none` starts fresh; a path names a run, its checkpoint folder, one iteration or, with
             `finetune`, a model folder of transformers or a weight file of llm.c. `none` and a path act once: when the
-            launcher restarts the job, the run continues from its own newest checkpoint.
+            launcher restarts the job, the run continues from its own newest checkpoint. With a path to a checkpoint, a
+            command without ``model=`` and ``experiment=`` takes the configuration from it, under its own keys.
         ckpt_step: iteration to load instead of the newest; it acts once, like a path in `load`.
         no_load_optim: load the weights only and continue at the saved iteration.
         finetune: load the weights only and start at iteration 0.
