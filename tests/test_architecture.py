@@ -51,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.state",),
     ("trainer.evaluate", "trainer.generate", "trainer.parallelize", "trainer.step"),
     ("trainer.build", "trainer.dry_run"),
+    ("trainer.beginning", "trainer.fitting"),
     ("trainer.interop",),
     ("trainer.loop", "trainer.restore"),
     ("trainer.__main__",),
@@ -68,7 +69,7 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{CHECKPOINT}.saving", f"{CHECKPOINT}.loading"),
     (f"{CHECKPOINT}.local",),
     (f"{CHECKPOINT}.checkpointer",),
-    (f"{CHECKPOINT}.local_checkpointer",),
+    (f"{CHECKPOINT}.local_checkpointer", f"{CHECKPOINT}.weights_checkpointer"),
     (f"{CHECKPOINT}.api",),
     (CHECKPOINT,),
 )

@@ -347,10 +347,12 @@ def _train_built(built: Run, resolved: str) -> None:
     except BaseException:
         if built.log is not None:
             built.log.close_bar()
-        for saver in built.savers:
+        for saver in built.all_savers:
             saver.abandon()
         raise
     built.checkpointer.close()
+    if built.weights is not None:
+        built.weights.close()
     if built.local is not None:
         built.local.close()
     if built.log is not None:

@@ -16,6 +16,8 @@ from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
 from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.checkpoint.storage.folder import WEIGHTS
+from trainer.checkpoint.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 from trainer.config import saved
 from trainer.config.schema import CheckpointSection, Config, micro_batches_of, save_folder, topology_of
 from trainer.data.batches import Samples
@@ -44,7 +46,8 @@ from trainer.versions import commit, versions
 class Run:
     """A run after it is built: its state, data, outputs, and control.
 
-    `log` is None on ranks other than 0, `local` where there are no local checkpoints. `tokenizer` holds the tokenizer
+    `log` is None on ranks other than 0, `local` where there are no local checkpoints, `weights` where weights alone are
+    neither saved nor there from before. `tokenizer` holds the tokenizer
     files of a checkpoint by name, on rank 0; it is empty if the run has no tokenizer or saves nothing.
     `saved_config` is the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
     """
@@ -59,6 +62,7 @@ class Run:
     sampler: Sampler | None
     checkpointer: Checkpointer
     local: LocalCheckpointer | None
+    weights: WeightsCheckpointer | None
     restorer: Restorer
     log: RunLog | None
     control: RunControl
@@ -69,8 +73,13 @@ class Run:
 
     @property
     def savers(self) -> list[Checkpointer]:
-        """Return what saves the run: local checkpoints first, which take less time."""
+        """Return what saves the state of the run: local checkpoints first, which take less time."""
         return [*([] if self.local is None else [self.local.saver]), self.checkpointer]
+
+    @property
+    def all_savers(self) -> list[Checkpointer]:
+        """Return `savers`, and behind them that of the weights alone."""
+        return [*self.savers, *([] if self.weights is None else [self.weights.saver])]
 
     @property
     def is_shared(self) -> bool:
@@ -133,6 +142,7 @@ def build(
         sampler=_build_sampler(config, cluster) if config.train.sample_interval else None,
         checkpointer=_build_checkpointer(config, cluster),
         local=local,
+        weights=_build_weights_checkpointer(config, cluster),
         restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=folders),
         log=_build_log(config, cluster) if cluster.rank == 0 else None,
         control=_build_control(config, cluster, signals),
@@ -249,6 +259,25 @@ def _build_local_checkpointer(config: Config, cluster: Cluster) -> LocalCheckpoi
     return LocalCheckpointer(
         policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, shared=shared
     )
+
+
+def _build_weights_checkpointer(config: Config, cluster: Cluster) -> WeightsCheckpointer | None:
+    """Return the saver of the weights alone, also where an earlier start left some to sweep and rewind. Collective."""
+    section = config.checkpoint
+    if section.save is None:
+        return None
+    is_there = cluster.rank == 0 and (Path(section.save) / WEIGHTS).is_dir()
+    is_there = bool(cluster.channel.broadcast("weights/there", b"+" if is_there else b""))
+    if not (section.save_weights_interval or section.save_steps or is_there):
+        return None
+    policy = WeightsPolicy(
+        section.save_weights_interval,
+        frozenset(section.save_steps),
+        getattr(torch, section.weights_dtype.value),
+        section.weights_keep,
+        _save_policy(section),
+    )
+    return WeightsCheckpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
 
 
 def _save_policy(section: CheckpointSection) -> SavePolicy:
