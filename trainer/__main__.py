@@ -196,13 +196,12 @@ def _over_saved(raw: DictConfig, overrides: Sequence[str]) -> DictConfig:
     _refuse_unknown_keys(raw)
     named = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))}
     section = raw.checkpoint
-    load = _reported(lambda: str(section.load), overrides)
+    load, step, own = _reported(lambda: (str(section.load), section.ckpt_step, section.save), overrides)
     if load in ("auto", "none") or named & {"model", "experiment"}:
         return raw
     from trainer.config.load_saved import find_saved
 
-    own = None if section.save is None else Path(section.save)
-    saved = find_saved(Path(load), iteration=section.ckpt_step, own=own)
+    saved = find_saved(Path(load), iteration=step, own=None if own is None else Path(own))
     if saved is None:
         return raw
     taken = {key: value for key, value in saved.values.items() if not _is_named(key, named)}

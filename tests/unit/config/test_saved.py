@@ -11,6 +11,7 @@ import pytest
 from tests.harness import compose
 from trainer.config.saved import FORMAT, is_secret, saved_config, saved_values, with_schedule, without_keys
 from trainer.config.schema import Config
+from trainer.config.values import from_environment
 from trainer.errors import CheckpointError, MismatchError
 from trainer.schedule import resolve
 
@@ -100,3 +101,13 @@ def test_the_parallel_layout_comes_from_the_state() -> None:
 def test_another_document_is_refused(found: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         saved_values(found, {}, where="here")
+
+
+def test_keys_of_the_environment_are_found_through_other_keys() -> None:
+    table = {
+        "run": {"name": "${oc.env:JOB}", "dir": "runs/${run.name}"},
+        "data": {"path": "${oc.decode:${oc.env:DATA}}", "valid_fraction": 0.5},
+        "checkpoint": {"save": "${run.dir}/checkpoints", "load": "auto"},
+        "model": {"n_kv_head": "${.n_head}"},
+    }
+    assert from_environment(table) == {"run.name", "run.dir", "data.path", "checkpoint.save"}
