@@ -208,8 +208,9 @@ def _save(run: Run, savers: Sequence[Checkpointer], slowdown: Slowdown) -> None:
         run.log.sync()
     documents = _documents(run)
     for saver in savers:
-        is_local = run.local is not None and saver is run.local.saver
-        contents = run.state.contents(documents, with_optimizer=is_local or not run.config.checkpoint.no_save_optim)
+        contents = run.state.contents(
+            documents, with_optimizer=run.is_local(saver) or not run.config.checkpoint.no_save_optim
+        )
         report = saver.save(progress.iteration, contents)
         if report is not None:
             _record_saves(run, saver, [report], slowdown)
@@ -241,9 +242,8 @@ def _documents(run: Run) -> dict[str, Document]:
 
 
 def _record_saves(run: Run, saver: Checkpointer, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:
-    is_local = run.local is not None and saver is run.local.saver
     is_weights = run.weights is not None and saver is run.weights.saver
-    event = "local_save" if is_local else "weights_save" if is_weights else "save"
+    event = "local_save" if run.is_local(saver) else "weights_save" if is_weights else "save"
     for report in reports:
         # Another job holds this folder, or the state is damaged: further training is useless.
         if isinstance(report.error, LockError | ReplicaError):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from models import families
 from trainer import run_record
-from trainer.beginning import is_directed, is_restarted, note_beginning
+from trainer.beginning import find_launch, is_directed, note_beginning
 from trainer.build import Run
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.loader import LoadReport, check_tensors, fill
@@ -57,8 +57,8 @@ def restore(run: Run) -> bool:
         run.local.start()
     if run.weights is not None:
         run.weights.start()
-    was_restarted = is_restarted(run)
-    origin = _agree_on_origin(run, is_restarted=was_restarted)
+    launch, is_restarted = find_launch(run)
+    origin = _agree_on_origin(run, is_restarted=is_restarted)
     if origin is None:
         initial = families.initial_values(run.config.model)
         fill_initial_values(run.state.shards(with_optimizer=False), initial, run.config.train.seed)
@@ -79,7 +79,7 @@ def restore(run: Run) -> bool:
     if run.weights is not None:
         run.weights.rewind(began_at if _continues_own(run, origin) else -1)
     if is_directed(run.config.checkpoint):
-        note_beginning(run, began_at, is_restarted=was_restarted)
+        note_beginning(run, launch, None if is_restarted else began_at)
     return origin is not None and not origin.goes_on and run.config.checkpoint.load != "auto"
 
 
