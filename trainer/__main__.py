@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raw = _composed_command()
         if raw is not None:
             _start_log(rank, is_silent="stdout" in closed)
-            run(_over_saved(raw, get_args_parser().parse_args().overrides), environment)
+            run(_over_saved(raw), environment)
     except SystemExit:  # argparse has printed the reason
         raise
     except BaseException as error:  # noqa: BLE001 - printed, and passed on as the exit status
@@ -188,16 +188,17 @@ def _composed_command() -> DictConfig | None:
     return found[0] if found else None
 
 
-def _over_saved(raw: DictConfig, overrides: Sequence[str]) -> DictConfig:
+def _over_saved(raw: DictConfig) -> DictConfig:
     """Return the configuration of a command that loads a checkpoint and names no model, over the checkpoint's own.
 
     Keys that the command sets keep its values, and so do sections whose group it names.
     """
     _refuse_unknown_keys(raw)
-    named = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))}
-    section = raw.checkpoint
-    load, step, own = _reported(lambda: (str(section.load), section.ckpt_step, section.save), overrides)
-    if load in ("auto", "none") or named & {"model", "experiment"}:
+    arguments, section = get_args_parser().parse_args(), raw.checkpoint
+    named = {override.key_or_group for override in OverridesParser.create().parse_overrides(arguments.overrides)}
+    load, step, own = _reported(lambda: (str(section.load), section.ckpt_step, section.save), arguments.overrides)
+    is_whole = arguments.config_name or arguments.config_path or named & {"model", "experiment"}
+    if load in ("auto", "none") or is_whole:
         return raw
     from trainer.config.load_saved import find_saved
 

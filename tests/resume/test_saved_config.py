@@ -35,6 +35,23 @@ def alone(straight: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(iteration(straight, 4), tmp_path / "given" / "iter_0000004"))
 
 
+def test_an_iteration_has_these_files_and_no_others(straight: Path) -> None:
+    files = sorted(str(path.relative_to(iteration(straight, 4))) for path in iteration(straight, 4).rglob("*.*"))
+    assert files == [
+        "config.json",
+        "generation_config.json",
+        "manifest.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "optimizer/optimizer-00001-of-00001.safetensors",
+        "run_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "trainer_state.json",
+    ]
+    assert not (straight / "checkpoints/weights").exists()
+
+
 def test_one_iteration_folder_continues_the_run(straight: Path, alone: Path, tmp_path: Path) -> None:
     ended = run_ok(tmp_path / "run", [f"checkpoint.load={alone}"])
     assert f"the configuration is that of {alone}/run_config.json," in ended.text
@@ -68,8 +85,8 @@ def test_one_key_goes_over_it_and_the_schedule_stays(straight: Path, alone: Path
 
 
 def test_a_command_that_names_a_model_is_whole(alone: Path, tmp_path: Path) -> None:
-    for group in ("model=gpt2_tiny", "experiment=demo"):
-        ended = launch(tmp_path / "run", [group, f"checkpoint.load={alone}"])
+    for group in ("model=gpt2_tiny", "experiment=demo", "--config-name=train"):
+        ended = launch(tmp_path / "run", [f"checkpoint.load={alone}", group])
         assert ended.statuses == (1,)
         assert "run_config.json" not in ended.text
         assert "model.n_layer" in ended.text

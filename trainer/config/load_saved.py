@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from trainer.checkpoint.storage.patience import Patience, PatientFiles, failed_r
 from trainer.config.saved import RUN_CONFIG, saved_values
 from trainer.errors import CheckpointError, TrainerError, UnreadableError
 from trainer.regular_file import read_regular
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
