@@ -42,6 +42,7 @@ def _git(root: Path, *arguments: str) -> list[str] | None:
     """Return the lines that git prints; None if it fails."""
     # A hook of another repository sets these, and git would look there.
     variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    variables["GIT_OPTIONAL_LOCKS"] = "0"  # looking at the source must not write to it
     try:
         ended = subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, env=variables
