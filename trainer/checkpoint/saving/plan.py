@@ -59,7 +59,7 @@ class Plan:
     sources: Sources
     shared: SharedPieces
     watched: Sources
-    holds_steps: bool
+    holds_steps: bool = False
 
     def suits(self, contents: Contents) -> bool:
         """Return whether `contents` are the very same tensors."""
