@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from trainer.__main__ import CONFIGS
 from trainer.config.schema import Config
@@ -83,9 +83,11 @@ def _rows(section: Any, prefix: str) -> Iterator[Row]:
     hints, explained = get_type_hints(section), _meanings(section)
     for field in fields(section):
         kinds = get_args(hints[field.name]) or (hints[field.name],)
-        yield Row(f"{prefix}.{field.name}", " or ".join(map(_kind, kinds)), _default(field), explained[field.name])
-        for kind in filter(is_dataclass, kinds):
-            yield from _rows(kind, f"{prefix}.{field.name}")
+        kind = " or ".join(map(_kind, kinds))
+        kind = f"list of {kind}s" if get_origin(hints[field.name]) is list else kind
+        yield Row(f"{prefix}.{field.name}", kind, _default(field), explained[field.name])
+        for nested in filter(is_dataclass, kinds):
+            yield from _rows(nested, f"{prefix}.{field.name}")
 
 
 def _kind(kind: type) -> str:
@@ -95,6 +97,8 @@ def _kind(kind: type) -> str:
 
 
 def _default(field: Field[object]) -> str:
+    if field.default_factory is list:
+        return "`[]`"
     if field.default is MISSING:
         return "by `model=`"
     match field.default:

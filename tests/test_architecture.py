@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.json_value",
         "trainer.regular_file",
         "trainer.text_table",
+        "trainer.versions",
     ),
     ("trainer.exact_sum", "trainer.lanes", "trainer.progress", "trainer.schedule", "trainer.topology"),
     ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
@@ -50,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.state",),
     ("trainer.evaluate", "trainer.generate", "trainer.parallelize", "trainer.step"),
     ("trainer.build", "trainer.dry_run"),
+    ("trainer.beginning", "trainer.fitting"),
     ("trainer.interop",),
     ("trainer.loop", "trainer.restore"),
     ("trainer.__main__",),
@@ -67,7 +69,13 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{CHECKPOINT}.saving", f"{CHECKPOINT}.loading"),
     (f"{CHECKPOINT}.local",),
     (f"{CHECKPOINT}.checkpointer",),
-    (f"{CHECKPOINT}.local_checkpointer", f"{CHECKPOINT}.group", f"{CHECKPOINT}.inline_save", f"{CHECKPOINT}.loaded"),
+    (
+        f"{CHECKPOINT}.local_checkpointer",
+        f"{CHECKPOINT}.weights_checkpointer",
+        f"{CHECKPOINT}.group",
+        f"{CHECKPOINT}.inline_save",
+        f"{CHECKPOINT}.loaded",
+    ),
     (f"{CHECKPOINT}.optimizer_state",),
     (f"{CHECKPOINT}.model_contents", f"{CHECKPOINT}.nested"),
     (f"{CHECKPOINT}.api", f"{CHECKPOINT}.state_dict"),
@@ -179,7 +187,7 @@ NOT_IMPORTED = {
     "accelerate": "two programs in examples/ import it, which tests/resume/test_examples.py runs",
     "setuptools": "tests/resume/test_wheel.py builds a wheel without build isolation",
 }
-IMPORT_NAMES = {"hydra-core": "hydra", "tensorboard": "torch.utils.tensorboard"}
+IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron.core", "tensorboard": "torch.utils.tensorboard"}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from models.families import parameter_count
 from models.families import problems as model_problems
 from trainer.config.schema import CheckpointSection, Config, LocalSection, OptimizerSection, topology_of
 from trainer.config.values import number_problems, path_problems
-from trainer.data.section import DataKind
+from trainer.data.section import TOKEN_KINDS
 from trainer.data.section import problems as data_problems
 from trainer.errors import ConfigError
 from trainer.lanes import invariant_ranks_problems
@@ -47,7 +47,7 @@ def unused_keys(config: Config) -> list[str]:
     section, local = config.checkpoint, config.checkpoint.local
     lines = []
     for table, defaults, prefix, folder, names in (
-        (section, CheckpointSection(), "checkpoint", "save", _OF_SAVING),
+        (section, CheckpointSection(), "checkpoint", "save", (*_OF_SAVING, "save_steps")),
         (local, LocalSection(), "checkpoint.local", "dir", _OF_LOCAL),
     ):
         keys = [name for name in names if getattr(table, name) != getattr(defaults, name)]
@@ -116,9 +116,9 @@ def _train_problems(config: Config) -> list[str]:
         found.append(f"train.device={train.device}: must be auto, cpu or cuda")
     if config.logging.log_interval < 1:
         found.append(f"logging.log_interval={config.logging.log_interval}: must be at least 1")
-    if train.eval_interval and config.data.kind is DataKind.token_file and config.data.valid is None:
+    if train.eval_interval and config.data.kind in TOKEN_KINDS and config.data.valid is None:
         found.append(f"train.eval_interval={train.eval_interval}: needs data.valid, or set it to 0")
-    if train.sample_interval and config.data.kind is DataKind.token_file and config.data.tokenizer is None:
+    if train.sample_interval and config.data.kind in TOKEN_KINDS and config.data.tokenizer is None:
         found.append(
             f"train.sample_interval={train.sample_interval}: needs data.tokenizer, the tokenizer.json that wrote the "
             "token files, or bytes; or set it to 0"
@@ -217,6 +217,8 @@ _OF_SAVING = (
     "save_retain_interval",
     "check_replicas",
     "exit_on_save_failure",
+    "save_weights_interval",
+    "weights_keep",
 )
 
 
@@ -231,6 +233,8 @@ def _checkpoint_problems(config: Config) -> list[str]:
     for name, least in (("save_interval", 0), ("keep", 1), ("copies", 0)):
         if getattr(section.local, name) < least:
             found.append(f"checkpoint.local.{name}={getattr(section.local, name)}: must be {least} or more")
+    if any(step < 0 for step in section.save_steps):
+        found.append(f"checkpoint.save_steps={section.save_steps}: must be iterations of 0 or more")
     if section.local.dir is not None and section.local.dir == section.save:
         found.append(f"checkpoint.local.dir={section.local.dir}: must be another folder than checkpoint.save")
     if section.keep_best and not (config.train.eval_interval and section.max_checkpoint_keep):
@@ -248,6 +252,9 @@ def _checkpoint_problems(config: Config) -> list[str]:
         found.append("checkpoint.override_scheduler and checkpoint.use_checkpoint_scheduler exclude each other")
     if section.finetune and section.load in ("auto", "none"):
         found.append(f"checkpoint.finetune: needs checkpoint.load=PATH, found {section.load}")
+    for name in ("resize", "partial"):
+        if getattr(section, name) and not section.finetune:
+            found.append(f"checkpoint.{name}={getattr(section, name)}: needs checkpoint.finetune=true")
     if section.ckpt_step is not None and section.ckpt_step < 0:
         found.append(f"checkpoint.ckpt_step={section.ckpt_step}: must be 0 or more, or null")
     if section.ckpt_step is not None and section.load == "none":

@@ -71,6 +71,7 @@ class Contents:
         documents: files beside the tensors, by file name: JSON, or raw bytes. Only rank 0's are written.
         optimizers: the optimizers that change the live tensors; a background save delays their next step while it reads
             tensors that the step changes. Tensors that none of them changes are copied.
+        is_own: whether the live tensors are copies that nothing changes before the save is over.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -78,6 +79,7 @@ class Contents:
     aliases: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, Document] = field(default_factory=dict)
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
