@@ -319,7 +319,8 @@ def _train(
     times.end(Phase.rendezvous)
     if cluster.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(cluster.device).total_memory
-        require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=str(cluster.device))
+        where = str(cluster.device)
+        require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=where, is_host=False)
     built = build(config, cluster, signals, times)
     built.saved_config = without_keys(built.saved_config, environment_keys)
     times.end(Phase.build)

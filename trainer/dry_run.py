@@ -22,7 +22,7 @@ from trainer.checkpoint.format.box import Box, Image, image, intersect, whole
 from trainer.checkpoint.format.layout import Layout, TensorSpec, build_layout
 from trainer.checkpoint.saving.plan import Holding, pieces_of
 from trainer.checkpoint.tensors.live import Grid, placed_box
-from trainer.config.schema import Config, lanes_of, reduces_lanes_over_ranks, topology_of
+from trainer.config.schema import Config, lanes_of, reduces_lanes_over_ranks, rounded_itemsize, topology_of
 from trainer.optimizers import state_tensors
 from trainer.parallel.mesh import build_mesh, stage_grid
 from trainer.parallel.pipeline import stages_of
@@ -86,6 +86,9 @@ def report(config: Config, world_size: int) -> str:
             f"zero_stage={config.parallel.zero_stage} with a pipeline: torch's schedules keep a stage's parameters and "
             "gradients unsharded during an iteration, as stage 1 does; the state between iterations is sharded."
         )
+    if itemsize := rounded_itemsize(config.checkpoint):
+        rounded = itemsize * max(load.parameters for *_, loads in rows for load in loads)
+        lines.append(f"saves of the weights alone: at most {rounded / _GIB:.2f} GiB more on the host of a rank")
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 
 from models.families import parameter_count
-from trainer.config.schema import Config, topology_of
+from trainer.config.schema import Config, rounded_itemsize, topology_of
 from trainer.errors import ConfigError
 from trainer.optimizers import state_tensors
 
@@ -18,18 +18,23 @@ _TOKEN_BYTES = 8
 _GPU_NODE = Path("/dev/nvidiactl")
 
 
-def least_bytes(config: Config, world_size: int) -> int:
+def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int:
     """Return a lower bound of the bytes that one rank of `world_size` holds, on average, at the end of an iteration.
 
     Weights, gradients, moments and the tokens of an iteration are counted, activations are not.
+
+    Args:
+        is_host: count the memory into which saves of the weights alone are rounded too: on the host with any device.
     """
     topology = topology_of(config, world_size)
     copies = topology.dp if config.parallel.zero_stage == 0 else 1
     padded = replace(config.model, vocab_size=config.model.padded_vocab_size)
     moments = sum(prod(t.stored.shape) for t in state_tensors(config.optimizer.name, padded) if t.stored.shape)
     state = _FLOAT_BYTES * (2 * parameter_count(padded) + moments) * copies // world_size
+    itemsize = rounded_itemsize(config.checkpoint) if is_host else 0
+    rounded = itemsize * parameter_count(config.model) * copies // world_size
     train = config.train
-    return state + _TOKEN_BYTES * (train.global_batch_size // topology.dp) * (train.seq_length + 1)
+    return state + rounded + _TOKEN_BYTES * (train.global_batch_size // topology.dp) * (train.seq_length + 1)
 
 
 def host_bytes(meminfo: str, cgroup_limit: str = "max") -> int | None:
@@ -62,20 +67,26 @@ def require_host_memory(config: Config, world_size: int, local_world_size: int) 
         require_memory(config, world_size, ranks=local_world_size, available_bytes=available, where="this host")
 
 
-def require_memory(config: Config, world_size: int, *, ranks: int, available_bytes: int, where: str) -> None:
+def require_memory(
+    config: Config, world_size: int, *, ranks: int, available_bytes: int, where: str, is_host: bool = True
+) -> None:
     """Refuse a run whose state cannot fit where `ranks` of its ranks share `available_bytes`.
+
+    Args:
+        is_host: whether that is memory of a host, and not of a device.
 
     Raises:
         ConfigError: naming both sizes.
     """
-    needed = ranks * least_bytes(config, world_size)
+    needed = ranks * least_bytes(config, world_size, is_host=is_host)
+    light = ", the weights rounded for light saves," if is_host and rounded_itemsize(config.checkpoint) else ","
     if needed > available_bytes:
         raise ConfigError(
             f"The run does not fit into the memory of {where}",
             where=f"{ranks} of {world_size} ranks",
             expected=f"at most {available_bytes / _GIB:.1f} GiB",
             found=f"at least {needed / _GIB:.1f} GiB for {parameter_count(config.model):,} parameters, their gradients "
-            f"and moments, and {config.train.global_batch_size:,} samples of {config.train.seq_length:,} tokens",
+            f"and moments{light} and {config.train.global_batch_size:,} samples of {config.train.seq_length:,} tokens",
             fix="Choose a smaller model or batch, or more hosts; train.dry_run=true shows the memory of every rank.",
         )
 

@@ -325,6 +325,12 @@ class Config:
     experiment: str | None = None
 
 
+def rounded_itemsize(section: CheckpointSection) -> int:
+    """Return the bytes of each element that a rank rounds into host memory for saves of the weights alone, or 0."""
+    saves = section.save is not None and (section.save_weights_interval > 0 or bool(section.save_steps))
+    return 2 if saves and section.weights_dtype is WeightsDtype.bfloat16 else 0
+
+
 def save_folder(section: CheckpointSection) -> Path | None:
     """Return the folder that the run saves to, the shared one if there are two; None if it saves nothing."""
     folder = section.save if section.save is not None else section.local.dir

@@ -13,6 +13,7 @@ import pytest
 
 from trainer.__main__ import CONFIGS, compose
 from trainer.config.checks import loose_threads, unused_keys, validate
+from trainer.dry_run import report
 from trainer.errors import ConfigError, LaunchError
 from trainer.launch.environment import Environment
 from trainer.memory_needs import host_bytes, least_bytes, require_host_memory, require_memory
@@ -203,6 +204,19 @@ def test_the_least_memory_counts_replicas_and_shards() -> None:
     require_memory(config, 2, ranks=2, available_bytes=2 * least_bytes(config, 2), where="here")
     with pytest.raises(ConfigError, match=r"memory of here \(2 of 2 ranks\)"):
         require_memory(config, 2, ranks=2, available_bytes=2 * least_bytes(config, 2) - 1, where="here")
+
+
+def test_the_least_memory_of_a_host_counts_light_saves() -> None:
+    plain = compose(["train.micro_batch_size=1", "parallel=zero1"])
+    light = compose(["train.micro_batch_size=1", "parallel=zero1", "checkpoint.save_steps=[0]"])
+    assert least_bytes(light, 2) - least_bytes(plain, 2) == 2 * 859_008 // 2
+    assert least_bytes(light, 2, is_host=False) == least_bytes(plain, 2)
+    assert "saves of the weights alone: at most" in report(light, 2)
+    assert "saves of the weights alone" not in report(plain, 2)
+    with pytest.raises(ConfigError, match="the weights rounded for light saves, and 8 samples"):
+        require_memory(light, 2, ranks=1, available_bytes=least_bytes(plain, 2), where="here")
+    light.checkpoint.save = None
+    assert least_bytes(light, 2) == least_bytes(plain, 2)
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
