@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -270,7 +271,7 @@ def _build_weights_checkpointer(config: Config, cluster: Cluster) -> WeightsChec
     section = config.checkpoint
     if section.save is None:
         return None
-    is_there = cluster.rank == 0 and (Path(section.save) / WEIGHTS).is_dir()
+    is_there = cluster.rank == 0 and os.path.isdir(Path(section.save) / WEIGHTS)  # False where it cannot be read
     is_there = bool(cluster.channel.broadcast("weights/there", b"+" if is_there else b""))
     if not (section.save_weights_interval or section.save_steps or is_there):
         return None
