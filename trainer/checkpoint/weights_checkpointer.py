@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +15,12 @@ from trainer.checkpoint.format.layout import TensorSpec, build_layout
 from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.policy import Retention, SavePolicy, SaveReport
 from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import WEIGHTS, CheckpointFolder
+from trainer.checkpoint.storage.folder import HOLD, WEIGHTS, CheckpointFolder, named_iteration
 from trainer.checkpoint.tensors.file_aligned import zeros_like_files
 from trainer.checkpoint.tensors.live import Contents, LiveTensor
 from trainer.errors import TrainerError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class WeightsCheckpointer:
         """
         self.saver.rewind(iteration)
         found = b""
+        if self._channel.rank == 0:
+            self._remove_repeats()
         if self._channel.rank == 0 and iteration >= 0 and self._is_there(iteration):
             found = b"+"
         if self._channel.broadcast(f"weights/{self._nonce}/there", found):
@@ -111,6 +116,27 @@ class WeightsCheckpointer:
     def close(self) -> None:
         """Wait for the save that is under way, and let go of the lock."""
         self.saver.close()
+
+    def _remove_repeats(self) -> None:
+        """Remove superseded weights whose bits an older superseded folder of the iteration has too.
+
+        A run that a launcher restarts again and again before its next checkpoint saves the same ones every time.
+        """
+        kept: dict[int | None, list[object]] = {}
+        for path in sorted(self._folder.superseded(), key=lambda path: (len(path.name), path.name)):
+            try:
+                tensors = open_checkpoint(path, self._folder.files).manifest.tensors
+                older = kept.setdefault(named_iteration(path.name), [])
+                if tensors not in older or path.is_symlink() or (path / HOLD).exists():
+                    older.append(tensors)
+                    continue
+                leaving = path.with_name(f".{path.name}.{self._nonce}.deleting")
+                self._folder.files.rename(path, leaving)
+                self._folder.files.remove_tree(leaving)
+            except TrainerError:  # it cannot be compared
+                continue
+            except OSError as error:
+                _log.error("%s could not be deleted: %s", path, error)
 
     def _is_there(self, iteration: int) -> bool:
         try:

@@ -86,3 +86,26 @@ def test_what_is_there_is_not_saved_again(tmp_path: Path) -> None:
     again.close()
     names = sorted(path.name for path in (tmp_path / "weights").iterdir() if path.is_dir())
     assert names == ["iter_0000002", "iter_0000004.superseded-1"]
+
+
+def test_restarts_again_and_again_keep_each_bit_once(tmp_path: Path) -> None:
+    for number, values in enumerate([VALUES, VALUES, VALUES + 1.0, VALUES, VALUES]):
+        weights = started(tmp_path, nonce=f"n{number}")
+        weights.rewind(-1)
+        weights.save(2, contents(values, 2))
+        weights.close()
+    assert torch.equal(saved(tmp_path, 2), VALUES.to(torch.bfloat16))
+    names = sorted(path.name for path in (tmp_path / "weights").iterdir() if path.is_dir())
+    assert names == ["iter_0000002", "iter_0000002.superseded-1", "iter_0000002.superseded-2"]
+
+
+def test_a_held_repeat_stays(tmp_path: Path) -> None:
+    for number in range(4):
+        weights = started(tmp_path, nonce=f"n{number}")
+        weights.rewind(-1)
+        weights.save(2, contents(VALUES, 2))
+        weights.close()
+        if number == 1:
+            (tmp_path / "weights/iter_0000002/hold").touch()
+    names = sorted(path.name for path in (tmp_path / "weights").iterdir() if path.is_dir())
+    assert names == ["iter_0000002", "iter_0000002.superseded-1", "iter_0000002.superseded-2"]
