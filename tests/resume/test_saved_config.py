@@ -121,6 +121,18 @@ def test_a_value_of_the_environment_is_not_written(tmp_path: Path) -> None:
     assert "sample_prompt" not in found["config"]["train"]
 
 
+def test_its_own_tokenizer_takes_the_place_of_a_lost_one(straight: Path, tmp_path: Path) -> None:
+    lost, run, text = tmp_path / "tokenizer.json", tmp_path / "run", tmp_path / "text.txt"
+    shutil.copyfile(iteration(straight, 4) / "tokenizer.json", lost)
+    text.write_text("A run takes what it needs along.\n" * 400)
+    data = ["data=text", f"data.path={text}", f"data.tokenizer={lost}", f"data.cache={tmp_path / 'cache'}"]
+    run_ok(run, ["model=gpt2_tiny", *TINY, *data, "train.train_iters=4"])
+    lost.unlink()
+    run_ok(tmp_path / "new", [f"checkpoint.load={iteration(run, 4)}", "train.train_iters=5", data[-1]])
+    taken = json.loads(saved(iteration(tmp_path / "new", 5)))["config"]["data"]["tokenizer"]
+    assert taken == str(iteration(run, 4) / "tokenizer.json")
+
+
 def test_a_damaged_one_is_refused_by_name(alone: Path, tmp_path: Path) -> None:
     path = alone / "run_config.json"
     path.write_bytes(path.read_bytes().replace(b'"n_layer": 2', b'"n_layer": 3'))

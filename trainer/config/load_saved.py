@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder, is_iteration_name
 from trainer.checkpoint.storage.patience import Patience, PatientFiles, failed_read
 from trainer.config.saved import RUN_CONFIG, saved_values
+from trainer.data.text import BYTES
+from trainer.data.tokenizer_files import TOKENIZER
 from trainer.errors import CheckpointError, TrainerError, UnreadableError
 from trainer.regular_file import read_regular
 
@@ -54,7 +57,18 @@ def find_saved(load: Path, *, iteration: int | None, own: Path | None) -> SavedC
         raise failed_read("A checkpoint's configuration cannot be read", error, where=path) from error
     if manifest.digest_of(data) != entry.digest:
         raise CheckpointError("A file is damaged", where=path, expected=f"digest {entry.digest}")
-    return SavedConfig(path, saved_values(json_file.parse(data, where=path), checkpoint.state, where=path))
+    values = saved_values(json_file.parse(data, where=path), checkpoint.state, where=path)
+    return SavedConfig(path, _with_tokenizer(values, checkpoint))
+
+
+def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the values with the checkpoint's own tokenizer, which has the same tokens, where the run's is gone."""
+    named = values.get("data.tokenizer")
+    if named in (None, BYTES) or TOKENIZER not in checkpoint.manifest.files:
+        return values
+    if os.path.exists(Path(str(named)).expanduser()):
+        return values
+    return {**values, "data.tokenizer": str((checkpoint.path / TOKENIZER).absolute())}
 
 
 def _open(load: Path, iteration: int | None, files: Files) -> Checkpoint | None:
