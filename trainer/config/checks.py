@@ -5,7 +5,7 @@ from __future__ import annotations
 from models.config import ModelConfig
 from models.families import parameter_count
 from models.families import problems as model_problems
-from trainer.config.schema import CheckpointSection, Config, LocalSection, OptimizerSection, topology_of
+from trainer.config.schema import CheckpointSection, Config, LocalSection, NewRows, OptimizerSection, topology_of
 from trainer.config.values import number_problems, path_problems
 from trainer.data.section import TOKEN_KINDS
 from trainer.data.section import problems as data_problems
@@ -255,6 +255,8 @@ def _checkpoint_problems(config: Config) -> list[str]:
     for name in ("resize", "partial"):
         if getattr(section, name) and not section.finetune:
             found.append(f"checkpoint.{name}={getattr(section, name)}: needs checkpoint.finetune=true")
+    if section.new_rows is not NewRows.initial and not section.resize:
+        found.append(f"checkpoint.new_rows={section.new_rows.value}: needs checkpoint.resize=true")
     if section.ckpt_step is not None and section.ckpt_step < 0:
         found.append(f"checkpoint.ckpt_step={section.ckpt_step}: must be 0 or more, or null")
     if section.ckpt_step is not None and section.load == "none":

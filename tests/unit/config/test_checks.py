@@ -7,7 +7,7 @@ import pytest
 from models.config import Family, ModelConfig
 from trainer.compatibility import Verdict
 from trainer.config.checks import unused_keys, validate
-from trainer.config.schema import CheckpointSection, Config, Dtype
+from trainer.config.schema import CheckpointSection, Config, Dtype, NewRows
 from trainer.data.section import DataKind
 from trainer.errors import ConfigError
 from trainer.optimizers import no_decay_names
@@ -93,6 +93,13 @@ def test_settings_that_contradict_each_other_are_refused(changes: list[tuple[str
     for section, key, value in changes:
         setattr(getattr(broken, section), key, value)
     with pytest.raises(ConfigError, match=words):
+        validate(broken, 1)
+
+
+def test_values_of_new_rows_need_a_resize() -> None:
+    broken = config()
+    broken.checkpoint.new_rows = NewRows.mean
+    with pytest.raises(ConfigError, match=r"checkpoint\.new_rows=mean: needs checkpoint\.resize=true"):
         validate(broken, 1)
 
 
