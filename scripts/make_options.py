@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from trainer.__main__ import CONFIGS
 from trainer.config.schema import Config
@@ -82,19 +82,25 @@ def _rows(section: Any, prefix: str) -> Iterator[Row]:
     """
     hints, explained = get_type_hints(section), _meanings(section)
     for field in fields(section):
-        kinds = get_args(hints[field.name]) or (hints[field.name],)
+        hint = hints[field.name]
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         yield Row(f"{prefix}.{field.name}", " or ".join(map(_kind, kinds)), _default(field), explained[field.name])
         for kind in filter(is_dataclass, kinds):
             yield from _rows(kind, f"{prefix}.{field.name}")
 
 
 def _kind(kind: type) -> str:
+    if get_origin(kind) is list:
+        (member,) = get_args(kind)
+        return f"list of {_kind(member)}s"
     if issubclass(kind, Enum):
         return ", ".join(f"`{member.value}`" for member in kind)
     return "the keys below" if is_dataclass(kind) else _NAMES[kind]
 
 
 def _default(field: Field[object]) -> str:
+    if field.default_factory is list:
+        return "`[]`"
     if field.default is MISSING:
         return "by `model=`"
     match field.default:

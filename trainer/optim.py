@@ -54,7 +54,8 @@ def apply_settings(
     for group in optimizer.param_groups:
         group.update(group_options(section, group.keys()))
         # Which group decays is known by its names: the rate that the command gave it may be 0.
-        group["weight_decay"] = 0.0 if names[group["params"][0]] in no_decay else section.weight_decay
+        decays = all(names[parameter] not in no_decay for parameter in group["params"])
+        group["weight_decay"] = section.weight_decay if decays else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ def build_adamw(
     for parameter, name in names.items():
         # A fused step takes either plain tensors or DTensors.
         groups.setdefault((name not in settings.no_decay, is_dtensor(parameter)), []).append((name, parameter))
+    groups = groups or {(True, False): []}  # of a stage that is frozen: torch refuses an optimizer without groups
     kind = InvariantAdamW if is_invariant else EagerAdamW
     optimizer = kind(
         [

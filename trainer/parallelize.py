@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from trainer.checkpoint.format.box import cut
 from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.tensors.live import Grid, local_of, with_memory
 from trainer.checkpoint.tensors.memory import memory_of
+from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config, Dtype, lanes_of, reduces_lanes_over_ranks
 from trainer.errors import CheckpointError
 from trainer.launch.process_group import Cluster
@@ -61,6 +62,7 @@ def build_stage(
 
         tensor.shard(model, mesh["tp"], sequence_parallel=topology.sp)
         model.tie_weights()
+    _freeze(model, frozen_names(config.model, config.train.freeze))
     blocks = list(model.blocks.values())
     if config.train.compile:
         for block in blocks:
@@ -75,6 +77,13 @@ def build_stage(
     for parameter in model.parameters():
         local_of(parameter).zero_()
     return model
+
+
+def _freeze(model: Model, names: Collection[str]) -> None:
+    """Let no gradient be computed for the parameters with these stored names. Before FSDP2, which groups by it."""
+    stored = families.aliases(model.config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(stored.get(name, name) not in names)
 
 
 def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -223,7 +232,7 @@ def check_tied_copies(state: TrainerState, embedding_group: dist.ProcessGroup | 
     for part in state.parts:
         for parameter in tied_parameters(part.model):
             digest.update(memory_of(local_of(parameter)))
-            for _, kept in sorted(part.optimizer.state[parameter].items()):
+            for _, kept in sorted(part.optimizer.state.get(parameter, {}).items()):
                 digest.update(memory_of(local_of(kept)))
     own = digest.intdigest() >> 1
     device = next(state.parts[0].model.parameters()).device

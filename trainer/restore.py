@@ -11,6 +11,7 @@ from pathlib import Path
 from models import families
 from trainer import run_record
 from trainer.build import Run
+from trainer.checkpoint.format.layout import TensorSpec
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.loader import LoadReport, check_tensors
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
@@ -272,14 +273,20 @@ def load_from(run: Run, origin: Origin) -> None:
     if origin.goes_on:
         section = replace(section, finetune=False, no_load_optim=section.no_load_optim and section.no_save_optim)
     with_optimizer = not (section.no_load_optim or section.finetune)
-    specs = list(checkpoint_specs(run.config.model, run.config.optimizer.name if with_optimizer else None))
+    optimizer = run.config.optimizer.name if with_optimizer else None
+
+    def specs(checkpoint: Checkpoint) -> list[TensorSpec]:
+        model = run.config.model
+        frozen = run_record.saved_frozen(checkpoint.state, model, where=checkpoint.path)
+        return list(checkpoint_specs(model, optimizer, frozen))
 
     def check(checkpoint: Checkpoint) -> None:
         _check_state(run, checkpoint, section)
-        check_tensors(specs, read_places(checkpoint), where=checkpoint.path)
+        check_tensors(specs(checkpoint), read_places(checkpoint), where=checkpoint.path)
 
-    def live(_: Checkpoint) -> list[LiveTensor]:
-        return list(run.state.shards(with_optimizer=with_optimizer))
+    def live(checkpoint: Checkpoint) -> list[LiveTensor]:
+        saved = {spec.name for spec in specs(checkpoint)}  # not the moments of a parameter that was frozen then
+        return [tensor for tensor in run.state.shards(with_optimizer=with_optimizer) if tensor.spec.name in saved]
 
     start = time.perf_counter()
     restored = run.restorer.restore(
@@ -350,7 +357,7 @@ def _take_schedule(run: Run, checkpoint: Checkpoint) -> None:
     for part in run.state.parts:
         apply_settings(part.optimizer, run.config.model, part.model, section)
     taken = {"schedule": checkpoint.state["schedule"], **settings_record(section)}
-    taken["optimizer"] = optimizer_record(run.config.model, section)
+    taken["optimizer"] = optimizer_record(run.config.model, section, run.state.frozen)
     run.description = {**run.description, **taken}
 
 

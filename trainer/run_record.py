@@ -12,6 +12,7 @@ from models.families import problems
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT
 from trainer.compatibility import Difference, Rule, Verdict
+from trainer.config.frozen import frozen_names
 from trainer.config.schema import CheckpointSection, Config, OptimizerSection
 from trainer.errors import CheckpointError
 from trainer.json_value import finite_number, integer
@@ -57,6 +58,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("clip_grad", Verdict.LOGGED, says="the loss curve will differ", is_optional=True),
     *(Rule(name, Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ") for name in SECTIONS),
+    Rule(
+        "freeze",
+        Verdict.FLAG,
+        "checkpoint.override_freeze",
+        says="parameters that are trained from now on begin with zero moments, the moments of frozen ones are dropped",
+    ),
     Rule("optimizer", Verdict.REFUSED),
     Rule("optimizer.weight_decay", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
     Rule("precision", Verdict.LOGGED, says=_ROUNDING),
@@ -77,7 +84,7 @@ _OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerpr
 
 def flags_set(section: CheckpointSection) -> set[str]:
     """Return the set flags that allow differences."""
-    names = ("reshard", "override_scheduler", "override_batch_size", "override_data")
+    names = ("reshard", "override_scheduler", "override_batch_size", "override_data", "override_freeze")
     return {f"checkpoint.{name}" for name in names if getattr(section, name)}
 
 
@@ -94,8 +101,8 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
     """Return two states in the form in which they are compared.
 
     The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
-    `adam`. A member of the optimizer that the saved state omits is removed from both. An `invariant_ranks` that is
-    absent is 0.
+    `adam`. A member of the optimizer that the saved state omits is removed from both. Other patterns of `freeze` that
+    leave the same parameters to train are no difference. An `invariant_ranks` that is absent is 0.
     """
     saved, current = _with_invariant_ranks(saved), _with_invariant_ranks(current)
     theirs, ours = saved.get("optimizer", {}), current["optimizer"]
@@ -107,6 +114,8 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
         if there is None or here is None:
             return saved, current
         both = there.keys() & here.keys()
+        if there.keys() == here.keys():
+            saved, current = ({k: v for k, v in state.items() if k != "freeze"} for state in (saved, current))
         old["weight_decay"], new["weight_decay"] = ({name: known[name] for name in both} for known in (there, here))
     return {**saved, "optimizer": old}, {**current, "optimizer": new}
 
@@ -175,6 +184,7 @@ def describe(
         valid_fingerprint: of the validation data; None where nothing is evaluated.
     """
     train = config.train
+    frozen = frozen_names(config.model, train.freeze)
     return {
         "model": model_record(config.model),
         "topology": {
@@ -201,7 +211,8 @@ def describe(
         "seed": train.seed,
         "schedule": asdict(schedule),
         **settings_record(config.optimizer),
-        "optimizer": optimizer_record(config.model, config.optimizer),
+        "optimizer": optimizer_record(config.model, config.optimizer, frozen),
+        **({"freeze": list(train.freeze)} if train.freeze else {}),
         "precision": {"dtype": train.dtype.value},
         "environment": environment,
     }
@@ -275,6 +286,18 @@ def _is_kind(value: object, kind: Any) -> bool:
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def saved_frozen(state: Json, model: ModelConfig, *, where: object) -> frozenset[str]:
+    """Return the stored names of the parameters that were frozen when a state file was written.
+
+    Raises:
+        CheckpointError: if its patterns are malformed.
+    """
+    patterns = state.get("freeze", [])
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise CheckpointError("A state file has no valid patterns of frozen parameters", where=where, found=patterns)
+    return frozen_names(model, patterns)
 
 
 def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -56,6 +56,7 @@ class TrainerState:
 
     Args:
         grid: the ranks that hold the same stages as this rank.
+        frozen: the stored names of the parameters that stay unchanged.
     """
 
     config: ModelConfig
@@ -63,6 +64,7 @@ class TrainerState:
     grid: Grid
     progress: Progress = field(default_factory=Progress)
     optimizer: OptimizerName = OptimizerName.adamw
+    frozen: frozenset[str] = frozenset()
     _enumerated: dict[bool, _Enumerated] = field(default_factory=dict, repr=False)
 
     def shards(self, *, with_optimizer: bool = True) -> Iterator[LiveTensor]:
@@ -93,10 +95,11 @@ class TrainerState:
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
         known = self._enumerated.get(with_optimizer)
         if known is None or known.marks != marks:
-            specs = tuple(checkpoint_specs(self.config, self.optimizer if with_optimizer else None))
+            specs = tuple(checkpoint_specs(self.config, self.optimizer if with_optimizer else None, self.frozen))
             known = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)))
             self._enumerated[with_optimizer] = known
-        return Contents(known.specs, known.live, aliases(self.config), documents, optimizers)
+        constant = tuple(p for part in self.parts for p in part.model.parameters() if not p.requires_grad)
+        return Contents(known.specs, known.live, aliases(self.config), documents, optimizers, constant)
 
 
 def build_part(
@@ -106,6 +109,7 @@ def build_part(
     *,
     grid: Grid,
     file_bytes: int,
+    frozen: Collection[str] = (),
     is_invariant: bool = False,
 ) -> ModelPart:
     """Return a stage and its optimizer, in memory laid out so that saving needs no copy. Values are kept.
@@ -113,9 +117,10 @@ def build_part(
     Args:
         grid: the ranks that hold the stage.
         file_bytes: the size at which a file of a checkpoint is full.
+        frozen: the stored names of the parameters that stay unchanged.
         is_invariant: see `optim.build_optimizer`.
     """
-    layout = build_layout(tuple(checkpoint_specs(config, section.name)), file_bytes=file_bytes)
+    layout = build_layout(tuple(checkpoint_specs(config, section.name, frozen)), file_bytes=file_bytes)
     stored = {name: Stored(t.shape, t.view) for name, t in stored_tensors(config).items()}
     parameters = {name: parameter for parameter, name in parameter_names(model).items()}
     live = [t for t in live_tensors(model, None, grid=grid, stored=stored) if t.spec.name in parameters]
@@ -123,7 +128,7 @@ def build_part(
     plain = [(tensor, local) for tensor, local in pairs if not is_dtensor(parameters[tensor.spec.name])]
     for name, memory in zeros_like_files(plain, ("",), layout).items():
         parameters[name].data = memory.copy_(parameters[name].data)
-    keys = dict.fromkeys(tensor.key for tensor in state_tensors(section.name, config) if tensor.stored.shape)
+    keys = dict.fromkeys(tensor.key for tensor in state_tensors(section.name, config, frozen) if tensor.stored.shape)
     zeros = zeros_like_files(pairs, [f"{key}." for key in keys], layout)
     return ModelPart(model, build_optimizer(config, model, section, zeros, is_invariant=is_invariant))
 
@@ -146,13 +151,16 @@ def _refuse_unknown(part: ModelPart) -> None:
         )
 
 
-def checkpoint_specs(config: ModelConfig, optimizer: OptimizerName | None) -> Iterator[TensorSpec]:
+def checkpoint_specs(
+    config: ModelConfig, optimizer: OptimizerName | None, frozen: Collection[str] = ()
+) -> Iterator[TensorSpec]:
     """Yield every tensor of a checkpoint in order, computed from the sizes of the model alone.
 
     Args:
         optimizer: the one whose state is saved; None for weights alone.
+        frozen: the stored names of the parameters that it does not change.
     """
     for name, tensor in stored_tensors(config).items():
         yield TensorSpec(TensorKind.MODEL, name, tensor.shape, torch.float32, tensor.view)
-    for kept in () if optimizer is None else state_tensors(optimizer, config):
+    for kept in () if optimizer is None else state_tensors(optimizer, config, frozen):
         yield TensorSpec(TensorKind.OPTIMIZER, kept.name, kept.stored.shape, torch.float32, kept.stored.view)

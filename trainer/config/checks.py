@@ -5,6 +5,7 @@ from __future__ import annotations
 from models.config import ModelConfig
 from models.families import parameter_count
 from models.families import problems as model_problems
+from trainer.config.frozen import freeze_problems
 from trainer.config.schema import CheckpointSection, Config, LocalSection, OptimizerSection, topology_of
 from trainer.config.values import number_problems, path_problems
 from trainer.data.section import DataKind
@@ -28,7 +29,7 @@ def validate(config: Config, world_size: int) -> None:
     """
     found = number_problems(config) or [  # comparisons with NaN are always false
         *path_problems(config),
-        *(model_problems(config.model) or _size_problems(config.model)),
+        *(model_problems(config.model) or _size_problems(config.model) or _freeze_problems(config)),
         *data_problems(config.data),
         *schedule_problems(config.schedule, config.train.train_iters, config.optimizer.lr),
         *_train_problems(config),
@@ -74,6 +75,10 @@ def _size_problems(model: ModelConfig) -> list[str]:
         return [f"model.n_layer={model.n_layer}: must be at most {_MOST_LAYERS}"]
     count = parameter_count(model)
     return [f"model: {count:,} parameters, must be at most {_MOST_PARAMETERS:,}"] if count > _MOST_PARAMETERS else []
+
+
+def _freeze_problems(config: Config) -> list[str]:
+    return freeze_problems(config.model, config.train.freeze)
 
 
 def _train_problems(config: Config) -> list[str]:

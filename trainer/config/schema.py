@@ -57,6 +57,8 @@ class TrainSection:
         global_batch_size: samples per iteration, over all ranks and micro-batches.
         micro_batch_size: samples per forward pass on one data-parallel rank.
         seq_length: tokens per sample.
+        freeze: shell patterns over the names of stored tensors, which are those of transformers, as in
+            `["transformer.h.0.*"]`: parameters that fit one stay unchanged, without gradients and optimizer state.
         clip_grad: upper bound of the gradient's L2 norm over all parameters; 0 disables clipping.
         seed: seed of the initial weights, the order of samples and dropout.
         dtype: dtype of activations and matrix products; parameters and optimizer state are float32 either way.
@@ -92,6 +94,7 @@ class TrainSection:
     global_batch_size: int = 8
     micro_batch_size: int = 4
     seq_length: int = 128
+    freeze: list[str] = field(default_factory=list)
     clip_grad: float = 1.0
     seed: int = 1234
     dtype: Dtype = Dtype.float32
@@ -220,6 +223,8 @@ class CheckpointSection:
         use_checkpoint_scheduler: take the schedule and the optimizer settings from the checkpoint.
         override_batch_size: allow another global_batch_size or seq_length than the saved one.
         override_data: allow other data or another seed than the saved ones.
+        override_freeze: allow other frozen parameters than the saved ones; those that are trained only from now on
+            begin with zero moments.
         verify: digests that a load checks beyond those of headers and JSON files: `touched` checks the blocks that are
             read, `full` all blocks of the checkpoint, shared between the ranks, `none` no block.
         file_bytes: size in bytes at which a safetensors file is full.
@@ -251,6 +256,7 @@ class CheckpointSection:
     use_checkpoint_scheduler: bool = False
     override_batch_size: bool = False
     override_data: bool = False
+    override_freeze: bool = False
     verify: Verify = Verify.touched
     file_bytes: int = 2 << 30
     commit_timeout_s: float = 1800.0

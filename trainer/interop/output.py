@@ -24,6 +24,7 @@ from trainer.checkpoint.storage.files import Files, cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.compatibility import differences, settle
+from trainer.config.frozen import frozen_names
 from trainer.config.schema import CheckpointSection, Config, OptimizerName, ParallelSection, TrainSection
 from trainer.data.text import bytes_encoder, read_tokenizer
 from trainer.errors import CheckpointError, ConfigError, MismatchError
@@ -62,7 +63,8 @@ def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consu
     config = replace(config, train=_trainable(config))
     documents = _documents(source, config, consumed_samples)
     files = Files()
-    specs = tuple(checkpoint_specs(config.model, OptimizerName.adamw if source.has_optimizer else None))
+    frozen = frozen_names(config.model, config.train.freeze)
+    specs = tuple(checkpoint_specs(config.model, OptimizerName.adamw if source.has_optimizer else None, frozen))
     layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
     nonce = secrets.token_hex(4)
     attempt = Attempt(source.iteration, f"{nonce}-1", CheckpointFolder(folder, files), layout)

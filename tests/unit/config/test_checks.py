@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from models.config import Family, ModelConfig
@@ -87,6 +89,21 @@ def test_settings_that_contradict_each_other_are_refused(changes: list[tuple[str
     for section, key, value in changes:
         setattr(getattr(broken, section), key, value)
     with pytest.raises(ConfigError, match=words):
+        validate(broken, 1)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (["transformer.h.7.*"], "'transformer.h.7.*' fits no parameter"),
+        (["transformer.wte.weight", "lm_head.*"], "lm_head.weight is tied, name transformer.wte.weight"),
+        (["*"], "fits every parameter"),
+    ],
+)
+def test_patterns_that_freeze_nothing_or_all_are_refused(patterns: list[str], words: str) -> None:
+    broken = config()
+    broken.train.freeze = patterns
+    with pytest.raises(ConfigError, match=re.escape(words)):
         validate(broken, 1)
 
 
