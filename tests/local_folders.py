@@ -11,8 +11,8 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.format.names import FORMAT, STATE
+from trainer.checkpoint.loading.blocks import blocks_of
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
-from trainer.checkpoint.local.pieces import blocks_of
 from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.storage.files import Files

@@ -76,6 +76,10 @@ class Run:
         """Return whether the run saves into a folder that all hosts share."""
         return self.config.checkpoint.save is not None
 
+    def is_local(self, saver: Checkpointer) -> bool:
+        """Return whether a saver makes local checkpoints."""
+        return self.local is not None and saver is self.local.saver
+
     @property
     def main_saver(self) -> Checkpointer:
         """Return what makes the checkpoints that outlive the run: the shared ones, where there are any."""

@@ -205,22 +205,22 @@ def _save(run: Run, savers: Sequence[Checkpointer], slowdown: Slowdown) -> None:
         **run.tokenizer,
     }
     for saver in savers:
-        is_local = run.local is not None and saver is run.local.saver
-        contents = run.state.contents(documents, with_optimizer=is_local or not run.config.checkpoint.no_save_optim)
+        contents = run.state.contents(
+            documents, with_optimizer=run.is_local(saver) or not run.config.checkpoint.no_save_optim
+        )
         report = saver.save(progress.iteration, contents)
         if report is not None:
             _record_saves(run, saver, [report], slowdown)
 
 
 def _record_saves(run: Run, saver: Checkpointer, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:
-    is_local = run.local is not None and saver is run.local.saver
     for report in reports:
         # Another job holds this folder, or the state is damaged: further training is useless.
         if isinstance(report.error, LockError | ReplicaError):
             raise report.error
         slowdown_s = slowdown.take()
         if report.error is None and run.log is not None:
-            run.log.save(report, slowdown_s=slowdown_s, is_local=is_local)
+            run.log.save(report, slowdown_s=slowdown_s, is_local=run.is_local(saver))
 
 
 def _too_many_failed_saves(run: Run) -> TrainerError:

@@ -55,7 +55,7 @@ def restore(run: Run) -> bool:
     run.checkpointer.start()
     if run.local is not None:
         run.local.start()
-    is_restarted = _is_restarted(run)
+    launch, is_restarted = _find_launch(run)
     origin = _agree_on_origin(run, is_restarted=is_restarted)
     if origin is None:
         initial = families.initial_values(run.config.model)
@@ -74,7 +74,7 @@ def restore(run: Run) -> bool:
     if run.local is not None:
         run.local.rewind(began_at)
     if _is_directed(run.config.checkpoint):
-        _note_beginning(run, began_at, is_restarted=is_restarted)
+        _note_beginning(run, launch, None if is_restarted else began_at)
     return origin is not None and not origin.goes_on and run.config.checkpoint.load != "auto"
 
 
@@ -102,16 +102,18 @@ def _is_directed(section: CheckpointSection) -> bool:
     return section.load != "auto" or section.ckpt_step is not None or section.finetune or section.no_load_optim
 
 
-def _is_restarted(run: Run) -> bool:
-    """Return whether this is a restart of a launch that has checkpoints of its own. A call of all ranks; rank 0 knows.
+def _find_launch(run: Run) -> tuple[Launch, bool]:
+    """Return the launch that started rank 0, and whether this is its restart after it saved checkpoints of its own.
 
-    Without a shared folder every host keeps the record of the launch, since rank 0's may be a new one.
+    A call of all ranks. Without a shared folder every host keeps the record of the launch, since rank 0's may be a new
+    one. A launch that is not recorded has no names.
     """
-    section, channel = run.config.checkpoint, run.cluster.channel
+    section, channel, own = run.config.checkpoint, run.cluster.channel, run.cluster.launch
     if save_folder(section) is None or not _is_directed(section):
-        return False
+        return Launch((), ()), False
+    names, earlier = json.loads(channel.broadcast("launch/names", json.dumps([own.names, own.earlier]).encode()))
+    launch = Launch(tuple(names), tuple(earlier))
     found, problem = b"", None
-    launch = _launch_of_rank_0(run)
     if _keeps_record(run):
         local = run.local.folders.iterations if run.local is not None else ()
         try:
@@ -119,14 +121,8 @@ def _is_restarted(run: Run) -> bool:
         except TrainerError as error:
             problem = error
     channel.agree("launch", problem)
-    return any(channel.gather("launch/restarted", found))
-
-
-def _launch_of_rank_0(run: Run) -> Launch:
-    launch = run.cluster.launch
-    data = run.cluster.channel.broadcast("launch/names", json.dumps([launch.names, launch.earlier]).encode())
-    names, earlier = json.loads(data)
-    return Launch(tuple(names), tuple(earlier))
+    is_restarted = any(channel.gather("launch/restarted", found))
+    return launch, bool(channel.broadcast("launch/known", b"+" if is_restarted else b""))
 
 
 def _keeps_record(run: Run) -> bool:
@@ -140,20 +136,17 @@ def _record_folder(run: Run) -> CheckpointFolder:
     return CheckpointFolder(folder, Files())
 
 
-def _note_beginning(run: Run, began_at: int, *, is_restarted: bool) -> None:
-    """Record where this launch began, so that a restart of it resumes. A call of all ranks."""
+def _note_beginning(run: Run, launch: Launch, began_at: int | None) -> None:
+    """Record where this launch began, so that a restart of it resumes; None for a restart. A call of all ranks."""
     problem: TrainerError | None = None
-    save = save_folder(run.config.checkpoint)
-    if save is not None:
-        launch = _launch_of_rank_0(run)
-        is_restarted = bool(run.cluster.channel.broadcast("launch/known", b"+" if is_restarted else b""))
-        if launch.names and _keeps_record(run):
-            try:
-                note(_record_folder(run), launch, None if is_restarted else began_at)
-            except OSError as error:
-                problem = cannot_write(save, error)
-            except TrainerError as error:
-                problem = error
+    folder = save_folder(run.config.checkpoint)
+    if folder is not None and launch.names and _keeps_record(run):
+        try:
+            note(_record_folder(run), launch, began_at)
+        except OSError as error:
+            problem = cannot_write(folder, error)
+        except TrainerError as error:
+            problem = error
     run.cluster.channel.agree("beginning", problem)
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +21,7 @@ from scripts.bench.machine import describe
 from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
 from scripts.bench.training import Batch, train_with_saves
 from scripts.bench.ways import proven
-from scripts.faults.ranks import free_port
+from scripts.faults.ranks import run_ranks
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.checkpoint.loading.choose import LoadSource
@@ -114,20 +112,8 @@ def _loads(subject: Subject, local: Path, shared: Path, rounds: int) -> list[tup
 
 def _two_hosts(size: str, local: Path) -> list[Row]:
     """Start two ranks, each with a folder of its own, and return what they measured."""
-    port, processes = free_port(), list[subprocess.Popen[bytes]]()
     command = [sys.executable, "-m", "scripts.bench.local", size, "--rank-of", str(local)]
-    try:
-        for rank in range(RANKS):
-            variables = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-            environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", **{key: str(v) for key, v in variables.items()}}
-            processes.append(subprocess.Popen(command, env=environment))
-        statuses = [process.wait(_TIMEOUT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(statuses):
-        raise RuntimeError(f"ranks ended with {statuses}")
+    run_ranks(command, RANKS, timeout_s=_TIMEOUT_S, hosts=RANKS)
     found = [json.loads((local / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
     state_bytes, sent_bytes = found[0]["state_bytes"], sum(row["sent_bytes"] for row in found)
     expected = state_bytes / RANKS * 2 * KEEP

@@ -9,8 +9,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +20,7 @@ from scripts.bench.probe import fill_from, read_through, seconds_of, sync_folder
 from scripts.bench.rounds import rotated
 from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
 from scripts.bench.ways import proven
+from scripts.faults import ranks
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
 from trainer.checkpoint.loading.choose import LoadSource
@@ -49,24 +48,8 @@ def run_ranks(folder: Path, *, size: str, rounds: int) -> dict[str, Rounds]:
     """
     folder.mkdir(parents=True)
     output = folder / "rounds.json"
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
     command = [sys.executable, "-m", "scripts.bench.ranks", str(folder), "--size", size, "--rounds", str(rounds)]
-    processes = []
-    try:
-        for rank in range(RANKS):
-            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            environment = {**os.environ, **address, **{name: str(value) for name, value in variables.items()}}
-            processes.append(subprocess.Popen([*command, "--output", str(output)], env=environment))
-        statuses = [process.wait(_TIMEOUT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(statuses):
-        raise RuntimeError(f"ranks ended with {statuses}")
+    ranks.run_ranks([*command, "--output", str(output)], RANKS, timeout_s=_TIMEOUT_S)
     found: dict[str, Rounds] = json.loads(output.read_text())
     shutil.rmtree(folder)
     return found

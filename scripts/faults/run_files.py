@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.loading.blocks import blocks_of
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
-from trainer.checkpoint.local.pieces import blocks_of
 from trainer.checkpoint.storage.files import Files
 
 

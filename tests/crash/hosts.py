@@ -25,8 +25,8 @@ import pytest
 
 import trainer.__main__
 from tests.harness import tensor_files
+from trainer.checkpoint.loading.blocks import blocks_of
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
-from trainer.checkpoint.local.pieces import blocks_of
 from trainer.checkpoint.storage.files import Files
 
 # linux/sched.h and linux/mount.h

@@ -27,8 +27,8 @@ from tests.crash.small_run import Plan, main
 from tests.harness import all_files, call_on_ranks, started
 from trainer.checkpoint.format.host_file import attempt_of
 from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.loading.blocks import blocks_of
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
-from trainer.checkpoint.local.pieces import blocks_of
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder, iteration_name
 

@@ -10,8 +10,8 @@ import pytest
 from tests.crash.hosts import require_mounts
 from tests.crash.killing import AFTER
 from tests.crash.matrix import HostTrial, Scenario, Trial, sample, scenarios, trial_of
+from trainer.checkpoint.loading.blocks import blocks_of
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
-from trainer.checkpoint.local.pieces import blocks_of
 from trainer.checkpoint.storage.files import Files
 
 NAMES = [scenario.name for scenario in scenarios(Path())]

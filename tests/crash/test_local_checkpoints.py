@@ -14,8 +14,8 @@ import pytest
 from tests.crash.hosts import Mount, on_hosts, run_trainer, union
 from tests.crash.moments import Gate, describe, train_with_gate
 from tests.harness import TINY, Ended, call_on_ranks, curve, run_ok, started, tensor_files
+from trainer.checkpoint.loading.blocks import blocks_of
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
-from trainer.checkpoint.local.pieces import blocks_of
 from trainer.checkpoint.storage.files import Files
 
 pytestmark = pytest.mark.slow

@@ -63,9 +63,8 @@ class LocalCheckpointer:
         name, timeout_s = f"{nonce}-local", policy.saving.commit_timeout_s
         hosts = find_hosts(channel, local_ranks, f"local/{nonce}")
         files = files or Files()
-        self._count = min(policy.copies, len(hosts.leaders) - 1)
         self._channel, self._nonce, self._waits = channel, name, 0
-        self._copies = Copies(channel, hosts, nonce=name, count=self._count, timeout_s=timeout_s)
+        self._copies = Copies(channel, hosts, nonce=name, count=policy.copies, timeout_s=timeout_s)
         saving = replace(
             policy.saving,
             folder=policy.folder,
@@ -99,7 +98,7 @@ class LocalCheckpointer:
         """
         self.saver.start()
         self.folders.survey()
-        self._copies.found(self.folders.copied(self._count) if self._count else [])
+        self._copies.found(self.folders.copied(self._copies.count))
 
     def loaded(self, restored: Restored) -> None:
         """Take note of the checkpoint that the run goes on from."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from trainer.checkpoint.format.host_file import HostFile, missing, without
+from trainer.checkpoint.loading.blocks import bytes_of
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
 from trainer.checkpoint.local.fetch import damaged_pieces
-from trainer.checkpoint.local.pieces import bytes_of
 from trainer.checkpoint.local.survey import candidates, describe
 from trainer.commands.rows import Row
 from trainer.errors import TrainerError

@@ -1,6 +1,6 @@
 """Recognizes a launch that its launcher has restarted, so that settings of a run's start act once per launch.
 
-Used on rank 0 only.
+Used on rank 0, and without a shared folder on the leader of every host.
 """
 
 from __future__ import annotations

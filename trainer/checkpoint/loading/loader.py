@@ -288,7 +288,7 @@ class _Worker:
         if self._verify:
             number = (lo - piece.written.lo) // BLOCK_BYTES
             digest = piece.written.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-            check_block(self._checkpoint, piece.place, data.data, digest=digest, at=(lo, hi))
+            check_block(self._checkpoint, piece.place, data.data, digest=digest.hex(), at=(lo, hi))
         filled = data.size if is_there else _move(piece, lo, data)
         self.filled[piece.target] += filled
         self.filled_bytes += filled

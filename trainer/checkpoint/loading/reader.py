@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class Checkpoint:
         """Return whether every piece lies in this folder."""
         return self.host is None or self.host.is_whole
 
-    def held(self, tensor: str) -> Container[int]:
+    def held(self, tensor: str) -> Collection[int]:
         """Return the numbers of the pieces of a tensor that lie in this folder, in the order of the manifest."""
         if self.host is None:
             return range(manifest.MOST_ELEMENTS)
@@ -332,21 +332,21 @@ def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> N
         packed = spec.image(piece.box)
         with open_tensor_file(checkpoint.files, checkpoint.path / place.file) as file:
             gatherer.gather(file.read, packed, piece.lo, block, offset=place.offset)
-        check_block(checkpoint, place, block.data, digest=piece.digests[:DIGEST_BYTES], at=(piece.lo, hi))
+        check_block(checkpoint, place, block.data, digest=piece.digests[:DIGEST_BYTES].hex(), at=(piece.lo, hi))
 
 
-def check_block(checkpoint: Checkpoint, place: Place, block: memoryview, *, digest: bytes, at: tuple[int, int]) -> None:
+def check_block(checkpoint: Checkpoint, place: Place, block: memoryview, *, digest: str, at: tuple[int, int]) -> None:
     """Compare a block with its digest; `at` is its byte range within the piece, for the message.
 
     Raises:
         CheckpointError: naming the file, the tensor and the byte range.
     """
     found = manifest.digest_of(block)
-    if found != digest.hex():
+    if found != digest:
         raise CheckpointError(
             "A tensor is damaged",
             where=f"{checkpoint.path / place.file}, tensor {place.spec.name}, bytes [{at[0]}, {at[1]}) of a piece",
-            expected=f"digest {digest.hex()}",
+            expected=f"digest {digest}",
             found=found,
             fix="Load another iteration; this one cannot be trusted.",
         )

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 
 from trainer.checkpoint.commit.attempt import Attempt
 from trainer.checkpoint.commit.channel import StoreChannel
@@ -40,7 +41,7 @@ class Copies:
     def __init__(self, channel: StoreChannel, hosts: Hosts, *, nonce: str, count: int, timeout_s: float) -> None:
         self._channel, self._hosts, self._nonce, self._timeout_s = channel, hosts, nonce, timeout_s
         self._host = hosts.number_of(channel.rank)
-        self._count = min(count, len(hosts.leaders) - 1)
+        self.count = min(count, len(hosts.leaders) - 1)  # no host has two copies
         self._workers = {way: Worker(f"checkpoint-{way}") for way in ("send", "receive")}
         self._jobs: list[Job] = []
         self._links: dict[tuple[int, int], Link] = {}
@@ -64,12 +65,12 @@ class Copies:
 
     def loaded(self, iteration: int) -> None:
         """Take note of the iteration that the run goes on from, if there are copies to replace it."""
-        self._loaded = iteration if self._count else None
+        self._loaded = iteration if self.count else None
 
     def found(self, iterations: Collection[int]) -> None:
         """Take note of iterations whose copies this host has from earlier."""
         with self._lock:
-            self._copied.update(iterations if self._count else ())
+            self._copied.update(iterations if self.count else ())
 
     def rewound(self, iteration: int) -> None:
         """Forget the copies of iterations after this one, which the run overtakes."""
@@ -87,7 +88,7 @@ class Copies:
         """Return whether the checkpoint is copied, on links of which generation, and which one is copied everywhere."""
         found = [json.loads(status) for status in statuses]
         everywhere = set.intersection(*(set(copied) for _, _, copied in found))
-        is_copied = self._count > 0 and not any(is_busy for is_busy, _, _ in found)
+        is_copied = self.count > 0 and not any(is_busy for is_busy, _, _ in found)
         generation = self._generation + any(is_broken for _, is_broken, _ in found)
         return json.dumps([is_copied, generation, max(everywhere, default=self._safe)]).encode()
 
@@ -160,7 +161,7 @@ class Copies:
         assert checkpoint.host is not None
         start, own, hosts = time.perf_counter(), checkpoint.host.own, self._hosts.names
         places = read_places(checkpoint)
-        for step in range(1, self._count + 1):
+        for step in range(1, self.count + 1):
             target = (self._host + step) % len(hosts)
             sent_bytes = self._link(self._host, target, generation).send(checkpoint, places, own)
             self.sent_bytes += sent_bytes
@@ -171,16 +172,13 @@ class Copies:
     def _receive(self, checkpoint: Checkpoint, generation: int) -> None:
         assert checkpoint.host is not None
         places, damage = read_places(checkpoint), list[str]()
-        for step in range(1, self._count + 1):
-            source = (self._host - step) % len(self._hosts.names)
-            pieces = checkpoint.host.written_by(source)
-            writer = PieceWriter(open_checkpoint(checkpoint.path, checkpoint.files))
-            try:
+        with closing(PieceWriter(checkpoint)) as writer:
+            for step in range(1, self.count + 1):
+                source = (self._host - step) % len(self._hosts.names)
+                pieces = checkpoint.host.written_by(source)
                 self._link(source, self._host, generation).receive(writer, checkpoint, places, pieces)
                 writer.finish(pieces)
-            finally:
-                writer.close()
-            damage += [f"{found} from {self._hosts.names[source]}" for found in writer.damage]
+                damage += [f"{found} from {self._hosts.names[source]}" for found in writer.damage[len(damage) :]]
         if damage:
             first = f"{damage[0]}{f', and {len(damage) - 1} more' if len(damage) > 1 else ''}"
             _log.error("iteration %d arrived damaged and is not fully copied: %s", checkpoint.iteration, first)

@@ -13,9 +13,10 @@ from trainer.checkpoint.commit.hosts import Hosts
 from trainer.checkpoint.format.host_file import PieceNumbers, union
 from trainer.checkpoint.format.layout import Place
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, digest_of
+from trainer.checkpoint.loading.blocks import blocks_of
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
 from trainer.checkpoint.local.link import Link
-from trainer.checkpoint.local.pieces import PieceReader, PieceWriter, blocks_of
+from trainer.checkpoint.local.pieces import PieceReader, PieceWriter
 from trainer.checkpoint.local.survey import Transfer
 from trainer.checkpoint.storage.worker import Worker
 from trainer.errors import CheckpointError

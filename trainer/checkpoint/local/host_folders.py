@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from trainer.atomic import replace_file
@@ -16,10 +18,10 @@ from trainer.checkpoint.format import host_file
 from trainer.checkpoint.format.host_file import HostFile, PieceNumbers, union, without
 from trainer.checkpoint.format.layout import Place
 from trainer.checkpoint.format.names import HOST
+from trainer.checkpoint.loading.blocks import bytes_of
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
 from trainer.checkpoint.loading.same_checkpoint import open_same
 from trainer.checkpoint.local.fetch import Fetcher, damaged_pieces
-from trainer.checkpoint.local.pieces import bytes_of
 from trainer.checkpoint.local.skeleton import make_skeleton, mend_skeleton, skeleton_of
 from trainer.checkpoint.local.survey import Candidate, Transfer, assign, candidates, describe
 from trainer.checkpoint.storage.files import cannot_write
@@ -96,23 +98,17 @@ class HostFolders:
     def survey(self) -> None:
         """Let rank 0 know what lies on every host. Afterwards it has the `candidates`."""
         damaged: list[int] = []
-        problem: TrainerError | None = None
-        if self._leads:
-            try:
+        with self._agreed(lambda error: cannot_write(self.folder.root, error, what="The folder of local checkpoints")):
+            if self._leads:
                 self._surveyed = self._own()
                 damaged = [iteration for iteration in self._surveyed if not self._is_intact(iteration)]
-            except OSError as error:
-                problem = cannot_write(self.folder.root, error, what="The folder of local checkpoints")
-            except TrainerError as error:
-                problem = error
-        self._agree(problem)
         found = {iteration: known.to_bytes().decode() for iteration, known in self._surveyed.items()}
         data = json.dumps([found, damaged]).encode()
         tables = [json.loads(table) for table in self._channel.gather(self._key("survey"), data)]
         if tables:
             leaders = self.hosts.leaders
             bad = [(number, iteration) for number, rank in enumerate(leaders) for iteration in tables[rank][1]]
-            self.candidates = candidates([_parsed(tables[rank][0], rank) for rank in leaders], bad)
+            self.candidates = candidates([_parsed(tables[rank][0], f"rank {rank}") for rank in leaders], bad)
 
     @property
     def iterations(self) -> list[int]:
@@ -167,51 +163,50 @@ class HostFolders:
         """
         candidate = self._broadcast_candidate(path)
         self._seed(path, candidate)
-        problem: TrainerError | None = None
         needs: dict[str, tuple[int, ...]] = {}
-        try:
+        failed = partial(_not_completed, path)
+        with self._agreed(failed):
             checkpoint = open_same(path, candidate.manifest, self.folder.files)
             if self._channel.rank == 0:
                 check(checkpoint)
             places, needs = read_places(checkpoint), dict(wanted(checkpoint))
-        except TrainerError as error:
-            problem = error
-        self._agree(problem)
         tables = [json.loads(data) for data in self._channel.gather(self._key("needs"), json.dumps(needs).encode())]
-        plan: bytes = b""
-        report = LoadedFrom.here()
-        if tables:
-            try:
+        plan, report = b"", LoadedFrom.here()
+        with self._agreed(failed):
+            if tables:
                 transfers, shared, report = self._plan(candidate, checkpoint, places, tables)
                 plan = json.dumps([[[t.source, t.target, t.pieces] for t in transfers], shared]).encode()
-            except TrainerError as error:
-                problem = error
-        self._agree(problem)
         moves, from_shared = json.loads(self._channel.broadcast(self._key("plan"), plan))
         if moves or any(from_shared):
             transfers = [Transfer(source, target, _tuples(pieces)) for source, target, pieces in moves]
-            problem = None
-            try:
-                if self._leads:
-                    arriving = [transfer.pieces for transfer in transfers if transfer.target == self._host]
-                    self._require_room(path, bytes_of(checkpoint, places, union([*arriving, from_shared[self._host]])))
-            except TrainerError as error:
-                problem = error
-            self._agree(problem)
-            try:
-                if self._leads:
-                    self._fetcher.run(checkpoint, places, transfers, _tuples(from_shared[self._host]), self._in_shared)
-            except OSError as error:
-                problem = _not_completed(path, error.strerror)
-            except TrainerError as error:
-                problem = error
-            self._agree(problem)
+            self._fetch(checkpoint, places, transfers, _tuples(from_shared[self._host]))
         return report
+
+    def _fetch(
+        self,
+        checkpoint: Checkpoint,
+        places: dict[str, Place],
+        transfers: Sequence[Transfer],
+        from_shared: PieceNumbers,
+    ) -> None:
+        """Carry out the transfers, and take from the shared folder what this host lacks after them, if there is room.
+
+        Raises:
+            TrainerError: on every rank, if a host has no room, or does not get its pieces undamaged.
+        """
+        failed = partial(_not_completed, checkpoint.path)
+        with self._agreed(failed):
+            if self._leads:
+                arriving = [transfer.pieces for transfer in transfers if transfer.target == self._host]
+                self._require_room(checkpoint.path, bytes_of(checkpoint, places, union([*arriving, from_shared])))
+        with self._agreed(failed):
+            if self._leads:
+                self._fetcher.run(checkpoint, places, transfers, from_shared, self._in_shared)
 
     def _require_room(self, path: Path, needed: int) -> None:
         free = self.folder.files.free_bytes(path)
         if free is not None and free < needed:
-            raise _not_completed(path, f"{free} B free", expected=f"{needed} B free")
+            raise _without_room(path, f"{free} B free", expected=f"{needed} B free")
 
     def heal(self, path: Path) -> bool:
         """Check a local checkpoint on every host and give up damaged pieces; return whether there are any."""
@@ -269,8 +264,7 @@ class HostFolders:
             found = {number: host.to_bytes().decode() for number, host in known.found.items()}
             data = json.dumps([known.iteration, known.manifest, found, sorted(known.intact)]).encode()
         iteration, digest, texts, intact = json.loads(self._channel.broadcast(self._key("candidate"), data))
-        parsed = {int(number): host_file.from_bytes(text.encode(), where=path / HOST) for number, text in texts.items()}
-        return Candidate(iteration, digest, parsed, frozenset(intact))
+        return Candidate(iteration, digest, _parsed(texts, path), frozenset(intact))
 
     def _seed(self, path: Path, candidate: Candidate) -> None:
         """Have the folder of a checkpoint on every host: the JSON files, and tensor files that are holes.
@@ -288,25 +282,17 @@ class HostFolders:
                 "The JSON files or headers of a local checkpoint are damaged on all hosts", where=path
             )
         source, key = min(candidate.intact), self._key("seed")
-        problem: TrainerError | None = None
-        try:
+        failed = partial(_not_completed, path)
+        with self._agreed(failed):
             if self._leads and self._host == source:
                 self._channel.put(key, FileExchange().pack(skeleton_of(open_checkpoint(path, self.folder.files))))
-        except TrainerError as error:
-            problem = error
-        self._agree(problem)
-        try:
+        with self._agreed(failed):
             if self._leads and self._host in lacking:
                 found = FileExchange().unpack(self._channel.read(key))
                 if self._host in candidate.found:
                     mend_skeleton(path, found, self.folder.files)
                 else:
                     make_skeleton(self.folder, candidate, found, attempt=f"{self._nonce}-fetch")
-        except OSError as error:
-            problem = _not_completed(path, error.strerror)
-        except TrainerError as error:
-            problem = error
-        self._agree(problem)
         if self._leads and self._host == source:
             self._channel.delete([key])
 
@@ -347,7 +333,20 @@ class HostFolders:
         assert self._shared is not None
         return open_checkpoint(self._shared.iteration(iteration), self._shared.files)
 
-    def _agree(self, problem: TrainerError | None) -> None:
+    @contextlib.contextmanager
+    def _agreed(self, failed: Callable[[OSError], TrainerError]) -> Iterator[None]:
+        """Let every rank go on after this block only if it had no problem on any rank; see `StoreChannel.agree`.
+
+        Args:
+            failed: makes the error of a disk that fails.
+        """
+        problem: TrainerError | None = None
+        try:
+            yield
+        except TrainerError as error:
+            problem = error
+        except OSError as error:
+            problem = failed(error)
         self._channel.agree(self._key("agree"), problem)
 
     def _key(self, kind: str) -> str:
@@ -356,7 +355,11 @@ class HostFolders:
         return f"local/{self._nonce}/{self._messages}/{kind}"
 
 
-def _not_completed(path: Path, found: str | None, *, expected: str | None = None) -> UnreadableError:
+def _not_completed(path: Path, error: OSError) -> UnreadableError:
+    return _without_room(path, error.strerror)
+
+
+def _without_room(path: Path, found: str | None, *, expected: str | None = None) -> UnreadableError:
     """Return the error of a host that cannot take the pieces it lacks: it says nothing of the checkpoint."""
     return UnreadableError(
         "A local checkpoint cannot be completed on this host",
@@ -367,8 +370,8 @@ def _not_completed(path: Path, found: str | None, *, expected: str | None = None
     )
 
 
-def _parsed(texts: Mapping[str, str], rank: int) -> dict[int, HostFile]:
-    return {int(number): host_file.from_bytes(text.encode(), where=f"rank {rank}") for number, text in texts.items()}
+def _parsed(texts: Mapping[str, str], where: Path | str) -> dict[int, HostFile]:
+    return {int(number): host_file.from_bytes(text.encode(), where=where) for number, text in texts.items()}
 
 
 def _tuples(pieces: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:

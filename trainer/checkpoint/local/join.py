@@ -16,6 +16,7 @@ from trainer.checkpoint.format import host_file, json_file
 from trainer.checkpoint.format.host_file import HostFile
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, digest_of
 from trainer.checkpoint.format.names import HOST, MANIFEST
+from trainer.checkpoint.loading.blocks import PieceBlock, blocks_of
 from trainer.checkpoint.loading.gather import Bytes, Gatherer
 from trainer.checkpoint.loading.reader import (
     Checkpoint,
@@ -25,7 +26,7 @@ from trainer.checkpoint.loading.reader import (
     read_header,
     read_places,
 )
-from trainer.checkpoint.local.pieces import PieceBlock, PieceWriter, blocks_of
+from trainer.checkpoint.local.pieces import PieceWriter
 from trainer.checkpoint.local.survey import candidates
 from trainer.checkpoint.saving.writer import MOST_OPEN
 from trainer.checkpoint.storage.files import Files, cannot_write

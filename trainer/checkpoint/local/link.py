@@ -17,8 +17,9 @@ from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.format.host_file import PieceNumbers
 from trainer.checkpoint.format.layout import Place
 from trainer.checkpoint.format.manifest import BLOCK_BYTES
+from trainer.checkpoint.loading.blocks import blocks_of
 from trainer.checkpoint.loading.reader import Checkpoint
-from trainer.checkpoint.local.pieces import PieceReader, PieceWriter, blocks_of
+from trainer.checkpoint.local.pieces import PieceReader, PieceWriter
 from trainer.errors import LaunchError
 
 _TAG = 0
@@ -70,14 +71,13 @@ class Link:
 
     def receive(
         self, writer: PieceWriter, checkpoint: Checkpoint, places: dict[str, Place], pieces: PieceNumbers
-    ) -> int:
-        """Receive pieces, check their digests, write those that are right, and return the bytes received.
+    ) -> None:
+        """Receive pieces, check their digests, and write those that are right.
 
         Raises:
             LaunchError: if the other side is gone, or sends other pieces.
             OSError: if the disk fails.
         """
-        total = 0
         buffer = np.empty(BLOCK_BYTES, np.uint8)
         try:
             self._greet(_hello(checkpoint, pieces), sends=False)
@@ -85,10 +85,8 @@ class Link:
                 data = buffer[: block.hi - block.lo]
                 self._group.recv([torch.from_numpy(data)], self._peer, _TAG).wait()
                 writer.write(block, data)
-                total += data.nbytes
         except (AttributeError, RuntimeError) as error:
             raise self._broken(error) from error
-        return total
 
     def _greet(self, hello: bytes, *, sends: bool) -> None:
         """Make sure that both sides mean the same pieces."""

@@ -5,60 +5,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from trainer.atomic import replace_file
-from trainer.checkpoint.format.box import Image
 from trainer.checkpoint.format.host_file import PieceNumbers, path_of, union
-from trainer.checkpoint.format.layout import Place
-from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, digest_of
+from trainer.checkpoint.format.manifest import digest_of
 from trainer.checkpoint.format.names import HOST
+from trainer.checkpoint.loading.blocks import PieceBlock
 from trainer.checkpoint.loading.gather import GAP_BYTES, SCRATCH_BYTES, Bytes, Gatherer
 from trainer.checkpoint.loading.reader import Checkpoint, OpenFile, open_tensor_file
 from trainer.checkpoint.saving.writer import MOST_OPEN
 from trainer.errors import TrainerError
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PieceBlock:
-    """Bytes `[lo, hi)` of the packed image of a piece, with their digest.
-
-    Args:
-        number: of the piece in its tensor.
-    """
-
-    place: Place
-    number: int
-    packed: Image
-    lo: int
-    hi: int
-    digest: str
-
-    def __str__(self) -> str:
-        return f"{self.place.file}, tensor {self.place.spec.name}, bytes [{self.lo}, {self.hi}) of a piece"
-
-
-def blocks_of(checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers) -> Iterator[PieceBlock]:
-    """Yield the blocks of these pieces in the order of the files, the same on every host."""
-    for place in sorted((places[name] for name in pieces), key=lambda place: (place.file, place.offset)):
-        wanted, spec = set(pieces[place.spec.name]), place.spec
-        for number, piece in enumerate(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize)):
-            if number not in wanted:
-                continue
-            packed = spec.image(piece.box)
-            for index, lo in enumerate(range(piece.lo, piece.hi, BLOCK_BYTES)):
-                digest = piece.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES].hex()
-                yield PieceBlock(place, number, packed, lo, min(lo + BLOCK_BYTES, piece.hi), digest)
-
-
-def bytes_of(checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers) -> int:
-    """Return the size of these pieces in bytes."""
-    return sum(block.hi - block.lo for block in blocks_of(checkpoint, places, pieces))
 
 
 class PieceReader:
@@ -132,8 +94,8 @@ class PieceWriter:
             part = data[at - block.lo : at - block.lo + int(np.prod(shape))].reshape(shape)
             self._cover(descriptor, block.place.offset + start, block.packed.strides, part)
 
-    def finish(self, pieces: PieceNumbers) -> dict[str, tuple[int, ...]]:
-        """Make these pieces durable, note them in `host.json`, and return those whose bytes are right.
+    def finish(self, pieces: PieceNumbers) -> None:
+        """Make these pieces durable, and note in `host.json` those whose bytes are right.
 
         Raises:
             OSError: if the disk fails.
@@ -150,7 +112,7 @@ class PieceWriter:
         if noted.is_whole:
             self._show_names()
         replace_file(self._files, self._checkpoint.path / HOST, noted.to_bytes())
-        return {name: members for name, members in good.items() if members}
+        self._checkpoint = replace(self._checkpoint, host=noted)
 
     def _show_names(self) -> None:
         """Give the files of a folder that has become whole the names that other programs know."""

@@ -15,12 +15,13 @@ from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.commit.hosts import Hosts
 from trainer.checkpoint.format.host_file import without
 from trainer.checkpoint.format.layout import Layout
+from trainer.checkpoint.loading.blocks import PieceBlock, blocks_of
 from trainer.checkpoint.loading.gather import Bytes
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
 from trainer.checkpoint.local import link
 from trainer.checkpoint.local.copies import Copies
 from trainer.checkpoint.local.fetch import damaged_pieces
-from trainer.checkpoint.local.pieces import PieceBlock, PieceReader, blocks_of
+from trainer.checkpoint.local.pieces import PieceReader
 from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.storage.files import Files
