@@ -51,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.evaluate", "trainer.generate", "trainer.parallelize", "trainer.step"),
     ("trainer.build", "trainer.dry_run"),
     ("trainer.interop",),
+    ("trainer.base_weights",),
     ("trainer.loop", "trainer.restore"),
     ("trainer.__main__",),
     ("trainer.commands",),

@@ -24,6 +24,7 @@ from trainer.checkpoint.saving.plan import Holding, pieces_of
 from trainer.checkpoint.tensors.live import Grid, placed_box
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config, lanes_of, reduces_lanes_over_ranks, topology_of
+from trainer.optim import stored_names
 from trainer.optimizers import StateTensor, state_tensors
 from trainer.parallel.mesh import build_mesh, stage_grid
 from trainer.parallel.pipeline import stages_of
@@ -141,7 +142,7 @@ def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: L
 def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
     """Return the box of each parameter of a part at a coordinate, and the ranks with the same box."""
     coordinate = {"dp": dp, "tp": tp}
-    return {name: placed_box(name, p, coordinate, grid) for name, p in part.named_parameters()}
+    return {name: placed_box(name, p, coordinate, grid) for p, name in stored_names(part).items()}
 
 
 def holdings_of(config: Config, held: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
@@ -151,7 +152,7 @@ def holdings_of(config: Config, held: Sequence[Boxes], layout: Layout, grid: Gri
     kept = list(_state_tensors(config))
     found = []
     for boxes in held:
-        mine = {name: placed for name, placed in boxes.items() if name not in copies}
+        mine = {name: placed for name, placed in boxes.items() if name in layout.places and name not in copies}
         images = {name: _stored_image(box, layout.places[name].spec) for name, (box, _) in mine.items()}
         found += [Holding(name, images[name], layout.places[name].offset, mine[name][1]) for name in mine]
         for tensor in kept:
@@ -232,7 +233,7 @@ def _trains_tied_table(config: Config) -> bool:
 
 
 def _trained(part: Model) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, parameter) for name, parameter in part.named_parameters() if parameter.requires_grad]
+    return [(name, parameter) for parameter, name in stored_names(part).items() if parameter.requires_grad]
 
 
 def _unsharded_gradients(parts: Sequence[Model], topology: Topology) -> int:

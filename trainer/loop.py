@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from models import families
+from models.adapters import model_documents
 from trainer import run_record
 from trainer.build import Run
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -187,7 +187,8 @@ def _sample(run: Run, sampler: Sampler) -> None:
 def _check_replicas(run: Run) -> None:
     """Raise ReplicaError if ranks that hold the same tensor hold different bits of it."""
     check_tied_copies(run.state, run.context.embedding_group)
-    run.restorer.check_replicas([tensor for tensor in run.state.shards() if not tensor.is_copy])
+    shards = (*run.state.shards(), *run.state.base_shards())
+    run.restorer.check_replicas([tensor for tensor in shards if not tensor.is_copy])
 
 
 def _save(run: Run, savers: Sequence[Checkpointer], slowdown: Slowdown) -> None:
@@ -199,8 +200,7 @@ def _save(run: Run, savers: Sequence[Checkpointer], slowdown: Slowdown) -> None:
     if run.log is not None and run.main_saver in savers:
         run.log.sync()
     documents: dict[str, Document] = {
-        "config.json": families.hf_config(run.config.model),
-        "generation_config.json": families.generation_config(run.config.model),
+        **model_documents(run.config.model),
         "trainer_state.json": run_record.state_record(progress, run.schedule.at(progress.iteration), run.description),
         **run.tokenizer,
     }

@@ -7,7 +7,8 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from models.families import parameter_count, stored_tensors
+from models.adapters import is_adapted, saved_tensors
+from models.families import parameter_count
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config, topology_of
 from trainer.errors import ConfigError
@@ -31,8 +32,9 @@ def least_bytes(config: Config, world_size: int) -> int:
     frozen = frozen_names(padded, config.train.freeze)
     kept = [tensor for tensor in state_tensors(config.optimizer.name, padded, frozen) if tensor.stored.shape]
     moments = sum(prod(tensor.stored.shape) for tensor in kept)
-    gradients = sum(prod(tensor.shape) for name, tensor in stored_tensors(padded).items() if name not in frozen)
-    state = _FLOAT_BYTES * (parameter_count(padded) + gradients + moments) * copies // world_size
+    gradients = sum(prod(tensor.shape) for name, tensor in saved_tensors(padded).items() if name not in frozen)
+    weights = parameter_count(padded) + (gradients if is_adapted(padded) else 0)
+    state = _FLOAT_BYTES * (weights + gradients + moments) * copies // world_size
     train = config.train
     return state + _TOKEN_BYTES * (train.global_batch_size // topology.dp) * (train.seq_length + 1)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from models.adapters import saved_tensors
 from models.config import ModelConfig, StoredTensor
 from models.families import block_matrices, stored_tensors
 from trainer.config.schema import OptimizerName, OptimizerSection
@@ -83,7 +84,7 @@ def state_tensors(optimizer: OptimizerName, model: ModelConfig, frozen: Collecti
     Args:
         frozen: the parameters that no optimizer changes.
     """
-    stored, matrices, state = stored_tensors(model), block_matrices(model), OPTIMIZERS[optimizer].state
+    stored, matrices, state = saved_tensors(model), block_matrices(model), OPTIMIZERS[optimizer].state
     kept = {name: state(tensor.shape, name in matrices) for name, tensor in stored.items() if name not in frozen}
     scalars = {key: not shape for shapes in kept.values() for key, shape in shapes.items()}
     for key in sorted(scalars, key=lambda key: (scalars[key], key)):
@@ -109,7 +110,7 @@ def optimizer_record(model: ModelConfig, section: OptimizerSection, frozen: Coll
     Args:
         frozen: the parameters that no optimizer changes; they are in no group.
     """
-    no_decay, names = no_decay_names(model), [name for name in stored_tensors(model) if name not in frozen]
+    no_decay, names = no_decay_names(model), [name for name in saved_tensors(model) if name not in frozen]
     return {
         "name": OPTIMIZERS[section.name].name,
         "groups": [

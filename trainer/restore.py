@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models import families
+from models.adapters import adapter_initial_values, is_adapted
 from trainer import run_record
+from trainer.base_weights import NAMED, OWN, WEIGHTS_KINDS, load_base, log_load, named_source
 from trainer.build import Run
 from trainer.checkpoint.format.layout import TensorSpec
 from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.loader import LoadReport, check_tensors
+from trainer.checkpoint.loading.loader import check_tensors
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
 from trainer.checkpoint.storage.files import Files, cannot_write
 from trainer.checkpoint.storage.folder import TRACKER, CheckpointFolder
@@ -22,9 +24,6 @@ from trainer.checkpoint.tensors.live import LiveTensor, local_of
 from trainer.compatibility import differences, settle
 from trainer.config.schema import CheckpointSection, Verify, save_folder
 from trainer.errors import CheckpointError, MismatchError, TrainerError
-from trainer.interop.hf.folder import is_folder
-from trainer.interop.llmc.file import WEIGHTS, foreign
-from trainer.interop.megatron import refuse_megatron
 from trainer.interop.start import WeightsKind, load_pretrained
 from trainer.launch.relaunch import Launch, has_committed, note
 from trainer.metrics.jsonl_file import last_recorded_iteration
@@ -34,10 +33,6 @@ from trainer.random import fill_initial_values
 from trainer.state import checkpoint_specs
 
 _log = logging.getLogger(__name__)
-
-# Prefixes of the path in rank 0's message: a checkpoint, this run's own checkpoints, or other programs' weights.
-_NAMED, _OWN = b"c", b"o"
-_WEIGHTS = {b"p": WeightsKind.folder, b"f": WeightsKind.file}
 
 
 def restore(run: Run) -> bool:
@@ -55,27 +50,33 @@ def restore(run: Run) -> bool:
     run.checkpointer.start()
     if run.local is not None:
         run.local.start()
+    if is_adapted(run.config.model):
+        load_base(run)
     launch, is_restarted = _find_launch(run)
     origin = _agree_on_origin(run, is_restarted=is_restarted)
     if origin is None:
-        initial = families.initial_values(run.config.model)
+        model = run.config.model
+        initial = adapter_initial_values(model) if is_adapted(model) else families.initial_values(model)
         fill_initial_values(run.state.shards(with_optimizer=False), initial, run.config.train.seed)
         if run.cluster.rank == 0:
             _log.info(f"starting fresh, seed {run.config.train.seed}")
     elif origin.weights is not None:
         path = origin.source.path
-        report = load_pretrained(path, origin.weights, run.state, run.cluster, run.config.checkpoint)
-        _log_load(run, report, "weights", path)
+        live = list(run.state.shards(with_optimizer=False))
+        section = run.config.checkpoint
+        found = load_pretrained(path, origin.weights, live, run.config.model, run.cluster, section=section)
+        log_load(run, found.report, "weights", path)
     else:
         load_from(run, origin)
     _rebind(run)
-    began_at = run.state.progress.iteration if origin is not None else -1
+    begins_elsewhere = run.config.checkpoint.finetune if origin is None else not origin.goes_on
+    began_at = run.state.progress.iteration if origin is not None or begins_elsewhere else -1
     run.checkpointer.rewind(began_at)
     if run.local is not None:
         run.local.rewind(began_at)
     if _is_directed(run.config.checkpoint):
         _note_beginning(run, launch, None if is_restarted else began_at)
-    return origin is not None and not origin.goes_on and run.config.checkpoint.load != "auto"
+    return begins_elsewhere and run.config.checkpoint.load != "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +168,10 @@ def _agree_on_origin(run: Run, *, is_restarted: bool) -> Origin | None:
     if not choice:
         return None
     kind, path = choice[:1], Path(choice[1:].decode())
-    goes_on = kind == _OWN
+    goes_on = kind == OWN
     source = LoadSource(path, None if goes_on else run.config.checkpoint.ckpt_step)
     with_local = run.local is not None and (goes_on or run.config.checkpoint.load == "auto")
-    return Origin(source, goes_on, _WEIGHTS.get(kind), with_local)
+    return Origin(source, goes_on, WEIGHTS_KINDS.get(kind), with_local)
 
 
 def _find(run: Run, *, is_restarted: bool) -> bytes:
@@ -185,7 +186,7 @@ def _find(run: Run, *, is_restarted: bool) -> bytes:
     own = save_folder(section)
     if is_restarted:
         _log.info("this launch was restarted: it resumes from its own newest checkpoint")
-        return _OWN + str(own).encode()
+        return OWN + str(own).encode()
     if section.load == "none":
         return b""
     folder = None if section.save is None else CheckpointFolder(Path(section.save), Files())
@@ -197,10 +198,12 @@ def _find(run: Run, *, is_restarted: bool) -> bytes:
         is_inside = own is not None and own.resolve() in (named.resolve(), *named.resolve().parents)
         if section.finetune and any(committed) if is_inside else committed:
             _log.info(f"this run began at {named} and resumes from its own checkpoints")
-            return _OWN + str(own).encode()
-        return _named(Path(section.load))
+            return OWN + str(own).encode()
+        if is_adapted(run.config.model) and section.base is None:
+            return b""  # the base, which is loaded already: the adapters begin
+        return named_source(Path(section.load), with_weights=not is_adapted(run.config.model))
     if committed:
-        return _NAMED + str(own).encode()
+        return NAMED + str(own).encode()
     if section.ckpt_step is not None:
         raise CheckpointError(
             "The requested iteration was never saved",
@@ -235,29 +238,6 @@ def _refuse_lost_checkpoints(run: Run) -> None:
             found="no iter_ folder",
             fix="Restore the checkpoints, or start over with checkpoint.load=none.",
         )
-
-
-def _named(path: Path) -> bytes:
-    """Return the kind and the path of a source that the user named; a run may be named by its folder.
-
-    Raises:
-        CheckpointError: if a run cannot start from the file.
-        MismatchError: if it is a Megatron checkpoint.
-    """
-    refuse_megatron(path)
-    if path.is_file():
-        found = foreign(path)
-        if found is not None:
-            raise CheckpointError(
-                "A run cannot start from a file of this format",
-                where=path,
-                expected=f"weights of llm.c, with {WEIGHTS}",
-                found=found,
-                fix="Set checkpoint.load to a run, a checkpoint, a transformers folder or such a file; "
-                "`reprise convert import` reads other formats.",
-            )
-        return b"f" + str(path).encode()
-    return b"p" + str(path).encode() if is_folder(path) else _NAMED + str(LoadSource.named(path).path).encode()
 
 
 def load_from(run: Run, origin: Origin) -> None:
@@ -299,7 +279,7 @@ def load_from(run: Run, origin: Origin) -> None:
     if restored.loaded_from and run.cluster.rank == 0:
         seconds = time.perf_counter() - start
         _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
-    _log_load(run, restored.report, f"iteration {checkpoint.iteration}", checkpoint.path)
+    log_load(run, restored.report, f"iteration {checkpoint.iteration}", checkpoint.path)
     if section.finetune:
         return
     seq_length = run.config.train.seq_length
@@ -367,13 +347,3 @@ def _rebind(run: Run) -> None:
             both_here = alias in named and name in named
             if both_here and local_of(named[alias]).data_ptr() != local_of(named[name]).data_ptr():
                 raise CheckpointError("Tied parameters are two tensors", where=f"{alias} and {name}")
-
-
-def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:
-    filled_bytes = sum(row[0] for row in run.cluster.gather([float(report.filled_bytes)]))
-    if run.cluster.rank == 0:
-        rate = filled_bytes / max(report.seconds, 1e-9) / 1e9
-        _log.info(
-            f"loaded {report.tensors} of {report.expected} tensors, {filled_bytes:.0f} bytes, {report.seconds:.2f} s, "
-            f"{rate:.2f} GB/s: {what} from {path}"
-        )

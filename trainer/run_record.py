@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from enum import Enum
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, get_args, get_origin
 
-from models.config import ADDED, Activation, Family, ModelConfig, RopeScaling
+from models.adapters import adapter_problems, is_adapted
+from models.config import ADDED, Activation, Family, LoraConfig, ModelConfig, RopeScaling
 from models.families import problems
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT
@@ -29,6 +31,10 @@ _SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same
 RULES: tuple[Rule, ...] = (
     Rule("model", Verdict.REFUSED),
     Rule("model.activation", Verdict.REFUSED, hint="absent means gelu_tanh"),
+    Rule("model.lora", Verdict.REFUSED, hint="checkpoint.base takes the weights beneath adapters"),
+    Rule("model.lora.dropout", Verdict.LOGGED, says="the loss curve will differ"),
+    Rule("model.lora.target_modules", Verdict.REFUSED, hint="null means the family's default"),
+    Rule("base", Verdict.REFUSED, hint="adapters fit the base that they were trained on: set checkpoint.base to it"),
     Rule("model.dropout", Verdict.LOGGED, says="the loss curve will differ"),
     Rule("model.initializer_range", Verdict.LOGGED, says="it affects only the start of a run"),
     Rule("model.pad_vocab_multiple", Verdict.LOGGED, says=_ROUNDING),
@@ -89,9 +95,9 @@ def flags_set(section: CheckpointSection) -> set[str]:
 
 
 def rules_for(section: CheckpointSection) -> Sequence[Rule]:
-    """Return the rules that apply; a fine-tuning run shares only the model."""
+    """Return the rules that apply; a fine-tuning run shares only the model and, with adapters, their base."""
     if section.finetune:
-        return [rule for rule in RULES if rule.field.startswith("model")]
+        return [rule for rule in RULES if rule.field.startswith(("model", "base"))]
     if section.use_checkpoint_scheduler:
         return [rule for rule in RULES if not rule.field.startswith(("schedule", *SECTIONS))]
     return RULES
@@ -159,12 +165,14 @@ def _decays(groups: object) -> dict[str, bool] | None:
 def model_record(config: ModelConfig) -> Json:
     """Return every field of a model as JSON; one that came after the first format is absent where it has its default.
 
-    So an activation that is absent is the tanh form of GELU.
+    So an activation that is absent is the tanh form of GELU, and a model without `lora` has no adapters.
     """
     table = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(config).items()}
     for field in fields(config):
         if field.metadata.get(ADDED) and getattr(config, field.name) == field.default:
             del table[field.name]
+    if not is_adapted(config):
+        del table["lora"]
     return table
 
 
@@ -256,9 +264,11 @@ def saved_model(state: Json, *, where: object) -> ModelConfig:
         scaling = values.pop("rope_scaling")
         values["family"] = _family(values["family"])
         values["activation"] = Activation(values.get("activation", Activation.gelu_tanh.value))
-        model = ModelConfig(**values, rope_scaling=None if scaling is None else RopeScaling(**scaling))
+        lora: dict[str, Any] = dict(_table(values.pop("lora", {})))
+        scaling = None if scaling is None else RopeScaling(**scaling)
+        model = ModelConfig(**values, rope_scaling=scaling, lora=LoraConfig(**lora))
         _same_kinds(model)
-        found = problems(model)
+        found = problems(model) or adapter_problems(model)
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError("A state file has no model", where=where, found=repr(error)) from error
     if found:
@@ -275,16 +285,19 @@ def _family(name: object) -> Family:
 
 def _same_kinds(model: ModelConfig) -> None:
     """Refuse members whose type differs from the schema's; an integer is accepted for a float."""
-    for table in (model, model.rope_scaling):
+    for table in (model, model.rope_scaling, model.lora):
         for field in () if table is None else fields(table):
             value = getattr(table, field.name)
-            if not any(_is_kind(value, kind) for kind in get_args(field.type) or (field.type,)):
+            kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+            if not any(_is_kind(value, kind) for kind in kinds):
                 raise TypeError(f"{field.name} is {value!r}")
 
 
 def _is_kind(value: object, kind: Any) -> bool:
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is_kind(member, get_args(kind)[0]) for member in value)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 

@@ -218,6 +218,9 @@ class CheckpointSection:
         ckpt_step: iteration to load instead of the newest; it acts once, like a path in `load`.
         no_load_optim: load the weights only and continue at the saved iteration.
         finetune: load the weights only and start at iteration 0.
+        base: the frozen weights beneath the adapters of `model.lora`: a run, a checkpoint, one iteration, a model
+            folder of transformers or a weight file of llm.c; null takes the path of `load`, with `finetune`. A resume
+            needs the same weights, at any path.
         reshard: allow another topology than the one that saved: number of ranks, parallel sizes, ZeRO stage.
         override_scheduler: allow another learning-rate schedule or other optimizer settings than the saved ones.
         use_checkpoint_scheduler: take the schedule and the optimizer settings from the checkpoint.
@@ -251,6 +254,7 @@ class CheckpointSection:
     ckpt_step: int | None = None
     no_load_optim: bool = False
     finetune: bool = False
+    base: str | None = None
     reshard: bool = False
     override_scheduler: bool = False
     use_checkpoint_scheduler: bool = False

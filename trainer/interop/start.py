@@ -30,7 +30,6 @@ from trainer.interop.llmc import load as llmc
 from trainer.interop.llmc.file import open_file
 from trainer.launch.process_group import Cluster
 from trainer.regular_file import open_regular
-from trainer.state import TrainerState
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +42,18 @@ class WeightsKind(Enum):
 
     folder = "folder"  # of transformers
     file = "file"  # of llm.c
+
+
+@dataclass(frozen=True, slots=True)
+class Pretrained:
+    """Weights of another program that were loaded.
+
+    Args:
+        digest: of the names and sizes of their files and of samples of each, the same at any path.
+    """
+
+    report: LoadReport
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +72,36 @@ class _Weights:
 
 
 def load_pretrained(
-    path: Path, kind: WeightsKind, state: TrainerState, cluster: Cluster, section: CheckpointSection
-) -> LoadReport:
-    """Fill the parameters from `path`, cast to float32; moments stay as they are. A call of all ranks.
+    path: Path,
+    kind: WeightsKind,
+    live: Sequence[LiveTensor],
+    model: ModelConfig,
+    cluster: Cluster,
+    *,
+    section: CheckpointSection | None,
+) -> Pretrained:
+    """Fill parameters from `path`, cast to float32. A call of all ranks.
 
     Each rank reads only the bytes of its boxes. Other files of a trainer in the folder are named in the log.
+
+    Args:
+        live: the parameters of `model`.
+        section: refused unless it asks for a start at iteration 0; None where the weights are those beneath adapters.
 
     Raises:
         TrainerError: on every rank; if it does not hold the configured model, before anything is filled.
     """
     problem: TrainerError | None = None
-    live = list(state.shards(with_optimizer=False))
     weights = _Weights((), (), lambda live, _: LoadReport(0, len(live), 0, 0, 0.0))
     try:
-        _require_finetune(path, kind, section)
+        if section is not None:
+            _require_finetune(path, kind, section)
         opens = _open_folder if kind is WeightsKind.folder else _open_file
-        weights = opens(path, state.config, is_first=cluster.rank == 0)
+        weights = opens(path, model, is_first=cluster.rank == 0)
     except TrainerError as error:
         problem = error
     cluster.channel.agree("pretrained/open", problem)
-    _require_same(path, weights.files, cluster.channel)
+    digest = _require_same(path, weights.files, cluster.channel)
     for text in weights.notes if cluster.rank == 0 else ():
         _log.warning(text)
     try:
@@ -90,7 +111,7 @@ def load_pretrained(
         problem = error
     cluster.channel.agree("pretrained/fill", problem)
     check_replicas(live, cluster.channel, "pretrained/replicas")
-    return report
+    return Pretrained(report, digest.hex())
 
 
 def _open_folder(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
@@ -110,10 +131,10 @@ def _open_file(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
     return _Weights(notes, [path], lambda live, progress: llmc.fill(file, live, progress=progress))
 
 
-def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> None:
-    """Refuse to start if this rank sees different weights than rank 0. A call of all ranks.
+def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> bytes:
+    """Return the digest of the weights, and refuse to start if this rank sees others than rank 0. A call of all ranks.
 
-    The names and sizes of the files are compared, and samples of each from its first to its last bytes.
+    It covers the names and sizes of the files, and samples of each from its first to its last bytes.
 
     Raises:
         MismatchError: on every rank, naming the host.
@@ -135,6 +156,7 @@ def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> N
             fix="No training was done. Mount the same file system at this path on every host, or copy the same files.",
         )
     channel.agree("pretrained/same", problem)
+    return digest
 
 
 def _digest_of_samples(files: Sequence[Path]) -> bytes:
