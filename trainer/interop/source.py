@@ -79,7 +79,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> StateSource:
         MismatchError: if it holds adapters alone.
     """
     refuse_adapters(
-        checkpoint, fix="Merge them with their base: `reprise convert export hf --merge --base BASE CHECKPOINT OUT`."
+        checkpoint, fix="Merge them with their base: `reprise convert export hf --merge BASE CHECKPOINT OUT`."
     )
     return adapters_of(checkpoint)
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-
-import xxhash
 
 from models.config import ModelConfig
 from trainer.checkpoint.commit.channel import StoreChannel
@@ -24,17 +21,14 @@ from trainer.config.schema import CheckpointSection
 from trainer.errors import MismatchError, TrainerError
 from trainer.interop.hf import load as hf
 from trainer.interop.hf.config import differences
-from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places
+from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places, tensor_files
 from trainer.interop.hf.load import check_tied
 from trainer.interop.llmc import load as llmc
 from trainer.interop.llmc.file import open_file
+from trainer.interop.samples import digest_of_samples
 from trainer.launch.process_group import Cluster
-from trainer.regular_file import open_regular
 
 _log = logging.getLogger(__name__)
-
-# So many extents of a file are compared between hosts, each of so many bytes.
-_SAMPLES, _SAMPLE_BYTES = 16, 256 << 10
 
 
 class WeightsKind(Enum):
@@ -120,7 +114,7 @@ def _open_folder(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
     places = stored_places(folder, model)
     if is_first:
         check_tied(folder, model)
-    files = sorted({path / place.file for place in places.values()})
+    files = tensor_files(folder)
     return _Weights(notes, files, lambda live, progress: hf.fill(folder, places, live, progress=progress))
 
 
@@ -142,7 +136,7 @@ def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> b
     problem: TrainerError | None = None
     digest = b""
     try:
-        digest = _digest_of_samples(files)
+        digest = digest_of_samples(files)
     except OSError as error:
         problem = unreadable(error, where=path)
     channel.agree("pretrained/samples", problem)
@@ -157,18 +151,6 @@ def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> b
         )
     channel.agree("pretrained/same", problem)
     return digest
-
-
-def _digest_of_samples(files: Sequence[Path]) -> bytes:
-    found = xxhash.xxh3_64()
-    for path in files:
-        with os.fdopen(open_regular(path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            found.update(f"{path.name} {size}\n".encode())
-            last = max(0, size - _SAMPLE_BYTES)
-            for at in sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)}):
-                found.update(os.pread(file.fileno(), _SAMPLE_BYTES, at))
-    return found.digest()
 
 
 def _require_finetune(path: Path, kind: WeightsKind, section: CheckpointSection) -> None:
