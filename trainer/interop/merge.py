@@ -24,7 +24,7 @@ from trainer.interop.hf.folder import is_folder, open_folder, stored_places, ten
 from trainer.interop.hf.load import check_tied, read_whole
 from trainer.interop.llmc import file as llmc
 from trainer.interop.samples import digest_of_samples
-from trainer.interop.source import StateSource, adapters_of, of_checkpoint
+from trainer.interop.source import StateSource, adapters_of, holds_adapters, of_checkpoint
 
 
 def merged(checkpoint: Checkpoint, base: Path) -> StateSource:
@@ -34,9 +34,11 @@ def merged(checkpoint: Checkpoint, base: Path) -> StateSource:
         base: a run, a checkpoint, one iteration, a model folder of transformers or a weight file of llm.c.
 
     Raises:
-        MismatchError: if it is not the base that the adapters were trained on.
+        MismatchError: if there are no adapters, or it is not the base that they were trained on.
         CheckpointError: if one of the two is damaged.
     """
+    if not holds_adapters(checkpoint):
+        raise MismatchError("A checkpoint has no adapters to merge", where=checkpoint.path, fix="Name no base.")
     adapters = adapters_of(checkpoint)
     weights, found = _open_base(base, adapters.model)
     expected = checkpoint.state.get("base")

@@ -79,7 +79,8 @@ def of_checkpoint(checkpoint: Checkpoint) -> StateSource:
         MismatchError: if it holds adapters alone.
     """
     refuse_adapters(
-        checkpoint, fix="Merge them with their base: `reprise convert export hf --merge BASE CHECKPOINT OUT`."
+        checkpoint,
+        fix="Name their base with --base, or merge the two: `reprise convert export hf --merge BASE CHECKPOINT OUT`.",
     )
     return adapters_of(checkpoint)
 

@@ -18,13 +18,13 @@ from trainer.checkpoint.format.names import INDEX
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.data.text import read_tokenizer
-from trainer.errors import CheckpointError, MismatchError
+from trainer.errors import CheckpointError
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
 from trainer.interop.merge import merged
 from trainer.interop.new_output import new_output
-from trainer.interop.source import TOKENIZER_FILES, StateSource, adapters_of, holds_adapters, tokenizer_files_in
+from trainer.interop.source import TOKENIZER_FILES, StateSource, adapters_of, tokenizer_files_in
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.state import checkpoint_specs
 
@@ -84,11 +84,7 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
 
 
 def _source(checkpoint: Checkpoint, wanted: ExportOptions) -> StateSource:
-    if wanted.merge is None:
-        return adapters_of(checkpoint)
-    if not holds_adapters(checkpoint):
-        raise MismatchError("A checkpoint has no adapters to merge", where=checkpoint.path, fix="Leave --merge out.")
-    return merged(checkpoint, wanted.merge)
+    return adapters_of(checkpoint) if wanted.merge is None else merged(checkpoint, wanted.merge)
 
 
 def _tokenizer_files(path: Path) -> dict[str, Path]:
