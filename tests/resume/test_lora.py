@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness import TINY, curve, launch, run_ok, tensor_files
 
-BASE = [*TINY, "model.n_layer=4", "train.micro_batch_size=1", "train.threads=1", "checkpoint.save_interval=2"]
+BASE = [*TINY, "train.micro_batch_size=3", "train.threads=1", "checkpoint.save_interval=2", "schedule.lr_decay_iters=8"]
 LORA = ["model.lora.rank=4", "model.lora.dropout=0.1", "train.train_iters=8", "optimizer.lr=0.01"]
 MODELS = {
     "gpt2": ["model=gpt2_tiny", "model.lora.target_modules=[c_attn,c_proj]"],
@@ -67,16 +67,22 @@ INVARIANT = {
     "pp2": (2, [PP]),
     "zero0": (2, ["parallel.zero_stage=0"]),
     "zero2": (2, ["parallel.zero_stage=2"]),
-    "pp2 vpp2 zero1": (4, [PP, "parallel.num_virtual_stages_per_pipeline_rank=2", "parallel.zero_stage=1"]),
+    "pp2 zero1": (4, [PP, "parallel.zero_stage=1"]),
     "recomputed pp2": (2, [PP, "train.activation_checkpointing=true"]),
 }
 
 
+FAST = {("gpt2", "zero3"), ("llama3", "recomputed pp2")}
+
+
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in ("zero3", "recomputed pp2") else pytest.mark.slow) for case in INVARIANT],
+    ("model", "case"),
+    [
+        pytest.param(model, case, marks=() if (model, case) in FAST else pytest.mark.slow)
+        for model in MODELS
+        for case in INVARIANT
+    ],
 )
-@pytest.mark.parametrize("model", MODELS)
 def test_every_topology_has_the_bits_of_one_rank(
     bases: dict[str, Path], alone: dict[str, Path], tmp_path: Path, model: str, case: str
 ) -> None:
@@ -91,7 +97,7 @@ def test_every_topology_has_the_bits_of_one_rank(
 
 
 @pytest.mark.parametrize("axes", [[TP], pytest.param([TP, SP], marks=pytest.mark.slow)], ids=["tp2", "tp2+sp"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama3", marks=pytest.mark.slow)])
 def test_tensor_parallel_ranks_write_the_bytes_of_one(
     bases: dict[str, Path], alone: dict[str, Path], tmp_path: Path, model: str, axes: list[str]
 ) -> None:
@@ -109,7 +115,7 @@ def test_tensor_parallel_ranks_write_the_bytes_of_one(
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("gpt2", marks=pytest.mark.slow), "llama3"])
 def test_tensor_parallel_ranks_train_the_curve_of_one(bases: dict[str, Path], tmp_path: Path, model: str) -> None:
     found = []
     for name, axes, ranks in (("one", list[str](), 1), ("two", [TP, SP], 2)):
