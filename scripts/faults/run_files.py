@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.format.layout import Place
 from trainer.checkpoint.format.names import MANIFEST
 from trainer.checkpoint.loading.blocks import blocks_of
-from trainer.checkpoint.loading.reader import open_checkpoint, read_places
+from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
 from trainer.checkpoint.storage.files import Files
 
 
@@ -34,16 +36,22 @@ def contents_of(checkpoint: Path) -> dict[str, bytes]:
     return {**found, MANIFEST: json.dumps(rest).encode()}
 
 
+def held_ranges(checkpoint: Checkpoint) -> Iterator[tuple[Place, int, int]]:
+    """Yield the ranges `[lo, hi)` of the tensor files that the folder of a host holds, and the tensors they are of."""
+    assert checkpoint.host is not None
+    for block in blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.held):
+        for start, _, length in block.packed.spans(block.lo, block.hi):
+            lo = block.place.offset + start
+            yield block.place, lo, lo + length
+
+
 def odd_pieces(path: Path, whole: Path) -> list[str]:
     """Return a line if a piece that a host lists in a local checkpoint differs from a whole checkpoint's bytes."""
     checkpoint = open_checkpoint(path, Files())
-    assert checkpoint.host is not None
     names = [name for name, entry in checkpoint.manifest.files.items() if entry.is_tensor_file]
     files = {name: [(folder / name).read_bytes() for folder in (path, whole)] for name in names}
-    for block in blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.held):
-        found, expected = files[block.place.file]
-        for start, _, length in block.packed.spans(block.lo, block.hi):
-            at = block.place.offset + start
-            if found[at : at + length] != expected[at : at + length]:
-                return [f"{path} differs from the unbroken run's in {block.place.spec.name}"]
+    for place, lo, hi in held_ranges(checkpoint):
+        found, expected = files[place.file]
+        if found[lo:hi] != expected[lo:hi]:
+            return [f"{path} differs from the unbroken run's in {place.spec.name}"]
     return []

@@ -24,9 +24,9 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
+from scripts.faults.run_files import held_ranges
 from tests.harness import tensor_files
-from trainer.checkpoint.loading.blocks import blocks_of
-from trainer.checkpoint.loading.reader import open_checkpoint, read_places
+from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.storage.files import Files
 
 # linux/sched.h and linux/mount.h
@@ -108,13 +108,9 @@ def union(folders: Sequence[Path]) -> dict[str, bytes]:
     checkpoints = [open_checkpoint(path, Files()) for path in folders]
     found = {name: bytearray(data) for name, data in tensor_files(folders[0]).items()}
     for checkpoint in checkpoints:
-        assert checkpoint.host is not None
-        places = read_places(checkpoint)
-        for block in blocks_of(checkpoint, places, checkpoint.host.held):
-            data = (checkpoint.path / block.place.file).read_bytes()
-            for start, _, length in block.packed.spans(block.lo, block.hi):
-                at = block.place.offset + start
-                found[block.place.file][at : at + length] = data[at : at + length]
+        files = tensor_files(checkpoint.path)
+        for place, lo, hi in held_ranges(checkpoint):
+            found[place.file][lo:hi] = files[place.file][lo:hi]
     return {name: bytes(data) for name, data in found.items()}
 
 

@@ -21,14 +21,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from scripts.faults.run_files import held_ranges
 from tests.crash.hosts import union
 from tests.crash.killing import AFTER, BEFORE, TORN
 from tests.crash.small_run import Plan, main
 from tests.harness import all_files, call_on_ranks, started
 from trainer.checkpoint.format.host_file import attempt_of
 from trainer.checkpoint.format.names import MANIFEST
-from trainer.checkpoint.loading.blocks import blocks_of
-from trainer.checkpoint.loading.reader import open_checkpoint, read_places
+from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder, iteration_name
 
@@ -233,14 +233,9 @@ class HostTrial(Trial):
             disk = self._disk(rank)
             for iteration in disk.committed():
                 checkpoint = open_checkpoint(disk.iteration(iteration), Files())
-                assert checkpoint.host is not None
                 expected, given = self._new[iteration], all_files(checkpoint.path)
-                blocks = blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.held)
                 is_equal = all(
-                    given[block.place.file][block.place.offset + start :][:length]
-                    == expected[block.place.file][block.place.offset + start :][:length]
-                    for block in blocks
-                    for start, _, length in block.packed.spans(block.lo, block.hi)
+                    given[place.file][lo:hi] == expected[place.file][lo:hi] for place, lo, hi in held_ranges(checkpoint)
                 )
                 jsons = [name for name in expected if name.endswith(".json") and name != MANIFEST]
                 if not is_equal or any(given[name] != expected[name] for name in jsons):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.checkpoint.format import host_file, json_file
 from trainer.checkpoint.format.host_file import HostFile
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, digest_of
 from trainer.checkpoint.format.names import HOST, MANIFEST
@@ -23,17 +22,15 @@ from trainer.checkpoint.loading.reader import (
     OpenFile,
     open_checkpoint,
     open_tensor_file,
-    read_header,
     read_places,
 )
 from trainer.checkpoint.local.pieces import PieceWriter
+from trainer.checkpoint.local.skeleton import skeleton_of, write_skeleton
 from trainer.checkpoint.local.survey import candidates
 from trainer.checkpoint.saving.writer import MOST_OPEN
 from trainer.checkpoint.storage.files import Files, cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder, is_iteration_name
-from trainer.checkpoint.storage.patience import failed_read
 from trainer.errors import CheckpointError, TrainerError
-from trainer.regular_file import read_regular
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +153,7 @@ def join(
         raise CheckpointError("There is something already", where=target, fix="Move it away, or name another folder.")
     try:
         with _Blocks(parts) as blocks, contextlib.closing(PieceWriter(replace(first, path=partial))) as writer:
-            _make_files(first, partial, out.files)
+            write_skeleton(partial, skeleton_of(first), out.files, is_whole=True, with_room=True)
             pieces = {name: tuple(range(len(writers))) for name, writers in host_of(first).writers.items()}
             for block in blocks_of(first, places, pieces):
                 writer.write_checked(block, blocks.read(block))
@@ -172,39 +169,6 @@ def join(
         with contextlib.suppress(OSError):  # the error that led here matters more
             out.files.remove_tree(partial)
     return Joined(target, blocks.taken_bytes, blocks.damage)
-
-
-def _make_files(first: Checkpoint, partial: Path, files: Files) -> None:
-    """Write the JSON files, and tensor files of full size that hold nothing but their headers."""
-    files.make_folder(partial)
-    for name, entry in first.manifest.files.items():
-        source, target = host_file.path_of(first.path, name), partial / name
-        files.make_folder(target.parent)
-        if entry.is_tensor_file:
-            with open_tensor_file(files, source) as file:
-                data = read_header(file, entry.total_bytes, where=source)
-        else:
-            data = _content(source)
-        if digest_of(data) != entry.digest:
-            raise CheckpointError("A file is damaged", where=source, expected=f"digest {entry.digest}")
-        files.write_whole(target, data)
-        if entry.is_tensor_file:
-            descriptor = files.open_for_writing(target)
-            try:
-                files.reserve(descriptor, entry.total_bytes)
-            finally:
-                files.close(descriptor)
-    data = _content(first.path / MANIFEST)
-    if digest_of(data) != first.digest:
-        raise CheckpointError("A manifest became another one", where=first.path / MANIFEST)
-    files.write_whole(partial / MANIFEST, data)
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return read_regular(path, limit_bytes=json_file.MAX_BYTES)
-    except OSError as error:
-        raise failed_read("A file cannot be read", error, where=path) from error
 
 
 class _Blocks:

@@ -9,12 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.atomic import replace_file
-from trainer.checkpoint.format import host_file
+from trainer.checkpoint.format import host_file, json_file
+from trainer.checkpoint.format.manifest import digest_of
 from trainer.checkpoint.format.names import HOST, MANIFEST
 from trainer.checkpoint.loading.reader import Checkpoint, open_tensor_file, read_header
 from trainer.checkpoint.local.survey import Candidate
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.checkpoint.storage.patience import failed_read
+from trainer.errors import CheckpointError
+from trainer.regular_file import read_regular
 
 _log = logging.getLogger(__name__)
 
@@ -22,18 +26,62 @@ _SIZES = "sizes"  # of the tensor files, in JSON
 
 
 def skeleton_of(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return the files that make a folder without any piece: JSON files, headers, and the sizes of the tensor files."""
+    """Return the files that make a folder without any piece: JSON files, headers, and the sizes of the tensor files.
+
+    Raises:
+        CheckpointError: naming a file that is damaged, or is not that of the manifest that was opened.
+    """
     found: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     for name, entry in checkpoint.manifest.files.items():
-        path = checkpoint.path / name
+        path = host_file.path_of(checkpoint.path, name)
         if entry.is_tensor_file:
             with open_tensor_file(checkpoint.files, path) as file:
                 found[name] = read_header(file, entry.total_bytes, where=path)
             sizes[name] = entry.total_bytes
         else:
-            found[name] = host_file.path_of(checkpoint.path, name).read_bytes()
-    return {**found, MANIFEST: (checkpoint.path / MANIFEST).read_bytes(), _SIZES: json.dumps(sizes).encode()}
+            found[name] = _content(path)
+        if digest_of(found[name]) != entry.digest:
+            raise CheckpointError("A file is damaged", where=path, expected=f"digest {entry.digest}")
+    found[MANIFEST] = _content(checkpoint.path / MANIFEST)
+    if digest_of(found[MANIFEST]) != checkpoint.digest:
+        raise CheckpointError("A manifest became another one", where=checkpoint.path / MANIFEST)
+    return {**found, _SIZES: json.dumps(sizes).encode()}
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_regular(path, limit_bytes=json_file.MAX_BYTES)
+    except OSError as error:
+        raise failed_read("A file cannot be read", error, where=path) from error
+
+
+def write_skeleton(
+    folder: Path, found: Mapping[str, bytes], files: Files, *, is_whole: bool, with_room: bool = False
+) -> None:
+    """Write the files of a skeleton into a folder that is not committed yet.
+
+    Args:
+        is_whole: whether the folder will hold all pieces when it is committed.
+        with_room: whether to reserve the blocks of all pieces; else the tensor files are holes after their headers.
+
+    Raises:
+        OSError: if the disk fails.
+    """
+    files.make_folder(folder)
+    sizes = json.loads(found[_SIZES])
+    for name, data in found.items():
+        if name == _SIZES:
+            continue
+        if (folder / name).parent != folder:
+            files.make_folder((folder / name).parent)
+        files.write_whole(folder / host_file.stored_name(name, is_whole=is_whole), data)
+        if name in sizes:
+            descriptor = files.open_for_writing(folder / name)
+            try:
+                (files.reserve if with_room else files.extend)(descriptor, sizes[name])
+            finally:
+                files.close(descriptor)
 
 
 def make_skeleton(folder: CheckpointFolder, candidate: Candidate, found: Mapping[str, bytes], *, attempt: str) -> None:
@@ -46,21 +94,9 @@ def make_skeleton(folder: CheckpointFolder, candidate: Candidate, found: Mapping
         OSError: if the disk fails.
     """
     files, partial = folder.files, folder.partial(candidate.iteration, attempt)
-    files.make_folder(partial)
     known = next(iter(candidate.found.values()))
-    sizes = json.loads(found[_SIZES])
-    for member, data in {**found, HOST: replace(known, host=None, held={}).to_bytes()}.items():
-        if member == _SIZES:
-            continue
-        if (partial / member).parent != partial:
-            files.make_folder((partial / member).parent)
-        files.write_whole(partial / host_file.stored_name(member, is_whole=False), data)
-        if member in sizes:
-            descriptor = files.open_for_writing(partial / member)
-            try:
-                files.extend(descriptor, sizes[member])
-            finally:
-                files.close(descriptor)
+    host = replace(known, host=None, held={}).to_bytes()
+    write_skeleton(partial, {**found, HOST: host}, files, is_whole=False)
     files.sync_folder(partial)
     folder.commit(candidate.iteration, attempt)
 
