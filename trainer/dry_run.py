@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake
 
 from models import families
+from models.adapters import is_adapted, saved_tensors
 from models.config import Stage
 from models.families import aliases, parameter_count
 from models.network import Model
@@ -262,9 +264,19 @@ def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology
 def _headline(config: Config, topology: Topology, layout: Layout) -> str:
     sizes = f"tp {topology.tp}, pp {topology.pp}, vpp {topology.vpp}, dp {topology.dp}"
     return (
-        f"{parameter_count(config.model):,} parameters on {topology.world_size:,} ranks ({sizes}, "
-        f"zero_stage {config.parallel.zero_stage}); a checkpoint has {layout.total_bytes:,} bytes"
+        f"{parameter_count(config.model):,} parameters{_trained_share(config)} on {topology.world_size:,} ranks "
+        f"({sizes}, zero_stage {config.parallel.zero_stage}); a checkpoint has {layout.total_bytes:,} bytes"
     )
+
+
+def _trained_share(config: Config) -> str:
+    """Return how many parameters are trained, in words; empty if all are."""
+    frozen = frozen_names(config.model, config.train.freeze)
+    trained = [tensor for name, tensor in saved_tensors(config.model).items() if name not in frozen]
+    count = sum(prod(tensor.shape) for tensor in trained)
+    if is_adapted(config.model):
+        return f", frozen beneath adapters of {count:,} parameters,"
+    return f", {count:,} of them trained," if frozen else ""
 
 
 def _cells(simulated: Simulated, tp: int, loads: Sequence[RankMemory]) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from models import families
+from models.adapters import is_adapted
 from models.families import problems as model_problems
 from trainer import run_record
 from trainer.build import describe_alone, tokenizer_of
@@ -90,6 +91,8 @@ def _check(config: Config) -> None:
         "checkpoint.file_bytes": config.checkpoint.file_bytes,
     }
     found += [f"{name}={value}: must be at least 1" for name, value in values.items() if value < 1]
+    if is_adapted(config.model):
+        found.append(f"model.lora.rank={config.model.lora.rank}: an import writes whole models, leave it 0")
     if found:
         raise ConfigError("No checkpoint can be written with this configuration", found="; ".join(found))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
 
 from models.config import Family, ModelConfig
 from trainer.config.checks import unused_keys, validate
-from trainer.config.schema import CheckpointSection, Config, Dtype
+from trainer.config.schema import CheckpointSection, Config, Dtype, OptimizerName
 from trainer.data.section import DataKind
 from trainer.errors import ConfigError
 from trainer.optimizers import no_decay_names
@@ -93,6 +94,27 @@ def test_settings_that_contradict_each_other_are_refused(changes: list[tuple[str
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("checkpoint.base", None, "needs the weights beneath the adapters: checkpoint.base=PATH"),
+        ("optimizer.name", OptimizerName.muon, "optimizer.name=muon: adapters are trained by adamw"),
+        ("train.freeze", ["*.h.0.*"], "model.lora.rank=4 freezes all but the adapters"),
+        ("train.compile", True, "model.lora.dropout=0.1: not with train.compile"),
+        ("model.lora.target_modules", ["q_proj"], "'q_proj' fits no module"),
+        ("model.lora.rank", 0, "checkpoint.base=b: serves adapters only"),
+    ],
+)
+def test_settings_that_do_not_suit_adapters_are_refused(key: str, value: object, words: str) -> None:
+    broken = config()
+    broken.model.lora.rank, broken.model.lora.dropout, broken.checkpoint.base = 4, 0.1, "b"
+    validate(broken, 1)
+    *sections, name = key.split(".")
+    setattr(functools.reduce(getattr, sections, broken), name, value)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        validate(broken, 1)
+
+
+@pytest.mark.parametrize(
     ("patterns", "words"),
     [
         (["transformer.h.7.*"], "'transformer.h.7.*' fits no parameter"),
@@ -167,7 +189,7 @@ def test_the_flags_that_are_set_and_the_rules_that_apply() -> None:
         "checkpoint.override_data",
     }
     assert rules_for(CheckpointSection()) == RULES
-    assert {rule.field.split(".")[0] for rule in rules_for(CheckpointSection(finetune=True))} == {"model"}
+    assert {rule.field.split(".")[0] for rule in rules_for(CheckpointSection(finetune=True))} == {"model", "base"}
     kept = {rule.field.split(".")[0] for rule in rules_for(CheckpointSection(use_checkpoint_scheduler=True))}
     assert not kept & {"schedule", "adam"}
     assert "topology" in kept
