@@ -31,7 +31,7 @@ _SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same
 RULES: tuple[Rule, ...] = (
     Rule("model", Verdict.REFUSED),
     Rule("model.activation", Verdict.REFUSED, hint="absent means gelu_tanh"),
-    Rule("model.lora", Verdict.REFUSED, hint="checkpoint.base takes the weights beneath adapters"),
+    Rule("model.lora.rank", Verdict.REFUSED, hint="checkpoint.base takes the weights beneath adapters"),
     Rule("model.lora.dropout", Verdict.LOGGED, says="the loss curve will differ"),
     Rule("model.lora.target_modules", Verdict.REFUSED, hint="null means the family's default"),
     Rule("base", Verdict.REFUSED, hint="adapters fit the base that they were trained on: set checkpoint.base to it"),

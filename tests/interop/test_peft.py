@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tests.harness import TINY, compose, run_ok
+from tests.harness import TINY, compose, launch, run_ok
 from trainer.build import build
 from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.commands import checkpoint as look
@@ -122,6 +122,19 @@ def test_another_base_is_not_merged(trained: Trained, tmp_path: Path, capsys: py
     assert convert.main(command) == 2
     assert "The adapters were trained on another base" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("trained", ["gpt2"], indirect=True)
+def test_weights_beside_a_base_are_no_adapters_to_load(trained: Trained, tmp_path: Path) -> None:
+    ended = launch(tmp_path / "run", [*trained.overrides, f"checkpoint.base={trained.base}"])
+    assert not ended.ok
+    assert "Adapters continue from a checkpoint of adapters" in ended.text
+
+
+@pytest.mark.parametrize("trained", ["gpt2"], indirect=True)
+def test_an_import_writes_no_adapters(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert.main(["import", "hf", str(trained.base), str(tmp_path / "run"), "model.lora.rank=4"]) == 2
+    assert "model.lora.rank=4: an import writes whole models" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("trained", ["gpt2"], indirect=True)

@@ -162,6 +162,11 @@ def test_whole_weights_and_adapters_are_not_confused(bases: dict[str, Path], tmp
     adapters = launch(tmp_path / "adapters", [*run, *load])
     assert not adapters.ok
     assert "model.lora.rank" in adapters.text
+    # The adapters of one run begin another, at iteration 0.
+    again = [*run, f"checkpoint.base={bases['gpt2']}", f"checkpoint.load={tmp_path / 'run' / FIRST}"]
+    run_ok(tmp_path / "again", again)
+    assert [row[0] for row in curve(tmp_path / "again")] == [1, 2, 3, 4]
+    assert curve(tmp_path / "again")[0][1] != curve(tmp_path / "run")[0][1]
 
 
 def test_no_path_is_recorded(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from models.adapters import PREFIX, A, B, adapted_modules, base_of, scale_of
+from models.adapters import PREFIX, A, B, adapted_modules, base_of, is_adapted, scale_of
 from models.config import ModelConfig
 from models.families import spec_of
 from trainer.checkpoint.format.names import STATE
@@ -42,8 +42,8 @@ def merged(checkpoint: Checkpoint, base: Path) -> StateSource:
     adapters = adapters_of(checkpoint)
     weights, found = _open_base(base, adapters.model)
     expected = checkpoint.state.get("base")
-    if not isinstance(expected, Mapping):
-        raise CheckpointError("A state file of adapters names no base", where=checkpoint.path / STATE)
+    if not (isinstance(expected, Mapping) and is_adapted(adapters.model)):
+        raise CheckpointError("A state file of adapters describes none, or no base", where=checkpoint.path / STATE)
     if found != dict(expected):
         raise MismatchError(
             "The adapters were trained on another base",
