@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, TypeVar
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.checks import loose_threads, unused_keys, validate
 from trainer.config.schema import Config, topology_of
-from trainer.config.values import path_problems
+from trainer.config.values import from_environment, path_problems
 from trainer.errors import ConfigError, LaunchError, TrainerError
 from trainer.launch import streams
 from trainer.launch.environment import Environment
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raw = _composed_command()
         if raw is not None:
             _start_log(rank, is_silent="stdout" in closed)
-            run(raw, environment)
+            run(_over_saved(raw), environment)
     except SystemExit:  # argparse has printed the reason
         raise
     except BaseException as error:  # noqa: BLE001 - printed, and passed on as the exit status
@@ -101,6 +102,7 @@ def run(raw: DictConfig, environment: Environment) -> None:
         TrainerError: if the run cannot start.
     """
     config, resolved = _resolved(raw)
+    environment_keys = from_environment(OmegaConf.to_container(raw, resolve=False))
     if config.train.dry_run:
         _dry_run(config, environment.world_size)
         return
@@ -128,7 +130,7 @@ def run(raw: DictConfig, environment: Environment) -> None:
     if environment.is_torchrun and not cluster.launch.is_restarted:
         times.add_torchrun()
     try:
-        _train(config, resolved, cluster, signals, times)
+        _train(config, resolved, environment_keys, cluster, signals, times)
         launch.final_barrier(cluster)
     except BaseException as error:
         signals.leave_within(_LEAVE_WITHIN_S, 1)
@@ -184,6 +186,41 @@ def _composed_command() -> DictConfig | None:
     except BrokenPipeError:  # the reader of `--help` has seen enough
         sys.stdout = None
     return found[0] if found else None
+
+
+def _over_saved(raw: DictConfig) -> DictConfig:
+    """Return the configuration of a command that loads a checkpoint and names no model, over the checkpoint's own.
+
+    Keys that the command sets keep its values, and so do sections whose group it names.
+    """
+    _refuse_unknown_keys(raw)
+    arguments, section = get_args_parser().parse_args(), raw.checkpoint
+    named = {override.key_or_group for override in OverridesParser.create().parse_overrides(arguments.overrides)}
+    load, step, own = _reported(lambda: (str(section.load), section.ckpt_step, section.save), arguments.overrides)
+    is_whole = arguments.config_name or arguments.config_path or named & {"model", "experiment"}
+    if load in ("auto", "none") or is_whole:
+        return raw
+    from trainer.config.load_saved import find_saved
+
+    saved = find_saved(Path(load), iteration=step, own=None if own is None else Path(own))
+    if saved is None:
+        return raw
+    taken = {key: value for key, value in saved.values.items() if not _is_named(key, named)}
+
+    def update() -> None:
+        for key, value in taken.items():
+            # A nested section of the schema takes members only; a dict in its place would be of another type.
+            is_section = isinstance(value, dict) and OmegaConf.select(raw, key) is not None
+            OmegaConf.update(raw, key, value, merge=is_section)
+
+    _reported(update, [str(saved.path)])
+    _log.info(f"the configuration is that of {saved.path}, under the keys of the command")
+    return raw
+
+
+def _is_named(key: str, named: Collection[str]) -> bool:
+    """Return whether a command names a key, the mapping that it is in, or one of its members."""
+    return any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in named)
 
 
 def _reported(call: Callable[[], _T], overrides: Sequence[str]) -> _T:
@@ -263,10 +300,18 @@ def _one_line(text: str) -> str:
     return " ".join(line for line in lines if line and not line.startswith(_LEFT_OUT))
 
 
-def _train(config: Config, resolved: str, cluster: Cluster, signals: SignalHandler, times: StartTimes) -> None:
+def _train(
+    config: Config,
+    resolved: str,
+    environment_keys: Collection[str],
+    cluster: Cluster,
+    signals: SignalHandler,
+    times: StartTimes,
+) -> None:
     import torch
 
     from trainer.build import build
+    from trainer.config.saved import without_keys
     from trainer.launch.run_folder import hold_run_folder
 
     expected = cluster.channel.broadcast("config", resolved.encode()).decode()
@@ -278,6 +323,7 @@ def _train(config: Config, resolved: str, cluster: Cluster, signals: SignalHandl
         total_bytes = torch.cuda.get_device_properties(cluster.device).total_memory
         require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=str(cluster.device))
     built = build(config, cluster, signals, times)
+    built.saved_config = without_keys(built.saved_config, environment_keys)
     times.end(Phase.build)
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     with hold_run_folder(Path(config.run.dir), checkpoints, cluster.channel, cluster.nonce):
@@ -303,10 +349,12 @@ def _train_built(built: Run, resolved: str) -> None:
     except BaseException:
         if built.log is not None:
             built.log.close_bar()
-        for saver in built.savers:
+        for saver in built.all_savers:
             saver.abandon()
         raise
     built.checkpointer.close()
+    if built.weights is not None:
+        built.weights.close()
     if built.local is not None:
         built.local.close()
     if built.log is not None:

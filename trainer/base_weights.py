@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from models.adapters import base_of
 from trainer import run_record
 from trainer.build import Run
 from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.loader import LoadReport, check_tensors
+from trainer.checkpoint.loading.loader import LoadReport, check_tensors, fill
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
+from trainer.checkpoint.loading.restorer import Restored
 from trainer.checkpoint.storage.patience import Patience, failed_read
+from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.compatibility import differences, settle
-from trainer.config.schema import Verify
+from trainer.config.schema import CheckpointSection, Verify
 from trainer.errors import CheckpointError, MismatchError, TrainerError
+from trainer.fitting import Fit, Fitting
 from trainer.interop.hf.folder import is_folder
 from trainer.interop.llmc.file import WEIGHTS, foreign
 from trainer.interop.megatron import refuse_megatron
@@ -27,6 +31,8 @@ _log = logging.getLogger(__name__)
 # Prefixes of the path in rank 0's message: a checkpoint, this run's own checkpoints, or other programs' weights.
 NAMED, OWN = b"c", b"o"
 WEIGHTS_KINDS = {b"p": WeightsKind.folder, b"f": WeightsKind.file}
+# A base may be a save of weights alone, in another dtype.
+_FIT = Fit(casts=True)
 _OWNERS = {WeightsKind.folder: "transformers", WeightsKind.file: "llm.c"}
 
 
@@ -44,20 +50,39 @@ def load_base(run: Run) -> None:
     kind, source = _agree_on_base(run, path)
     live, model = list(run.state.base_shards()), base_of(run.config.model)
     if kind is not None:
-        found = load_pretrained(source, kind, live, model, run.cluster, section=None)
+        found = load_pretrained(source, kind, live, model, run.cluster, CheckpointSection(finetune=True), seed=0)
         log_load(run, found.report, "the base", source)
         identity = {"format": _OWNERS[kind], "xxh3_64": found.digest}
     else:
-        restored = run.restorer.restore(
-            LoadSource(source, section.ckpt_step if section.base is None else None),
-            check=lambda checkpoint: _check(run, checkpoint),
-            live=lambda _: live,
-            verify=section.verify is not Verify.none,
-            verify_all=section.verify is Verify.full,
-        )
+        restored, fitting = _load_checkpoint(run, source, live)
         log_load(run, restored.report, "the base", restored.checkpoint.path)
+        for line in fitting.notes((), where=restored.checkpoint.path) if run.cluster.rank == 0 else ():
+            _log.warning(line)
         identity = {"format": "reprise", "xxh3_64": restored.checkpoint.digest}
     run.description = {**run.description, "base": identity}
+
+
+def _load_checkpoint(run: Run, source: Path, live: Sequence[LiveTensor]) -> tuple[Restored, Fitting]:
+    """Load the base from a checkpoint of ours, whose weights may have been saved in another dtype. Collective."""
+    section = run.config.checkpoint
+    fitting: Fitting | None = None
+
+    def requests(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
+        nonlocal fitting
+        fitting = Fitting(_FIT, live, read_places(checkpoint))
+        return fitting.requests
+
+    restored = run.restorer.restore(
+        LoadSource(source, section.ckpt_step if section.base is None else None),
+        check=lambda checkpoint: _check(run, checkpoint),
+        live=requests,
+        verify=section.verify is not Verify.none,
+        verify_all=section.verify is Verify.full,
+    )
+    assert fitting is not None
+    places = read_places(restored.checkpoint)
+    fitting.finish(lambda tensor: fill(restored.checkpoint, places, [tensor]))
+    return restored, fitting
 
 
 def _agree_on_base(run: Run, path: Path) -> tuple[WeightsKind | None, Path]:
@@ -84,7 +109,9 @@ def _check(run: Run, checkpoint: Checkpoint) -> None:
     rules = [rule for rule in run_record.RULES if rule.field.startswith("model")]
     for line in settle(differences(checkpoint.state, current, rules), flags=(), where=checkpoint.path):
         _log.warning(line)
-    check_tensors(list(checkpoint_specs(model, None)), read_places(checkpoint), where=checkpoint.path)
+    places = read_places(checkpoint)
+    wanted = [_FIT.stored(spec, places.get(spec.name)) for spec in checkpoint_specs(model, None)]
+    check_tensors(wanted, places, where=checkpoint.path)
 
 
 def named_source(path: Path, *, with_weights: bool = True) -> bytes:

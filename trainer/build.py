@@ -17,7 +17,10 @@ from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
 from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.checkpoint.storage.folder import WEIGHTS
 from trainer.checkpoint.tensors.live import Grid
+from trainer.checkpoint.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
+from trainer.config import saved
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import CheckpointSection, Config, micro_batches_of, save_folder, topology_of
 from trainer.data.batches import Samples
@@ -39,14 +42,17 @@ from trainer.run_data import RunData, look_alone, open_data
 from trainer.schedule import Schedule, resolve
 from trainer.state import TrainerState, build_part
 from trainer.topology import Topology
+from trainer.versions import commit, versions
 
 
 @dataclass(slots=True)
 class Run:
     """A run after it is built: its state, data, outputs, and control.
 
-    `log` is None on ranks other than 0, `local` where there are no local checkpoints. `tokenizer` holds the tokenizer
+    `log` is None on ranks other than 0, `local` where there are no local checkpoints, `weights` where weights alone are
+    neither saved nor there from before. `tokenizer` holds the tokenizer
     files of a checkpoint by name, on rank 0; it is empty if the run has no tokenizer or saves nothing.
+    `saved_config` is the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
     """
 
     config: Config
@@ -59,17 +65,24 @@ class Run:
     sampler: Sampler | None
     checkpointer: Checkpointer
     local: LocalCheckpointer | None
+    weights: WeightsCheckpointer | None
     restorer: Restorer
     log: RunLog | None
     control: RunControl
     description: Json
     tokenizer: Mapping[str, bytes]
+    saved_config: Json
     start_times: StartTimes = field(default_factory=StartTimes)
 
     @property
     def savers(self) -> list[Checkpointer]:
-        """Return what saves the run: local checkpoints first, which take less time."""
+        """Return what saves the state of the run: local checkpoints first, which take less time."""
         return [*([] if self.local is None else [self.local.saver]), self.checkpointer]
+
+    @property
+    def all_savers(self) -> list[Checkpointer]:
+        """Return `savers`, and behind them that of the weights alone."""
+        return [*self.savers, *([] if self.weights is None else [self.weights.saver])]
 
     @property
     def is_shared(self) -> bool:
@@ -130,11 +143,13 @@ def build(
         sampler=_build_sampler(config, cluster) if config.train.sample_interval else None,
         checkpointer=_build_checkpointer(config, cluster),
         local=local,
+        weights=_build_weights_checkpointer(config, cluster),
         restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=folders),
         log=_build_log(config, cluster) if cluster.rank == 0 else None,
         control=_build_control(config, cluster, signals),
         description=description,
         tokenizer=_read_tokenizer(config, cluster),
+        saved_config=run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None),
         start_times=times,
     )
 
@@ -238,6 +253,16 @@ def tokenizer_of(config: Config) -> dict[str, bytes]:
     )
 
 
+def run_config(config: Config, *, with_commit: bool) -> Json:
+    """Return the `run_config.json` of a run's checkpoints.
+
+    Args:
+        with_commit: ask git for the commit, which takes a process of its own.
+    """
+    found = {"format": saved.FORMAT, "config": saved.saved_config(config), "versions": versions()}
+    return {**found, "commit": commit() if with_commit else None}
+
+
 def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:
     policy = _save_policy(config.checkpoint)
     return Checkpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
@@ -252,6 +277,25 @@ def _build_local_checkpointer(config: Config, cluster: Cluster) -> LocalCheckpoi
     return LocalCheckpointer(
         policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, shared=shared
     )
+
+
+def _build_weights_checkpointer(config: Config, cluster: Cluster) -> WeightsCheckpointer | None:
+    """Return the saver of the weights alone, also where an earlier start left some to sweep and rewind. Collective."""
+    section = config.checkpoint
+    if section.save is None:
+        return None
+    is_there = cluster.rank == 0 and (Path(section.save) / WEIGHTS).is_dir()
+    is_there = bool(cluster.channel.broadcast("weights/there", b"+" if is_there else b""))
+    if not (section.save_weights_interval or section.save_steps or is_there):
+        return None
+    policy = WeightsPolicy(
+        section.save_weights_interval,
+        frozenset(section.save_steps),
+        getattr(torch, section.weights_dtype.value),
+        section.weights_keep,
+        _save_policy(section),
+    )
+    return WeightsCheckpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
 
 
 def _save_policy(section: CheckpointSection) -> SavePolicy:

@@ -7,12 +7,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from models.adapters import model_documents
+from models import families
+from models.adapters import is_adapted, model_documents
 from trainer import run_record
 from trainer.build import Run
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.policy import SaveReport
+from trainer.config.saved import RUN_CONFIG
 from trainer.config.schema import OnNonfinite, save_folder
 from trainer.errors import CheckpointError, LockError, ReplicaError, TrainerError
 from trainer.evaluate import evaluate
@@ -45,6 +47,8 @@ def train(run: Run) -> None:
         _evaluate(run)
     if run.log is not None and _goes_on(run):
         run.log.started(run.start_times)
+    if _goes_on(run):
+        _save_weights(run, slowdown)
     is_stopped = state.progress.owes_evaluation
     while _goes_on(run):
         flags = _train_and_record(run, slowdown)
@@ -64,8 +68,10 @@ def train(run: Run) -> None:
         if should_exit(iteration, settings.exit_interval):
             break
         due = run.savers if flags.save else [saver for saver in run.savers if saver.is_due(iteration)]
-        if iteration < settings.train_iters and due:
-            _save(run, due, slowdown)
+        if iteration < settings.train_iters:
+            if due:
+                _save(run, due, slowdown)
+            _save_weights(run, slowdown)
     _save_at_end(run, slowdown, is_stopped=is_stopped)
 
 
@@ -84,10 +90,13 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
     if run.local is not None and not is_stopped:
         run.local.await_copies()
     _save(run, savers, slowdown)
-    for saver in run.savers:
+    _save_weights(run, slowdown)
+    for saver in run.all_savers:
         saver.wait()
         _record_saves(run, saver, saver.reports(), slowdown)
     error = (run.main_saver if flushes else savers[0]).results.last_error
+    if error is None and run.weights is not None:
+        error = run.weights.saver.results.last_error
     if error is not None:
         raise error
 
@@ -99,15 +108,15 @@ def _goes_on(run: Run) -> bool:
 
 def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
     """Train one iteration, record it and the finished saves, and return the control flags of all ranks."""
-    saving_s = sum(saver.results.take_blocked_s() for saver in run.savers)
-    is_saving = any(saver.is_saving for saver in run.savers)
+    saving_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
+    is_saving = any(saver.is_saving for saver in run.all_savers)
     start = time.perf_counter()
     result = iterate(run)
-    held_back_s = sum(saver.results.take_blocked_s() for saver in run.savers)
+    held_back_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
     seconds = time.perf_counter() - start - held_back_s
     slowdown.add(seconds, is_saving=is_saving)
     _record(run, result, seconds=seconds, blocked_s=saving_s + held_back_s)
-    for saver in run.savers:
+    for saver in run.all_savers:
         _record_saves(run, saver, saver.reports(), slowdown)
     return ControlFlags.of(result.flags)
 
@@ -199,11 +208,7 @@ def _save(run: Run, savers: Sequence[Checkpointer], slowdown: Slowdown) -> None:
     progress = run.state.progress
     if run.log is not None and run.main_saver in savers:
         run.log.sync()
-    documents: dict[str, Document] = {
-        **model_documents(run.config.model),
-        "trainer_state.json": run_record.state_record(progress, run.schedule.at(progress.iteration), run.description),
-        **run.tokenizer,
-    }
+    documents = _documents(run)
     for saver in savers:
         contents = run.state.contents(
             documents, with_optimizer=run.is_local(saver) or not run.config.checkpoint.no_save_optim
@@ -213,14 +218,42 @@ def _save(run: Run, savers: Sequence[Checkpointer], slowdown: Slowdown) -> None:
             _record_saves(run, saver, [report], slowdown)
 
 
+def _save_weights(run: Run, slowdown: Slowdown) -> None:
+    """Save the weights alone if they are due, by the same engine, with the dtype that they have in `config.json`."""
+    if run.weights is None or not run.weights.is_due(run.state.progress.iteration):
+        return
+    check_tied_copies(run.state, run.context.embedding_group)
+    documents = _documents(run)
+    if not is_adapted(run.config.model):  # PEFT's configuration of adapters has no dtype
+        config = {**families.hf_config(run.config.model), "dtype": run.config.checkpoint.weights_dtype.value}
+        documents = {**documents, "config.json": config}
+    contents = run.state.contents(documents, with_optimizer=False)
+    report = run.weights.save(run.state.progress.iteration, contents)
+    if report is not None:
+        _record_saves(run, run.weights.saver, [report], slowdown)
+
+
+def _documents(run: Run) -> dict[str, Document]:
+    """Return the files of a checkpoint of the current state that hold no tensors."""
+    progress = run.state.progress
+    return {
+        **model_documents(run.config.model),
+        "trainer_state.json": run_record.state_record(progress, run.schedule.at(progress.iteration), run.description),
+        RUN_CONFIG: run.saved_config,
+        **run.tokenizer,
+    }
+
+
 def _record_saves(run: Run, saver: Checkpointer, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:
+    is_weights = run.weights is not None and saver is run.weights.saver
+    event = "local_save" if run.is_local(saver) else "weights_save" if is_weights else "save"
     for report in reports:
         # Another job holds this folder, or the state is damaged: further training is useless.
         if isinstance(report.error, LockError | ReplicaError):
             raise report.error
         slowdown_s = slowdown.take()
         if report.error is None and run.log is not None:
-            run.log.save(report, slowdown_s=slowdown_s, is_local=run.is_local(saver))
+            run.log.save(report, slowdown_s=slowdown_s, event=event)
 
 
 def _too_many_failed_saves(run: Run) -> TrainerError:

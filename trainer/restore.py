@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -12,20 +11,22 @@ from models import families
 from models.adapters import adapter_initial_values, is_adapted
 from trainer import run_record
 from trainer.base_weights import NAMED, OWN, WEIGHTS_KINDS, load_base, log_load, named_source
+from trainer.beginning import find_launch, is_directed, note_beginning
 from trainer.build import Run
 from trainer.checkpoint.format.layout import TensorSpec
 from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.loader import check_tensors
+from trainer.checkpoint.loading.loader import check_tensors, fill
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
-from trainer.checkpoint.storage.files import Files, cannot_write
+from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import TRACKER, CheckpointFolder
 from trainer.checkpoint.storage.patience import Patience, failed_read
 from trainer.checkpoint.tensors.live import LiveTensor, local_of
 from trainer.compatibility import differences, settle
+from trainer.config.saved import saved_config, with_schedule
 from trainer.config.schema import CheckpointSection, Verify, save_folder
 from trainer.errors import CheckpointError, MismatchError, TrainerError
+from trainer.fitting import Fit, Fitting, fill_unstored
 from trainer.interop.start import WeightsKind, load_pretrained
-from trainer.launch.relaunch import Launch, has_committed, note
 from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.optim import apply_settings
 from trainer.optimizers import optimizer_record, settings_record
@@ -50,9 +51,11 @@ def restore(run: Run) -> bool:
     run.checkpointer.start()
     if run.local is not None:
         run.local.start()
+    if run.weights is not None:
+        run.weights.start()
     if is_adapted(run.config.model):
         load_base(run)
-    launch, is_restarted = _find_launch(run)
+    launch, is_restarted = find_launch(run)
     origin = _agree_on_origin(run, is_restarted=is_restarted)
     if origin is None:
         model = run.config.model
@@ -62,9 +65,8 @@ def restore(run: Run) -> bool:
             _log.info(f"starting fresh, seed {run.config.train.seed}")
     elif origin.weights is not None:
         path = origin.source.path
-        live = list(run.state.shards(with_optimizer=False))
-        section = run.config.checkpoint
-        found = load_pretrained(path, origin.weights, live, run.config.model, run.cluster, section=section)
+        section, seed, live = run.config.checkpoint, run.config.train.seed, list(run.state.shards(with_optimizer=False))
+        found = load_pretrained(path, origin.weights, live, run.config.model, run.cluster, section, seed=seed)
         log_load(run, found.report, "weights", path)
     else:
         load_from(run, origin)
@@ -74,8 +76,10 @@ def restore(run: Run) -> bool:
     run.checkpointer.rewind(began_at)
     if run.local is not None:
         run.local.rewind(began_at)
-    if _is_directed(run.config.checkpoint):
-        _note_beginning(run, launch, None if is_restarted else began_at)
+    if run.weights is not None:
+        run.weights.rewind(began_at if _continues_own(run, origin) else -1)
+    if is_directed(run.config.checkpoint):
+        note_beginning(run, launch, None if is_restarted else began_at)
     return begins_elsewhere and run.config.checkpoint.load != "auto"
 
 
@@ -98,57 +102,13 @@ class Origin:
     with_local: bool = False
 
 
-def _is_directed(section: CheckpointSection) -> bool:
-    """Return whether the command sets the start of the run other than the newest checkpoint."""
-    return section.load != "auto" or section.ckpt_step is not None or section.finetune or section.no_load_optim
-
-
-def _find_launch(run: Run) -> tuple[Launch, bool]:
-    """Return the launch that started rank 0, and whether this is its restart after it saved checkpoints of its own.
-
-    A call of all ranks. Without a shared folder every host keeps the record of the launch, since rank 0's may be a new
-    one. A launch that is not recorded has no names.
-    """
-    section, channel, own = run.config.checkpoint, run.cluster.channel, run.cluster.launch
-    if save_folder(section) is None or not _is_directed(section):
-        return Launch((), ()), False
-    names, earlier = json.loads(channel.broadcast("launch/names", json.dumps([own.names, own.earlier]).encode()))
-    launch = Launch(tuple(names), tuple(earlier))
-    found, problem = b"", None
-    if _keeps_record(run):
-        local = run.local.folders.iterations if run.local is not None else ()
-        try:
-            found = b"+" if has_committed(_record_folder(run), launch, local) else b""
-        except TrainerError as error:
-            problem = error
-    channel.agree("launch", problem)
-    is_restarted = any(channel.gather("launch/restarted", found))
-    return launch, bool(channel.broadcast("launch/known", b"+" if is_restarted else b""))
-
-
-def _keeps_record(run: Run) -> bool:
-    """Return whether this rank keeps the record of the launch: rank 0, or the leader of each host."""
-    return run.cluster.rank == 0 or (not run.is_shared and run.local is not None and run.local.folders.leads)
-
-
-def _record_folder(run: Run) -> CheckpointFolder:
-    folder = save_folder(run.config.checkpoint)
-    assert folder is not None
-    return CheckpointFolder(folder, Files())
-
-
-def _note_beginning(run: Run, launch: Launch, began_at: int | None) -> None:
-    """Record where this launch began, so that a restart of it resumes; None for a restart. A call of all ranks."""
-    problem: TrainerError | None = None
-    folder = save_folder(run.config.checkpoint)
-    if folder is not None and launch.names and _keeps_record(run):
-        try:
-            note(_record_folder(run), launch, began_at)
-        except OSError as error:
-            problem = cannot_write(folder, error)
-        except TrainerError as error:
-            problem = error
-    run.cluster.channel.agree("beginning", problem)
+def _continues_own(run: Run, origin: Origin | None) -> bool:
+    """Return whether the run goes on from a checkpoint of its own, so that the weights saved before it are its own."""
+    own, section = save_folder(run.config.checkpoint), run.config.checkpoint
+    if origin is None or own is None or origin.weights is not None or (section.finetune and not origin.goes_on):
+        return False
+    path = origin.source.path.resolve()
+    return own.resolve() in (path, *path.parents)
 
 
 def _agree_on_origin(run: Run, *, is_restarted: bool) -> Origin | None:
@@ -253,13 +213,23 @@ def load_from(run: Run, origin: Origin) -> None:
         frozen = run_record.saved_frozen(checkpoint.state, model, where=checkpoint.path)
         return list(checkpoint_specs(model, optimizer, frozen))
 
+    fitting: Fitting | None = None
+
     def check(checkpoint: Checkpoint) -> None:
         _check_state(run, checkpoint, section)
-        check_tensors(specs(checkpoint), read_places(checkpoint), where=checkpoint.path)
+        fit, places, wanted = _fit(run, checkpoint, section), read_places(checkpoint), specs(checkpoint)
+        fit.left([spec.name for spec in wanted])
+        wanted = [fit.stored(spec, places.get(spec.name)) for spec in wanted if fit.selects(spec.name)]
+        check_tensors(wanted, places, where=checkpoint.path, is_partial=bool(fit.patterns))
 
     def live(checkpoint: Checkpoint) -> list[LiveTensor]:
+        nonlocal fitting
         saved = {spec.name for spec in specs(checkpoint)}  # not the moments of a parameter that was frozen then
-        return [tensor for tensor in run.state.shards(with_optimizer=with_optimizer) if tensor.spec.name in saved]
+        shards = run.state.shards(with_optimizer=with_optimizer)
+        fit, tensors = _fit(run, checkpoint, section), [tensor for tensor in shards if tensor.spec.name in saved]
+        fill_unstored(fit, tensors, run.config.model, run.config.train.seed)
+        fitting = Fitting(fit, tensors, read_places(checkpoint))
+        return fitting.requests
 
     start = time.perf_counter()
     restored = run.restorer.restore(
@@ -271,6 +241,8 @@ def load_from(run: Run, origin: Origin) -> None:
         with_local=origin.with_local,
     )
     checkpoint = restored.checkpoint
+    assert fitting is not None
+    _finish(run, checkpoint, fitting)
     run.checkpointer.loaded(restored)
     if run.local is not None:
         run.local.loaded(restored)
@@ -279,13 +251,35 @@ def load_from(run: Run, origin: Origin) -> None:
     if restored.loaded_from and run.cluster.rank == 0:
         seconds = time.perf_counter() - start
         _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
-    log_load(run, restored.report, f"iteration {checkpoint.iteration}", checkpoint.path)
+    report = replace(restored.report, expected=restored.report.expected + fitting.left_count)
+    log_load(run, report, f"iteration {checkpoint.iteration}", checkpoint.path)
     if section.finetune:
         return
     seq_length = run.config.train.seq_length
     run.state.progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
     if section.use_checkpoint_scheduler:
         _take_schedule(run, checkpoint)
+
+
+def _fit(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Fit:
+    """Return how the weights of a checkpoint may differ from the run's."""
+    model = run.config.model
+    saved = run_record.saved_model(checkpoint.state, where=checkpoint.path) if section.resize else model
+    return Fit.of(section, saved, model)
+
+
+def _finish(run: Run, checkpoint: Checkpoint, fitting: Fitting) -> None:
+    """Complete the tensors that a checkpoint holds in another form, and name those that it was not to fill."""
+    problem: TrainerError | None = None
+    places = read_places(checkpoint)
+    try:
+        fitting.finish(lambda tensor: fill(checkpoint, places, [tensor]))
+    except TrainerError as error:
+        problem = error
+    run.cluster.channel.agree("restore/fitted", problem)
+    names = [spec.name for spec in checkpoint_specs(run.config.model, None)]
+    for line in fitting.notes(names, where=checkpoint.path) if run.cluster.rank == 0 else ():
+        _log.warning(line)
 
 
 def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
@@ -313,7 +307,7 @@ def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -
         _log.warning(line)
     if not (checkpoint.has_optimizer or section.no_load_optim or section.finetune):
         raise MismatchError(
-            "The checkpoint has no optimizer state: it was saved with checkpoint.no_save_optim=true",
+            "The checkpoint has no optimizer state: it was saved with checkpoint.no_save_optim, or as weights alone",
             where=checkpoint.path,
             fix="To continue with zero moments, set checkpoint.no_load_optim=true; to start at iteration 0 from its "
             "weights, set checkpoint.finetune=true.",
@@ -332,6 +326,10 @@ def _take_schedule(run: Run, checkpoint: Checkpoint) -> None:
     taken = {"schedule": checkpoint.state["schedule"], **settings_record(section)}
     taken["optimizer"] = optimizer_record(run.config.model, section, run.state.frozen)
     run.description = {**run.description, **taken}
+    config = with_schedule(replace(run.config, optimizer=section), run.schedule)
+    known = run.saved_config["config"]
+    taken_config = {name: saved_config(config)[name] for name in ("schedule", "optimizer")}
+    run.saved_config = {**run.saved_config, "config": {**known, **taken_config}}
 
 
 def _rebind(run: Run) -> None:

@@ -28,6 +28,10 @@ _LOSSES = "checkpoint.keep_best and the best loss compare validation losses that
 _MASKS = f"{_ROUNDING}, except that dropout draws other masks"
 _SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same bits"
 
+_PARTS = "only the weights of checkpoint.partial are loaded"
+_ROWS = "checkpoint.resize keeps the rows of its tables by number"
+_SIZES = ("vocab_size", "max_position_embeddings")
+
 RULES: tuple[Rule, ...] = (
     Rule("model", Verdict.REFUSED),
     Rule("model.activation", Verdict.REFUSED, hint="absent means gelu_tanh"),
@@ -95,9 +99,12 @@ def flags_set(section: CheckpointSection) -> set[str]:
 
 
 def rules_for(section: CheckpointSection) -> Sequence[Rule]:
-    """Return the rules that apply; a fine-tuning run shares only the model and, with adapters, their base."""
+    """Return the rules that apply; a fine-tuning run shares only the model, or parts of it, and a base of adapters."""
     if section.finetune:
-        return [rule for rule in RULES if rule.field.startswith(("model", "base"))]
+        found = [rule for rule in RULES if rule.field.startswith(("model", "base"))]
+        if section.partial:
+            return [replace(rule, verdict=Verdict.LOGGED, says=_PARTS) for rule in found]
+        return [*found, *(Rule(f"model.{name}", Verdict.LOGGED, says=_ROWS) for name in _SIZES if section.resize)]
     if section.use_checkpoint_scheduler:
         return [rule for rule in RULES if not rule.field.startswith(("schedule", *SECTIONS))]
     return RULES

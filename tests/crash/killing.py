@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.storage import files
-from trainer.checkpoint.storage.folder import iteration_of
+from trainer.checkpoint.storage.folder import WEIGHTS, iteration_of
 
 BEFORE, AFTER, TORN = "before", "after", "torn"
 # What takes a path first, and what takes a descriptor first.
@@ -94,13 +94,14 @@ class Killer:
 
     def _made(self, name: str, real: Callable[..., Any], path: Any, arguments: Any, keywords: Any) -> Any:
         committed = iteration_of(Path(arguments[0])) if name == "rename" else None
+        kind = "-weights" if name == "rename" and Path(arguments[0]).parent.name == WEIGHTS else ""
         if committed is not None:
-            self._note("begins", committed)
+            self._note(f"begins{kind}", committed)
         result = real(path, *arguments, **keywords)
         if name == "open":
             self._descriptors.add(result)
         if committed is not None:
-            self._note("committed", committed)
+            self._note(f"committed{kind}", committed)
         return result
 
     def _note(self, what: str, iteration: int) -> None:

@@ -30,7 +30,7 @@ from trainer.checkpoint.format.host_file import attempt_of
 from trainer.checkpoint.format.names import MANIFEST
 from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder, iteration_name
+from trainer.checkpoint.storage.folder import WEIGHTS, CheckpointFolder, iteration_name
 
 # Names of what is on its way: nothing of the kind may be left when a run has ended.
 _TEMPORARY = (".partial", ".deleting", ".replaced", ".new", ".mark")
@@ -61,6 +61,9 @@ def scenarios(folder: Path) -> list[Scenario]:
         first = Plan(run, ranks=ranks, keep=0)
         branch = replace(first, keep=2, seed=2, rewind_to=2, iterations=5)
         found.append(Scenario(f"rewind, {ranks} rank{'s' if ranks > 1 else ''}", branch, first))
+    for ranks in (1, 2):
+        name = f"{ranks} rank{'s' if ranks > 1 else ''}, weights alone too"
+        found.append(Scenario(name, Plan(run, ranks=ranks, iterations=3, weights=True)))
     for copies in (0, 1):
         found.append(Scenario(f"2 hosts, copies={copies}", Plan(run, ranks=2, copies=copies)))
     return found
@@ -83,6 +86,7 @@ class Trial:
         self._restore_template()
         _run_ok(replace(self._plan, keep=0, copies=None))
         self._new = _checkpoints(self._plan)
+        self._weights = _weights(self._plan)
         self._curve = _lines(self._plan.root / "metrics.jsonl")
         self._restore_template()
         _run_ok(self._plan)
@@ -127,6 +131,8 @@ class Trial:
         missing = set(sorted({*committed} & {*self._new})[-self._plan.keep :]) - {*there}
         if missing:
             found.append(f"{missing} were committed and not to be deleted, {there} are there")
+        if lost := {*self._noted("committed-weights")} - _weights(self._plan).keys():
+            found.append(f"the weights of {lost} were committed and are not there")
         return found
 
     def _after_the_end(self) -> list[str]:
@@ -141,6 +147,8 @@ class Trial:
             found += self._lost_of_the_old_branch(there)
         if _lines(self._plan.root / "metrics.jsonl") != self._curve:
             found.append("the curve is another")
+        if _weights(self._plan).keys() != self._weights.keys():
+            found.append(f"at the end the weights of {sorted(_weights(self._plan))} are there")
         return [*found, *self._leftovers()]
 
     def _leftovers(self) -> list[str]:
@@ -154,6 +162,9 @@ class Trial:
             iteration = int(path.name[5:12])
             if _tensors(path) not in (self._old.get(iteration), self._new.get(iteration)):
                 found.append(f"{path.name} is not what an unbroken run wrote")
+        for iteration, tensors in _weights(self._plan).items():
+            if tensors != self._weights[iteration]:
+                found.append(f"the weights of {iteration} are not what an unbroken run wrote")
         return found
 
     def _lost_of_the_old_branch(self, there: Iterable[int]) -> list[str]:
@@ -263,6 +274,11 @@ def _run_ok(plan: Plan) -> None:
 
 def _checkpoints(plan: Plan) -> dict[int, Tensors]:
     folder = CheckpointFolder(plan.checkpoints, Files())
+    return {iteration: _tensors(folder.iteration(iteration)) for iteration in folder.committed()}
+
+
+def _weights(plan: Plan) -> dict[int, Tensors]:
+    folder = CheckpointFolder(plan.checkpoints / WEIGHTS, Files())
     return {iteration: _tensors(folder.iteration(iteration)) for iteration in folder.committed()}
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.tensors.file_aligned import zeros_like_files
 from trainer.checkpoint.tensors.live import Contents, Grid, aliases_of, live_tensors
+from trainer.checkpoint.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 from trainer.metrics.run_log import IterationRecord, RunLog
 
 TIMEOUT_S = 20.0
@@ -46,6 +47,7 @@ class Plan:
     Args:
         copies: on how many other hosts a host's part lies as well; each rank is then a host with a disk of its own,
             and saves local checkpoints. None for one folder that all ranks share.
+        weights: whether every iteration's weights are saved alone as well, in bfloat16.
         seed: of the samples; another one makes another branch of the run.
         rewind_to: the iteration to go back to; None goes on from the newest.
         victim: the rank that dies at its call number `at`; None for none.
@@ -56,6 +58,7 @@ class Plan:
     iterations: int = 4
     keep: int = 1
     copies: int | None = None
+    weights: bool = False
     seed: int = 1
     rewind_to: int | None = None
     victim: int | None = None
@@ -109,8 +112,10 @@ def main(arguments: list[str]) -> None:
     else:
         local = LocalPolicy(plan.local, 1, plan.keep, plan.copies, policy)
         checkpointer = LocalCheckpointer(local, channel, nonce=nonce, local_ranks=[rank])
+    weights = WeightsPolicy(1, frozenset({0}), torch.bfloat16, 0, policy)
+    alone = WeightsCheckpointer(weights, channel, nonce=nonce) if plan.weights else None
     try:
-        _train(plan, channel, checkpointer, nonce)
+        _train(plan, channel, checkpointer, alone, nonce)
     except BaseException:
         checkpointer.abandon()
         raise
@@ -148,10 +153,18 @@ def _await_host(port: int) -> None:
         os.sched_yield()
 
 
-def _train(plan: Plan, channel: StoreChannel, owner: Checkpointer | LocalCheckpointer, nonce: str) -> None:
+def _train(
+    plan: Plan,
+    channel: StoreChannel,
+    owner: Checkpointer | LocalCheckpointer,
+    alone: WeightsCheckpointer | None,
+    nonce: str,
+) -> None:
     run = _Training(plan)
     log = RunLog(plan.root, train_iters=plan.iterations, log_interval=1, tensorboard=False, mfu_scale=None)
     owner.start()
+    if alone is not None:
+        alone.start()
     local, checkpointer = (owner, owner.saver) if isinstance(owner, LocalCheckpointer) else (None, owner)
     committed = CheckpointFolder(plan.checkpoints, Files()).committed() if channel.rank == 0 else []
     if local is not None and channel.rank == 0:
@@ -166,6 +179,9 @@ def _train(plan: Plan, channel: StoreChannel, owner: Checkpointer | LocalCheckpo
         checkpoint = restored.checkpoint
         run.iteration = checkpoint.iteration
         checkpointer.rewind(run.iteration)
+    if alone is not None:
+        alone.rewind(run.iteration or -1)
+        alone.save(run.iteration, run.weights())
     if channel.rank == 0:
         plan.beside("resumed").write_text(str(run.iteration))
         log.open(run.iteration, "a: 1\n")
@@ -177,12 +193,16 @@ def _train(plan: Plan, channel: StoreChannel, owner: Checkpointer | LocalCheckpo
         if local is not None and run.iteration == plan.iterations:
             local.await_copies()
         checkpointer.save(run.iteration, run.contents())
-        for report in checkpointer.reports():
+        if alone is not None:
+            alone.save(run.iteration, run.weights())
+        for report in [*checkpointer.reports(), *([] if alone is None else alone.saver.reports())]:
             if report.error is not None:
                 raise report.error
     checkpointer.wait()
     if checkpointer.results.last_error is not None:
         raise checkpointer.results.last_error
+    if alone is not None:
+        alone.close()
     owner.close()
     if channel.rank == 0:
         log.close()
@@ -221,6 +241,11 @@ class _Training:
         if self._plan.copies is not None:  # the folder of a host has it under another name until it is whole
             documents["config.json"] = {"model_type": "small"}
         return Contents(specs, live, aliases_of(self._net), documents, (self._optimizer,))
+
+    def weights(self) -> Contents:
+        """Return the weights alone."""
+        live = tuple(live_tensors(self._net, None, grid=Grid.flat(self._plan.ranks)))
+        return replace(self.contents(), specs=tuple(tensor.spec for tensor in live), live=live)
 
     def _place_like_files(self) -> None:
         contents, named = self.contents(), dict(self._net.named_parameters())

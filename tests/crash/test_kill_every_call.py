@@ -16,6 +16,8 @@ from trainer.checkpoint.storage.files import Files
 
 NAMES = [scenario.name for scenario in scenarios(Path())]
 
+SOAKED = {"2 hosts, copies=0", "1 rank, weights alone too", "2 ranks, weights alone too"}
+
 
 def kill_some(folder: Path, name: str, count: int) -> None:
     (scenario,) = [scenario for scenario in scenarios(folder) if scenario.name == name]
@@ -33,7 +35,12 @@ def test_a_kill_at_some_calls_is_survived(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*NAMES[:-2], pytest.param(NAMES[-2], marks=pytest.mark.soak), NAMES[-1]])
+def test_a_kill_with_saves_of_weights_alone_is_survived(tmp_path: Path) -> None:
+    kill_some(tmp_path, "1 rank, weights alone too", 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] if n in SOAKED else []) for n in NAMES])
 def test_a_kill_at_many_calls_is_survived(tmp_path: Path, name: str) -> None:
     kill_some(tmp_path, name, 24 if "1 rank" in name else 12)
 

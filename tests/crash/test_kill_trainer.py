@@ -13,7 +13,7 @@ import trainer.__main__
 from tests.crash.killing import AFTER, BEFORE, Killer
 from tests.harness import TINY, call_on_ranks, curve, run_ok, started, tensor_files
 from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.checkpoint.storage.folder import CheckpointFolder, iteration_name
 
 ITERATIONS = 6
 BASE = (
@@ -29,6 +29,7 @@ LAYOUTS = {
     "zero1": (2, ()),
     "zero3": (2, ("parallel.zero_stage=3",)),
     "tp2": (2, ("parallel.tensor_model_parallel_size=2",)),
+    "weights alone too": (1, ("checkpoint.save_steps=[0,1,3]", "checkpoint.save_weights_interval=2")),
 }
 
 
@@ -47,6 +48,13 @@ def main(arguments: list[str]) -> None:
 
 def told(run: Path, *, victim: int = 0, at: int | None = None, when: str = BEFORE) -> str:
     return json.dumps({"run": str(run), "victim": victim, "at": at, "when": when})
+
+
+def weights_of(run: Path) -> dict[str, dict[str, bytes]]:
+    """Return the tensor files of every save of the weights alone."""
+    folder = run / "checkpoints/weights"
+    found = [folder / iteration_name(iteration) for iteration in range(ITERATIONS + 1)]
+    return {path.name: tensor_files(path) for path in found if path.exists()}
 
 
 def kill_at_some(folder: Path, layout: str, kills: int) -> None:
@@ -73,7 +81,8 @@ def kill_at_some(folder: Path, layout: str, kills: int) -> None:
         run_ok(run, again, ranks=ranks)
         assert curve(run) == curve(unbroken)
         assert tensor_files(run / last) == tensor_files(unbroken / last)
-        left = [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
+        assert weights_of(run) == weights_of(unbroken)
+        left = [path.name for path in (run / "checkpoints").rglob(".*")]
         assert left == []
 
 
@@ -82,8 +91,9 @@ def test_a_kill_of_the_trainer_is_survived(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kills_of_the_trainer_are_survived(tmp_path: Path) -> None:
-    kill_at_some(tmp_path, "one rank", 4)
+@pytest.mark.parametrize("layout", ["one rank", "weights alone too"])
+def test_kills_of_the_trainer_are_survived(tmp_path: Path, layout: str) -> None:
+    kill_at_some(tmp_path, layout, 4)
 
 
 @pytest.mark.slow

@@ -169,6 +169,15 @@ def test_whole_weights_and_adapters_are_not_confused(bases: dict[str, Path], tmp
     assert curve(tmp_path / "again")[0][1] != curve(tmp_path / "run")[0][1]
 
 
+def test_a_folder_and_its_base_continue_the_run(bases: dict[str, Path], tmp_path: Path) -> None:
+    run_ok(tmp_path / "run", on(bases["gpt2"], "gpt2", "train.micro_batch_size=2"))
+    folder = shutil.copytree(tmp_path / "run" / FIRST, tmp_path / "given" / Path(FIRST).name)
+    given = [f"checkpoint.load={folder}", f"checkpoint.base={bases['gpt2']}", "logging.tensorboard=false"]
+    run_ok(tmp_path / "again", given)
+    assert curve(tmp_path / "again") == curve(tmp_path / "run")[4:]
+    assert tensor_files(tmp_path / "again" / LAST) == tensor_files(tmp_path / "run" / LAST)
+
+
 def test_no_path_is_recorded(bases: dict[str, Path], tmp_path: Path) -> None:
     run_ok(tmp_path / "run", on(bases["gpt2"], "gpt2", "train.train_iters=4"))
     for path in (tmp_path / "run" / FIRST).glob("*.json"):

@@ -168,10 +168,10 @@ class Checkpointer:
             is_pinned = self._local is None
             self._saved.loaded(checkpoint.iteration, has_optimizer, is_verified=is_verified, is_pinned=is_pinned)
 
-    def has_already(self, iteration: int, *, has_optimizer: bool) -> None:
+    def has_already(self, iteration: int, *, has_optimizer: bool, is_pinned: bool = True) -> None:
         """Take note that the folder has this iteration, which the run goes on from: it need not be saved again."""
         if self._owned is not None:
-            self._saved.loaded(iteration, has_optimizer, is_verified=False)
+            self._saved.loaded(iteration, has_optimizer, is_verified=False, is_pinned=is_pinned)
 
     def rewind(self, iteration: int) -> None:
         """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way; then delete those that
@@ -183,8 +183,9 @@ class Checkpointer:
 
     def is_due(self, iteration: int) -> bool:
         """Return whether the policy asks for a save after `iteration`."""
-        interval = self._policy.save_interval
-        return self._owned is not None and interval > 0 and iteration % interval == 0
+        interval, steps = self._policy.save_interval, self._policy.save_steps
+        is_multiple = interval > 0 and iteration > 0 and iteration % interval == 0
+        return self._owned is not None and (is_multiple or iteration in steps)
 
     def save(self, iteration: int, contents: Contents) -> SaveReport | None:
         """Save `contents` as `iteration`, unless it is the newest that this process has saved or loaded.

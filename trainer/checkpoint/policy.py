@@ -12,12 +12,18 @@ from trainer.errors import TrainerError
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Keep the newest `max_checkpoint_keep` (0 = all), every multiple of `save_retain_interval` (0 = none), and the
-    `keep_best` with the lowest validation loss."""
+    """Keep the newest `max_checkpoint_keep` (0 = all), every multiple of `save_retain_interval` (0 = none), the
+    `keep_best` with the lowest validation loss, and the iterations in `always`.
+
+    Args:
+        key: the configuration key of `max_checkpoint_keep`, for messages.
+    """
 
     max_checkpoint_keep: int = 0
     save_retain_interval: int = 0
     keep_best: int = 0
+    always: frozenset[int] = frozenset()
+    key: str = "checkpoint.max_checkpoint_keep"
 
     def expired(
         self, committed: Sequence[int], *, pinned: Collection[int] = (), losses: Mapping[int, float] | None = None
@@ -40,7 +46,8 @@ class Retention:
         ]
 
     def _is_retained(self, iteration: int) -> bool:
-        return self.save_retain_interval > 0 and iteration % self.save_retain_interval == 0
+        is_multiple = self.save_retain_interval > 0 and iteration % self.save_retain_interval == 0
+        return is_multiple or iteration in self.always
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,7 @@ class SavePolicy:
     Args:
         folder: the run's checkpoint folder; None turns saving off.
         save_interval: save at every multiple of this iteration count; 0 saves only on a call of `save`.
+        save_steps: save at these iterations too.
         file_bytes: size in bytes at which a safetensors file is full.
         commit_timeout_s: seconds after which a save that has not committed is aborted.
         async_save: write in the background while training continues.
@@ -70,6 +78,7 @@ class SavePolicy:
     staging_bytes: int | None = None
     stall_timeout_s: float = 5.0
     check_replicas: int = 1
+    save_steps: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,13 @@ from trainer.checkpoint.policy import Retention
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import (
     HOLD,
+    WEIGHTS,
     CheckpointFolder,
     is_iteration_name,
     iteration_of,
     kind_of,
     named_iteration,
+    shown_name,
 )
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.commands.arguments import natural, positive
@@ -140,7 +142,7 @@ def verify(options: argparse.Namespace) -> int:
     """Check every byte of checkpoints against their digests; of the folder of one host, the pieces that it holds."""
     rows, parts = list[Row](), list[tuple[int, HostFile]]()
     for path, is_named in [(path, path == given) for given in options.checkpoints for path in _all(given)]:
-        row: Row = {"folder": str(path.parent), "checkpoint": path.name, "iteration": named_iteration(path.name)}
+        row: Row = {"folder": str(path.parent), "checkpoint": shown_name(path), "iteration": named_iteration(path.name)}
         row |= {"bytes": None, "result": "whole", "held": ""}  # None until they have been read
         try:
             if not is_named:
@@ -293,8 +295,11 @@ def _folder(run: Path) -> Path:
 
 
 def _iterations(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, then its saves of the weights alone."""
     found = (path for path in folder.iterdir() if is_iteration_name(path.name))
-    return sorted(path for path in found if path.is_dir() or path.is_symlink())
+    weights = folder / WEIGHTS
+    alone = _iterations(weights) if weights.is_dir() and not weights.is_symlink() else []
+    return [*sorted(path for path in found if path.is_dir() or path.is_symlink()), *alone]
 
 
 def _one(path: Path) -> Path:
@@ -321,7 +326,7 @@ def _all(path: Path) -> list[Path]:
 def _summary(path: Path) -> tuple[Row, Checkpoint | None]:
     """Return the row of a checkpoint, from its JSON files, headers and first blocks; None if it cannot be opened."""
     checkpoint: Checkpoint | None = None
-    row: Row = {"checkpoint": path.name, "iteration": iteration_of(path), "bytes": _bytes(path)}
+    row: Row = {"checkpoint": shown_name(path), "iteration": iteration_of(path), "bytes": _bytes(path)}
     row["age"] = time.time() - _written_at(path)
     row["topology"], row["loss"] = "", None
     misleading, held = list[str](), ""

@@ -56,7 +56,7 @@ def unused_keys(config: Config) -> list[str]:
     section, local = config.checkpoint, config.checkpoint.local
     lines = []
     for table, defaults, prefix, folder, names in (
-        (section, CheckpointSection(), "checkpoint", "save", _OF_SAVING),
+        (section, CheckpointSection(), "checkpoint", "save", (*_OF_SAVING, "save_steps")),
         (local, LocalSection(), "checkpoint.local", "dir", _OF_LOCAL),
     ):
         keys = [name for name in names if getattr(table, name) != getattr(defaults, name)]
@@ -93,6 +93,8 @@ def _trained_problems(config: Config) -> list[str]:
         return found
     if config.optimizer.name is not OptimizerName.adamw:
         found.append(f"optimizer.name={config.optimizer.name.value}: adapters are trained by adamw")
+    if section.resize or section.partial:
+        found.append("checkpoint.resize and checkpoint.partial: not with model.lora.rank, a base is loaded as a whole")
     if model.lora.dropout and config.train.compile:
         found.append(f"model.lora.dropout={model.lora.dropout}: not with train.compile, set one of them to 0 or false")
     if section.base is None and not section.finetune and not config.train.dry_run:
@@ -244,6 +246,8 @@ _OF_SAVING = (
     "save_retain_interval",
     "check_replicas",
     "exit_on_save_failure",
+    "save_weights_interval",
+    "weights_keep",
 )
 
 
@@ -258,6 +262,8 @@ def _checkpoint_problems(config: Config) -> list[str]:
     for name, least in (("save_interval", 0), ("keep", 1), ("copies", 0)):
         if getattr(section.local, name) < least:
             found.append(f"checkpoint.local.{name}={getattr(section.local, name)}: must be {least} or more")
+    if any(step < 0 for step in section.save_steps):
+        found.append(f"checkpoint.save_steps={section.save_steps}: must be iterations of 0 or more")
     if section.local.dir is not None and section.local.dir == section.save:
         found.append(f"checkpoint.local.dir={section.local.dir}: must be another folder than checkpoint.save")
     if section.keep_best and not (config.train.eval_interval and section.max_checkpoint_keep):
@@ -277,6 +283,9 @@ def _checkpoint_problems(config: Config) -> list[str]:
         found.append(f"checkpoint.base={section.base}: serves adapters only, and model.lora.rank is 0")
     if section.finetune and section.load in ("auto", "none"):
         found.append(f"checkpoint.finetune: needs checkpoint.load=PATH, found {section.load}")
+    for name in ("resize", "partial"):
+        if getattr(section, name) and not section.finetune:
+            found.append(f"checkpoint.{name}={getattr(section, name)}: needs checkpoint.finetune=true")
     if section.ckpt_step is not None and section.ckpt_step < 0:
         found.append(f"checkpoint.ckpt_step={section.ckpt_step}: must be 0 or more, or null")
     if section.ckpt_step is not None and section.load == "none":

@@ -35,6 +35,20 @@ class Dtype(Enum):
     bfloat16 = "bfloat16"
 
 
+class NewRows(Enum):
+    """The values of rows of a table that the loaded weights do not have."""
+
+    initial = "initial"
+    mean = "mean"
+
+
+class WeightsDtype(Enum):
+    """The dtype of saves of the weights alone."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 @dataclass
 class RunSection:
     """The run's name and folder.
@@ -211,16 +225,29 @@ class CheckpointSection:
         keep_best: number of checkpoints with the lowest validation loss that are kept as well.
         save_retain_interval: checkpoints at multiples of so many iterations are never deleted; 0 exempts none.
         no_save_optim: save the weights only.
+        save_weights_interval: iterations between saves of the weights alone, into the folder ``weights`` of `save`, on
+            top of full checkpoints; 0 saves none. No run resumes from them by itself.
+        save_steps: iterations at which the weights are saved too, such as ``[0,1,2,4,8]``; 0 is the start of the run.
+        weights_dtype: dtype of these weights, to which each rank rounds its own shards.
+        weights_keep: number of newest saves of the weights that are kept, beside those of `save_steps`, which all stay;
+            0 keeps all.
         load: `auto` continues this run from its newest valid checkpoint and starts fresh only where nothing was ever
             saved or logged; `none` starts fresh; a path names a run, its checkpoint folder, one iteration or, with
             `finetune`, a model folder of transformers or a weight file of llm.c. `none` and a path act once: when the
-            launcher restarts the job, the run continues from its own newest checkpoint.
+            launcher restarts the job, the run continues from its own newest checkpoint. With a path to a checkpoint, a
+            command without ``model=`` and ``experiment=`` takes the configuration from it, under its own keys.
         ckpt_step: iteration to load instead of the newest; it acts once, like a path in `load`.
         no_load_optim: load the weights only and continue at the saved iteration.
         finetune: load the weights only and start at iteration 0.
         base: the frozen weights beneath the adapters of `model.lora`: a run, a checkpoint, one iteration, a model
             folder of transformers or a weight file of llm.c; null takes the path of `load`, with `finetune`. A resume
             needs the same weights, at any path.
+        resize: with `finetune`, allow another `model.vocab_size` or `model.max_position_embeddings` than that of the
+            loaded weights: rows of the tables are kept by number.
+        new_rows: with `resize`, the values of rows beyond the loaded ones: `initial` for those of a fresh run, `mean`
+            for the mean of all loaded rows.
+        partial: with `finetune`, shell patterns for the names of the weights to load, such as
+            ``[model.embed_tokens.*]``; all others keep their initial values, and the log lists them. Empty loads all.
         reshard: allow another topology than the one that saved: number of ranks, parallel sizes, ZeRO stage.
         override_scheduler: allow another learning-rate schedule or other optimizer settings than the saved ones.
         use_checkpoint_scheduler: take the schedule and the optimizer settings from the checkpoint.
@@ -250,11 +277,18 @@ class CheckpointSection:
     keep_best: int = 0
     save_retain_interval: int = 0
     no_save_optim: bool = False
+    save_weights_interval: int = 0
+    save_steps: list[int] = field(default_factory=list)
+    weights_dtype: WeightsDtype = WeightsDtype.bfloat16
+    weights_keep: int = 0
     load: str = "auto"
     ckpt_step: int | None = None
     no_load_optim: bool = False
     finetune: bool = False
     base: str | None = None
+    resize: bool = False
+    new_rows: NewRows = NewRows.initial
+    partial: list[str] = field(default_factory=list)
     reshard: bool = False
     override_scheduler: bool = False
     use_checkpoint_scheduler: bool = False

@@ -1,4 +1,4 @@
-"""Checks single values of a configuration: finite numbers, usable paths. Pure."""
+"""Checks single values of a configuration: finite numbers, usable paths, values of the environment. Pure."""
 
 from __future__ import annotations
 
@@ -49,6 +49,27 @@ def path_problems(config: object) -> list[str]:
         elif key in _PATHS and is_url(value):
             found.append(f"{key}={value}: is a URL; only paths of mounted file systems can be read and written")
     return found
+
+
+def from_environment(table: object) -> set[str]:
+    """Return the dotted keys whose values come from environment variables, by way of other keys too.
+
+    Args:
+        table: the configuration as nested dictionaries, with its interpolations as they are written.
+    """
+    texts = dict(_interpolated(table))
+    found = {key for key, text in texts.items() if "oc.env" in text}
+    while more := {k for k, text in texts.items() if k not in found and any(f"{{{key}}}" in text for key in found)}:
+        found |= more
+    return found
+
+
+def _interpolated(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the text of every value that is interpolated."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield from _interpolated(value, f"{prefix}{key}.")
+        if isinstance(value, str) and "${" in value:
+            yield f"{prefix}{key}", value
 
 
 def _leaves(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:

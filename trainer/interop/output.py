@@ -14,7 +14,7 @@ from models import families
 from models.adapters import is_adapted
 from models.families import problems as model_problems
 from trainer import run_record
-from trainer.build import describe_alone, tokenizer_of
+from trainer.build import describe_alone, run_config, tokenizer_of
 from trainer.checkpoint.commit import finish
 from trainer.checkpoint.commit.attempt import Attempt
 from trainer.checkpoint.format.json_file import Document
@@ -26,6 +26,7 @@ from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.compatibility import differences, settle
 from trainer.config.frozen import frozen_names
+from trainer.config.saved import RUN_CONFIG
 from trainer.config.schema import CheckpointSection, Config, OptimizerName, ParallelSection, TrainSection
 from trainer.data.text import bytes_encoder, read_tokenizer
 from trainer.errors import CheckpointError, ConfigError, MismatchError
@@ -167,6 +168,7 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
         "config.json": families.hf_config(config.model),
         "generation_config.json": families.generation_config(config.model),
         STATE: run_record.state_record(progress, lr, description),
+        RUN_CONFIG: run_config(config, with_commit=True),
         **_tokenizer(source, config),
     }
 

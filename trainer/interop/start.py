@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
+from models import families
 from models.config import ModelConfig
 from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.format.layout import Place
 from trainer.checkpoint.loading.loader import LoadReport
 from trainer.checkpoint.loading.replicas import check_replicas
 from trainer.checkpoint.storage.files import Files
@@ -19,6 +21,7 @@ from trainer.checkpoint.storage.shared_folder import on_this_host
 from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.config.schema import CheckpointSection
 from trainer.errors import MismatchError, TrainerError
+from trainer.fitting import Fit, Fitting, fill_unstored
 from trainer.interop.hf import load as hf
 from trainer.interop.hf.config import differences
 from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places, tensor_files
@@ -55,11 +58,15 @@ class _Weights:
     """Weights of the configured model.
 
     Args:
+        fit: how they may differ from the model's tensors.
+        places: the place of each tensor that is loaded, by name; empty for a file of llm.c, which has all as they are.
         notes: log lines on allowed differences from the configuration.
         files: their files, in an order that is the same on every host.
         fill: reads them into live tensors.
     """
 
+    fit: Fit
+    places: Mapping[str, Place]
     notes: Sequence[str]
     files: Sequence[Path]
     fill: Callable[[Sequence[LiveTensor], Callable[[int], None]], LoadReport]
@@ -71,36 +78,43 @@ def load_pretrained(
     live: Sequence[LiveTensor],
     model: ModelConfig,
     cluster: Cluster,
+    section: CheckpointSection,
     *,
-    section: CheckpointSection | None,
+    seed: int,
 ) -> Pretrained:
     """Fill parameters from `path`, cast to float32. A call of all ranks.
+
+    Rows and tensors that are not loaded, as `section` allows, get the initial values of `seed`.
 
     Each rank reads only the bytes of its boxes. Other files of a trainer in the folder are named in the log.
 
     Args:
         live: the parameters of `model`.
-        section: refused unless it asks for a start at iteration 0; None where the weights are those beneath adapters.
+        section: refused unless it asks for a start at iteration 0.
 
     Raises:
         TrainerError: on every rank; if it does not hold the configured model, before anything is filled.
     """
     problem: TrainerError | None = None
-    weights = _Weights((), (), lambda live, _: LoadReport(0, len(live), 0, 0, 0.0))
+    weights = _Weights(Fit(), {}, (), (), lambda live, _: LoadReport(0, len(live), 0, 0, 0.0))
     try:
-        if section is not None:
-            _require_finetune(path, kind, section)
+        _require_finetune(path, kind, section)
         opens = _open_folder if kind is WeightsKind.folder else _open_file
-        weights = opens(path, model, is_first=cluster.rank == 0)
+        weights = opens(path, model, section, is_first=cluster.rank == 0)
     except TrainerError as error:
         problem = error
     cluster.channel.agree("pretrained/open", problem)
     digest = _require_same(path, weights.files, cluster.channel)
-    for text in weights.notes if cluster.rank == 0 else ():
+    fill_unstored(weights.fit, live, model, seed)
+    fitting = Fitting(weights.fit, live, weights.places)
+    names = list(families.stored_tensors(model))
+    for text in [*weights.notes, *fitting.notes(names, where=path)] if cluster.rank == 0 else ():
         _log.warning(text)
     try:
         line = ProgressLine(f"loading {path}", sum(tensor.local.nbytes for tensor in live))
-        report = weights.fill(live, line.add)
+        report = weights.fill(fitting.requests, line.add)
+        report = replace(report, expected=len(live))
+        fitting.finish(lambda tensor: weights.fill([tensor], lambda _: None))
     except TrainerError as error:
         problem = error
     cluster.channel.agree("pretrained/fill", problem)
@@ -108,21 +122,39 @@ def load_pretrained(
     return Pretrained(report, digest.hex())
 
 
-def _open_folder(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
+def _open_folder(path: Path, model: ModelConfig, section: CheckpointSection, *, is_first: bool) -> _Weights:
     folder = open_folder(path, Files())
-    notes = [*differences(folder.model, model, where=path / CONFIG), *left_behind(path)]
-    places = stored_places(folder, model)
-    if is_first:
+    same = _with_their_sizes(folder.model, model) if section.resize else model
+    fit = replace(Fit.of(section, same, model), casts=False)  # `hf.fill` reads every dtype as float32
+    notes = [] if fit.patterns else differences(folder.model, same, where=path / CONFIG)
+    fit.left(list(families.stored_tensors(model)))
+    places = stored_places(folder, same, fit.selects)
+    if is_first and not fit.patterns:
         check_tied(folder, model)
     files = tensor_files(folder)
-    return _Weights(notes, files, lambda live, progress: hf.fill(folder, places, live, progress=progress))
+    notes += left_behind(path)
+    return _Weights(fit, places, notes, files, lambda live, progress: hf.fill(folder, places, live, progress=progress))
 
 
-def _open_file(path: Path, model: ModelConfig, *, is_first: bool) -> _Weights:
+def _with_their_sizes(theirs: ModelConfig, ours: ModelConfig) -> ModelConfig:
+    """Return our model with the sizes of their tables; rows that pad our vocabulary are no size of their own."""
+    vocab_size = ours.vocab_size if theirs.vocab_size == ours.padded_vocab_size else theirs.vocab_size
+    return replace(ours, vocab_size=vocab_size, max_position_embeddings=theirs.max_position_embeddings)
+
+
+def _open_file(path: Path, model: ModelConfig, section: CheckpointSection, *, is_first: bool) -> _Weights:
     del is_first  # a file of a tied model has one table
+    for name in ("resize", "partial"):
+        if getattr(section, name):
+            raise MismatchError(
+                "A file of llm.c is loaded as a whole",
+                where=path,
+                found=f"checkpoint.{name}={getattr(section, name)}",
+                fix="Convert it first with `reprise convert import llmc`, and load the checkpoint.",
+            )
     file = open_file(path, Files())
     notes = differences(file.model, model, where=path, kind=WeightsKind.file.value)
-    return _Weights(notes, [path], lambda live, progress: llmc.fill(file, live, progress=progress))
+    return _Weights(Fit(), {}, notes, [path], lambda live, progress: llmc.fill(file, live, progress=progress))
 
 
 def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> bytes:

@@ -200,10 +200,10 @@ class RunLog:
             self._plot(lambda: self._opened_writer().add_text("sample", shown, iteration), iteration)
         _log.info(f"step {iteration:5d}/{self._train_iters} | sample {text!r}")
 
-    def save(self, report: SaveReport, *, slowdown_s: float, is_local: bool = False) -> None:
+    def save(self, report: SaveReport, *, slowdown_s: float, event: str = "save") -> None:
         """Log a committed save; `slowdown_s` is how much longer iterations took while it was being written.
 
-        Of a local one, which may come with every iteration, there is one short line and no curve.
+        Of a `local_save` or a `weights_save`, which may come with every iteration, there is a short line and no curve.
 
         It is logged as measured, so that the sum over many saves is unbiased; a negative one is shown as 0.
         """
@@ -218,10 +218,12 @@ class RunLog:
             "gigabytes_per_second": rate / 1e9,
         }
         rounded = {name: round(figure, 6) for name, figure in figures.items()}
-        if is_local:
-            self._write({"iteration": report.iteration, "event": "local_save", **rounded})
-            times = f"in {report.seconds:.2f} s, blocked {report.blocked_s:.3f} s"
-            _log.info(f"saved iteration {report.iteration} locally {times}")
+        if event != "save":
+            self._write({"iteration": report.iteration, "event": event, **rounded})
+            saved = (
+                f"{report.iteration} locally" if event == "local_save" else f"{report.iteration}, its weights alone,"
+            )
+            _log.info(f"saved iteration {saved} in {report.seconds:.2f} s, blocked {report.blocked_s:.3f} s")
             return
         # A run that is killed before the next save resumes from this one: what its records show, TensorBoard shows too.
         self._scalars(report.iteration, {f"save/{name}": figure for name, figure in figures.items()})

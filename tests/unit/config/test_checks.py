@@ -8,6 +8,7 @@ import re
 import pytest
 
 from models.config import Family, ModelConfig
+from trainer.compatibility import Verdict
 from trainer.config.checks import unused_keys, validate
 from trainer.config.schema import CheckpointSection, Config, Dtype, OptimizerName
 from trainer.data.section import DataKind
@@ -58,6 +59,8 @@ def test_the_defaults_can_run() -> None:
         ("checkpoint", "save_interval", -1),
         ("checkpoint", "max_checkpoint_keep", -1),
         ("checkpoint", "save_retain_interval", -1),
+        ("checkpoint", "save_weights_interval", -1),
+        ("checkpoint", "weights_keep", -1),
         ("checkpoint", "file_bytes", 0),
         ("checkpoint", "commit_timeout_s", 0.0),
         ("model", "n_head", 3),
@@ -79,6 +82,9 @@ def test_an_impossible_value_is_named_with_its_key(section: str, key: str, value
         ),
         ([("checkpoint", "finetune", True)], "needs checkpoint.load=PATH"),
         ([("checkpoint", "ckpt_step", 5), ("checkpoint", "load", "none")], "nothing is loaded"),
+        ([("checkpoint", "resize", True)], "resize=True: needs checkpoint.finetune=true"),
+        ([("checkpoint", "partial", ["*"])], "needs checkpoint.finetune=true"),
+        ([("checkpoint", "save_steps", [4, -1])], "must be iterations of 0 or more"),
         (
             [("train", "eval_interval", 5), ("data", "kind", DataKind.token_file), ("data", "train", "x")],
             "needs data.valid",
@@ -190,6 +196,11 @@ def test_the_flags_that_are_set_and_the_rules_that_apply() -> None:
     }
     assert rules_for(CheckpointSection()) == RULES
     assert {rule.field.split(".")[0] for rule in rules_for(CheckpointSection(finetune=True))} == {"model", "base"}
+    resized = {rule.field for rule in rules_for(CheckpointSection(finetune=True, resize=True))}
+    assert {"model", "model.vocab_size", "model.max_position_embeddings"} < resized
+    assert not any(rule.field == "model.vocab_size" for rule in rules_for(CheckpointSection(resize=True)))
+    partial = rules_for(CheckpointSection(finetune=True, partial=["*"]))
+    assert {rule.verdict for rule in partial} == {Verdict.LOGGED}
     kept = {rule.field.split(".")[0] for rule in rules_for(CheckpointSection(use_checkpoint_scheduler=True))}
     assert not kept & {"schedule", "adam"}
     assert "topology" in kept

@@ -156,4 +156,4 @@ class OwnedFolder:
             return
         keep = retention.max_checkpoint_keep
         for gone in delete(self.folder, expired, attempt=self._nonce, lock=self.lock):
-            _log.info("deleted iteration %d, which checkpoint.max_checkpoint_keep=%d does not keep", gone, keep)
+            _log.info("deleted iteration %d, which %s=%d does not keep", gone, retention.key, keep)

@@ -46,6 +46,7 @@ class Plan:
         columns: the pieces whose rows lie apart in their file.
         shared: the pieces, of any rank, of the boxes that several ranks hold, this one among them.
         watched: the memory of those of them that this rank writes nothing of.
+        holds_steps: whether the next step waits until the save has read or copied what it changes.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -58,6 +59,7 @@ class Plan:
     sources: Sources
     shared: SharedPieces
     watched: Sources
+    holds_steps: bool = False
 
     def suits(self, contents: Contents) -> bool:
         """Return whether `contents` are the very same tensors."""
@@ -100,6 +102,7 @@ def make_plan(contents: Contents, *, rank: int, file_bytes: int, holds_steps: bo
         sources=Sources(_named(contents.live, wanted), steady),
         shared=shared,
         watched=Sources(_named(contents.live, watched), steady),
+        holds_steps=holds_steps,
     )
 
 

@@ -122,7 +122,7 @@ def _advice(retention: Retention | None) -> str:
     if retention.max_checkpoint_keep == 1:
         return "Make room: the next checkpoint is written before an older one is deleted, and one is kept already."
     if retention.max_checkpoint_keep == 0:
-        smaller, kept = "checkpoint.max_checkpoint_keep=1 or more", "all are kept"
+        smaller, kept = f"{retention.key}=1 or more", "all are kept"
     else:
-        smaller, kept = "a smaller checkpoint.max_checkpoint_keep", f"{retention.max_checkpoint_keep} are kept"
+        smaller, kept = f"a smaller {retention.key}", f"{retention.max_checkpoint_keep} are kept"
     return f"Make room, or start the run again with {smaller}: the start deletes what is beyond it; now {kept}."

@@ -33,7 +33,7 @@ class Staging:
     def plan(self, contents: Contents) -> Plan:
         """Return the plan of a save of `contents`, the last one where they are the very same tensors."""
         if self._plan is None or not self._plan.suits(contents):
-            file_bytes, holds_steps = self._policy.file_bytes, self._policy.async_save
+            file_bytes, holds_steps = self._policy.file_bytes, self._policy.async_save and not contents.is_own
             self._plan = make_plan(contents, rank=self._rank, file_bytes=file_bytes, holds_steps=holds_steps)
             self._is_settled = False
         return self._plan
@@ -72,13 +72,13 @@ class Staging:
         self.arena.close()
 
     def _settle(self, plan: Plan) -> None:
-        """Have an arena that suits a plan; an inline save needs none."""
+        """Have an arena that suits a plan; a save that no step can overtake needs none."""
         if self._is_settled:
             return
         self._is_settled = True
         limit = self._policy.staging_bytes
         wanted = plan.staging_bytes if limit is None else min(limit, plan.staging_bytes)
-        if self._policy.async_save and wanted > self.arena.total_bytes:
+        if plan.holds_steps and wanted > self.arena.total_bytes:
             self._replace_arena(wanted, is_pinned=plan.sources.is_on_device)
 
     def _replace_arena(self, wanted: int, *, is_pinned: bool) -> None:

@@ -18,6 +18,7 @@ from trainer.regular_file import read_regular
 _log = logging.getLogger(__name__)
 
 HOLD = "hold"  # a file of this name in a checkpoint protects it: somebody is reading it
+WEIGHTS = "weights"  # the folder below a run's checkpoints in which saves of the weights alone lie
 TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_TRACKER_BYTES = 64
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -50,6 +51,11 @@ def named_iteration(name: str) -> int | None:
     """Return the iteration in a folder name, superseded ones included, or None."""
     match = _ANY_ITERATION.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def shown_name(path: Path) -> str:
+    """Return the name of an iteration's folder within its run."""
+    return f"{WEIGHTS}/{path.name}" if path.parent.name == WEIGHTS else path.name
 
 
 def kind_of(path: Path) -> str:

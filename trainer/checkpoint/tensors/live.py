@@ -72,6 +72,7 @@ class Contents:
         optimizers: the optimizers that change the live tensors; a background save delays their next step while it reads
             tensors that the step changes. Tensors that none of them changes are copied.
         constant: live tensors that nothing changes while a save is under way, so they need no copy.
+        is_own: whether the live tensors are copies that nothing changes before the save is over.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -80,6 +81,7 @@ class Contents:
     documents: Mapping[str, Document] = field(default_factory=dict)
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     constant: tuple[torch.Tensor, ...] = ()
+    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -117,11 +117,16 @@ def left_behind(path: Path) -> list[str]:
     return lines
 
 
-def stored_places(folder: HfFolder, model: ModelConfig) -> dict[str, Place]:
-    """Return the place of every stored tensor of `model` by our name, in its view.
+def stored_places(
+    folder: HfFolder, model: ModelConfig, selects: Callable[[str], bool] = lambda _: True
+) -> dict[str, Place]:
+    """Return the place of every stored tensor of `model` that is selected, by our name, in its view.
 
     Names may lack the prefix of the model with a head. A tied output layer that is stored all the same, and buffers of
     older versions, are left out; so are rows that pad the vocabulary.
+
+    Args:
+        selects: whether a tensor is wanted, by our name. Where some are not, the folder may have any others.
 
     Raises:
         MismatchError: listing every tensor that is missing, unexpected, of another shape or of another dtype.
@@ -130,7 +135,8 @@ def stored_places(folder: HfFolder, model: ModelConfig) -> dict[str, Place]:
     prefix = next(iter(stored)).split(".")[0] + "."
     found: dict[str, Place] = {}
     problems, left_over = [], set(folder.places)
-    for name, tensor in stored.items():
+    wanted = {name: tensor for name, tensor in stored.items() if selects(name)}
+    for name, tensor in wanted.items():
         theirs = name if name in folder.places else name.removeprefix(prefix)
         if theirs not in folder.places:
             problems.append(f"{name} is missing")
@@ -146,7 +152,7 @@ def stored_places(folder: HfFolder, model: ModelConfig) -> dict[str, Place]:
             problems.append(f"{name} has dtype {place.spec.dtype}, not float32, bfloat16 or float16")
         found[name] = replace(place, spec=replace(place.spec, name=name, view=view))
     odd = [name for name in left_over if name not in aliases and not _BUFFERS.fullmatch(name.removeprefix(prefix))]
-    problems += [f"{name} is unexpected" for name in sorted(odd)]
+    problems += [f"{name} is unexpected" for name in sorted(odd) if len(wanted) == len(stored)]
     if problems:
         more = len(problems) - _MOST_SHOWN
         shown = "; ".join(problems[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,113 @@
+"""The configuration in a checkpoint holds the settings of a run, and no place, no secret and no topology."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from tests.harness import compose
+from trainer.config.saved import FORMAT, is_secret, saved_config, saved_values, with_schedule, without_keys
+from trainer.config.schema import Config
+from trainer.config.values import from_environment
+from trainer.errors import CheckpointError, MismatchError
+from trainer.schedule import resolve
+
+CONFIG = compose(["model=llama3_8b", "schedule=wsd", "train.train_iters=50", "run.name=somewhere"])
+
+
+def document(config: dict[str, Any]) -> dict[str, Any]:
+    return {"format": FORMAT, "config": config}
+
+
+def test_it_is_json_that_gives_back_every_value() -> None:
+    found = json.loads(json.dumps(saved_config(CONFIG)))
+    values = saved_values(document(found), {}, where="here")
+    assert values["model.n_layer"] == 32
+    assert values["model.rope_scaling"] == {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert values["train.dtype"] == CONFIG.train.dtype.name
+    assert len(values) == sum(len(section) for section in found.values())
+
+
+def test_it_names_no_place_and_nothing_that_acts_once() -> None:
+    found = saved_config(CONFIG)
+    assert found.keys() == {"model", "data", "train", "optimizer", "schedule", "checkpoint", "logging"}
+    assert "somewhere" not in json.dumps(found)
+    once = {"save", "load", "ckpt_step", "finetune", "no_load_optim", "reshard", "override_data", "local"}
+    assert not once & found["checkpoint"].keys()
+    assert "cache" not in found["data"]
+
+
+def test_a_longer_run_keeps_the_schedule() -> None:
+    assert saved_config(CONFIG)["schedule"]["lr_decay_iters"] == 50
+
+
+def test_a_schedule_taken_from_a_checkpoint_is_written_out() -> None:
+    taken = replace(resolve(CONFIG.schedule, 70, 0.5), warmup_iters=3, wsd_decay_iters=9)
+    config = with_schedule(CONFIG, taken)
+    assert resolve(config.schedule, 1, config.optimizer.lr) == taken
+
+
+@pytest.mark.parametrize("key", ["hub.token", "hf_token", "wandb.api_key", "db.password", "x.client_secret"])
+def test_a_key_of_a_secret_is_known_by_its_name(key: str) -> None:
+    assert is_secret(key)
+
+
+def test_no_key_of_today_is_taken_for_a_secret() -> None:
+    keys = [
+        f"{s.name}.{f.name}" for s in fields(Config) if s.name != "experiment" for f in fields(getattr(CONFIG, s.name))
+    ]
+    assert len(keys) > 80
+    assert not [key for key in keys if is_secret(key)]
+
+
+def test_values_of_the_environment_are_left_out() -> None:
+    found = without_keys({"config": saved_config(CONFIG)}, {"data.path", "train.seed"})["config"]
+    assert "path" not in found["data"]
+    assert "seed" not in found["train"]
+    assert found["train"].keys() > {"train_iters"}
+
+
+def test_the_parallel_layout_comes_from_the_state() -> None:
+    state = {"topology": {"world_size": 8, "tp": 2, "pp": 2, "vpp": 1, "sp": True, "dp": 2, "zero_stage": 3}}
+    values = saved_values(document({}), state, where="here")
+    assert values == {
+        "parallel.tensor_model_parallel_size": 2,
+        "parallel.sequence_parallel": True,
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.num_virtual_stages_per_pipeline_rank": 1,
+        "parallel.zero_stage": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("found", "error", "text"),
+    [
+        ({"format": "reprise-run-config/2", "config": {}}, MismatchError, "another format version"),
+        (document({"train": {"brand_new": 1}}), MismatchError, "train.brand_new"),
+        (document({"checkpoint": {"save": "elsewhere"}}), MismatchError, "checkpoint.save"),
+        (document({"data": {"path": "${oc.env:HOME}"}}), CheckpointError, "here, data.path"),
+        (document({"train": 3}), CheckpointError, "malformed"),
+    ],
+    ids=["format", "a newer key", "a place", "an expression", "no section"],
+)
+def test_another_document_is_refused(found: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        saved_values(found, {}, where="here")
+
+
+def test_keys_of_the_environment_are_found_through_other_keys() -> None:
+    table = {
+        "run": {"name": "${oc.env:JOB}", "dir": "runs/${run.name}"},
+        "data": {"path": "${oc.decode:${oc.env:DATA}}", "valid_fraction": 0.5},
+        "checkpoint": {"save": "${run.dir}/checkpoints", "load": "auto"},
+        "model": {"n_kv_head": "${.n_head}"},
+    }
+    assert from_environment(table) == {"run.name", "run.dir", "data.path", "checkpoint.save"}

@@ -1,0 +1,74 @@
+"""Finds the configuration in the checkpoint that a command loads, under its digest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.checkpoint.format import json_file, manifest
+from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.loading.choose import LoadSource
+from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import CheckpointFolder, is_iteration_name
+from trainer.checkpoint.storage.patience import Patience, PatientFiles, failed_read
+from trainer.config.saved import RUN_CONFIG, saved_values
+from trainer.errors import CheckpointError, TrainerError, UnreadableError
+from trainer.regular_file import read_regular
+
+
+@dataclass(frozen=True, slots=True)
+class SavedConfig:
+    """The configuration in a checkpoint: its file, and its values by dotted key."""
+
+    path: Path
+    values: dict[str, object]
+
+
+def find_saved(load: Path, *, iteration: int | None, own: Path | None) -> SavedConfig | None:
+    """Return the configuration in the checkpoint that `load` names; None if that is none of ours, or carries none.
+
+    Of a run, it is that of the newest checkpoint that can be opened. Where `load` is gone, it is that of the newest
+    checkpoint of the run itself, which began there.
+
+    Args:
+        load: `checkpoint.load`, a path.
+        iteration: `checkpoint.ckpt_step`.
+        own: `checkpoint.save`.
+
+    Raises:
+        TrainerError: if a checkpoint that is named exactly is damaged, or its configuration is no valid one.
+    """
+    files = PatientFiles(Files(), Patience())
+    try:
+        checkpoint = _open(load if own is None or load.exists() else own, iteration, files)
+    except OSError as error:
+        raise failed_read("A path cannot be read", error, where=load, fix="Correct checkpoint.load.") from error
+    entry = None if checkpoint is None else checkpoint.manifest.files.get(RUN_CONFIG)
+    if checkpoint is None or entry is None:
+        return None
+    path = checkpoint.path / RUN_CONFIG
+    try:
+        data = read_regular(path, limit_bytes=json_file.MAX_BYTES)
+    except OSError as error:
+        raise failed_read("A checkpoint's configuration cannot be read", error, where=path) from error
+    if manifest.digest_of(data) != entry.digest:
+        raise CheckpointError("A file is damaged", where=path, expected=f"digest {entry.digest}")
+    return SavedConfig(path, saved_values(json_file.parse(data, where=path), checkpoint.state, where=path))
+
+
+def _open(load: Path, iteration: int | None, files: Files) -> Checkpoint | None:
+    path = LoadSource.named(load).path
+    if (path / MANIFEST).is_file() or is_iteration_name(path.name):
+        return open_checkpoint(path, files)
+    folder = CheckpointFolder(path, files)
+    for number in reversed(folder.committed()):
+        if iteration not in (None, number):
+            continue
+        try:
+            return open_checkpoint(folder.iteration(number), files)
+        except UnreadableError:
+            raise
+        except TrainerError:  # the load names the damage, and takes the next older one
+            continue
+    return None

@@ -1,0 +1,195 @@
+"""The configuration that a checkpoint carries, `run_config.json`: written by a run, and the base of one that loads it.
+
+It holds the settings of the run alone. Left out are the places of a machine, which say where a run writes and what it
+loads, the keys that act once at a start, and secrets. The parallel layout is not in it either: `trainer_state.json` has
+that as `topology`. So the file has the same bytes at every topology and in every folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from typing import Any, get_type_hints
+
+from trainer.config.schema import Config
+from trainer.errors import CheckpointError, MismatchError
+from trainer.schedule import DecayStyle, Schedule, ScheduleSection, resolve
+
+Json = dict[str, Any]
+
+RUN_CONFIG = "run_config.json"
+FORMAT = "reprise-run-config/1"
+
+# Keys, or whole sections, that a checkpoint does not carry.
+_LEFT_OUT = (
+    "run",
+    "parallel",
+    "experiment",
+    "data.cache",
+    "train.exit_interval",
+    "train.exit_duration_in_mins",
+    "train.dry_run",
+    "train.dry_run_ranks",
+    "checkpoint.save",
+    "checkpoint.local",
+    "checkpoint.load",
+    "checkpoint.ckpt_step",
+    "checkpoint.no_load_optim",
+    "checkpoint.finetune",
+    "checkpoint.base",
+    "checkpoint.resize",
+    "checkpoint.new_rows",
+    "checkpoint.partial",
+    "checkpoint.reshard",
+    "checkpoint.override_scheduler",
+    "checkpoint.use_checkpoint_scheduler",
+    "checkpoint.override_batch_size",
+    "checkpoint.override_data",
+    "checkpoint.override_freeze",
+    "checkpoint.verify",
+)
+# The last words of keys that hold secrets; `eos_token_id` and `sample_tokens` do not end in one.
+_SECRET = re.compile(r"(^|_)(token|secret|password|passwd|credentials?|key)$")
+
+# Members of `topology` in trainer_state.json, and their keys in the section `parallel`.
+_PARALLEL = {
+    "tp": "tensor_model_parallel_size",
+    "sp": "sequence_parallel",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "num_virtual_stages_per_pipeline_rank",
+    "zero_stage": "zero_stage",
+    "invariant_ranks": "invariant_ranks",
+}
+
+
+def is_secret(key: str) -> bool:
+    """Return whether the name of a key, dotted or not, is that of a secret."""
+    return _SECRET.search(key.rpartition(".")[2]) is not None
+
+
+def saved_config(config: Config) -> Json:
+    """Return the settings of a run by section and key, as JSON.
+
+    `schedule.lr_decay_iters` has the value that it stands for, so that a run of another length keeps the schedule.
+    """
+    decay_iters = resolve(config.schedule, config.train.train_iters, config.optimizer.lr).decay_iters
+    config = replace(config, schedule=replace(config.schedule, lr_decay_iters=decay_iters))
+    found: Json = {}
+    for section, key, value in _settings(config):
+        if not is_secret(key):
+            found.setdefault(section, {})[key] = _plain(value)
+    return found
+
+
+def without_keys(document: Json, keys: Collection[str]) -> Json:
+    """Return `run_config.json` without the values of these dotted keys."""
+    config = {
+        name: {key: value for key, value in section.items() if f"{name}.{key}" not in keys}
+        for name, section in document["config"].items()
+    }
+    return {**document, "config": config}
+
+
+def with_schedule(config: Config, schedule: Schedule) -> Config:
+    """Return a configuration whose section `schedule` resolves to `schedule`, and whose peak rate is that one's."""
+    wsd = schedule.wsd_decay_iters if schedule.style == DecayStyle.wsd.value else None
+    section = ScheduleSection(
+        lr_decay_style=DecayStyle(schedule.style),
+        lr_warmup_iters=schedule.warmup_iters,
+        lr_decay_iters=schedule.decay_iters,
+        min_lr=schedule.min_lr,
+        lr_wsd_decay_iters=None if wsd == schedule.decay_iters // 10 else wsd,
+    )
+    return replace(config, schedule=section, optimizer=replace(config.optimizer, lr=schedule.lr))
+
+
+def saved_values(document: Json, state: Json, *, where: object) -> dict[str, object]:
+    """Return the values that a checkpoint gives to dotted keys of a configuration, `parallel` among them.
+
+    Args:
+        document: `run_config.json`.
+        state: `trainer_state.json`, which has the parallel layout.
+
+    Raises:
+        MismatchError: for another format, or a key that this version does not have.
+        CheckpointError: for a malformed document.
+    """
+    if document.get("format") != FORMAT:
+        raise MismatchError(
+            "A checkpoint's configuration has another format version",
+            where=where,
+            expected=FORMAT,
+            found=document.get("format"),
+            fix=_OTHER_WAY,
+        )
+    config = document.get("config")
+    if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
+        raise CheckpointError("A checkpoint's configuration is malformed", where=where, expected="sections of keys")
+    found = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
+    unknown = found.keys() - _known_keys()
+    if unknown:
+        raise MismatchError(
+            "A checkpoint's configuration has a key that this version does not have",
+            where=where,
+            found=", ".join(sorted(unknown)),
+            fix=_OTHER_WAY,
+        )
+    for key, value in found.items():
+        _refuse_expressions(key, value, where)
+    topology = state.get("topology")
+    table = topology if isinstance(topology, dict) else {}
+    return found | {f"parallel.{key}": table[name] for name, key in _PARALLEL.items() if name in table}
+
+
+_OTHER_WAY = "Name the configuration on the command line, with model= or experiment=: nothing is taken from this file."
+
+
+def _refuse_expressions(key: str, value: object, where: object) -> None:
+    """Refuse text that the configuration would evaluate: a file must not read this machine's environment."""
+    for text in _texts(value):
+        if "${" in text:
+            raise CheckpointError(
+                "A checkpoint's configuration holds an expression", where=f"{where}, {key}", expected="a plain value"
+            )
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for member in value.values():
+            yield from _texts(member)
+    elif isinstance(value, list):
+        for member in value:
+            yield from _texts(member)
+
+
+def _settings(config: Config) -> Iterator[tuple[str, str, Any]]:
+    """Yield section, key and value of every setting that a checkpoint carries."""
+    for field in fields(config):
+        section = getattr(config, field.name)
+        if field.name in _LEFT_OUT or not is_dataclass(section):
+            continue
+        for member in fields(section):
+            value = getattr(section, member.name)
+            is_expression = any("${" in text for text in _texts(value))  # it could not be read back as it is
+            if f"{field.name}.{member.name}" not in _LEFT_OUT and not is_expression:
+                yield field.name, member.name, value
+
+
+def _known_keys() -> set[str]:
+    """Return the dotted keys that a checkpoint may carry."""
+    kinds = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
+    known = {f"{name}.{field.name}" for name, kind in kinds.items() if name not in _LEFT_OUT for field in fields(kind)}
+    return known - set(_LEFT_OUT)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of the schema as JSON; an enum by its name, as on the command line."""
+    if isinstance(value, Enum):
+        return value.name
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return [_plain(member) for member in value] if isinstance(value, list) else value

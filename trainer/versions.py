@@ -1,0 +1,52 @@
+"""The software that runs: versions of packages, and the commit of this program's source."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PACKAGES = ("reprise", "torch", "numpy")
+# A work tree on a file system that hangs must not hold up a start.
+_TIMEOUT_S = 5.0
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python and of the packages that decide on the bits of a run; None for an unknown one."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+
+
+def commit(root: Path = _ROOT) -> str | None:
+    """Return the git commit of the source tree at `root`, with `-dirty` after changes to its tracked files.
+
+    None where `root` is not the top of a work tree, as in an installed package, or git cannot be run.
+    """
+    found = _git(root, "rev-parse", "--show-toplevel", "HEAD")
+    if found is None or len(found) != 2 or Path(found[0]) != root:
+        return None
+    changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return found[1] if changes == [] else f"{found[1]}-dirty"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(root: Path, *arguments: str) -> list[str] | None:
+    """Return the lines that git prints; None if it fails."""
+    # A hook of another repository sets these, and git would look there.
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    variables["GIT_OPTIONAL_LOCKS"] = "0"  # looking at the source must not write to it
+    try:
+        ended = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, env=variables
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return ended.stdout.splitlines() if ended.returncode == 0 else None
