@@ -176,7 +176,7 @@ CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}
 
 # Dependencies that no module imports, and why they are there. One that is imported does not belong here.
 NOT_IMPORTED = {"setuptools": "tests/resume/test_wheel.py builds a wheel without build isolation"}
-IMPORT_NAMES = {"hydra-core": "hydra", "tensorboard": "torch.utils.tensorboard"}
+IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron.core", "tensorboard": "torch.utils.tensorboard"}
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.digest_file import digest_of
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint
-from trainer.data.section import DigestSource
-from trainer.data.token_file import TokenFile, open_token_files
+from trainer.data.indexed_file import open_indexed_file
+from trainer.data.section import DataKind, DigestSource
+from trainer.data.token_file import TokenFile, open_token_file, open_token_files
 from trainer.errors import DataError, TrainerError
 from trainer.launch.process_group import Cluster
 
@@ -118,7 +119,8 @@ def _open(config: Config) -> _Files:
     corpus = prepare(config.data, cache=_cache(config))
     _check_vocabulary(corpus, config.model.vocab_size)
     valid = corpus.valid if config.train.eval_interval else ()
-    return {"train": open_token_files(corpus.train), "valid": open_token_files(valid)}
+    open_file = open_indexed_file if config.data.kind is DataKind.megatron else open_token_file
+    return {side: open_token_files(paths, open_file) for side, paths in (("train", corpus.train), ("valid", valid))}
 
 
 def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:

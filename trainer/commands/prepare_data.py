@@ -24,11 +24,13 @@ from trainer.commands.arguments import local_path, positive
 from trainer.data.blocks import TextForm
 from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Side, write_prepared
 from trainer.data.raw import RAW_DTYPES, RawTokens, write_raw
+from trainer.data.section import DataKind
 from trainer.data.text import find_files
 from trainer.errors import ConfigError, TrainerError
 
 FINE, IMPOSSIBLE = 0, 2
 INTERRUPTED = 128 + signal.SIGINT  # as shells have it
+KIND = DataKind.token_file.value
 _JSONL = (".jsonl", ".ndjson")
 
 
@@ -62,7 +64,7 @@ def overrides(made: Prepared) -> list[str]:
     paths = [f"data.{side.name}={_pattern(side)}" for side in made.sides]
     tokens = [f"model.vocab_size={made.vocab_size}", f"model.bos_token_id={end}", f"model.eos_token_id={end}"]
     tokenizer = "bytes" if made.tokenizer is None else _quoted(str(made.tokenizer))
-    return ["data=token_file", *paths, *([f"data.tokenizer={tokenizer}"] if made.has_text else []), *tokens]
+    return [f"data={made.kind.value}", *paths, *([f"data.tokenizer={tokenizer}"] if made.has_text else []), *tokens]
 
 
 def _pattern(side: Side) -> str:
@@ -113,10 +115,10 @@ def _prepare(options: argparse.Namespace, bars: _Bars) -> Prepared:
 
 def _prepare_raw(options: argparse.Namespace, inputs: Sequence[Path], bars: _Bars) -> Prepared:
     """Write inputs that are tokens already, refusing options for texts."""
-    if options.form is not None or options.valid_fraction or len(options.tokenizer or ()) > 1:
+    if options.form is not None or options.valid_fraction or len(options.tokenizer or ()) > 1 or options.format != KIND:
         raise ConfigError(
             "--raw takes tokens, no texts",
-            expected="--valid and --tokenizer PATH, and no --form, --valid-fraction or train-bpe",
+            expected="--valid and --tokenizer PATH, and no --form, --format, --valid-fraction or train-bpe",
         )
     sides = {"train": inputs, "valid": [path for pattern in options.valid for path in find_files(pattern)]}
     given = {name: paths for name, paths in sides.items() if paths}
@@ -147,6 +149,7 @@ def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> PrepareOptio
         train_vocab_size=train,
         valid_fraction=options.valid_fraction,
         file_tokens=options.file_tokens,
+        kind=DataKind(options.format),
     )
 
 
@@ -180,6 +183,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--form", choices=[form.value for form in TextForm], help="of all inputs; by default by their names"
+    )
+    parser.add_argument(
+        "--format",
+        choices=[kind.value for kind in (DataKind.token_file, DataKind.megatron)],
+        default=KIND,
+        help="of the files to write: token files, or pairs of .bin and .idx as Megatron-LM has them",
     )
     parser.add_argument(
         "--raw", choices=RAW_DTYPES, help="the inputs are arrays of tokens of this dtype without a header, as nanoGPT's"

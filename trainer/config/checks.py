@@ -16,7 +16,7 @@ from trainer.config.schema import (
     topology_of,
 )
 from trainer.config.values import number_problems, path_problems
-from trainer.data.section import DataKind
+from trainer.data.section import TOKEN_KINDS
 from trainer.data.section import problems as data_problems
 from trainer.errors import ConfigError
 from trainer.lanes import invariant_ranks_problems
@@ -145,9 +145,9 @@ def _train_problems(config: Config) -> list[str]:
         found.append(f"train.device={train.device}: must be auto, cpu or cuda")
     if config.logging.log_interval < 1:
         found.append(f"logging.log_interval={config.logging.log_interval}: must be at least 1")
-    if train.eval_interval and config.data.kind is DataKind.token_file and config.data.valid is None:
+    if train.eval_interval and config.data.kind in TOKEN_KINDS and config.data.valid is None:
         found.append(f"train.eval_interval={train.eval_interval}: needs data.valid, or set it to 0")
-    if train.sample_interval and config.data.kind is DataKind.token_file and config.data.tokenizer is None:
+    if train.sample_interval and config.data.kind in TOKEN_KINDS and config.data.tokenizer is None:
         found.append(
             f"train.sample_interval={train.sample_interval}: needs data.tokenizer, the tokenizer.json that wrote the "
             "token files, or bytes; or set it to 0"

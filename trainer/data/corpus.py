@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from trainer.data.section import DataKind, DataSection
+from trainer.data.indexed_file import find_indexed
+from trainer.data.section import TOKEN_KINDS, DataKind, DataSection
 from trainer.data.text import (
     Encoder,
     TextSource,
@@ -65,10 +66,11 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
     Raises:
         DataError: files are missing, unreadable, of the wrong form, or need more than ``section.vocab_size``.
     """
-    if section.kind is DataKind.token_file:
+    if section.kind in TOKEN_KINDS:
+        find = find_indexed if section.kind is DataKind.megatron else find_files
         return Corpus(
-            train=tuple(find_files(section.train or "")),
-            valid=tuple(find_files(section.valid)) if section.valid else (),
+            train=tuple(find(section.train or "")),
+            valid=tuple(find(section.valid)) if section.valid else (),
             vocab_size=section.vocab_size,
             end_of_text=None,
         )

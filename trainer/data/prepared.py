@@ -1,4 +1,5 @@
-"""Writes a folder of token files from large files of text, atomically. Runs read it with ``data=token_file``."""
+"""Writes a folder of token files from large files of text, atomically. Runs read it with ``data=token_file``, or with
+``data=megatron`` where it has Megatron's format."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from trainer.data.blocks import (
 )
 from trainer.data.bpe import train_bpe
 from trainer.data.encoding import Encode, Encoded, dtype_of, encoding
+from trainer.data.indexed_file import write_indexed_file
+from trainer.data.section import DataKind
 from trainer.data.text import Document, as_characters, open_encoder
 from trainer.data.token_file import MAX_TOKENS, TokenArray, write_token_file
 from trainer.errors import DataError
@@ -35,12 +39,13 @@ TOKENIZER = "tokenizer.json"
 FILE_TOKENS = 1 << 30
 # A run that reads the folder keeps digests of the token files in it, see `trainer.data.digest_file`.
 _OURS = re.compile(
-    r"(train|valid)_\d{6}\.bin|tokenizer\.json|\.(train|valid)_\d{6}\.bin\.digest(\.[0-9a-f]{16})?"
+    r"(train|valid)_\d{6}\.(bin|idx)|tokenizer\.json|\.(train|valid)_\d{6}\.bin\.digest(\.[0-9a-f]{16})?"
     r"|\.\.(train|valid)_\d{6}\.bin\.digest\.\d+-[0-9a-f]{8}\.partial"
 )
 
 # Takes the name of a step and the number of bytes it reads; returns the function that counts them.
 Progress = Callable[[str, int], Callable[[int], object]]
+WriteFile = Callable[[Path, Iterable[TokenArray]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class PrepareOptions:
         train_vocab_size: train a tokenizer with this many tokens on the training documents; 0 trains none.
         valid_fraction: share of the documents that is held out (of bytes, for a single text); 0 holds out none.
         file_tokens: maximum number of tokens per file.
+        kind: format of the files, `token_file` or `megatron`.
     """
 
     form: TextForm
@@ -63,6 +69,7 @@ class PrepareOptions:
     valid_fraction: float = 0.0
     file_tokens: int = FILE_TOKENS
     block_bytes: int = BLOCK_BYTES
+    kind: DataKind = DataKind.token_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,7 @@ class Prepared:
     vocab_size: int
     end_of_text: int
     has_text: bool = True
+    kind: DataKind = DataKind.token_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +134,19 @@ def write_prepared(
     """
     _check(wanted)
     folder = Path(os.path.realpath(folder))
-    with prepared_folder(folder, [*inputs, *filter(None, [wanted.tokenizer])], replace=replace) as partial:
+    with prepared_folder(folder, [*inputs, *filter(None, [wanted.tokenizer])], replace=replace) as new:
         parts = _split(inputs, wanted)
         tokenizer = wanted.tokenizer
         if wanted.train_vocab_size:
-            tokenizer = partial / TOKENIZER
+            tokenizer = new / TOKENIZER
             _train(parts[0], wanted, tokenizer, progress)
         encoder = open_encoder(tokenizer)
         with encoding(tokenizer, workers=workers) as encode:
-            dtype = dtype_of(encoder)
-            sides = [
-                _write_side(partial, part, wanted, encode=encode, dtype=dtype, progress=progress) for part in parts
-            ]
+            write = _writer(wanted.kind, dtype_of(encoder), encoder.end_of_text)
+            sides = [_write_side(new, part, wanted, encode, write, progress) for part in parts]
     placed = tuple(side.moved_to(folder) for side in sides)
     tokenizer = folder / TOKENIZER if wanted.train_vocab_size else wanted.tokenizer and wanted.tokenizer.absolute()
-    return Prepared(folder, placed, tokenizer, encoder.vocab_size, encoder.end_of_text)
+    return Prepared(folder, placed, tokenizer, encoder.vocab_size, encoder.end_of_text, kind=wanted.kind)
 
 
 @contextmanager
@@ -261,12 +267,19 @@ def _train(part: _Part, wanted: PrepareOptions, path: Path, progress: Progress) 
     FileCalls().write_whole(path, train_bpe(found(), wanted.train_vocab_size))
 
 
+def _writer(kind: DataKind, dtype: np.dtype[Any], end_of_text: int) -> WriteFile:
+    """Return the function that writes one file of tokens in a format."""
+    if kind is DataKind.megatron:
+        return partial(write_indexed_file, dtype=dtype, end_of_text=end_of_text)
+    return partial(write_token_file, dtype=dtype)
+
+
 def _write_side(
-    folder: Path, part: _Part, wanted: PrepareOptions, *, encode: Encode, dtype: np.dtype[Any], progress: Progress
+    folder: Path, part: _Part, wanted: PrepareOptions, encode: Encode, write: WriteFile, progress: Progress
 ) -> Side:
     blocks = encode(_blocks(part, wanted), part.rule)
     count = progress(part.name, _total(part))
-    side = write_side(folder, part.name, blocks, dtype=dtype, file_tokens=wanted.file_tokens, count=count)
+    side = write_side(folder, part.name, blocks, write=write, file_tokens=wanted.file_tokens, count=count)
     if not side.documents:
         raise DataError(
             f"No document is on the side {part.name}",
@@ -281,13 +294,14 @@ def write_side(
     name: str,
     blocks: Iterable[Encoded],
     *,
-    dtype: np.dtype[Any],
+    write: WriteFile,
     file_tokens: int,
     count: Callable[[int], object],
 ) -> Side:
     """Write one side of a split as token files of at most `file_tokens` tokens, named by side and number.
 
     Args:
+        write: writes one file of tokens.
         count: called with the number of input bytes consumed since the last call.
 
     Raises:
@@ -297,7 +311,7 @@ def write_side(
     files: list[Path] = []
     while stream.has_more():
         files.append(folder / f"{name}_{len(files):06d}.bin")
-        write_token_file(files[-1], stream.take(file_tokens), dtype=dtype)
+        write(files[-1], stream.take(file_tokens))
     return Side(name, tuple(files), stream.documents, stream.tokens)
 
 

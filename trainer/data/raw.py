@@ -5,6 +5,7 @@ Such an array is not read directly: without a header its dtype is unknown, and t
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from trainer.data.encoding import Encoded
 from trainer.data.prepared import FILE_TOKENS, Prepared, Progress, check_file_tokens, prepared_folder, write_side
 from trainer.data.text import BYTES, open_encoder
-from trainer.data.token_file import MAGICS
+from trainer.data.token_file import MAGICS, write_token_file
 from trainer.errors import DataError
 
 RAW_DTYPES = ("uint16", "uint32")
@@ -69,7 +70,8 @@ def write_raw(
         for name, paths in inputs.items():
             count = progress(name, sum(_checked_size(path, form.itemsize) for path in paths))
             arrays = _Arrays(paths, form)
-            side = write_side(partial, name, arrays.blocks(), dtype=form, file_tokens=raw.file_tokens, count=count)
+            write = functools.partial(write_token_file, dtype=form)
+            side = write_side(partial, name, arrays.blocks(), write=write, file_tokens=raw.file_tokens, count=count)
             sides.append(replace(side.moved_to(folder), documents=None))
             largest = max(largest, arrays.largest)
         if encoder is not None and largest >= encoder.vocab_size:

@@ -12,6 +12,7 @@ class DataKind(Enum):
     stdlib = "stdlib"
     text = "text"
     token_file = "token_file"
+    megatron = "megatron"
 
 
 class DigestSource(Enum):
@@ -27,20 +28,21 @@ class DataSection:
 
     Args:
         kind: source of the tokens: `stdlib`, the source text of Python's standard library; `text`, files of text;
-            `token_file`, files of tokens.
+            `token_file`, files of tokens; `megatron`, pairs of `.bin` and `.idx` files as Megatron-LM has them.
         path: with `text`: a file or a glob, ``**`` allowed.
-        tokenizer: with `text`: a tokenizer.json; null, or ``bytes``, trains on bytes. With `token_file`: the tokenizer
-            that wrote the tokens, a tokenizer.json or ``bytes``, which sampled texts need. It is saved with every
-            checkpoint.
-        train: with `token_file`: training tokens, a file or a glob.
-        valid: with `token_file`: validation tokens, a file or a glob; null leaves nothing to evaluate on.
+        tokenizer: with `text`: a tokenizer.json; null, or ``bytes``, trains on bytes. With `token_file` and
+            `megatron`: the tokenizer that wrote the tokens, a tokenizer.json or ``bytes``, which sampled texts need. It
+            is saved with every checkpoint.
+        train: with `token_file` and `megatron`: training tokens, a file or a glob; with `megatron` also a prefix, a
+            path without ``.bin``.
+        valid: the same for validation tokens; null leaves nothing to evaluate on.
         valid_fraction: fraction of the files (of the bytes, for a single file) that is held out for validation.
         cache: folder of prepared token files; null takes the user's cache folder.
         verify: source of the digests of token files: `sidecar` takes them from a small file that an earlier start left
             beside each, if size and times of change are still the same, and else reads the tokens; `full` reads all
             tokens.
         vocab_size: upper bound of the token ids, exclusive; null takes the tokenizer's, and leaves it unknown with
-            `token_file`.
+            `token_file` and `megatron`.
     """
 
     kind: DataKind = DataKind.stdlib
@@ -58,8 +60,11 @@ _KEYS_OF_KIND = {
     DataKind.stdlib: frozenset[str](),
     DataKind.text: frozenset({"path", "tokenizer"}),
     DataKind.token_file: frozenset({"train", "valid", "tokenizer"}),
+    DataKind.megatron: frozenset({"train", "valid", "tokenizer"}),
 }
-_NEEDED_KEY = {DataKind.text: "path", DataKind.token_file: "train"}
+_NEEDED_KEY = {DataKind.text: "path", DataKind.token_file: "train", DataKind.megatron: "train"}
+# Kinds whose files are tokens already: their tokenizer is known only where it is named.
+TOKEN_KINDS = frozenset({DataKind.token_file, DataKind.megatron})
 
 
 def problems(section: DataSection) -> list[str]:

@@ -12,7 +12,7 @@ import errno
 import os
 import resource
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -52,11 +52,16 @@ class TokenFile:
     """One open token file of `count` tokens, uint16 or uint32.
 
     The descriptor stays open, so if the file is replaced under the same name, the old one is still read.
+
+    Args:
+        first_byte: where the tokens begin.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], count: int, descriptor: int) -> None:
+    def __init__(
+        self, path: Path, dtype: np.dtype[Any], count: int, descriptor: int, *, first_byte: int = HEADER_BYTES
+    ) -> None:
         self.path, self.dtype, self.count = path, dtype, count
-        self._descriptor = descriptor
+        self._descriptor, self._first_byte = descriptor, first_byte
         weakref.finalize(self, os.close, descriptor)
 
     @property
@@ -79,12 +84,12 @@ class TokenFile:
         if not 0 <= start <= stop <= self.count:
             raise IndexError(f"expected tokens in range({self.count}), found {start} to {stop}")
         tokens = np.empty(stop - start, dtype=self.dtype)
-        rest, at = tokens.view(np.uint8).data, HEADER_BYTES + start * self.dtype.itemsize
+        rest, at = tokens.view(np.uint8).data, self._first_byte + start * self.dtype.itemsize
         while rest.nbytes:
             try:
                 read_bytes = os.preadv(self._descriptor, [rest], at)
             except OSError as error:
-                raise _unreadable(self.path, error) from error
+                raise unreadable(self.path, error) from error
             if not read_bytes:
                 raise self._cut()
             rest, at = rest[read_bytes:], at + read_bytes
@@ -94,7 +99,7 @@ class TokenFile:
         return DataError(
             "A token file was cut while it was in use",
             where=self.path,
-            expected=f"{HEADER_BYTES + self.nbytes} bytes",
+            expected=f"{self._first_byte + self.nbytes} bytes",
             found=f"{self.status().st_size} bytes",
             fix="Write or copy it again, and start again when no other program writes to it.",
         )
@@ -110,30 +115,35 @@ def open_token_file(path: str | Path) -> TokenFile:
     try:
         descriptor = open_regular(path)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     try:
         size = os.fstat(descriptor).st_size
         form, count = _check_header(path, os.pread(descriptor, HEADER_BYTES, 0), size)
     except OSError as error:
         os.close(descriptor)
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except DataError:
         os.close(descriptor)
         raise
     return TokenFile(path, form.dtype, count, descriptor)
 
 
-def open_token_files(paths: Sequence[Path]) -> list[TokenFile]:
+def open_token_files(
+    paths: Sequence[Path], open_file: Callable[[Path], TokenFile] = open_token_file
+) -> list[TokenFile]:
     """Open all files of a data set, raising this process's soft limit of open files if necessary.
 
+    Args:
+        open_file: opens one of them.
+
     Raises:
-        DataError: as `open_token_file`, or the hard limit is too low.
+        DataError: as `open_file`, or the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = len(os.listdir("/proc/self/fd")) + len(paths) + _OTHER_DESCRIPTORS
     if resource.RLIM_INFINITY not in (soft, hard) and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
-    return [open_token_file(path) for path in paths]
+    return [open_file(path) for path in paths]
 
 
 def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: npt.DTypeLike) -> None:
@@ -231,7 +241,8 @@ def _write_tokens(path: Path, file: BinaryIO, chunks: Iterable[TokenArray], form
     file.write(header.tobytes())
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def unreadable(path: Path, error: OSError) -> DataError:
+    """Return the error for a file of tokens, or its index, that cannot be opened or read."""
     fix = "Check data.train and data.valid, or write the file again."
     if error.errno == errno.EMFILE:
         fix = "Raise the limit of open files (ulimit -Hn), or make fewer, larger files."

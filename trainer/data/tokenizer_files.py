@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.byte_level import bytes_tokenizer
-from trainer.data.section import DataKind, DataSection
+from trainer.data.section import TOKEN_KINDS, DataSection
 from trainer.data.text import BYTES, END_OF_TEXT_NAMES, read_tokenizer
 from trainer.errors import DataError
 
@@ -35,7 +35,7 @@ def tokenizer_files(section: DataSection, *, bos: int, eos: int, positions: int)
     Raises:
         DataError: the tokenizer cannot be read, or is not a JSON object with a vocabulary.
     """
-    if section.kind is DataKind.token_file and section.tokenizer is None:
+    if section.kind in TOKEN_KINDS and section.tokenizer is None:
         return {}
     if section.tokenizer in (None, BYTES):
         raw, where = bytes_tokenizer(), BYTES

@@ -23,8 +23,10 @@ from tests.harness import TINY, call_on_ranks, compose, curve, run_ok
 from trainer.commands.prepare_data import main
 from trainer.data.blocks import Span, SplitRule, TextForm, read_blocks, start_of_character
 from trainer.data.bpe import train_bpe
+from trainer.data.corpus import prepare
 from trainer.data.digest_file import beside, digest_of
 from trainer.data.encoding import Encoded, encode_block, in_order
+from trainer.data.indexed_file import open_indexed_file
 from trainer.data.prepared import PrepareOptions, write_prepared
 from trainer.data.text import bytes_encoder, find_files, load_encoder
 from trainer.data.token_file import open_token_file
@@ -402,3 +404,24 @@ def test_bytes_and_their_end_are_the_tokens_by_default(tmp_path: Path) -> None:
     made = write_prepared(tmp_path / "out", [tmp_path / "a.txt"], PrepareOptions(TextForm.text), workers=1)
     assert tokens(made.sides[0].files[0]) == [0, 255, 97, 98, 256]
     assert (made.vocab_size, made.end_of_text) == (257, bytes_encoder().end_of_text)
+
+
+def test_megatrons_format_holds_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts.jsonl").write_text(lines([prose(10, seed=n) for n in range(20)]))
+    command = [str(tmp_path / "texts.jsonl"), "--valid-fraction", "0.3", "--file-tokens", "700"]
+    assert main([*command, "--output", str(tmp_path / "plain")]) == 0
+    plain = capsys.readouterr().out.splitlines()
+    assert main([*command, "--output", str(tmp_path / "indexed"), "--format", "megatron"]) == 0
+    indexed = capsys.readouterr().out.splitlines()
+    assert indexed[:-1] == plain[:-1]
+    assert shlex.split(indexed[-1])[0] == "data=megatron"
+    names = {path.name for path in (tmp_path / "plain").iterdir()}
+    assert {path.name for path in (tmp_path / "indexed").glob("*.bin")} == names
+    for name in names:
+        file = open_indexed_file(tmp_path / "indexed" / name)
+        assert file.read().tolist() == tokens(tmp_path / "plain" / name)
+    config = compose(["model=gpt2_tiny", *shlex.split(indexed[-1])])
+    assert prepare(config.data, cache=tmp_path / "cache").train == tuple(
+        sorted((tmp_path / "indexed").glob("train*.bin"))
+    )
+    assert main([*command, "--output", str(tmp_path / "indexed"), "--format", "megatron", "--force"]) == 0

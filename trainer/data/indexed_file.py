@@ -1,0 +1,214 @@
+"""Megatron's data files: tokens in `PREFIX.bin`, their dtype and the lengths of the documents in `PREFIX.idx`.
+
+The format is that of Megatron-Core (``megatron/core/datasets/indexed_dataset.py``). `.bin` is a flat array of tokens.
+`.idx` is, all little-endian: the magic, version 1 as uint64, the code of the dtype as uint8, the numbers of sequences
+and of document borders as uint64; then the length of each sequence in tokens as int32, its offset in `.bin` in bytes as
+int64, and the borders, as numbers of sequences, as int64. Multimodal files add an int8 for each sequence.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from trainer.atomic import FileCalls, atomic_output
+from trainer.data.text import find_files
+from trainer.data.token_file import TokenArray, TokenFile, unreadable
+from trainer.errors import DataError
+from trainer.regular_file import open_regular
+
+MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_VERSION = 1
+# `DType` of indexed_dataset.py. Tokens are not negative, so int32 is read as uint32; a negative one is then outside
+# every vocabulary.
+_DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<u4")}
+_NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+_LENGTH_BYTES, _OFFSET_BYTES, _BORDER_BYTES, _MODE_BYTES = 4, 8, 8, 1
+_MOST_TOKEN = 2**31 - 1  # of int32
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """An index in brief: `end` is where, in bytes of `.bin`, the last sequence ends."""
+
+    dtype: np.dtype[Any]
+    sequences: int
+    end: int
+
+
+def find_indexed(pattern: str) -> list[Path]:
+    """Return the `.bin` files that a prefix, as Megatron's `--data-path` has it, a path or a glob names, sorted.
+
+    Raises:
+        DataError: there is none, or something else matches.
+    """
+    of_prefix = Path(f"{Path(pattern).expanduser()}.bin")
+    if of_prefix.is_file():
+        return [of_prefix]
+    found = find_files(pattern)
+    odd = [path for path in found if path.suffix != ".bin"]
+    if odd:
+        raise DataError(
+            "a file of Megatron's data has another name",
+            where=odd[0],
+            expected="PREFIX.bin, beside PREFIX.idx",
+            fix="Name the prefix, the file PREFIX.bin, or a glob such as 'folder/*.bin'.",
+        )
+    return found
+
+
+def open_indexed_file(path: Path) -> TokenFile:
+    """Open a `.bin` file by the `.idx` file beside it. The index is checked at both of its ends, in constant time.
+
+    Raises:
+        DataError: a file cannot be read, has another format or dtype, or the two do not fit together.
+    """
+    place = path.with_suffix(".idx")
+    index = _read_index(place)
+    try:
+        descriptor = open_regular(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    size = os.fstat(descriptor).st_size
+    if size != index.end or size % index.dtype.itemsize:
+        os.close(descriptor)
+        raise DataError(
+            "The size of a file of tokens differs from its index",
+            where=path,
+            expected=f"{index.end} bytes, by {place.name}",
+            found=f"{size} bytes",
+            fix="One of the two was cut off, or is of another data set: copy both again.",
+        )
+    return TokenFile(path, index.dtype, size // index.dtype.itemsize, descriptor, first_byte=0)
+
+
+def write_indexed_file(path: Path, chunks: Iterable[TokenArray], *, dtype: np.dtype[Any], end_of_text: int) -> None:
+    """Write the chunks, one after the other, as `path`, a `.bin` file, and its index, each atomically.
+
+    A sequence ends after each end-of-text token and at the end of the file. Each is one document.
+
+    Raises:
+        DataError: a token does not fit, or the file system fails.
+        ValueError: for a dtype other than uint16 and uint32.
+    """
+    code = {stored: code for code, stored in _DTYPES.items()}.get(np.dtype(dtype).newbyteorder("<"))
+    if code is None:
+        raise ValueError(f"Megatron's files hold uint16 or int32 tokens, not {np.dtype(dtype)}")
+    try:
+        with atomic_output(path, FileCalls(), replaces=True) as partial, partial.open("xb") as file:
+            lengths = _write_tokens(path, file, chunks, _DTYPES[code], end_of_text)
+            file.flush()
+            os.fsync(file.fileno())
+        ends = np.cumsum(lengths, dtype=np.int64) * _DTYPES[code].itemsize
+        offsets = np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)]
+        borders = np.arange(len(lengths) + 1, dtype="<i8")
+        header = _HEADER.pack(MAGIC, _VERSION, code, len(lengths), len(borders))
+        arrays = (np.asarray(lengths, "<i4"), np.asarray(offsets, "<i8"), borders)
+        with atomic_output(path.with_suffix(".idx"), FileCalls(), replaces=True) as partial:
+            FileCalls().write_whole(partial, header + b"".join(array.tobytes() for array in arrays))
+    except OSError as error:
+        raise DataError(
+            "Megatron's data files cannot be written",
+            where=path,
+            found=error.strerror or str(error),
+            fix="Check space and permissions, or name another folder.",
+        ) from error
+
+
+def _write_tokens(
+    path: Path, file: BinaryIO, chunks: Iterable[TokenArray], dtype: np.dtype[Any], end_of_text: int
+) -> Sequence[int]:
+    """Write the tokens, and return the length of each sequence."""
+    limit = min(int(np.iinfo(dtype).max), _MOST_TOKEN)
+    lengths, waiting = list[int](), 0
+    for chunk in chunks:
+        if not chunk.size:
+            continue
+        low, high = int(chunk.min()), int(chunk.max())
+        if low < 0 or high > limit:
+            raise DataError("a token does not fit its file", where=path, expected=f"0 to {limit}", found=(low, high))
+        file.write(np.ascontiguousarray(chunk, dtype).data)
+        ends = np.flatnonzero(chunk == end_of_text) + 1
+        if ends.size:
+            lengths += np.diff(ends, prepend=-waiting).tolist()
+            waiting = chunk.size - int(ends[-1])
+        else:
+            waiting += chunk.size
+    return [*lengths, waiting] if waiting else lengths
+
+
+def _read_index(place: Path) -> _Index:
+    try:
+        descriptor = open_regular(place)
+    except OSError as error:
+        raise unreadable(place, error) from error
+    try:
+        size = os.fstat(descriptor).st_size
+        dtype, sequences, borders = _check_header(place, os.pread(descriptor, _HEADER.size, 0), size)
+        if not sequences:
+            return _Index(dtype, 0, 0)
+        lengths = _HEADER.size
+        offsets = lengths + sequences * _LENGTH_BYTES
+        limits = offsets + sequences * _OFFSET_BYTES
+        (first_offset,) = struct.unpack("<q", os.pread(descriptor, _OFFSET_BYTES, offsets))
+        (last_length,) = struct.unpack("<i", os.pread(descriptor, _LENGTH_BYTES, offsets - _LENGTH_BYTES))
+        (last_offset,) = struct.unpack("<q", os.pread(descriptor, _OFFSET_BYTES, limits - _OFFSET_BYTES))
+        last_border = 0
+        if borders:
+            (last_border,) = struct.unpack(
+                "<q", os.pread(descriptor, _BORDER_BYTES, limits + (borders - 1) * _BORDER_BYTES)
+            )
+    except OSError as error:
+        raise unreadable(place, error) from error
+    finally:
+        os.close(descriptor)
+    if first_offset != 0 or last_length < 0 or last_offset < 0 or last_border not in (0, sequences):
+        raise DataError(
+            "An index of Megatron's data is damaged",
+            where=place,
+            expected=f"{sequences} sequences that begin at byte 0",
+            found=f"byte {first_offset}, the last of {last_length} tokens at byte {last_offset}, border {last_border}",
+            fix="Copy it again, or write both files again.",
+        )
+    return _Index(dtype, sequences, last_offset + last_length * dtype.itemsize)
+
+
+def _check_header(place: Path, header: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
+    """Return the dtype, and the numbers of sequences and of borders.
+
+    Raises:
+        DataError: for another format, version or dtype, or a file of another size.
+    """
+    if len(header) < _HEADER.size or not header.startswith(MAGIC):
+        raise DataError(
+            "A file is no index of Megatron's data",
+            where=place,
+            expected=f"the magic {MAGIC.rstrip(bytes(1)).decode()}",
+            found=f"{size} bytes that begin with {header[:9]!r}",
+            fix="Name files of Megatron's tools/preprocess_data.py; older ones, without this magic, are not read.",
+        )
+    _, version, code, sequences, borders = _HEADER.unpack(header)
+    if version != _VERSION or code not in _DTYPES:
+        raise DataError(
+            "An index of Megatron's data has another version or dtype",
+            where=place,
+            expected=f"version {_VERSION}, and uint16 (8) or int32 (4)",
+            found=f"version {version}, and {_NAMES.get(code, 'an unknown one')} ({code})",
+        )
+    expected = _HEADER.size + sequences * (_LENGTH_BYTES + _OFFSET_BYTES) + borders * _BORDER_BYTES
+    if size not in (expected, expected + sequences * _MODE_BYTES):
+        raise DataError(
+            "The size of an index differs from its header",
+            where=place,
+            expected=f"{expected} bytes for {sequences} sequences and {borders} borders of documents",
+            found=f"{size} bytes",
+            fix="It was cut off or appended to: copy it again.",
+        )
+    return _DTYPES[code], sequences, borders
