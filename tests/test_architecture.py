@@ -70,8 +70,17 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
     (f"{CHECKPOINT}.saving", f"{CHECKPOINT}.loading"),
     (f"{CHECKPOINT}.local",),
     (f"{CHECKPOINT}.checkpointer",),
-    (f"{CHECKPOINT}.local_checkpointer", f"{CHECKPOINT}.weights_checkpointer"),
-    (f"{CHECKPOINT}.api",),
+    (
+        f"{CHECKPOINT}.local_checkpointer",
+        f"{CHECKPOINT}.weights_checkpointer",
+        f"{CHECKPOINT}.group",
+        f"{CHECKPOINT}.inline_save",
+        f"{CHECKPOINT}.loaded",
+    ),
+    (f"{CHECKPOINT}.optimizer_state",),
+    (f"{CHECKPOINT}.model_contents", f"{CHECKPOINT}.nested"),
+    (f"{CHECKPOINT}.api", f"{CHECKPOINT}.state_dict"),
+    (f"{CHECKPOINT}.async_saver",),
     (CHECKPOINT,),
 )
 
@@ -175,7 +184,10 @@ ADMITS_BY_NAME = {("trainer.interop.dcp.folder", "pickle")}
 CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}
 
 # Dependencies that no module imports, and why they are there. One that is imported does not belong here.
-NOT_IMPORTED = {"setuptools": "tests/resume/test_wheel.py builds a wheel without build isolation"}
+NOT_IMPORTED = {
+    "accelerate": "two programs in examples/ import it, which tests/resume/test_examples.py runs",
+    "setuptools": "tests/resume/test_wheel.py builds a wheel without build isolation",
+}
 IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron.core", "tensorboard": "torch.utils.tensorboard"}
 
 
@@ -571,6 +583,7 @@ def test_documents_and_configuration_hold_no_path_of_a_machine() -> None:
         [ROOT / name for name in names]
         + sorted(ROOT.glob("*.md"))
         + sorted((ROOT / "docs").rglob("*.md"))
+        + sorted((ROOT / "examples").iterdir())
         + sorted(ROOT.glob("configs/**/*.yaml"))
     )
     assert len(paths) >= 30

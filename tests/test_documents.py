@@ -12,14 +12,19 @@ from trainer.config.schema import CheckpointSection
 from trainer.run_record import RULES
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "tests" / "README.md"]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "tests" / "README.md",
+    ROOT / "examples" / "README.md",
+]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_and_test_that_a_document_names_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     named = re.findall(
-        r"\b((?:tests|trainer|models|scripts|configs|docs)/[\w./-]+\.(?:py|yaml|md|png))(?:::(\w+))?", text
+        r"\b((?:tests|trainer|models|scripts|configs|docs|examples)/[\w./-]+\.(?:py|yaml|md|png))(?:::(\w+))?", text
     )
     for name, test in named:
         assert (ROOT / name).exists(), name

@@ -64,6 +64,9 @@ def scenarios(folder: Path) -> list[Scenario]:
     for ranks in (1, 2):
         name = f"{ranks} rank{'s' if ranks > 1 else ''}, weights alone too"
         found.append(Scenario(name, Plan(run, ranks=ranks, iterations=3, weights=True)))
+    for ranks in (1, 2):
+        name = f"library, {ranks} rank{'s' if ranks > 1 else ''}"
+        found.append(Scenario(name, Plan(run, ranks=ranks, keep=1, with_library=True)))
     for copies in (0, 1):
         found.append(Scenario(f"2 hosts, copies={copies}", Plan(run, ranks=2, copies=copies)))
     return found

@@ -14,13 +14,17 @@ import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from tests.crash.hosts import Mount, enter_host
 from tests.crash.killing import BEFORE, Killer
+from trainer.checkpoint import AsyncSaver, load_state_dict
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.format.json_file import Document
@@ -50,6 +54,7 @@ class Plan:
         weights: whether every iteration's weights are saved alone as well, in bfloat16.
         seed: of the samples; another one makes another branch of the run.
         rewind_to: the iteration to go back to; None goes on from the newest.
+        with_library: save state dicts with `AsyncSaver`, as a program of one's own does.
         victim: the rank that dies at its call number `at`; None for none.
     """
 
@@ -61,6 +66,7 @@ class Plan:
     weights: bool = False
     seed: int = 1
     rewind_to: int | None = None
+    with_library: bool = False
     victim: int | None = None
     at: int | None = None
     when: str = BEFORE
@@ -98,6 +104,10 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     is_victim = rank == plan.victim
     killer = Killer(plan.root, notes=plan.beside(f"notes{rank}"), at=plan.at if is_victim else None, when=plan.when)
+    if plan.with_library:
+        _train_with_library(plan, rank, killer)
+        plan.beside(f"calls{rank}").write_text(" ".join(killer.calls))
+        return
     if plan.copies is not None:
         _become_host(plan, rank)
     channel, store = _channel(rank, plan.ranks)
@@ -123,6 +133,38 @@ def main(arguments: list[str]) -> None:
     channel.agree("all are through", None)
     channel.await_others() if rank == 0 else channel.fail("")
     del store
+
+
+def _train_with_library(plan: Plan, rank: int, killer: Killer) -> None:
+    """Train as a program of one's own does, whose ranks are those of torch's process group."""
+    if plan.ranks > 1:
+        _, store = _channel(rank, plan.ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.ranks)
+    killer.install()
+    run, log = _Training(plan), _log_of(plan)
+    with AsyncSaver(plan.checkpoints, max_checkpoint_keep=plan.keep, commit_timeout_s=TIMEOUT_S) as saver:
+        if any(plan.checkpoints.glob("iter_*")):
+            state = run.state_dict()
+            load_state_dict(plan.checkpoints, state)
+            run.iteration = state["iteration"]
+        if rank == 0:
+            plan.beside("resumed").write_text(str(run.iteration))
+            log.open(run.iteration, "a: 1\n")
+        while run.iteration < plan.iterations:
+            loss = run.step()
+            if rank == 0:
+                log.iteration(run.record(loss))
+                log.sync()
+            saver.save_state_dict(run.iteration, run.state_dict(), optimizers=[run.optimizer])
+    if rank == 0:
+        log.close()
+    if plan.ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _log_of(plan: Plan) -> RunLog:
+    return RunLog(plan.root, train_iters=plan.iterations, log_interval=1, tensorboard=False, mfu_scale=None)
 
 
 def _become_host(plan: Plan, rank: int) -> None:
@@ -160,8 +202,7 @@ def _train(
     alone: WeightsCheckpointer | None,
     nonce: str,
 ) -> None:
-    run = _Training(plan)
-    log = RunLog(plan.root, train_iters=plan.iterations, log_interval=1, tensorboard=False, mfu_scale=None)
+    run, log = _Training(plan), _log_of(plan)
     owner.start()
     if alone is not None:
         alone.start()
@@ -215,10 +256,10 @@ class _Training:
         torch.manual_seed(0)
         self._plan = plan
         self._net = nn.Sequential(nn.Linear(60, 50), nn.ReLU(), nn.Linear(50, 7))
-        self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=0.01, fused=True)
+        self.optimizer = torch.optim.AdamW(self._net.parameters(), lr=0.01, fused=True)
         for parameter in self._net.parameters():
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            self._optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+            self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
         self.iteration = 0
         self._place_like_files()
 
@@ -227,20 +268,29 @@ class _Training:
         self.iteration += 1
         generator = torch.Generator().manual_seed(1000 * self._plan.seed + self.iteration)
         loss = self._net(torch.randn(4, 60, generator=generator)).square().mean()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         loss.backward()
-        self._optimizer.step()
+        self.optimizer.step()
         return float(loss.detach())
 
     def contents(self) -> Contents:
         """Return what is saved; every rank is a replica."""
-        live = tuple(live_tensors(self._net, self._optimizer, grid=Grid.flat(self._plan.ranks)))
+        live = tuple(live_tensors(self._net, self.optimizer, grid=Grid.flat(self._plan.ranks)))
         document = {"format": FORMAT, "iteration": self.iteration, "user": {}, "groups": []}
         specs = tuple(tensor.spec for tensor in live)
         documents: dict[str, Document] = {STATE: document}
         if self._plan.copies is not None:  # the folder of a host has it under another name until it is whole
             documents["config.json"] = {"model_type": "small"}
-        return Contents(specs, live, aliases_of(self._net), documents, (self._optimizer,))
+        return Contents(specs, live, aliases_of(self._net), documents, (self.optimizer,))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the same as a nested state dict, with a copy of the weights that no optimizer changes."""
+        return {
+            "model": get_model_state_dict(self._net),
+            "optimizer": get_optimizer_state_dict(self._net, self.optimizer),
+            "mirror": {name: value.clone() for name, value in self._net.state_dict().items()},
+            "iteration": self.iteration,
+        }
 
     def weights(self) -> Contents:
         """Return the weights alone."""
@@ -252,7 +302,7 @@ class _Training:
         live = [(tensor, tensor.local) for tensor in contents.live if tensor.spec.name in named]
         for stored, memory in zeros_like_files(live, ("exp_avg", "exp_avg_sq"), build_layout(contents.specs)).items():
             key, _, name = stored.partition(".")
-            self._optimizer.state[named[name]][key] = memory
+            self.optimizer.state[named[name]][key] = memory
 
     def record(self, loss: float) -> IterationRecord:
         """Return what is recorded of the iteration; all figures follow from the seed."""

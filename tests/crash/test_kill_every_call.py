@@ -29,9 +29,9 @@ def kill_some(folder: Path, name: str, count: int) -> None:
     assert broken == {}
 
 
-@pytest.mark.parametrize("name", [NAMES[0], NAMES[3]])
-def test_a_kill_at_some_calls_is_survived(tmp_path: Path, name: str) -> None:
-    kill_some(tmp_path, name, 6)
+@pytest.mark.parametrize(("name", "count"), [(NAMES[0], 6), (NAMES[3], 6), ("library, 2 ranks", 3)])
+def test_a_kill_at_some_calls_is_survived(tmp_path: Path, name: str, count: int) -> None:
+    kill_some(tmp_path, name, count)
 
 
 @pytest.mark.slow

@@ -1,10 +1,14 @@
 """A checkpoint library: whole logical tensors, written in place by all ranks, committed by one rename.
 
-    from trainer.checkpoint import save, load
+    from trainer.checkpoint import save, load                          a model and its optimizer
+    from trainer.checkpoint import save_state_dict, load_state_dict    a nested state dict, on any group of ranks
+    from trainer.checkpoint import AsyncSaver                          both in the background
 
 It needs nothing of the trainer around it and works on any torch model and optimizer.
 """
 
 from trainer.checkpoint.api import load, save
+from trainer.checkpoint.async_saver import AsyncSaver
+from trainer.checkpoint.state_dict import load_state_dict, save_state_dict
 
-__all__ = ["load", "save"]
+__all__ = ["AsyncSaver", "load", "load_state_dict", "save", "save_state_dict"]

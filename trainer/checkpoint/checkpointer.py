@@ -129,7 +129,7 @@ class Checkpointer:
         self._owned: OwnedFolder | None = None
         if policy.folder is not None:
             self._owned = OwnedFolder(CheckpointFolder(policy.folder, files or Files()), channel, nonce, hosts)
-        self._hosts, self._local = hosts or Hosts.shared(channel.world_size), local
+        self._hosts, self._local = hosts or Hosts.of(channel.ranks), local
         self._worker = Worker("checkpoint")
         # A clone has a connection of its own, which a run that saves nothing does not need.
         self._worker_channel = channel if self._owned is None else channel.clone(_PATIENCE * policy.commit_timeout_s)
@@ -211,7 +211,7 @@ class Checkpointer:
         if self._saved.has(iteration, with_optimizer=has_optimizer):
             _log.info("iteration %d is saved already, nothing to do", iteration)
             self._local_ranks.refuse(self._channel, name)  # a rank on which that save is in doubt may try again
-            if self._channel.rank == 0:
+            if self._channel.coordinates:
                 messages.already_committed(self._channel, name, iteration)
             self._keep([(iteration, name)])
             return None
@@ -344,11 +344,11 @@ class Checkpointer:
 
     def _ended(self, report: SaveReport) -> None:
         self.results.add(report)
-        if report.error is not None and self._channel.rank == 0:
+        if report.error is not None and self._channel.coordinates:
             _log.error("iteration %d was not saved: %s", report.iteration, report.error)
 
     def _new_shared_state(self) -> SharedCommitState:
-        return SharedCommitState(self._channel.rank, self._channel.world_size, self._hosts.leaders)
+        return SharedCommitState(self._channel.rank, self._channel.ranks, self._hosts.leaders)
 
     def _hold_back(self, optimizer: torch.optim.Optimizer, save_job: SaveJob) -> torch.utils.hooks.RemovableHandle:
         """Let the optimizer's next step begin only when live memory may change."""

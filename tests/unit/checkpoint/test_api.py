@@ -233,6 +233,32 @@ def test_a_part_of_a_checkpoint_loads_when_not_strict(tmp_path: Path) -> None:
     assert_equal(dict(target.state_dict()), {f"0.{k}": v for k, v in source[0].state_dict().items()})
 
 
+def test_a_load_that_is_not_strict_returns_the_missing_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    path = save(tmp_path, source, OPTIMIZERS["sgd"](source.parameters()), iteration=1, state={"epoch": 3})
+    target = nn.Sequential(nn.Linear(2, 2), nn.Identity(), nn.Linear(2, 2))
+    kept = copy.deepcopy(dict(target[2].state_dict()))
+    with pytest.raises(MismatchError, match=r"2\.weight is missing; 2\.bias is missing; 1\.weight is unexpected"):
+        load(path, target)
+    found = load(path, target, strict=False)
+    assert found == {"epoch": 3, "iteration": 1}
+    assert (found.missing_keys, found.unexpected_keys) == (["2.weight", "2.bias"], ["1.weight", "1.bias"])
+    assert caplog.records[1].message == f"not in {path}: 2 names, which keep their values: 2.weight, 2.bias"
+    assert_equal(dict(target[2].state_dict()), kept)
+    assert torch.equal(target[0].weight, source[0].weight)
+    whole = load(path, source)
+    assert (whole.missing_keys, whole.unexpected_keys) == ([], [])
+
+
+def test_an_untied_weight_is_read_under_its_other_name(tmp_path: Path) -> None:
+    model = Net()
+    save(tmp_path, model, iteration=1)
+    untied = Net()
+    untied.head.weight = nn.Parameter(torch.zeros(11, 8))
+    load(tmp_path, untied)
+    assert torch.equal(untied.head.weight, model.embed.weight)
+
+
 def test_a_load_that_is_not_strict_logs_omissions_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     optimizer = OPTIMIZERS["adamw"](source.parameters())

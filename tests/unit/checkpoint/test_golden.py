@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.fakes import SHARDINGS, Sharding, all_ranks
-from tests.golden import make
-from trainer.checkpoint import load
+from tests.golden import make, make_state_dict
+from trainer.checkpoint import load, load_state_dict, save_state_dict
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
@@ -20,6 +20,7 @@ from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import LiveTensor
 
 GOLDEN = Path(make.__file__).parent / "format1" / "iter_0000007"
+STATE_DICT = GOLDEN.parents[1] / "format1_state_dict" / GOLDEN.name
 VALUES = make.values()
 
 
@@ -106,3 +107,28 @@ def test_format_1_loads_into_any_model_and_its_optimizer() -> None:
     assert {name: bits(value) for name, value in found.items()} == {n: bits(value) for n, value in VALUES.items()}
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.25, (0.5, 0.75), 0.125)
+
+
+def leaves(value: object) -> list[object]:
+    """Return a nested value as a list of its keys, values, and bits of tensors."""
+    if isinstance(value, torch.Tensor):
+        return [value.dtype, value.shape, bits(value)]
+    if isinstance(value, dict):
+        return [leaf for key, member in value.items() for leaf in (key, *leaves(member))]
+    if isinstance(value, list | tuple):
+        return [type(value), *(leaf for member in value for leaf in leaves(member))]
+    return [value]
+
+
+def test_the_golden_state_dict_loads_in_place() -> None:
+    found = make_state_dict.state_dict(scale=2)
+    assert load_state_dict(STATE_DICT, found) == {"iteration": make_state_dict.ITERATION}
+    assert leaves(found) == leaves(make_state_dict.state_dict())
+
+
+def test_the_golden_state_dict_is_written_as_it_was(tmp_path: Path) -> None:
+    path = save_state_dict(tmp_path, make_state_dict.state_dict(), iteration=make_state_dict.ITERATION)
+    assert len(tensor_files(path)) == 3
+    assert tensor_files(path) == tensor_files(STATE_DICT)
+    for name in ("trainer_state.json", "model.safetensors.index.json"):
+        assert (path / name).read_bytes() == (STATE_DICT / name).read_bytes()

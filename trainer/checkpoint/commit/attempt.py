@@ -56,8 +56,8 @@ class Copying(Protocol):
 class SharedCommitState:
     """The state of one attempt on one rank, shared by its worker and its main thread."""
 
-    def __init__(self, rank: int, world_size: int, leaders: Sequence[int] = (0,)) -> None:
-        self._state = CommitState.of(rank, world_size, leaders)
+    def __init__(self, rank: int, ranks: Sequence[int], leaders: Sequence[int] = ()) -> None:
+        self._state = CommitState.of(rank, ranks, leaders)
         self._lock = threading.Lock()
 
     @property

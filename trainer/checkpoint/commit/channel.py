@@ -38,6 +38,8 @@ class StoreChannel:
         rank: this rank.
         world_size: how many ranks share the channel.
         timeout_s: how long to wait for the message of a peer.
+        ranks: their numbers, the coordinator's first; by default all from 0 on. Where this says rank 0, it means the
+            coordinator.
 
     Every method may be called from any thread, but a channel serves one thread at a time: `clone` for another. All
     ranks make the same calls of `gather`, `broadcast` and `agree` in the same order on a channel, or on clones of it.
@@ -46,18 +48,31 @@ class StoreChannel:
     past them. A message sent by `put` stays until `take` or `delete`: see `protocol.delete_messages` for saves.
     """
 
-    def __init__(self, store: Store, rank: int, *, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, *, world_size: int, timeout_s: float, ranks: Sequence[int] | None = None
+    ) -> None:
         self._source = store
         self._store = store if world_size == 1 else store.clone()  # type: ignore[attr-defined]
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self.ranks = tuple(range(world_size) if ranks is None else ranks)
         self._broadcasts: list[str] = []  # rank 0's since its last `gather`
 
     def clone(self, timeout_s: float | None = None) -> StoreChannel:
         """Return a channel on the same store with its own connection."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        return StoreChannel(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s)
+        return StoreChannel(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s, ranks=self.ranks)
+
+    @property
+    def coordinator(self) -> int:
+        """Return the rank that decides for all."""
+        return self.ranks[0]
+
+    @property
+    def coordinates(self) -> bool:
+        """Return whether this rank is the coordinator."""
+        return self.rank == self.coordinator
 
     def store(self, prefix: str, timeout_s: float) -> Store:
         """Return the store below a prefix with a connection of its own, for a process group that is not the run's."""
@@ -140,24 +155,27 @@ class StoreChannel:
                 raise self._lost(key, error) from error
 
     def gather(self, key: str, data: bytes) -> list[bytes]:
-        """Send `data` to rank 0 and return, on rank 0 only, the data of all ranks in order; an empty list on others."""
-        if self.rank:
+        """Send `data` to rank 0 and return, on rank 0 only, the data of all ranks in the order of `ranks`.
+
+        The others get an empty list.
+        """
+        if not self.coordinates:
             self.put(f"{key}/{self.rank}", data)
             return []
-        others = [self.take(f"{key}/{rank}", sender=f"rank {rank}") for rank in range(1, self.world_size)]
+        others = [self.take(f"{key}/{rank}", sender=f"rank {rank}") for rank in self.ranks[1:]]
         self.delete(self._broadcasts)
         self._broadcasts.clear()
         return [data, *others]
 
     def broadcast(self, key: str, data: bytes | None) -> bytes:
         """Return rank 0's `data` on every rank."""
-        if self.rank == 0:
+        if self.coordinates:
             assert data is not None
             if self.world_size > 1:
                 self.put(key, data)
                 self._broadcasts.append(key)
             return data
-        return self.read(key, sender="rank 0")
+        return self.read(key, sender=f"rank {self.coordinator}")
 
     def agree(self, key: str, problem: TrainerError | None) -> None:
         """Let every rank go on only if none has a problem.
@@ -167,7 +185,7 @@ class StoreChannel:
                 LockError, LaunchError or UnreadableError stays one, any other becomes a CheckpointError.
         """
         messages = self.gather(f"{key}/problem", b"" if problem is None else _pack(problem))
-        found = [(rank, *_unpack(data)) for rank, data in enumerate(messages) if data]
+        found = [(rank, *_unpack(data)) for rank, data in zip(self.ranks, messages, strict=False) if data]
         decision = b"".join(_pack(kind(f"Rank {rank}: {text}")) for rank, kind, text in found[:1])
         decision = self.broadcast(f"{key}/decision", decision)
         if decision:
@@ -196,8 +214,8 @@ class StoreChannel:
             but: ranks that will send nothing any more.
         """
         with contextlib.suppress(dist.DistError):
-            others = [f"left/{rank}" for rank in range(1, self.world_size) if rank not in but]
-            if self.rank == 0 and others:
+            others = [f"left/{rank}" for rank in self.ranks[1:] if rank not in but]
+            if self.coordinates and others:
                 self._await(others, _EXIT_GRACE_S)
 
     def failure(self) -> str | None:
@@ -214,7 +232,7 @@ class StoreChannel:
 
     def silent_ranks(self, timeout_s: float) -> list[int]:
         """Return the ranks that do not answer a failure in time. After `fail`."""
-        ranks = range(self.world_size)
+        ranks = self.ranks
         with contextlib.suppress(dist.DistError):
             if not self._await([f"here/{rank}" for rank in ranks], timeout_s):
                 return [rank for rank in ranks if not self._store.check([f"here/{rank}"])]

@@ -169,6 +169,7 @@ class CommitState:
         missing: on rank 0, the ranks whose report is not in.
         unprepared: on rank 0, the leaders of other hosts whose answer is not in.
         leads: whether this is the leader of another host than rank 0's, with a folder of its own.
+        coordinates: whether this rank decides. It is rank 0, unless a group of ranks names another.
         problem: the first reason why it cannot become a checkpoint.
         outcome: set once it is decided, on rank 0 before the broadcast.
     """
@@ -177,20 +178,23 @@ class CommitState:
     missing: frozenset[int]
     unprepared: frozenset[int] = frozenset()
     leads: bool = False
+    coordinates: bool = False
     stage: CommitStage = CommitStage.WRITING
     problem: str | None = None
     outcome: Outcome | None = None
 
     @staticmethod
-    def of(rank: int, world_size: int, leaders: Sequence[int] = (0,)) -> CommitState:
+    def of(rank: int, ranks: Sequence[int], leaders: Sequence[int] = ()) -> CommitState:
         """Return the state at the start.
 
         Args:
-            leaders: the leader of each host that has a folder of its own; rank 0 alone where they share one.
+            ranks: all ranks, the coordinator first.
+            leaders: the leader of each host that has a folder of its own; the coordinator alone where they share one.
         """
-        if rank:
+        if rank != ranks[0]:
             return CommitState(rank, frozenset(), leads=rank in leaders)
-        return CommitState(rank, frozenset(range(1, world_size)), frozenset(leaders) - {0})
+        others, leaders_of_others = frozenset(ranks[1:]), frozenset(leaders) - {rank}
+        return CommitState(rank, others, leaders_of_others, coordinates=True)
 
 
 def advance(state: CommitState, event: Event) -> tuple[CommitState, Action]:
@@ -206,14 +210,14 @@ def advance(state: CommitState, event: Event) -> tuple[CommitState, Action]:
         return _aborted(state, event.why)
     if state.stage is CommitStage.ENDED:
         return state, Action.END
-    return _advance_rank0(state, event) if state.rank == 0 else _advance_other(state, event)
+    return _advance_rank0(state, event) if state.coordinates else _advance_other(state, event)
 
 
 def _aborted(state: CommitState, why: str) -> tuple[CommitState, Action]:
-    is_open = _BEFORE_RENAME if state.rank == 0 else {CommitStage.WRITING}
+    is_open = _BEFORE_RENAME if state.coordinates else {CommitStage.WRITING}
     if state.stage not in is_open:
         return state, Action.NOTHING
-    action = Action.BROADCAST if state.rank == 0 else Action.REPORT
+    action = Action.BROADCAST if state.coordinates else Action.REPORT
     return replace(state, stage=CommitStage.ENDED, problem=state.problem or why, outcome=Outcome.FAILED), action
 
 

@@ -49,17 +49,17 @@ def refuse_other_iterations(iterations: Mapping[int, int]) -> None:
         )
 
 
-def find(reports: Sequence[RankReport]) -> Disagreement | None:
-    """Return the first disagreement in the reports, which are in rank order; None if the ranks agree.
+def find(reports: Mapping[int, RankReport]) -> Disagreement | None:
+    """Return the first disagreement in the reports, given by rank in ascending order; None if the ranks agree.
 
     A rank whose part failed reports no digests of replicas.
     """
-    sides = _sides({rank: report.identity for rank, report in enumerate(reports)})
+    sides = _sides({rank: report.identity for rank, report in reports.items()})
     if len(sides) > 1:
         return Disagreement(sides)
     boxes: dict[int, dict[int, object]] = defaultdict(dict)
     contents: dict[int, dict[int, object]] = defaultdict(dict)
-    for rank, report in enumerate(reports):
+    for rank, report in reports.items():
         for group in report.groups:
             boxes[group.ranks][rank] = group.size, group.boxes
             contents[group.ranks][rank] = group.content
@@ -94,7 +94,7 @@ def explain(found: Disagreement, tables: Sequence[bytes]) -> TrainerError:
         expected="the same table of tensors on every rank",
         found=f"{count}{named}",
         fix="Nothing was saved. Give all ranks the same model and optimizer: the stages of a pipeline, which differ by "
-        "rank, cannot be saved like this.",
+        "rank, cannot be saved like this. `save_state_dict` saves them.",
     )
 
 

@@ -22,12 +22,17 @@ class Hosts:
 
     @staticmethod
     def shared(world_size: int) -> Hosts:
-        """Return the one host of a folder that all ranks share."""
-        return Hosts(("",), (tuple(range(world_size)),))
+        """Return the one host of a folder that all ranks, from 0 on, share."""
+        return Hosts.of(range(world_size))
+
+    @staticmethod
+    def of(ranks: Sequence[int]) -> Hosts:
+        """Return the one host of a folder that these ranks share; the first coordinates."""
+        return Hosts(("",), (tuple(ranks),))
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """Return the leader of each host; the first is rank 0, which coordinates a save."""
+        """Return the leader of each host; the first is that of the rank that coordinates a save, rank 0."""
         return tuple(ranks[0] for ranks in self.ranks)
 
     def number_of(self, rank: int) -> int:

@@ -93,7 +93,7 @@ def delete_messages(channel: StoreChannel, name: str) -> None:
     """
     if channel.world_size == 1:
         return
-    key, ranks = key_of(name), range(channel.world_size)
+    key, ranks = key_of(name), channel.ranks
     kinds = ("report", "table", "stripes", "marked", "prepared")
     of_ranks = [f"{key}/{kind}/{rank}" for kind in kinds for rank in ranks]
     channel.delete([f"{key}/decision", f"{key}/decision/last", f"{key}/files", *of_ranks])

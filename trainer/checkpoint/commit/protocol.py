@@ -119,7 +119,7 @@ class TwoPhaseCommit:
         Raises:
             CheckpointError: if one of them is not known here.
         """
-        return self._exchange.unpack(self._channel.read(f"{self._key}/files", sender="rank 0"))
+        return self._exchange.unpack(self._channel.read(f"{self._key}/files", sender=self._coordinator))
 
     def prepared(self) -> None:
         """Note that this host's folder is prepared.
@@ -167,7 +167,7 @@ class TwoPhaseCommit:
         """Note that this host's folder has its final name; on rank 0, that the checkpoint exists."""
         self._take(commit_state.Renamed())
         if self._copying is not None:
-            if self._channel.rank == 0:
+            if self._channel.coordinates:
                 self._statuses[0] = self._copying.status()
                 self._order = self._copying.decide([self._statuses[rank] for rank in self._attempt.hosts.leaders])
             self._copying.committed(self._attempt, self._order)
@@ -193,6 +193,10 @@ class TwoPhaseCommit:
         known = self._shared.current
         if known.outcome is not Outcome.COMMITTED:
             raise self._error or CheckpointError(str(known.problem).rstrip("."))
+
+    @property
+    def _coordinator(self) -> str:
+        return f"rank {self._channel.coordinator}"
 
     def _take(self, event: Event) -> None:
         self._action = self._shared.take(event)
@@ -224,12 +228,12 @@ class TwoPhaseCommit:
         """Wait for rank 0's request to prepare, on the leader of another host, or its decision."""
         if self._shared.current.leads:
             keys = [f"{self._key}/files", f"{self._key}/decision"]
-            if self._channel.await_any(keys, sender="rank 0", check=_go_on) == keys[0]:
+            if self._channel.await_any(keys, sender=self._coordinator, check=_go_on) == keys[0]:
                 return commit_state.AskedToPrepare()
         return self._decided(self._await_decision())
 
     def _collect(self) -> None:
-        others = range(1, self._channel.world_size)
+        others = self._channel.ranks[1:]
         try:
             found = [self._channel.take(f"{self._key}/report/{rank}", sender=f"rank {rank}") for rank in others]
             self.has_all_reports = True
@@ -244,8 +248,8 @@ class TwoPhaseCommit:
             self._error = error
             self._take(commit_state.Failed(text_of(error)))
             return
-        for rank in others:
-            self._take(commit_state.ReportArrived(rank, self._reports[rank].problem))
+        for rank, report in zip(others, self._reports[1:], strict=True):
+            self._take(commit_state.ReportArrived(rank, report.problem))
 
     def _require_agreement(self) -> None:
         """Refuse reports of ranks that do not save the same thing; two of them are asked for their tables.
@@ -254,23 +258,24 @@ class TwoPhaseCommit:
             CheckpointError: naming the first differences and the ranks.
             LaunchError: if a rank does not answer.
         """
-        disagreement.refuse_other_iterations({r: report.iteration for r, report in enumerate(self._reports)})
-        found = disagreement.find(self._reports)
+        reports = dict(sorted(zip(self._channel.ranks, self._reports, strict=True)))
+        disagreement.refuse_other_iterations({rank: report.iteration for rank, report in reports.items()})
+        found = disagreement.find(reports)
         if found is None:
             return
-        asked = [rank for rank in found.witnesses if rank]
+        asked = [rank for rank in found.witnesses if rank != self._channel.rank]
         self._channel.put(f"{self._key}/decision", _ASK + " ".join(map(str, asked)).encode())
         tables = {rank: self._channel.read(f"{self._key}/table/{rank}", sender=f"rank {rank}") for rank in asked}
         tables[self._channel.rank] = self._inventory.to_bytes()
         raise disagreement.explain(found, [tables[rank] for rank in found.witnesses])
 
     def _await_decision(self) -> bytes:
-        decision = self._channel.read(f"{self._key}/decision", sender="rank 0")
+        decision = self._channel.read(f"{self._key}/decision", sender=self._coordinator)
         if not decision.startswith(_ASK):
             return decision
         if self._channel.rank in map(int, decision[len(_ASK) :].split()):
             self._channel.put(f"{self._key}/table/{self._channel.rank}", self._inventory.to_bytes())
-        return self._channel.read(f"{self._key}/decision/last", sender="rank 0")
+        return self._channel.read(f"{self._key}/decision/last", sender=self._coordinator)
 
     def _decided(self, decision: bytes) -> Event:
         if not decision.startswith(OK):
@@ -278,7 +283,9 @@ class TwoPhaseCommit:
         number, _, self._order = decision[len(OK) :].partition(b" ")
         iteration = int(number)
         if iteration != self._attempt.iteration:
-            return commit_state.Decision(f"Rank 0 saved iteration {iteration}, this rank {self._attempt.iteration}")
+            return commit_state.Decision(
+                f"{self._coordinator.capitalize()} saved iteration {iteration}, this rank {self._attempt.iteration}"
+            )
         return commit_state.Decision(None)
 
 

@@ -47,11 +47,12 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class TensorKind(Enum):
-    """The family of files that a tensor is stored in."""
+    """The family of files that a tensor is stored in: weights, adapters, optimizer state, the rest of a state dict."""
 
     MODEL = "model"
     ADAPTER = "adapter"
     OPTIMIZER = "optimizer"
+    EXTRA = "extra"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,16 @@ def file_name(kind: TensorKind, index: int, count: int) -> str:
         return ADAPTERS
     if kind is TensorKind.MODEL and count == 1:
         return "model.safetensors"
-    stem = "model" if kind is TensorKind.MODEL else "optimizer/optimizer"
+    stem = "model" if kind is TensorKind.MODEL else f"{kind.value}/{kind.value}"
     return f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def kind_of_file(name: str) -> TensorKind:
+    """Return the family of a tensor file, by its name in the checkpoint."""
+    if name == ADAPTERS:
+        return TensorKind.ADAPTER
+    folder = name.split("/")[0]
+    return next((kind for kind in (TensorKind.OPTIMIZER, TensorKind.EXTRA) if folder == kind.value), TensorKind.MODEL)
 
 
 def model_index(layout: Layout) -> dict[str, object]:

@@ -44,12 +44,18 @@ class LoadReport:
 
 
 def check_tensors(
-    specs: Sequence[TensorSpec], places: Mapping[str, Place], *, where: object, is_partial: bool = False
+    specs: Sequence[TensorSpec],
+    places: Mapping[str, Place],
+    *,
+    where: object,
+    is_partial: bool = False,
+    further: Sequence[str] = (),
 ) -> None:
     """Compare all expected tensors with those in the checkpoint, before anything is copied.
 
     Args:
         is_partial: whether the checkpoint may have others.
+        further: problems that the caller has found, listed after these.
 
     Raises:
         MismatchError: listing every missing or unexpected tensor and every difference in shape or dtype.
@@ -69,6 +75,7 @@ def check_tensors(
     if not is_partial:
         names = (name for name, place in places.items() if place.spec.kind in kinds and name not in wanted)
         problems += [f"{name} is unexpected" for name in names]
+    problems += further
     if problems:
         shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
         raise MismatchError("The checkpoint's tensors are not the model's", where=where, found=shown)

@@ -14,9 +14,9 @@ from trainer.checkpoint.format import host_file, json_file, manifest
 from trainer.checkpoint.format import safetensors_file as header
 from trainer.checkpoint.format.host_file import HostFile
 from trainer.checkpoint.format.json_file import Json
-from trainer.checkpoint.format.layout import Place, TensorKind, TensorSpec
+from trainer.checkpoint.format.layout import Place, TensorSpec, kind_of_file
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest
-from trainer.checkpoint.format.names import ADAPTERS, FORMAT, HOST, INDEX, MANIFEST, STATE
+from trainer.checkpoint.format.names import FORMAT, HOST, INDEX, MANIFEST, STATE
 from trainer.checkpoint.loading.gather import Gatherer
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import named_iteration
@@ -258,7 +258,7 @@ def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
 
 def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
     path = checkpoint.path / name
-    kind = _kind_of(name)
+    kind = kind_of_file(name)
     total_bytes = checkpoint.manifest.files[name].total_bytes
     with open_tensor_file(checkpoint.files, path) as file:
         data = read_header(file, total_bytes, where=path)
@@ -267,12 +267,6 @@ def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
     table, length = json_file.parse(data[8:], where=path), len(data) - 8
     specs = header.parse(table, kind, data_bytes=total_bytes - 8 - length, where=path)
     return [Place(_as_written(checkpoint, spec, where=path), name, 8 + length + offset) for spec, offset in specs]
-
-
-def _kind_of(file: str) -> TensorKind:
-    if file.startswith("optimizer/"):
-        return TensorKind.OPTIMIZER
-    return TensorKind.ADAPTER if file == ADAPTERS else TensorKind.MODEL
 
 
 def not_held(checkpoint: Checkpoint, place: Place, number: int) -> CheckpointError:

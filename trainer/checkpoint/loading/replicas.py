@@ -43,8 +43,9 @@ def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) 
     mine = [tensors for group, tensors in groups.items() if _DIGEST.pack(digest_of_ranks(group)) == odd_group]
     details = channel.gather(f"{key}/tensors", b"".join(digest for tensors in mine for digest in tensors.values()))
     problem: ReplicaError | None = None
-    if channel.rank == 0:
-        problem = _describe([(rank, data) for rank, data in enumerate(details) if data], live, odd_group)
+    if channel.coordinates:
+        by_rank = sorted(zip(channel.ranks, details, strict=True))
+        problem = _describe([(rank, data) for rank, data in by_rank if data], live, odd_group)
     channel.agree(f"{key}/differs", problem)
 
 

@@ -95,13 +95,14 @@ class Restorer:
         local = self._local if with_local else None
         chooser = Chooser(source, self._files, check, patience=self._patience, local=local)
         damage: TrainerError | None = None
+        problem: TrainerError | None
         while True:
             path, digest, loaded_from = self._pick(chooser, damage, check, live)
-            problem: TrainerError | None = None
+            problem, reader = None, self._channel.coordinator
             try:
-                if self._channel.rank:
-                    await_sight(path / MANIFEST, self._patience, rank=self._channel.rank)
-                checkpoint = open_same(path, digest, self._files)
+                if not self._channel.coordinates:
+                    await_sight(path / MANIFEST, self._patience, rank=self._channel.rank, reader=reader)
+                checkpoint = open_same(path, digest, self._files, reader=reader)
                 if verify_all:
                     self._verify(checkpoint)
                 tensors = live(checkpoint)
@@ -146,7 +147,7 @@ class Restorer:
         while True:
             problem: TrainerError | None = None
             picked = ""
-            if self._channel.rank == 0:
+            if self._channel.coordinates:
                 try:
                     if damage is not None:
                         chooser.skip(damage)
@@ -154,7 +155,7 @@ class Restorer:
                 except TrainerError as error:
                     problem = error
             self._agree(problem)
-            digest = f"{chooser.digest} " if self._channel.rank == 0 else ""
+            digest = f"{chooser.digest} " if self._channel.coordinates else ""
             message = self._channel.broadcast(self._key("pick"), f"{digest}{picked}".encode()).decode()
             digest, _, found = message.partition(" ")
             path = Path(found)
@@ -194,7 +195,7 @@ class Restorer:
         return self._local.heal(path)
 
     def _verify(self, checkpoint: Checkpoint) -> None:
-        rank, world_size = self._channel.rank, self._channel.world_size
+        rank, world_size = self._channel.ranks.index(self._channel.rank), self._channel.world_size
         if checkpoint.host is not None and self._local is not None:
             rank, world_size = self._local.share
         places = read_places(checkpoint)

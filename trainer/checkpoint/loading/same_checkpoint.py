@@ -11,7 +11,7 @@ from trainer.checkpoint.storage.shared_folder import look_again, on_this_host
 from trainer.errors import CheckpointError, MismatchError, UnreadableError
 
 
-def open_same(path: Path, digest: str, files: Files) -> Checkpoint:
+def open_same(path: Path, digest: str, files: Files, *, reader: int = 0) -> Checkpoint:
     """Open the checkpoint picked by rank 0, with retries: a network file system may first show an older or partial one.
 
     Rank 0 found the checkpoint complete, so a problem here means that this host reads other files, not that the
@@ -19,6 +19,7 @@ def open_same(path: Path, digest: str, files: Files) -> Checkpoint:
 
     Args:
         digest: digest of the manifest that rank 0 read.
+        reader: that rank, where it is another one.
 
     Raises:
         MismatchError: if this rank still reads another manifest, or finds a file missing or damaged, after
@@ -42,7 +43,7 @@ def open_same(path: Path, digest: str, files: Files) -> Checkpoint:
     found = look_again(problem, path)
     if found:
         raise MismatchError(
-            "This host reads another checkpoint than rank 0 under the same path",
+            f"This host reads another checkpoint than rank {reader} under the same path",
             where=on_this_host(path / MANIFEST),
             expected=f"digest {digest}",
             found=found,

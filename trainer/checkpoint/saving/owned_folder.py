@@ -37,7 +37,7 @@ class OwnedFolder:
 
     def __init__(self, folder: CheckpointFolder, channel: StoreChannel, nonce: str, hosts: Hosts | None = None) -> None:
         self.folder = folder
-        self.hosts = hosts or Hosts.shared(channel.world_size)
+        self.hosts = hosts or Hosts.of(channel.ranks)
         self.lock: FolderLock | None = None
         self._channel, self._nonce = channel, nonce
         self._is_local = hosts is not None
@@ -115,7 +115,7 @@ class OwnedFolder:
         mark = self.folder.mark(self._nonce)
         try:
             if not self._leads:
-                require_mark(mark, self.folder.files, is_local=self._is_local)
+                require_mark(mark, self.folder.files, leader=self._channel.coordinator, is_local=self._is_local)
         except TrainerError as error:
             problem = error
         try:

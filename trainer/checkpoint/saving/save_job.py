@@ -128,7 +128,7 @@ class SaveJob:
             self.committed_at = time.perf_counter()
         except BaseException as error:
             self.local_ranks.drop()
-            if self.channel.rank == 0 or self.shared.current.outcome is Outcome.FAILED:
+            if self.channel.coordinates or self.shared.current.outcome is Outcome.FAILED:
                 self._remove(attempt.partial)
             if isinstance(error, TrainerError) and self.lock is not None:
                 self.lock.refuse_if_taken()  # a successor sweeps what is being written: that was no fault of the disk
@@ -185,8 +185,8 @@ class SaveJob:
             if self._leads:
                 parts = len(attempt.hosts.leaders)
                 require_room(attempt, self.contents.documents, self.retention, parts=parts)
-                if self._is_marked:
-                    _leave_mark(attempt, partial)
+                if self._is_marked or not attempt.layout.files:
+                    _make_folder(attempt, partial, is_marked=self._is_marked)
                 is_marked = True
             return sharing
         finally:
@@ -205,7 +205,8 @@ class SaveJob:
         if not messages.await_marked(self.channel, attempt, check=self.snapshot.check):
             return
         try:
-            require_mark(attempt.mark, files, is_local=self.local is not None)
+            leader = attempt.hosts.leader_of(self.channel.rank)
+            require_mark(attempt.mark, files, leader=leader, is_local=self.local is not None)
         except TrainerError:
             with contextlib.suppress(OSError):
                 files.remove_tree(partial)
@@ -216,7 +217,7 @@ class SaveJob:
         documents, aliases = self.contents.documents, self.contents.aliases
         if self._is_marked:
             _remove_mark(self.attempt)
-        if self.channel.rank == 0:
+        if self.channel.coordinates:
             is_local = self.local is not None
             files = finish.json_files(
                 self.attempt, commit.pieces(), documents=documents, aliases=aliases, is_local=is_local
@@ -247,7 +248,7 @@ class SaveJob:
         Another leader than rank 0 removes folders only after a commit: one in doubt may be the newest checkpoint.
         """
         folder = self.attempt.folder
-        is_first = self.channel.rank == 0
+        is_first = self.channel.coordinates
         if is_first or self.shared.current.outcome is Outcome.COMMITTED:
             for iteration, name in self.earlier:
                 self._remove(folder.partial(iteration, name))
@@ -270,11 +271,13 @@ class SaveJob:
             _log.error("%s could not be removed, the next start sweeps it: %s", partial, error)
 
 
-def _leave_mark(attempt: Attempt, partial: Path) -> None:
+def _make_folder(attempt: Attempt, partial: Path, *, is_marked: bool) -> None:
+    """Make the folder before any rank writes a file of tensors, if there is one, and leave the mark."""
     files = attempt.folder.files
     try:
         files.make_folder(partial)
-        files.mark(attempt.mark)
+        if is_marked:
+            files.mark(attempt.mark)
     except OSError as error:
         raise _marking_failed(attempt, error) from error
 

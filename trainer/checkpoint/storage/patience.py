@@ -112,8 +112,8 @@ class Patience:
             yield True
 
 
-def await_sight(path: Path, patience: Patience, *, rank: int) -> None:
-    """Wait until this rank sees a file that rank 0 has read: a file system may show it late.
+def await_sight(path: Path, patience: Patience, *, rank: int, reader: int = 0) -> None:
+    """Wait until this rank sees a file that rank `reader` has read: a file system may show it late.
 
     Raises:
         UnreadableError: if the file is still missing or inaccessible when time is up.
@@ -129,10 +129,10 @@ def await_sight(path: Path, patience: Patience, *, rank: int) -> None:
         if not is_damage(error):
             raise unreadable(error, where=path) from error
         raise UnreadableError(
-            f"Rank {rank} on host {socket.gethostname()} does not see the checkpoint that rank 0 loads",
+            f"Rank {rank} on host {socket.gethostname()} does not see the checkpoint that rank {reader} loads",
             where=path.parent,
             found=error.strerror,
-            fix="Nothing was changed. Mount the folder that rank 0 sees on every host, under the same path.",
+            fix=f"Nothing was changed. Mount the folder that rank {reader} sees on every host, under the same path.",
         ) from error
 
 

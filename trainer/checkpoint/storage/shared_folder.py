@@ -36,10 +36,11 @@ def why_unseen(mark: Path, files: Files) -> str:
     return look_again(lambda: _problem_of(mark, files), mark.parent)
 
 
-def require_mark(mark: Path, files: Files, *, is_local: bool = False) -> None:
-    """Return as soon as this rank sees the marker file that rank 0 made.
+def require_mark(mark: Path, files: Files, *, leader: int = 0, is_local: bool = False) -> None:
+    """Return as soon as this rank sees the marker file that its leader made.
 
     Args:
+        leader: the rank that made it, where all ranks share the folder.
         is_local: whether the folder is that of one host, whose first rank made it.
 
     Raises:
@@ -48,7 +49,7 @@ def require_mark(mark: Path, files: Files, *, is_local: bool = False) -> None:
     problem = why_unseen(mark, files)
     if not problem:
         return
-    maker, what = "rank 0", "This host does not see the checkpoint folder of rank 0"
+    maker, what = f"rank {leader}", f"This host does not see the checkpoint folder of rank {leader}"
     fix = (
         "Nothing was saved. Mount the same file system at this path on every host, or let checkpoint.save name "
         f"a folder that all hosts share. {WAY_OUT}"

@@ -97,7 +97,12 @@ class Grid:
     @staticmethod
     def flat(world_size: int) -> Grid:
         """Return the grid of all ranks on one axis, with a name that no mesh uses."""
-        return Grid(np.arange(world_size), ("",))
+        return Grid.of(range(world_size))
+
+    @staticmethod
+    def of(ranks: Sequence[int]) -> Grid:
+        """Return the grid of these ranks on one axis, with a name that no mesh uses."""
+        return Grid(np.array(ranks), ("",))
 
     def holders(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
         """Return the ranks at the `fixed` coordinates, in ascending order."""
@@ -140,9 +145,9 @@ def live_tensors(
     buffers = list(_persistent_buffers(model))
     _check_memory([*((name, parameter) for parameter, name in names.items()), *buffers])
     for parameter, name in names.items():
-        yield from _locate(TensorKind.MODEL, name, parameter.detach(), grid=grid, stored=stored.get(name))
+        yield from locate(TensorKind.MODEL, name, parameter.detach(), grid=grid, stored=stored.get(name))
     for name, buffer in buffers:
-        yield from _locate(TensorKind.MODEL, name, buffer, grid=grid, stored=None)
+        yield from locate(TensorKind.MODEL, name, buffer, grid=grid)
     if optimizer is not None:
         _refuse_strangers(optimizer, names)
         yield from _optimizer_tensors(optimizer, names, grid=grid, stored=stored)
@@ -279,7 +284,7 @@ def _optimizer_tensors(
             check_memory(f"{key}.{name}", local_of(value))
             same = value.shape == parameter.shape
             owner = parameter if is_dtensor(parameter) else None
-            yield from _locate(
+            yield from locate(
                 TensorKind.OPTIMIZER,
                 f"{key}.{name}",
                 value,
@@ -299,10 +304,18 @@ def _is_tensor(key: str, value: object) -> bool:
     return True
 
 
-def _locate(
-    kind: TensorKind, name: str, tensor: torch.Tensor, *, grid: Grid, stored: Stored | None
+def locate(
+    kind: TensorKind, name: str, tensor: torch.Tensor, *, grid: Grid, stored: Stored | None = None
 ) -> Iterator[LiveTensor]:
-    """Yield the live tensor of `tensor`, or nothing if this rank has no part of it."""
+    """Yield the live tensor of `tensor`, or nothing if this rank has no part of it.
+
+    Args:
+        grid: the ranks that hold it, if it is plain.
+        stored: its on-disk form, if it differs from the live one.
+
+    Raises:
+        CheckpointError: for a placement that is not a box.
+    """
     shape = tuple(tensor.shape)
     layout = stored or Stored(shape, shape)
     coordinate = _own_coordinate(tensor)

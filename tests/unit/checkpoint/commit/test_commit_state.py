@@ -206,7 +206,7 @@ class NotingState(SharedCommitState):
     """The state of a rank, which notes who has written and prepared when the first rename begins."""
 
     def __init__(self, rank: int, attempted: Attempted) -> None:
-        super().__init__(rank, attempted.told.ranks, attempted.told.leaders)
+        super().__init__(rank, range(attempted.told.ranks), attempted.told.leaders)
         self._rank, self._attempted = rank, attempted
 
     def take(self, event: Event) -> Action:
@@ -586,7 +586,7 @@ EVENTS: st.SearchStrategy[Event] = st.sampled_from(
 @given(st.integers(0, MOST_RANKS - 1), st.sampled_from(HOSTS), st.lists(EVENTS, max_size=30))
 @settings(max_examples=1000, deadline=None)
 def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[int, ...], events: list[Event]) -> None:
-    known, whole, prepared, renames = CommitState.of(rank, MOST_RANKS, leaders), set[int](), set[int](), 0
+    known, whole, prepared, renames = CommitState.of(rank, range(MOST_RANKS), leaders), set[int](), set[int](), 0
     is_decided = False  # on another leader: whether rank 0 has decided to commit
     for event in events:
         before = known
@@ -636,6 +636,8 @@ def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[i
 @pytest.mark.parametrize("stage", list(CommitStage))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_aborting_twice_is_aborting_once(rank: int, stage: CommitStage) -> None:
-    first, action = commit_state.advance(CommitState(rank, frozenset(), stage), commit_state.Aborted("time is over"))
+    first, action = commit_state.advance(
+        CommitState(rank, frozenset(), stage=stage, coordinates=rank == 0), commit_state.Aborted("time is over")
+    )
     assert commit_state.advance(first, commit_state.Aborted("again")) == (first, Action.NOTHING)
     assert (first.outcome is Outcome.FAILED) == (action is not Action.NOTHING)

@@ -29,9 +29,9 @@ def inventory(names: dict[str, bytes], *, box: Box | None = None) -> Inventory:
     return found
 
 
-def reported(*inventories: Inventory) -> list[RankReport]:
+def reported(*inventories: Inventory) -> dict[int, RankReport]:
     reports = [RankReport(1, found.identity, found.groups()) for found in inventories]
-    return [RankReport.from_bytes(report.to_bytes()) for report in reports]
+    return {rank: RankReport.from_bytes(report.to_bytes()) for rank, report in enumerate(reports)}
 
 
 def explained(*inventories: Inventory) -> str:

@@ -20,6 +20,7 @@ from trainer.checkpoint.format.layout import (
     TensorSpec,
     build_layout,
     file_name,
+    kind_of_file,
     model_index,
 )
 from trainer.errors import CheckpointError
@@ -94,6 +95,9 @@ def test_files_are_named_as_transformers_names_shards() -> None:
     assert file_name(TensorKind.MODEL, 0, 1) == "model.safetensors"
     assert file_name(TensorKind.MODEL, 1, 12) == "model-00002-of-00012.safetensors"
     assert file_name(TensorKind.OPTIMIZER, 0, 1) == "optimizer/optimizer-00001-of-00001.safetensors"
+    assert file_name(TensorKind.EXTRA, 1, 2) == "extra/extra-00002-of-00002.safetensors"
+    for kind in TensorKind:
+        assert {kind_of_file(file_name(kind, 0, count)) for count in (1, 2)} == {kind}
 
 
 def test_index_lists_the_weights_alone() -> None:

@@ -1,0 +1,36 @@
+"""accelerate: accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py FOLDER; again after a kill."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from trainer.checkpoint import AsyncSaver, load
+
+
+def main(folder: Path, iterations: int = 12) -> None:
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    parallel, wrapped = accelerator.prepare(model, optimizer)
+    start = load(folder, model, optimizer)["iteration"] if any(folder.glob("iter_*")) else 0
+    with AsyncSaver(folder, max_checkpoint_keep=2) as saver:
+        for iteration in range(start + 1, iterations + 1):
+            seed = iteration * accelerator.num_processes + accelerator.process_index
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+            loss = (parallel(x) - x.sum(1, keepdim=True)).square().mean()
+            accelerator.backward(loss)
+            wrapped.step()
+            wrapped.zero_grad()
+            print(iteration, loss.item().hex(), flush=True)
+            if iteration % 2 == 0:
+                saver.save(iteration, model, optimizer)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,37 @@
+"""FSDP2: torchrun --nproc-per-node 2 examples/fsdp2.py FOLDER; run it again after a kill, on any number of ranks."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from trainer.checkpoint import AsyncSaver, load
+
+
+def main(folder: Path, iterations: int = 12) -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 1))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    start = load(folder, model, optimizer)["iteration"] if any(folder.glob("iter_*")) else 0
+    with AsyncSaver(folder, max_checkpoint_keep=2) as saver:
+        for iteration in range(start + 1, iterations + 1):
+            seed = iteration * dist.get_world_size() + dist.get_rank()
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(iteration, loss.item().hex(), flush=True)
+            if iteration % 2 == 0:
+                saver.save(iteration, model, optimizer)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,245 @@
+"""`AsyncSaver` in a loop of one's own: the trainer's background saves, for models and for state dicts."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+from tests.fakes import JOIN_S, FailingFiles, StuckFiles
+from tests.unit.checkpoint.saving.test_background import (
+    SMALL_CHUNK,
+    Gate,
+    RefusesDirect,
+    SlowToSync,
+    Training,
+    assert_same,
+    descriptors,
+    loaded,
+)
+from trainer.checkpoint import AsyncSaver, load_state_dict
+from trainer.checkpoint.policy import SaveReport
+from trainer.checkpoint.saving import chunks
+from trainer.errors import CheckpointError, ConfigError, LockError
+
+Save = Callable[[AsyncSaver, int, Training], None]
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", SMALL_CHUNK)
+    monkeypatch.setattr(chunks, "EXTENT_BYTES", 4 * SMALL_CHUNK)
+
+
+def save_model(saver: AsyncSaver, iteration: int, training: Training) -> None:
+    saver.save(iteration, training.net, training.optimizer)
+
+
+def save_nested(saver: AsyncSaver, iteration: int, training: Training) -> None:
+    saver.save_state_dict(iteration, nested(training), optimizers=[training.optimizer])
+
+
+def nested(training: Training) -> dict[str, object]:
+    optimizer = get_optimizer_state_dict(training.net, training.optimizer)
+    return {"model": get_model_state_dict(training.net), "optimizer": optimizer}
+
+
+WAYS: dict[str, Save] = {"model": save_model, "state dict": save_nested}
+ways = pytest.mark.parametrize("save", WAYS.values(), ids=WAYS.keys())
+
+
+def report_of(saver: AsyncSaver) -> SaveReport:
+    """Return the report of the save that is under way."""
+    saver._checkpointer.wait()
+    (report,) = saver._checkpointer.results.reports
+    return report
+
+
+@pytest.mark.parametrize("save", [save_nested, pytest.param(save_model, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("staging_bytes", [None, 0, 300_000])
+@pytest.mark.parametrize("is_placed", [True, False])
+@pytest.mark.parametrize("around_cache", [True, False])
+@pytest.mark.parametrize("writes", [0, 5, 9])
+def test_the_bytes_committed_are_those_of_the_iteration_saved(
+    tmp_path: Path, save: Save, staging_bytes: int | None, is_placed: bool, around_cache: bool, writes: int
+) -> None:
+    training = Training()
+    if is_placed:
+        training.place_like_files()
+    gate = Gate(writes, around_cache=around_cache)
+    with AsyncSaver(tmp_path, staging_bytes=staging_bytes, stall_timeout_s=20.0, files=gate) as saver:
+        expected = training.values()
+        save(saver, 1, training)
+        assert gate.is_shut.wait(20.0)
+        assert saver.is_saving
+        training.forward_backward()
+        opening = threading.Timer(0.02, gate.opened.set)
+        opening.start()
+        for _ in range(3):
+            training.step()
+        opening.join()
+        report = report_of(saver)
+        saver.wait()
+    assert_same(loaded(tmp_path / "iter_0000001"), expected)
+    if staging_bytes is None:
+        assert report.copied_bytes > training.net.frozen.nbytes + training.net.count.nbytes
+
+
+@ways
+def test_no_tensor_is_copied_once_it_is_written(tmp_path: Path, save: Save) -> None:
+    training = Training()
+    with AsyncSaver(tmp_path) as saver:
+        save(saver, 1, training)
+        report = report_of(saver)
+        training.step()
+        assert report.copied_bytes == training.net.frozen.nbytes + training.net.count.nbytes
+
+
+def test_without_optimizers_a_state_dict_is_copied_at_once(tmp_path: Path) -> None:
+    training, gate = Training(), Gate(0)
+    with AsyncSaver(tmp_path, files=gate) as saver:
+        expected = training.values()
+        saver.save_state_dict(1, nested(training))
+        training.step()
+        gate.opened.set()
+    assert_same(loaded(tmp_path), expected)
+
+
+@ways
+def test_saves_closer_than_the_disk_is_fast_never_mix(tmp_path: Path, save: Save) -> None:
+    training, expected = Training(), {}
+    with AsyncSaver(tmp_path) as saver:
+        for iteration in range(1, 9):
+            expected[iteration] = training.values()
+            save(saver, iteration, training)
+            training.step()
+    for iteration, values in expected.items():
+        assert_same(loaded(tmp_path / f"iter_{iteration:07d}"), values)
+
+
+@ways
+@pytest.mark.parametrize("kind", ["open_for_writing", "reserve", "write", "sync", "free_bytes", "rename"])
+def test_a_failed_save_is_raised_once_by_the_next_call(tmp_path: Path, save: Save, kind: str) -> None:
+    files = FailingFiles(kind, errno.ENOSPC, after=7 if kind == "write" else 0)
+    training = Training()
+    with AsyncSaver(tmp_path, staging_bytes=0, stall_timeout_s=20.0, files=files) as saver:
+        save(saver, 1, training)
+        training.step()
+        with pytest.raises(CheckpointError, match="errno 28"):
+            save(saver, 2, training)
+        files.is_armed = False
+        expected = training.values()
+        save(saver, 3, training)
+        training.step()
+        saver.wait()
+    assert_same(loaded(tmp_path), expected)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000003"]
+
+
+@ways
+def test_a_stalled_disk_ends_the_save_and_not_the_iteration(tmp_path: Path, save: Save) -> None:
+    files, training = StuckFiles(), Training()
+    training.place_like_files()
+    saver = AsyncSaver(tmp_path, staging_bytes=0, stall_timeout_s=0.1, files=files)
+    save(saver, 1, training)
+    assert files.reached.wait(20.0)
+    training.step()
+    with pytest.raises(CheckpointError, match="the disk has written nothing"):
+        saver.wait()
+    saver.wait()
+    files.released.set()
+    saver._checkpointer.drain(JOIN_S)
+    expected = training.values()
+    save(saver, 2, training)
+    training.step()
+    saver.close()
+    assert_same(loaded(tmp_path), expected)
+
+
+@ways
+def test_a_step_does_not_wait_for_bytes_to_be_durable(tmp_path: Path, save: Save) -> None:
+    files, training = SlowToSync(), Training()
+    training.place_like_files()
+    with AsyncSaver(tmp_path, staging_bytes=0, stall_timeout_s=0.1, files=files) as saver:
+        expected = training.values()
+        save(saver, 1, training)
+        assert files.reached.wait(20.0)
+        training.step()
+        assert saver.is_saving
+        files.opened.set()
+    assert_same(loaded(tmp_path), expected)
+
+
+@ways
+def test_a_file_system_that_refuses_direct_writes_gets_others(tmp_path: Path, save: Save) -> None:
+    files, training = RefusesDirect(), Training()
+    training.place_like_files()
+    with AsyncSaver(tmp_path, files=files) as saver:
+        expected = training.values()
+        save(saver, 1, training)
+    assert_same(loaded(tmp_path), expected)
+    assert files.refused > 0
+
+
+@ways
+def test_fifty_saves_leave_no_descriptor_or_hook_and_one_plan(tmp_path: Path, save: Save) -> None:
+    training, counts, plans = Training(), set(), set()
+    with AsyncSaver(tmp_path, max_checkpoint_keep=1) as saver:
+        for iteration in range(1, 51):
+            save(saver, iteration, training)
+            training.step()
+            saver.wait()
+            counts.add(
+                (threading.active_count(), len(descriptors()), len(training.optimizer._optimizer_step_pre_hooks))
+            )
+            plans.add(id(saver._checkpointer._staging._plan))
+    assert len(counts) == len(plans) == 1
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000050"]
+
+
+def test_a_tensor_that_moved_is_planned_anew(tmp_path: Path) -> None:
+    training = Training()
+    with AsyncSaver(tmp_path) as saver:
+        save_model(saver, 1, training)
+        training.net.first.bias.data = training.net.first.bias.data.clone() + 1
+        expected = training.values()
+        save_model(saver, 2, training)
+    assert_same(loaded(tmp_path), expected)
+
+
+def test_a_folder_has_one_saver(tmp_path: Path) -> None:
+    with AsyncSaver(tmp_path), pytest.raises(LockError):
+        AsyncSaver(tmp_path)
+    AsyncSaver(tmp_path).close()
+    with pytest.raises(ConfigError, match="URL"):
+        AsyncSaver("s3://bucket/run")
+
+
+def test_an_error_in_the_loop_lets_the_save_land(tmp_path: Path) -> None:
+    training = Training()
+    expected = training.values()
+
+    def fail() -> None:
+        with AsyncSaver(tmp_path) as saver:
+            save_nested(saver, 1, training)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert_same(loaded(tmp_path), expected)
+    AsyncSaver(tmp_path).close()  # the lock is free
+
+
+def test_file_bytes_divide_the_files(tmp_path: Path) -> None:
+    state = {"model": {f"w{number}": torch.full((100,), float(number)) for number in range(3)}}
+    with AsyncSaver(tmp_path, file_bytes=800) as saver:
+        saver.save_state_dict(1, state)
+    assert len(list(tmp_path.glob("iter_0000001/model-*.safetensors"))) == 2
+    again = {"model": {name: torch.zeros(100) for name in state["model"]}}
+    load_state_dict(tmp_path, again)
+    assert all(torch.equal(again["model"][name], value) for name, value in state["model"].items())

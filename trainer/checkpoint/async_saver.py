@@ -1,0 +1,211 @@
+"""Saves in the background for a loop of one's own, with the optimizer's step held back while bytes are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
+from trainer.checkpoint.group import COMMIT_TIMEOUT_S, open_channel
+from trainer.checkpoint.inline_save import check_target
+from trainer.checkpoint.model_contents import contents_of_model
+from trainer.checkpoint.nested.agreement import KnownTables
+from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.checkpoint.state_dict import contents_of_state_dict
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.tensors.live import Contents
+from trainer.errors import TrainerError
+
+
+class AsyncSaver:
+    """Saves to one folder in the background. All ranks of the group make the same calls in the same order.
+
+    A save returns while it is written. Until the bytes are written or copied, the next step of the optimizers waits;
+    everything that no optimizer changes is copied at once. A save that fails is raised by the next call of `save`,
+    `save_state_dict`, `wait` or `close`, once; committed checkpoints are untouched.
+
+        with AsyncSaver("checkpoints", max_checkpoint_keep=2) as saver:
+            for iteration in range(1, 1001):
+                train(model, optimizer)
+                if iteration % 100 == 0:
+                    saver.save(iteration, model, optimizer)
+
+    Args:
+        max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
+        file_bytes: the size in bytes at which a file is full.
+        staging_bytes: the most memory in bytes for copies; None for as much as this rank writes.
+        stall_timeout_s: seconds for which a step waits for a disk that writes nothing; then the save is given up.
+        commit_timeout_s: seconds after which a save that is not over has failed.
+        process_group: the ranks that save; None for all.
+        coordinator_rank: the global rank that holds the lock of the folder, decides, and renames.
+        from_rank0: shell patterns for the names of tensors that differ between ranks by design; see `save`.
+
+    Raises:
+        LockError: on every rank, if another job writes to the folder.
+        TrainerError: on every rank, if one of them does not see the folder of the coordinator.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        max_checkpoint_keep: int = 0,
+        file_bytes: int = DEFAULT_FILE_BYTES,
+        staging_bytes: int | None = None,
+        stall_timeout_s: float = 5.0,
+        commit_timeout_s: float = COMMIT_TIMEOUT_S,
+        process_group: dist.ProcessGroup | None = None,
+        coordinator_rank: int = 0,
+        from_rank0: Sequence[str] = (),
+        files: Files | None = None,
+    ) -> None:
+        self._channel, nonce = open_channel(process_group, coordinator_rank=coordinator_rank)
+        self._folder, self._from_rank0 = folder, tuple(from_rank0)
+        self._known, self._calls = KnownTables(), 0
+        self._last, self._last_marks = Contents((), ()), object()
+        problem = None
+        try:
+            check_target(folder, 0)
+        except TrainerError as error:
+            problem = error
+        self._channel.agree("folder", problem)
+        policy = SavePolicy(
+            Path(folder),
+            retention=Retention(max_checkpoint_keep),
+            file_bytes=file_bytes,
+            commit_timeout_s=commit_timeout_s,
+            async_save=True,
+            staging_bytes=staging_bytes,
+            stall_timeout_s=stall_timeout_s,
+        )
+        self._checkpointer = Checkpointer(policy, self._channel, nonce=nonce, files=files)
+        self._checkpointer.start()
+
+    def save(
+        self,
+        iteration: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        state: Mapping[str, object] | None = None,
+    ) -> None:
+        """Save a model and its optimizer in the background, after waiting for the save before; see `checkpoint.save`.
+
+        Raises:
+            TrainerError: on every rank, for the save before, or for what cannot be saved.
+        """
+        contents = contents_of_model(
+            self._channel,
+            self._next_key(),
+            model,
+            optimizer,
+            folder=self._folder,
+            iteration=iteration,
+            state=state,
+            from_rank0=self._from_rank0,
+            problem=self._settled(),
+        )
+        self._checkpointer.save(iteration, self._as_before(contents))
+
+    def save_state_dict(
+        self,
+        iteration: int,
+        state_dict: dict[str, Any],
+        *,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        model: nn.Module | None = None,
+    ) -> None:
+        """Save a nested state dict in the background, after waiting for the save before; see `save_state_dict`.
+
+        Args:
+            optimizers: those whose steps change tensors of the state dict, parameters or state; every other tensor is
+                copied before this returns.
+
+        Raises:
+            TrainerError: on every rank, for the save before, or for what cannot be saved.
+        """
+        contents = contents_of_state_dict(
+            self._channel,
+            self._next_key(),
+            state_dict,
+            known=self._known,
+            folder=self._folder,
+            iteration=iteration,
+            from_rank0=self._from_rank0,
+            model=model,
+            optimizers=optimizers,
+            problem=self._settled(),
+        )
+        self._checkpointer.save(iteration, self._as_before(contents))
+
+    @property
+    def is_saving(self) -> bool:
+        """Return whether a save is under way."""
+        return self._checkpointer.is_saving
+
+    def wait(self) -> None:
+        """Wait until the save that is under way is a checkpoint.
+
+        Raises:
+            TrainerError: if it did not become one.
+        """
+        problem = self._settled()
+        if problem is not None:
+            raise problem
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and let go of the folder.
+
+        Raises:
+            TrainerError: if that save did not become a checkpoint.
+        """
+        self._checkpointer.close()
+        self.wait()
+
+    def __enter__(self) -> AsyncSaver:
+        """Return the saver."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the saver; after an error a save that is under way may land, and is waited for a short time only."""
+        if error is None:
+            self.close()
+        else:
+            self._checkpointer.abandon()
+
+    def _settled(self) -> TrainerError | None:
+        """Wait for the save that is under way, and return why it failed, once."""
+        self._checkpointer.wait()
+        errors = [report.error for report in self._checkpointer.reports()]
+        return next((error for error in errors if error is not None), None)
+
+    def _next_key(self) -> str:
+        self._calls += 1
+        return f"contents/{self._calls}"
+
+    def _as_before(self, contents: Contents) -> Contents:
+        """Return the tensors of the last save where they are the same, so that it need not be planned anew."""
+        marks = _marks(contents)
+        if marks == self._last_marks:
+            contents = replace(contents, specs=self._last.specs, live=self._last.live)
+        self._last, self._last_marks = contents, marks
+        return contents
+
+
+def _marks(contents: Contents) -> object:
+    """Return a value that changes if a tensor moved, or another rank came to hold it."""
+    tensors = (
+        (t.spec, t.box, t.replicas, t.is_copy, t.local.data_ptr(), t.local.stride(), t.local.device)
+        for t in contents.live
+    )
+    return (contents.specs, *tensors)
