@@ -45,6 +45,27 @@ class RopeScaling:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters on frozen projections: W x + (alpha / rank) B A x, of which A and B are trained.
+
+    Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"; meanings are those of PEFT.
+
+    Args:
+        rank: rows of A and columns of B; 0 trains no adapters, and the whole model instead.
+        alpha: numerator of the scale of the product.
+        dropout: probability of dropout of the input of A.
+        target_modules: projections that get an adapter, by the ends of their module names in transformers, as in
+            `[q_proj,v_proj]`; null takes PEFT's choice for the family: `c_attn` for gpt2, `q_proj` and `v_proj` for the
+            others.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: list[str] | None = None
+
+
+@dataclass
 class ModelConfig:
     """Sizes of one model, the same for all families; also the schema of the configuration group `model`.
 
@@ -69,6 +90,7 @@ class ModelConfig:
         pad_vocab_multiple: round the rows of the vocabulary up to this multiple in memory, never on disk.
         activation: form of the GELU (gpt2 only): `gelu_tanh`, as OpenAI's GPT-2 has it, or `gelu`, exact.
         head_dim: width of one attention head where that is not `n_embd / n_head` (qwen3 only, which needs it).
+        lora: low-rank adapters on a frozen base.
     """
 
     family: Family
@@ -90,6 +112,7 @@ class ModelConfig:
     pad_vocab_multiple: int = 1
     activation: Activation = field(default=Activation.gelu_tanh, metadata={ADDED: True})
     head_dim: int | None = field(default=None, metadata={ADDED: True})
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
     def head_width(self) -> int:
@@ -140,16 +163,21 @@ class InitialKind(Enum):
     """A distribution of initial values."""
 
     normal = "normal"
+    uniform = "uniform"
     zeros = "zeros"
     ones = "ones"
 
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """Initial values of one tensor: `std` is the standard deviation of the normal distribution, with mean 0."""
+    """Initial values of one tensor, with mean 0 where they are random.
+
+    `std` is the standard deviation of the normal distribution, `bound` the largest value of the uniform one.
+    """
 
     kind: InitialKind
     std: float = 0.0
+    bound: float = 0.0
 
 
 def common_problems(config: ModelConfig) -> list[str]:

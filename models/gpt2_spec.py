@@ -115,6 +115,8 @@ SPEC = FamilySpec(
     plan=_PLAN,
     hf=_HF,
     is_rotary=False,
+    lora_targets=("c_attn",),
     unused={"rope_scaling": "gpt2 has learned positions, leave it null"},
     follows={"n_kv_head": "n_head"},
+    fan_in_fan_out=True,
 )

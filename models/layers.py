@@ -25,10 +25,11 @@ class Site(IntEnum):
     mlp_residual = 3
 
 
-def site_seed(key: int, site: Site, *, layer: int, shard: int = 0) -> int:
+def site_seed(key: int, site: int, *, layer: int, shard: int = 0) -> int:
     """Return the 64-bit seed of one dropout mask.
 
-    `layer` is the global layer number, `shard` the coordinate where ranks hold different parts of one activation.
+    `site` is a `Site`, or a number from 2^32 on for a site that is added from outside. `layer` is the global layer
+    number, `shard` the coordinate where ranks hold different parts of one activation.
     """
     state = key & _MASK64
     for word in (layer, site, shard):
@@ -48,7 +49,7 @@ def splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
-def seed_site(key: int, site: Site, *, layer: int, shard: int, device: torch.device) -> None:
+def seed_site(key: int, site: int, *, layer: int, shard: int, device: torch.device) -> None:
     """Seed the default generator of `device` for the next mask."""
     seed = site_seed(key, site, layer=layer, shard=shard)
     if device.type == "cuda":

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import ModelConfig, RopeScaling, Stage
-from models.layers import Embedding, Linear, OutputLayer, RMSNorm, causal_attention, run_block
+from models.layers import Embedding, Linear, OutputLayer, RMSNorm, as_key, causal_attention, run_block
 from models.network import Model
 
 
@@ -41,14 +41,15 @@ class Llama3(Model):
         return cast(nn.ModuleDict, self.model["layers"])
 
     def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None) -> Tensor:
-        """Run this stage, see `Model`; there is no dropout, `dropout_key` is not used."""
+        """Run this stage, see `Model`; only adapters have dropout."""
         (cos, sin), table = self._rotation_for(x), None
+        key = as_key(dropout_key) if self.config.lora.dropout else None
         if self.stage.first:
             output = self.lm_head if self.stage.last else None
             x, table = cast(Embedding, self.model["embed_tokens"]).look_up(x, output)
             x = x.to(self.compute_dtype)
         for block in self.blocks.values():
-            x = run_block(block, x, cos, sin, recompute=self.activation_checkpointing)
+            x = run_block(block, x, cos, sin, key, recompute=self.activation_checkpointing)
         if self.stage.last:
             x = self.lm_head(self.model["norm"](x), table=table)
         return x
@@ -112,8 +113,11 @@ class Llama3Block(nn.Module):
         self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map hidden states [B, T, n_embd] to the same shape; `cos` and `sin` as `rotation` returns them."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: int | None = None) -> Tensor:
+        """Map hidden states [B, T, n_embd] to the same shape; `cos` and `sin` as `rotation` returns them.
+
+        `key` is for the dropout of adapters, which take it from this call.
+        """
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
 

@@ -89,6 +89,7 @@ SPEC = FamilySpec(
     plan=_PLAN,
     hf=_HF,
     is_rotary=True,
+    lora_targets=("q_proj", "v_proj"),
     unused={
         "dropout": "llama3 has none, leave it 0",
         "activation": "llama3 has SwiGLU, leave the key out",

@@ -50,10 +50,12 @@ class FamilySpec:
         last: the stored tensors behind the blocks, without the output layer.
         initial: the initial values of a stored tensor, by its name.
         is_rotary: whether positions are rotations of queries and keys.
+        lora_targets: the ends of the names of the projections that get a low-rank adapter by default, as in PEFT.
         unused: the fields of `ModelConfig` that must keep their default, and why; so must those that came later and
             that `hf` does not name.
         follows: the fields of `ModelConfig` that must equal another one.
         needs: the fields of `ModelConfig` that may be None, but not here.
+        fan_in_fan_out: whether the weights of projections are stored as [in, out], PEFT's word for it.
     """
 
     network: tuple[str, str]
@@ -66,6 +68,8 @@ class FamilySpec:
     plan: TensorParallelPlan
     hf: HfConfig
     is_rotary: bool
+    lora_targets: tuple[str, ...]
     unused: Mapping[str, str]
     follows: Mapping[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    fan_in_fan_out: bool = False

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from trainer.__main__ import CONFIGS
@@ -82,15 +82,17 @@ def _rows(section: Any, prefix: str) -> Iterator[Row]:
     """
     hints, explained = get_type_hints(section), _meanings(section)
     for field in fields(section):
-        kinds = get_args(hints[field.name]) or (hints[field.name],)
-        kind = " or ".join(map(_kind, kinds))
-        kind = f"list of {kind}s" if get_origin(hints[field.name]) is list else kind
-        yield Row(f"{prefix}.{field.name}", kind, _default(field), explained[field.name])
-        for nested in filter(is_dataclass, kinds):
-            yield from _rows(nested, f"{prefix}.{field.name}")
+        hint = hints[field.name]
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        yield Row(f"{prefix}.{field.name}", " or ".join(map(_kind, kinds)), _default(field), explained[field.name])
+        for kind in filter(is_dataclass, kinds):
+            yield from _rows(kind, f"{prefix}.{field.name}")
 
 
 def _kind(kind: type) -> str:
+    if get_origin(kind) is list:
+        (member,) = get_args(kind)
+        return f"list of {_kind(member)}s"
     if issubclass(kind, Enum):
         return ", ".join(f"`{member.value}`" for member in kind)
     return "the keys below" if is_dataclass(kind) else _NAMES[kind]

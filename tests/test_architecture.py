@@ -53,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.build", "trainer.dry_run"),
     ("trainer.beginning", "trainer.fitting"),
     ("trainer.interop",),
+    ("trainer.base_weights",),
     ("trainer.loop", "trainer.restore"),
     ("trainer.__main__",),
     ("trainer.commands",),

@@ -209,7 +209,9 @@ def _over_saved(raw: DictConfig) -> DictConfig:
 
     def update() -> None:
         for key, value in taken.items():
-            OmegaConf.update(raw, key, value, merge=False)
+            # A nested section of the schema takes members only; a dict in its place would be of another type.
+            is_section = isinstance(value, dict) and OmegaConf.select(raw, key) is not None
+            OmegaConf.update(raw, key, value, merge=is_section)
 
     _reported(update, [str(saved.path)])
     _log.info(f"the configuration is that of {saved.path}, under the keys of the command")

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from models import families
+from models.network import Model
 from trainer import run_record
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Json
@@ -18,8 +19,10 @@ from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
 from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.checkpoint.storage.folder import WEIGHTS
+from trainer.checkpoint.tensors.live import Grid
 from trainer.checkpoint.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 from trainer.config import saved
+from trainer.config.frozen import frozen_names
 from trainer.config.schema import CheckpointSection, Config, micro_batches_of, save_folder, topology_of
 from trainer.data.batches import Samples
 from trainer.data.loader import BatchLoader
@@ -118,13 +121,7 @@ def build(
     train, valid = _build_loaders(config, cluster, topology, data)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
-    grid = build_grid(topology, mesh)
-    file_bytes, is_invariant = config.checkpoint.file_bytes, config.parallel.invariant_ranks > 0
-    parts = [
-        build_part(config.model, model, config.optimizer, grid=grid, file_bytes=file_bytes, is_invariant=is_invariant)
-        for model in stages
-    ]
-    state = TrainerState(config.model, parts, grid, optimizer=config.optimizer.name)
+    state = _build_state(config, stages, build_grid(topology, mesh))
     environment = _environment(config, cluster.device, cluster.threads)
     description = run_record.describe(
         config,
@@ -176,6 +173,23 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
         environment=environment,
         valid_fingerprint=valid_digest,
     )
+
+
+def _build_state(config: Config, stages: Sequence[Model], grid: Grid) -> TrainerState:
+    frozen = frozen_names(config.model, config.train.freeze)
+    parts = [
+        build_part(
+            config.model,
+            stage,
+            config.optimizer,
+            grid=grid,
+            file_bytes=config.checkpoint.file_bytes,
+            frozen=frozen,
+            is_invariant=config.parallel.invariant_ranks > 0,
+        )
+        for stage in stages
+    ]
+    return TrainerState(config.model, parts, grid, optimizer=config.optimizer.name, frozen=frozen)
 
 
 def _build_loaders(

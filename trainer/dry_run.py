@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg as fake
 
 from models import families
+from models.adapters import is_adapted, saved_tensors
 from models.config import Stage
 from models.families import aliases, parameter_count
 from models.network import Model
@@ -22,8 +24,10 @@ from trainer.checkpoint.format.box import Box, Image, image, intersect, whole
 from trainer.checkpoint.format.layout import Layout, TensorSpec, build_layout
 from trainer.checkpoint.saving.plan import Holding, pieces_of
 from trainer.checkpoint.tensors.live import Grid, placed_box
+from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config, lanes_of, reduces_lanes_over_ranks, rounded_itemsize, topology_of
-from trainer.optimizers import state_tensors
+from trainer.optim import stored_names
+from trainer.optimizers import StateTensor, state_tensors
 from trainer.parallel.mesh import build_mesh, stage_grid
 from trainer.parallel.pipeline import stages_of
 from trainer.parallelize import build_stage, compute_dtype, gathered_dtypes
@@ -74,7 +78,8 @@ def report(config: Config, world_size: int) -> str:
     Shards are those of `torch.chunk`, so the first data-parallel coordinate holds the most and the last the least.
     """
     topology = topology_of(config, world_size)
-    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name)))
+    frozen = frozen_names(config.model, config.train.freeze)
+    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name, frozen)))
     rows = list(_rows(config, topology, layout))
     header = ("pp", "tp", "layers", "parameters", "state", "working", "activations", "memory", _WRITTEN)
     lines = [_headline(config, topology, layout), ""]
@@ -98,9 +103,8 @@ def working_bytes_of(config: Config, topology: Topology) -> int:
 
 
 def _working_bytes_of_first_rank(config: Config, simulated: Simulated, topology: Topology) -> int:
-    boxes = [boxes_at(part, simulated.grid, dp=0, tp=0) for part in simulated.parts]
-    parameters = sum(box.numel for held in boxes for box, _ in held.values())
-    return _working_bytes(config, simulated.parts, topology, parameters=parameters)
+    held = [boxes_at(part, simulated.grid, dp=0, tp=0) for part in simulated.parts]
+    return _working_bytes(config, simulated.parts, topology, held=held)
 
 
 def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
@@ -133,9 +137,9 @@ def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: L
     parameters = sum(box.numel for boxes in held for box, _ in boxes.values())
     pieces = pieces_of(holdings_of(config, held, layout, simulated.grid), int(simulated.grid.ranks[dp, tp]))
     written = sum(piece.hi - piece.lo for piece in pieces)
-    working = _working_bytes(config, simulated.parts, topology, parameters=parameters)
+    working = _working_bytes(config, simulated.parts, topology, held=held)
     activations = _activation_bytes(config, simulated.parts, topology)
-    moments = Counter(t.parameter for t in state_tensors(config.optimizer.name, config.model) if t.stored.shape)
+    moments = Counter(tensor.parameter for tensor in _state_tensors(config) if tensor.stored.shape)
     state = sum(4 * box.numel * (1 + moments[name]) for boxes in held for name, (box, _) in boxes.items())
     return RankMemory(parameters, state, working, activations, written)
 
@@ -143,17 +147,17 @@ def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: L
 def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
     """Return the box of each parameter of a part at a coordinate, and the ranks with the same box."""
     coordinate = {"dp": dp, "tp": tp}
-    return {name: placed_box(name, p, coordinate, grid) for name, p in part.named_parameters()}
+    return {name: placed_box(name, p, coordinate, grid) for p, name in stored_names(part).items()}
 
 
 def holdings_of(config: Config, held: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
     """Return the holdings that a coordinate would save, in the order of a save, given its boxes of each part."""
     copies = families.aliases(config.model)  # held by the first and the last stage, written by the first
     everybody, scalar = grid.holders({}), image(whole(()), (), 4)
-    kept = list(state_tensors(config.optimizer.name, config.model))
+    kept = list(_state_tensors(config))
     found = []
     for boxes in held:
-        mine = {name: placed for name, placed in boxes.items() if name not in copies}
+        mine = {name: placed for name, placed in boxes.items() if name in layout.places and name not in copies}
         images = {name: _stored_image(box, layout.places[name].spec) for name, (box, _) in mine.items()}
         found += [Holding(name, images[name], layout.places[name].offset, mine[name][1]) for name in mine]
         for tensor in kept:
@@ -169,46 +173,58 @@ def _stored_image(box: Box, spec: TensorSpec) -> Image:
     return spec.image(intersect(box, whole(spec.view)))
 
 
-def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, parameters: int) -> int:
+def _state_tensors(config: Config) -> Iterator[StateTensor]:
+    return state_tensors(config.optimizer.name, config.model, frozen_names(config.model, config.train.freeze))
+
+
+def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, held: Sequence[Boxes]) -> int:
     """Return gathered parameters in the compute dtype and gradients in float32, at their peak.
 
     ZeRO stage 3 without a pipeline gathers one block at a time, two with the prefetched one, and keeps gradients
     sharded. Otherwise the parameters of a pipeline stage are unsharded. Its gradients are too, except with ZeRO stage 2
-    without a pipeline.
+    without a pipeline. Frozen parameters have no gradients.
+
+    Args:
+        held: the boxes of each part.
     """
+    parameters = sum(box.numel for boxes in held for box, _ in boxes.values())
+    trained = sum(boxes[name][0].numel for part, boxes in zip(parts, held, strict=True) for name, _ in _trained(part))
     stage, itemsize = config.parallel.zero_stage, compute_dtype(config).itemsize
-    lanes = _lane_bytes(config, parts, topology, parameters=parameters)
+    lanes = _lane_bytes(config, parts, topology, trained=trained)
     if topology.dp == 1 or stage == 0:
-        return parameters * (4 + (itemsize if itemsize < 4 else 0)) + lanes
+        return trained * 4 + parameters * (itemsize if itemsize < 4 else 0) + lanes
     block_bytes, rest_bytes = (dtype.itemsize for dtype in gathered_dtypes(config, topology))
     blocks = [
         sum(p.numel() for p in block.parameters()) // topology.tp for part in parts for block in part.blocks.values()
     ]
-    whole_parameters = _unsharded_parameters(parts, topology)
+    whole_parameters = sum(p.numel() for part in parts for p in part.parameters()) // topology.tp
     gathered = sum(blocks) * block_bytes + (whole_parameters - sum(blocks)) * rest_bytes
     if stage == 3 and topology.pp == 1:
         gathered = 2 * max(blocks) * block_bytes
-    gradients = parameters if stage >= 2 and topology.pp == 1 else whole_parameters
+    gradients = trained if stage >= 2 and topology.pp == 1 else _unsharded_gradients(parts, topology)
     return gathered + gradients * 4 + lanes
 
 
-def _lane_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, parameters: int) -> int:
+def _lane_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, trained: int) -> int:
     """Return the memory that `parallel.invariant_ranks` adds: sums of lanes that wait for the next one.
 
     Of 2^n lanes of a rank at most n sums wait, beside the gradients of the current lane. They are sharded where every
     lane is reduced over ranks. Elsewhere a lane of one micro batch is added parameter by parameter as its gradients
     come, so one sum is in their place. A tied table has a second gradient in longer lanes, that of the output layer;
     where the other end is on another rank, the sums of all lanes wait for the end of the iteration.
+
+    Args:
+        trained: the elements of the trained parameters that this rank holds.
     """
     lanes = lanes_of(config)
     if lanes is None:
         return 0
     share, is_long = lanes.count // topology.dp, lanes.length > 1
     waiting = share.bit_length() - 1
-    tied = config.model.padded_vocab_size * config.model.n_embd // topology.tp if aliases(config.model) else 0
-    unsharded = _unsharded_parameters(parts, topology)
+    tied = config.model.padded_vocab_size * config.model.n_embd // topology.tp if _trains_tied_table(config) else 0
+    unsharded = _unsharded_gradients(parts, topology)
     if reduces_lanes_over_ranks(config, topology):
-        return 4 * (waiting * parameters + (unsharded + tied if is_long else 0))
+        return 4 * (waiting * trained + (unsharded + tied if is_long else 0))
     further = waiting if is_long else max(0, waiting - 1)
     if topology.pp > 1:
         has_end = parts[0].stage.first or parts[-1].stage.last
@@ -216,9 +232,18 @@ def _lane_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, p
     return 4 * (further * unsharded + (tied if is_long else 0))
 
 
-def _unsharded_parameters(parts: Sequence[Model], topology: Topology) -> int:
-    """Return the parameters of a rank's stages before ZeRO shards them."""
-    return sum(p.numel() for part in parts for p in part.parameters()) // topology.tp
+def _trains_tied_table(config: Config) -> bool:
+    tied = set(aliases(config.model).values())
+    return bool(tied - frozen_names(config.model, config.train.freeze))
+
+
+def _trained(part: Model) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, parameter) for parameter, name in stored_names(part).items() if parameter.requires_grad]
+
+
+def _unsharded_gradients(parts: Sequence[Model], topology: Topology) -> int:
+    """Return the trained parameters of a rank's stages before ZeRO shards them."""
+    return sum(p.numel() for part in parts for _, p in _trained(part)) // topology.tp
 
 
 def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology) -> int:
@@ -242,9 +267,19 @@ def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology
 def _headline(config: Config, topology: Topology, layout: Layout) -> str:
     sizes = f"tp {topology.tp}, pp {topology.pp}, vpp {topology.vpp}, dp {topology.dp}"
     return (
-        f"{parameter_count(config.model):,} parameters on {topology.world_size:,} ranks ({sizes}, "
-        f"zero_stage {config.parallel.zero_stage}); a checkpoint has {layout.total_bytes:,} bytes"
+        f"{parameter_count(config.model):,} parameters{_trained_share(config)} on {topology.world_size:,} ranks "
+        f"({sizes}, zero_stage {config.parallel.zero_stage}); a checkpoint has {layout.total_bytes:,} bytes"
     )
+
+
+def _trained_share(config: Config) -> str:
+    """Return how many parameters are trained, in words; empty if all are."""
+    frozen = frozen_names(config.model, config.train.freeze)
+    trained = [tensor for name, tensor in saved_tensors(config.model).items() if name not in frozen]
+    count = sum(prod(tensor.shape) for tensor in trained)
+    if is_adapted(config.model):
+        return f", frozen beneath adapters of {count:,} parameters,"
+    return f", {count:,} of them trained," if frozen else ""
 
 
 def _cells(simulated: Simulated, tp: int, loads: Sequence[RankMemory]) -> list[str]:

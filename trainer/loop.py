@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from models import families
+from models.adapters import is_adapted, model_documents
 from trainer import run_record
 from trainer.build import Run
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -195,7 +196,8 @@ def _sample(run: Run, sampler: Sampler) -> None:
 def _check_replicas(run: Run) -> None:
     """Raise ReplicaError if ranks that hold the same tensor hold different bits of it."""
     check_tied_copies(run.state, run.context.embedding_group)
-    run.restorer.check_replicas([tensor for tensor in run.state.shards() if not tensor.is_copy])
+    shards = (*run.state.shards(), *run.state.base_shards())
+    run.restorer.check_replicas([tensor for tensor in shards if not tensor.is_copy])
 
 
 def _save(run: Run, savers: Sequence[Checkpointer], slowdown: Slowdown) -> None:
@@ -222,8 +224,10 @@ def _save_weights(run: Run, slowdown: Slowdown) -> None:
         return
     check_tied_copies(run.state, run.context.embedding_group)
     documents = _documents(run)
-    config = {**families.hf_config(run.config.model), "dtype": run.config.checkpoint.weights_dtype.value}
-    contents = run.state.contents({**documents, "config.json": config}, with_optimizer=False)
+    if not is_adapted(run.config.model):  # PEFT's configuration of adapters has no dtype
+        config = {**families.hf_config(run.config.model), "dtype": run.config.checkpoint.weights_dtype.value}
+        documents = {**documents, "config.json": config}
+    contents = run.state.contents(documents, with_optimizer=False)
     report = run.weights.save(run.state.progress.iteration, contents)
     if report is not None:
         _record_saves(run, run.weights.saver, [report], slowdown)
@@ -233,8 +237,7 @@ def _documents(run: Run) -> dict[str, Document]:
     """Return the files of a checkpoint of the current state that hold no tensors."""
     progress = run.state.progress
     return {
-        "config.json": families.hf_config(run.config.model),
-        "generation_config.json": families.generation_config(run.config.model),
+        **model_documents(run.config.model),
         "trainer_state.json": run_record.state_record(progress, run.schedule.at(progress.iteration), run.description),
         RUN_CONFIG: run.saved_config,
         **run.tokenizer,

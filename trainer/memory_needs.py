@@ -7,7 +7,9 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
+from models.adapters import is_adapted, saved_tensors
 from models.families import parameter_count
+from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config, rounded_itemsize, topology_of
 from trainer.errors import ConfigError
 from trainer.optimizers import state_tensors
@@ -21,7 +23,8 @@ _GPU_NODE = Path("/dev/nvidiactl")
 def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int:
     """Return a lower bound of the bytes that one rank of `world_size` holds, on average, at the end of an iteration.
 
-    Weights, gradients, moments and the tokens of an iteration are counted, activations are not.
+    Weights, the gradients and moments of those that are trained, and the tokens of an iteration are counted.
+    Activations are not.
 
     Args:
         is_host: count the memory into which saves of the weights alone are rounded too: on the host with any device.
@@ -29,10 +32,16 @@ def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int
     topology = topology_of(config, world_size)
     copies = topology.dp if config.parallel.zero_stage == 0 else 1
     padded = replace(config.model, vocab_size=config.model.padded_vocab_size)
-    moments = sum(prod(t.stored.shape) for t in state_tensors(config.optimizer.name, padded) if t.stored.shape)
-    state = _FLOAT_BYTES * (2 * parameter_count(padded) + moments) * copies // world_size
+    frozen = frozen_names(padded, config.train.freeze)
+    kept = [tensor for tensor in state_tensors(config.optimizer.name, padded, frozen) if tensor.stored.shape]
+    moments = sum(prod(tensor.stored.shape) for tensor in kept)
+    gradients = sum(prod(tensor.shape) for name, tensor in saved_tensors(padded).items() if name not in frozen)
+    weights = parameter_count(padded) + (gradients if is_adapted(padded) else 0)
+    state = _FLOAT_BYTES * (weights + gradients + moments) * copies // world_size
     itemsize = rounded_itemsize(config.checkpoint) if is_host else 0
-    rounded = itemsize * parameter_count(config.model) * copies // world_size
+    rounded = (
+        itemsize * sum(prod(tensor.shape) for tensor in saved_tensors(config.model).values()) * copies // world_size
+    )
     train = config.train
     return state + rounded + _TOKEN_BYTES * (train.global_batch_size // topology.dp) * (train.seq_length + 1)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw as torch_adamw
 
+from models.adapters import stored_name
 from models.config import ModelConfig
 from trainer import exact_sum
 from trainer.checkpoint.tensors.live import is_dtensor, local_of, parameter_names, with_memory
@@ -50,11 +51,17 @@ def apply_settings(
     optimizer: torch.optim.Optimizer, config: ModelConfig, model: nn.Module, section: OptimizerSection
 ) -> None:
     """Give every parameter group the settings of `section`, except the learning rate."""
-    names, no_decay = parameter_names(model), no_decay_names(config)
+    names, no_decay = stored_names(model), no_decay_names(config)
     for group in optimizer.param_groups:
         group.update(group_options(section, group.keys()))
         # Which group decays is known by its names: the rate that the command gave it may be 0.
-        group["weight_decay"] = 0.0 if names[group["params"][0]] in no_decay else section.weight_decay
+        decays = all(names[parameter] not in no_decay for parameter in group["params"])
+        group["weight_decay"] = section.weight_decay if decays else 0.0
+
+
+def stored_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return every parameter with its name on disk, in model order."""
+    return {parameter: stored_name(name) for parameter, name in parameter_names(model).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +113,12 @@ def build_adamw(
         is_invariant: see `build_optimizer`.
     """
     memory = memory or {}
-    names = {p: name for p, name in parameter_names(model).items() if p.requires_grad and name not in without}
+    names = {p: name for p, name in stored_names(model).items() if p.requires_grad and name not in without}
     groups: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for parameter, name in names.items():
         # A fused step takes either plain tensors or DTensors.
         groups.setdefault((name not in settings.no_decay, is_dtensor(parameter)), []).append((name, parameter))
+    groups = groups or {(True, False): []}  # of a stage that is frozen: torch refuses an optimizer without groups
     kind = InvariantAdamW if is_invariant else EagerAdamW
     optimizer = kind(
         [

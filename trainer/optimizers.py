@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from models.adapters import saved_tensors
 from models.config import ModelConfig, StoredTensor
 from models.families import block_matrices, stored_tensors
 from trainer.config.schema import OptimizerName, OptimizerSection
@@ -77,10 +78,14 @@ class StateTensor:
         return f"{self.key}.{self.parameter}"
 
 
-def state_tensors(optimizer: OptimizerName, model: ModelConfig) -> Iterator[StateTensor]:
-    """Yield every tensor that an optimizer keeps, in the order of the files: by key, scalars last, in model order."""
-    stored, matrices, state = stored_tensors(model), block_matrices(model), OPTIMIZERS[optimizer].state
-    kept = {name: state(tensor.shape, name in matrices) for name, tensor in stored.items()}
+def state_tensors(optimizer: OptimizerName, model: ModelConfig, frozen: Collection[str] = ()) -> Iterator[StateTensor]:
+    """Yield every tensor that an optimizer keeps, in the order of the files: by key, scalars last, in model order.
+
+    Args:
+        frozen: the parameters that no optimizer changes.
+    """
+    stored, matrices, state = saved_tensors(model), block_matrices(model), OPTIMIZERS[optimizer].state
+    kept = {name: state(tensor.shape, name in matrices) for name, tensor in stored.items() if name not in frozen}
     scalars = {key: not shape for shapes in kept.values() for key, shape in shapes.items()}
     for key in sorted(scalars, key=lambda key: (scalars[key], key)):
         for name, shapes in kept.items():
@@ -99,9 +104,13 @@ def settings_record(section: OptimizerSection) -> dict[str, dict[str, object]]:
     return {name: {their: getattr(section, key) for their, key in keys.items()} for name, keys in numbers.items()}
 
 
-def optimizer_record(model: ModelConfig, section: OptimizerSection) -> dict[str, Any]:
-    """Return the optimizer's name and its groups: the parameters with weight decay, then those without."""
-    no_decay, names = no_decay_names(model), list(stored_tensors(model))
+def optimizer_record(model: ModelConfig, section: OptimizerSection, frozen: Collection[str] = ()) -> dict[str, Any]:
+    """Return the optimizer's name and its groups: the parameters with weight decay, then those without.
+
+    Args:
+        frozen: the parameters that no optimizer changes; they are in no group.
+    """
+    no_decay, names = no_decay_names(model), [name for name in saved_tensors(model) if name not in frozen]
     return {
         "name": OPTIMIZERS[section.name].name,
         "groups": [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
@@ -11,17 +11,19 @@ import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
 from models import families
+from models.adapters import is_adapted
 from models.build import build_model
 from models.config import Stage
 from models.layers import token_loss
 from models.network import Model
 from trainer.checkpoint.format.box import cut
-from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.tensors.live import Grid, local_of, with_memory
 from trainer.checkpoint.tensors.memory import memory_of
+from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config, Dtype, lanes_of, reduces_lanes_over_ranks
 from trainer.errors import CheckpointError
 from trainer.launch.process_group import Cluster
+from trainer.optim import stored_names
 from trainer.parallel import data, pipeline
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.invariant import LocalLanes, ShardedLanes
@@ -61,6 +63,11 @@ def build_stage(
 
         tensor.shard(model, mesh["tp"], sequence_parallel=topology.sp)
         model.tie_weights()
+    _freeze(model, frozen_names(config.model, config.train.freeze))
+    if is_adapted(config.model):
+        from trainer.parallel.adapters import add_adapters
+
+        add_adapters(model, mesh["tp"] if mesh is not None and topology.tp > 1 else None)
     blocks = list(model.blocks.values())
     if config.train.compile:
         for block in blocks:
@@ -75,6 +82,13 @@ def build_stage(
     for parameter in model.parameters():
         local_of(parameter).zero_()
     return model
+
+
+def _freeze(model: Model, names: Collection[str]) -> None:
+    """Let no gradient be computed for the parameters with these stored names. Before FSDP2, which groups by it."""
+    stored = families.aliases(model.config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(stored.get(name, name) not in names)
 
 
 def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -189,14 +203,12 @@ def _grad_norm_shares(state: TrainerState, rank: int) -> list[tuple[torch.nn.Par
     The last stage's copy of a tied parameter does not count.
     """
     replicas = {
-        tensor.spec.name: tensor.replicas
-        for tensor in state.shards(with_optimizer=False)
-        if tensor.spec.kind is TensorKind.MODEL and not tensor.is_copy
+        tensor.spec.name: tensor.replicas for tensor in state.shards(with_optimizer=False) if not tensor.is_copy
     }
     return [
         (parameter, replicas[name].index(rank), len(replicas[name]))
         for part in state.parts
-        for name, parameter in part.model.named_parameters()
+        for parameter, name in stored_names(part.model).items()
         if name in replicas and parameter.requires_grad
     ]
 
@@ -223,7 +235,7 @@ def check_tied_copies(state: TrainerState, embedding_group: dist.ProcessGroup | 
     for part in state.parts:
         for parameter in tied_parameters(part.model):
             digest.update(memory_of(local_of(parameter)))
-            for _, kept in sorted(part.optimizer.state[parameter].items()):
+            for _, kept in sorted(part.optimizer.state.get(parameter, {}).items()):
                 digest.update(memory_of(local_of(kept)))
     own = digest.intdigest() >> 1
     device = next(state.parts[0].model.parameters()).device

@@ -37,11 +37,11 @@ def fill_initial_values(live: Iterable[LiveTensor], initial: Mapping[str, Initia
                 tensor.local.zero_()
             case InitialKind.ones:
                 tensor.local.fill_(1.0)
-            case InitialKind.normal:
-                _fill_normal(tensor, rule.std, seed)
+            case InitialKind.normal | InitialKind.uniform:
+                _fill_random(tensor, rule, seed)
 
 
-def _fill_normal(tensor: LiveTensor, std: float, seed: int) -> None:
+def _fill_random(tensor: LiveTensor, rule: Initial, seed: int) -> None:
     rows, rest = tensor.spec.view[0], tensor.spec.view[1:]
     inner = tuple(slice(at, at + size) for at, size in zip(tensor.box.offset[1:], tensor.box.shape[1:], strict=True))
     lo, hi = tensor.box.offset[0], tensor.box.end[0]
@@ -54,6 +54,10 @@ def _fill_normal(tensor: LiveTensor, std: float, seed: int) -> None:
         generator = np.random.Generator(
             np.random.Philox(key=xxhash.xxh3_128_intdigest(prefix + struct.pack("<q", block)))
         )
-        values = torch.from_numpy(generator.standard_normal((count, *rest), dtype=np.float32)).mul_(std)
+        if rule.kind is InitialKind.normal:
+            values = torch.from_numpy(generator.standard_normal((count, *rest), dtype=np.float32)).mul_(rule.std)
+        else:
+            drawn = torch.from_numpy(generator.random((count, *rest), dtype=np.float32))
+            values = drawn.mul_(2).sub_(1).mul_(rule.bound)
         first, last = max(lo, start), min(hi, start + count)
         tensor.local[first - lo : last - lo].copy_(values[(slice(first - start, last - start), *inner)])

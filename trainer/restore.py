@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models import families
+from models.adapters import adapter_initial_values, is_adapted
 from trainer import run_record
+from trainer.base_weights import NAMED, OWN, WEIGHTS_KINDS, load_base, log_load, named_source
 from trainer.beginning import find_launch, is_directed, note_beginning
 from trainer.build import Run
+from trainer.checkpoint.format.layout import TensorSpec
 from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.loader import LoadReport, check_tensors, fill
+from trainer.checkpoint.loading.loader import check_tensors, fill
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import TRACKER, CheckpointFolder
@@ -23,9 +26,6 @@ from trainer.config.saved import saved_config, with_schedule
 from trainer.config.schema import CheckpointSection, Verify, save_folder
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.fitting import Fit, Fitting, fill_unstored
-from trainer.interop.hf.folder import is_folder
-from trainer.interop.llmc.file import WEIGHTS, foreign
-from trainer.interop.megatron import refuse_megatron
 from trainer.interop.start import WeightsKind, load_pretrained
 from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.optim import apply_settings
@@ -34,10 +34,6 @@ from trainer.random import fill_initial_values
 from trainer.state import checkpoint_specs
 
 _log = logging.getLogger(__name__)
-
-# Prefixes of the path in rank 0's message: a checkpoint, this run's own checkpoints, or other programs' weights.
-_NAMED, _OWN = b"c", b"o"
-_WEIGHTS = {b"p": WeightsKind.folder, b"f": WeightsKind.file}
 
 
 def restore(run: Run) -> bool:
@@ -57,22 +53,26 @@ def restore(run: Run) -> bool:
         run.local.start()
     if run.weights is not None:
         run.weights.start()
+    if is_adapted(run.config.model):
+        load_base(run)
     launch, is_restarted = find_launch(run)
     origin = _agree_on_origin(run, is_restarted=is_restarted)
     if origin is None:
-        initial = families.initial_values(run.config.model)
+        model = run.config.model
+        initial = adapter_initial_values(model) if is_adapted(model) else families.initial_values(model)
         fill_initial_values(run.state.shards(with_optimizer=False), initial, run.config.train.seed)
         if run.cluster.rank == 0:
             _log.info(f"starting fresh, seed {run.config.train.seed}")
     elif origin.weights is not None:
         path = origin.source.path
-        section, seed = run.config.checkpoint, run.config.train.seed
-        report = load_pretrained(path, origin.weights, run.state, run.cluster, section, seed=seed)
-        _log_load(run, report, "weights", path)
+        section, seed, live = run.config.checkpoint, run.config.train.seed, list(run.state.shards(with_optimizer=False))
+        found = load_pretrained(path, origin.weights, live, run.config.model, run.cluster, section, seed=seed)
+        log_load(run, found.report, "weights", path)
     else:
         load_from(run, origin)
     _rebind(run)
-    began_at = run.state.progress.iteration if origin is not None else -1
+    begins_elsewhere = run.config.checkpoint.finetune if origin is None else not origin.goes_on
+    began_at = run.state.progress.iteration if origin is not None or begins_elsewhere else -1
     run.checkpointer.rewind(began_at)
     if run.local is not None:
         run.local.rewind(began_at)
@@ -80,7 +80,7 @@ def restore(run: Run) -> bool:
         run.weights.rewind(began_at if _continues_own(run, origin) else -1)
     if is_directed(run.config.checkpoint):
         note_beginning(run, launch, None if is_restarted else began_at)
-    return origin is not None and not origin.goes_on and run.config.checkpoint.load != "auto"
+    return begins_elsewhere and run.config.checkpoint.load != "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +128,10 @@ def _agree_on_origin(run: Run, *, is_restarted: bool) -> Origin | None:
     if not choice:
         return None
     kind, path = choice[:1], Path(choice[1:].decode())
-    goes_on = kind == _OWN
+    goes_on = kind == OWN
     source = LoadSource(path, None if goes_on else run.config.checkpoint.ckpt_step)
     with_local = run.local is not None and (goes_on or run.config.checkpoint.load == "auto")
-    return Origin(source, goes_on, _WEIGHTS.get(kind), with_local)
+    return Origin(source, goes_on, WEIGHTS_KINDS.get(kind), with_local)
 
 
 def _find(run: Run, *, is_restarted: bool) -> bytes:
@@ -146,7 +146,7 @@ def _find(run: Run, *, is_restarted: bool) -> bytes:
     own = save_folder(section)
     if is_restarted:
         _log.info("this launch was restarted: it resumes from its own newest checkpoint")
-        return _OWN + str(own).encode()
+        return OWN + str(own).encode()
     if section.load == "none":
         return b""
     folder = None if section.save is None else CheckpointFolder(Path(section.save), Files())
@@ -158,10 +158,12 @@ def _find(run: Run, *, is_restarted: bool) -> bytes:
         is_inside = own is not None and own.resolve() in (named.resolve(), *named.resolve().parents)
         if section.finetune and any(committed) if is_inside else committed:
             _log.info(f"this run began at {named} and resumes from its own checkpoints")
-            return _OWN + str(own).encode()
-        return _named(Path(section.load))
+            return OWN + str(own).encode()
+        if is_adapted(run.config.model) and section.base is None:
+            return b""  # the base, which is loaded already: the adapters begin
+        return named_source(Path(section.load), with_weights=not is_adapted(run.config.model))
     if committed:
-        return _NAMED + str(own).encode()
+        return NAMED + str(own).encode()
     if section.ckpt_step is not None:
         raise CheckpointError(
             "The requested iteration was never saved",
@@ -198,49 +200,33 @@ def _refuse_lost_checkpoints(run: Run) -> None:
         )
 
 
-def _named(path: Path) -> bytes:
-    """Return the kind and the path of a source that the user named; a run may be named by its folder.
-
-    Raises:
-        CheckpointError: if a run cannot start from the file.
-        MismatchError: if it is a Megatron checkpoint.
-    """
-    refuse_megatron(path)
-    if path.is_file():
-        found = foreign(path)
-        if found is not None:
-            raise CheckpointError(
-                "A run cannot start from a file of this format",
-                where=path,
-                expected=f"weights of llm.c, with {WEIGHTS}",
-                found=found,
-                fix="Set checkpoint.load to a run, a checkpoint, a transformers folder or such a file; "
-                "`reprise convert import` reads other formats.",
-            )
-        return b"f" + str(path).encode()
-    return b"p" + str(path).encode() if is_folder(path) else _NAMED + str(LoadSource.named(path).path).encode()
-
-
 def load_from(run: Run, origin: Origin) -> None:
     """Load the checkpoint that `origin` names into the run. A call of all ranks."""
     section = run.config.checkpoint
     if origin.goes_on:
         section = replace(section, finetune=False, no_load_optim=section.no_load_optim and section.no_save_optim)
     with_optimizer = not (section.no_load_optim or section.finetune)
-    specs = list(checkpoint_specs(run.config.model, run.config.optimizer.name if with_optimizer else None))
+    optimizer = run.config.optimizer.name if with_optimizer else None
+
+    def specs(checkpoint: Checkpoint) -> list[TensorSpec]:
+        model = run.config.model
+        frozen = run_record.saved_frozen(checkpoint.state, model, where=checkpoint.path)
+        return list(checkpoint_specs(model, optimizer, frozen))
 
     fitting: Fitting | None = None
 
     def check(checkpoint: Checkpoint) -> None:
         _check_state(run, checkpoint, section)
-        fit, places = _fit(run, checkpoint, section), read_places(checkpoint)
-        fit.left([spec.name for spec in specs])
-        wanted = [fit.stored(spec, places.get(spec.name)) for spec in specs if fit.selects(spec.name)]
+        fit, places, wanted = _fit(run, checkpoint, section), read_places(checkpoint), specs(checkpoint)
+        fit.left([spec.name for spec in wanted])
+        wanted = [fit.stored(spec, places.get(spec.name)) for spec in wanted if fit.selects(spec.name)]
         check_tensors(wanted, places, where=checkpoint.path, is_partial=bool(fit.patterns))
 
     def live(checkpoint: Checkpoint) -> list[LiveTensor]:
         nonlocal fitting
-        fit, tensors = _fit(run, checkpoint, section), list(run.state.shards(with_optimizer=with_optimizer))
+        saved = {spec.name for spec in specs(checkpoint)}  # not the moments of a parameter that was frozen then
+        shards = run.state.shards(with_optimizer=with_optimizer)
+        fit, tensors = _fit(run, checkpoint, section), [tensor for tensor in shards if tensor.spec.name in saved]
         fill_unstored(fit, tensors, run.config.model, run.config.train.seed)
         fitting = Fitting(fit, tensors, read_places(checkpoint))
         return fitting.requests
@@ -266,7 +252,7 @@ def load_from(run: Run, origin: Origin) -> None:
         seconds = time.perf_counter() - start
         _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
     report = replace(restored.report, expected=restored.report.expected + fitting.left_count)
-    _log_load(run, report, f"iteration {checkpoint.iteration}", checkpoint.path)
+    log_load(run, report, f"iteration {checkpoint.iteration}", checkpoint.path)
     if section.finetune:
         return
     seq_length = run.config.train.seq_length
@@ -338,7 +324,7 @@ def _take_schedule(run: Run, checkpoint: Checkpoint) -> None:
     for part in run.state.parts:
         apply_settings(part.optimizer, run.config.model, part.model, section)
     taken = {"schedule": checkpoint.state["schedule"], **settings_record(section)}
-    taken["optimizer"] = optimizer_record(run.config.model, section)
+    taken["optimizer"] = optimizer_record(run.config.model, section, run.state.frozen)
     run.description = {**run.description, **taken}
     config = with_schedule(replace(run.config, optimizer=section), run.schedule)
     known = run.saved_config["config"]
@@ -359,13 +345,3 @@ def _rebind(run: Run) -> None:
             both_here = alias in named and name in named
             if both_here and local_of(named[alias]).data_ptr() != local_of(named[name]).data_ptr():
                 raise CheckpointError("Tied parameters are two tensors", where=f"{alias} and {name}")
-
-
-def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:
-    filled_bytes = sum(row[0] for row in run.cluster.gather([float(report.filled_bytes)]))
-    if run.cluster.rank == 0:
-        rate = filled_bytes / max(report.seconds, 1e-9) / 1e9
-        _log.info(
-            f"loaded {report.tensors} of {report.expected} tensors, {filled_bytes:.0f} bytes, {report.seconds:.2f} s, "
-            f"{rate:.2f} GB/s: {what} from {path}"
-        )

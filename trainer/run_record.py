@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from enum import Enum
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, get_args, get_origin
 
-from models.config import ADDED, Activation, Family, ModelConfig, RopeScaling
+from models.adapters import adapter_problems, is_adapted
+from models.config import ADDED, Activation, Family, LoraConfig, ModelConfig, RopeScaling
 from models.families import problems
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT
 from trainer.compatibility import Difference, Rule, Verdict
+from trainer.config.frozen import frozen_names
 from trainer.config.schema import CheckpointSection, Config, OptimizerSection
 from trainer.errors import CheckpointError
 from trainer.json_value import finite_number, integer
@@ -32,6 +35,10 @@ _SIZES = ("vocab_size", "max_position_embeddings")
 RULES: tuple[Rule, ...] = (
     Rule("model", Verdict.REFUSED),
     Rule("model.activation", Verdict.REFUSED, hint="absent means gelu_tanh"),
+    Rule("model.lora.rank", Verdict.REFUSED, hint="checkpoint.base takes the weights beneath adapters"),
+    Rule("model.lora.dropout", Verdict.LOGGED, says="the loss curve will differ"),
+    Rule("model.lora.target_modules", Verdict.REFUSED, hint="null means the family's default"),
+    Rule("base", Verdict.REFUSED, hint="adapters fit the base that they were trained on: set checkpoint.base to it"),
     Rule("model.dropout", Verdict.LOGGED, says="the loss curve will differ"),
     Rule("model.initializer_range", Verdict.LOGGED, says="it affects only the start of a run"),
     Rule("model.pad_vocab_multiple", Verdict.LOGGED, says=_ROUNDING),
@@ -61,6 +68,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("clip_grad", Verdict.LOGGED, says="the loss curve will differ", is_optional=True),
     *(Rule(name, Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ") for name in SECTIONS),
+    Rule(
+        "freeze",
+        Verdict.FLAG,
+        "checkpoint.override_freeze",
+        says="parameters that are trained from now on begin with zero moments, the moments of frozen ones are dropped",
+    ),
     Rule("optimizer", Verdict.REFUSED),
     Rule("optimizer.weight_decay", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
     Rule("precision", Verdict.LOGGED, says=_ROUNDING),
@@ -81,14 +94,14 @@ _OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerpr
 
 def flags_set(section: CheckpointSection) -> set[str]:
     """Return the set flags that allow differences."""
-    names = ("reshard", "override_scheduler", "override_batch_size", "override_data")
+    names = ("reshard", "override_scheduler", "override_batch_size", "override_data", "override_freeze")
     return {f"checkpoint.{name}" for name in names if getattr(section, name)}
 
 
 def rules_for(section: CheckpointSection) -> Sequence[Rule]:
-    """Return the rules that apply; a fine-tuning run shares only the model, or parts of it."""
+    """Return the rules that apply; a fine-tuning run shares only the model, or parts of it, and a base of adapters."""
     if section.finetune:
-        found = [rule for rule in RULES if rule.field.startswith("model")]
+        found = [rule for rule in RULES if rule.field.startswith(("model", "base"))]
         if section.partial:
             return [replace(rule, verdict=Verdict.LOGGED, says=_PARTS) for rule in found]
         return [*found, *(Rule(f"model.{name}", Verdict.LOGGED, says=_ROWS) for name in _SIZES if section.resize)]
@@ -101,8 +114,8 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
     """Return two states in the form in which they are compared.
 
     The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
-    `adam`. A member of the optimizer that the saved state omits is removed from both. An `invariant_ranks` that is
-    absent is 0.
+    `adam`. A member of the optimizer that the saved state omits is removed from both. Other patterns of `freeze` that
+    leave the same parameters to train are no difference. An `invariant_ranks` that is absent is 0.
     """
     saved, current = _with_invariant_ranks(saved), _with_invariant_ranks(current)
     theirs, ours = saved.get("optimizer", {}), current["optimizer"]
@@ -114,6 +127,8 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
         if there is None or here is None:
             return saved, current
         both = there.keys() & here.keys()
+        if there.keys() == here.keys():
+            saved, current = ({k: v for k, v in state.items() if k != "freeze"} for state in (saved, current))
         old["weight_decay"], new["weight_decay"] = ({name: known[name] for name in both} for known in (there, here))
     return {**saved, "optimizer": old}, {**current, "optimizer": new}
 
@@ -157,12 +172,14 @@ def _decays(groups: object) -> dict[str, bool] | None:
 def model_record(config: ModelConfig) -> Json:
     """Return every field of a model as JSON; one that came after the first format is absent where it has its default.
 
-    So an activation that is absent is the tanh form of GELU.
+    So an activation that is absent is the tanh form of GELU, and a model without `lora` has no adapters.
     """
     table = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(config).items()}
     for field in fields(config):
         if field.metadata.get(ADDED) and getattr(config, field.name) == field.default:
             del table[field.name]
+    if not is_adapted(config):
+        del table["lora"]
     return table
 
 
@@ -182,6 +199,7 @@ def describe(
         valid_fingerprint: of the validation data; None where nothing is evaluated.
     """
     train = config.train
+    frozen = frozen_names(config.model, train.freeze)
     return {
         "model": model_record(config.model),
         "topology": {
@@ -208,7 +226,8 @@ def describe(
         "seed": train.seed,
         "schedule": asdict(schedule),
         **settings_record(config.optimizer),
-        "optimizer": optimizer_record(config.model, config.optimizer),
+        "optimizer": optimizer_record(config.model, config.optimizer, frozen),
+        **({"freeze": list(train.freeze)} if train.freeze else {}),
         "precision": {"dtype": train.dtype.value},
         "environment": environment,
     }
@@ -252,9 +271,11 @@ def saved_model(state: Json, *, where: object) -> ModelConfig:
         scaling = values.pop("rope_scaling")
         values["family"] = _family(values["family"])
         values["activation"] = Activation(values.get("activation", Activation.gelu_tanh.value))
-        model = ModelConfig(**values, rope_scaling=None if scaling is None else RopeScaling(**scaling))
+        lora: dict[str, Any] = dict(_table(values.pop("lora", {})))
+        scaling = None if scaling is None else RopeScaling(**scaling)
+        model = ModelConfig(**values, rope_scaling=scaling, lora=LoraConfig(**lora))
         _same_kinds(model)
-        found = problems(model)
+        found = problems(model) or adapter_problems(model)
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError("A state file has no model", where=where, found=repr(error)) from error
     if found:
@@ -271,17 +292,32 @@ def _family(name: object) -> Family:
 
 def _same_kinds(model: ModelConfig) -> None:
     """Refuse members whose type differs from the schema's; an integer is accepted for a float."""
-    for table in (model, model.rope_scaling):
+    for table in (model, model.rope_scaling, model.lora):
         for field in () if table is None else fields(table):
             value = getattr(table, field.name)
-            if not any(_is_kind(value, kind) for kind in get_args(field.type) or (field.type,)):
+            kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+            if not any(_is_kind(value, kind) for kind in kinds):
                 raise TypeError(f"{field.name} is {value!r}")
 
 
 def _is_kind(value: object, kind: Any) -> bool:
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is_kind(member, get_args(kind)[0]) for member in value)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def saved_frozen(state: Json, model: ModelConfig, *, where: object) -> frozenset[str]:
+    """Return the stored names of the parameters that were frozen when a state file was written.
+
+    Raises:
+        CheckpointError: if its patterns are malformed.
+    """
+    patterns = state.get("freeze", [])
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise CheckpointError("A state file has no valid patterns of frozen parameters", where=where, found=patterns)
+    return frozen_names(model, patterns)
 
 
 def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:

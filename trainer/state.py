@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from models.adapters import PREFIX, adapter_tensors, is_adapted, saved_tensors, stored_name
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from models.network import Model
@@ -24,11 +25,10 @@ from trainer.checkpoint.tensors.live import (
     live_tensors,
     local_of,
     memory_marks,
-    parameter_names,
 )
 from trainer.config.schema import OptimizerName, OptimizerSection
 from trainer.errors import CheckpointError
-from trainer.optim import build_optimizer
+from trainer.optim import build_optimizer, stored_names
 from trainer.optimizers import state_tensors
 from trainer.progress import Progress
 
@@ -56,6 +56,7 @@ class TrainerState:
 
     Args:
         grid: the ranks that hold the same stages as this rank.
+        frozen: the stored names of the parameters that stay unchanged.
     """
 
     config: ModelConfig
@@ -63,23 +64,36 @@ class TrainerState:
     grid: Grid
     progress: Progress = field(default_factory=Progress)
     optimizer: OptimizerName = OptimizerName.adamw
+    frozen: frozenset[str] = frozenset()
     _enumerated: dict[bool, _Enumerated] = field(default_factory=dict, repr=False)
 
     def shards(self, *, with_optimizer: bool = True) -> Iterator[LiveTensor]:
-        """Yield this rank's part of every tensor, under its name on disk. Saving reads the parts, loading fills them.
+        """Yield this rank's part of every tensor of a checkpoint, under its name on disk.
+
+        Saving reads the parts, loading fills them. The base beneath adapters is not among them.
 
         Raises:
             CheckpointError: for a trainable parameter without optimizer state.
         """
-        stored = {name: Stored(t.shape, t.view) for name, t in stored_tensors(self.config).items()}
-        names = aliases(self.config)
-        stored |= {alias: stored[name] for alias, name in names.items()}
+        is_base = {TensorKind.MODEL} if is_adapted(self.config) else set()
         for part in self.parts:
-            for tensor in live_tensors(
-                part.model, part.optimizer if with_optimizer else None, grid=self.grid, stored=stored
-            ):
-                yield _under_stored_name(tensor, names)
+            for tensor in self._live(part, part.optimizer if with_optimizer else None):
+                if tensor.spec.kind not in is_base:
+                    yield tensor
             _refuse_unknown(part)
+
+    def base_shards(self) -> Iterator[LiveTensor]:
+        """Yield this rank's part of every tensor beneath adapters, which no checkpoint of the run holds."""
+        for part in self.parts if is_adapted(self.config) else ():
+            for tensor in self._live(part, None):
+                if tensor.spec.kind is TensorKind.MODEL:
+                    yield tensor
+
+    def _live(self, part: ModelPart, optimizer: torch.optim.Optimizer | None) -> Iterator[LiveTensor]:
+        names, stored = aliases(self.config), _stored_forms(self.config)
+        stored |= {alias: stored[name] for alias, name in names.items()}
+        for tensor in live_tensors(part.model, optimizer, grid=self.grid, stored=stored):
+            yield _under_stored_name(_as_adapter(tensor), names)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield this rank's trainable parameters."""
@@ -93,10 +107,12 @@ class TrainerState:
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
         known = self._enumerated.get(with_optimizer)
         if known is None or known.marks != marks:
-            specs = tuple(checkpoint_specs(self.config, self.optimizer if with_optimizer else None))
+            specs = tuple(checkpoint_specs(self.config, self.optimizer if with_optimizer else None, self.frozen))
             known = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)))
             self._enumerated[with_optimizer] = known
-        return Contents(known.specs, known.live, aliases(self.config), documents, optimizers)
+        constant = tuple(p for part in self.parts for p in part.model.parameters() if not p.requires_grad)
+        names = {} if is_adapted(self.config) else aliases(self.config)
+        return Contents(known.specs, known.live, names, documents, optimizers, constant)
 
 
 def build_part(
@@ -106,6 +122,7 @@ def build_part(
     *,
     grid: Grid,
     file_bytes: int,
+    frozen: Collection[str] = (),
     is_invariant: bool = False,
 ) -> ModelPart:
     """Return a stage and its optimizer, in memory laid out so that saving needs no copy. Values are kept.
@@ -113,19 +130,38 @@ def build_part(
     Args:
         grid: the ranks that hold the stage.
         file_bytes: the size at which a file of a checkpoint is full.
+        frozen: the stored names of the parameters that stay unchanged.
         is_invariant: see `optim.build_optimizer`.
     """
-    layout = build_layout(tuple(checkpoint_specs(config, section.name)), file_bytes=file_bytes)
-    stored = {name: Stored(t.shape, t.view) for name, t in stored_tensors(config).items()}
-    parameters = {name: parameter for parameter, name in parameter_names(model).items()}
-    live = [t for t in live_tensors(model, None, grid=grid, stored=stored) if t.spec.name in parameters]
+    layout = build_layout(tuple(checkpoint_specs(config, section.name, frozen)), file_bytes=file_bytes)
+    parameters = {name: parameter for parameter, name in stored_names(model).items()}
+    shards = map(_as_adapter, live_tensors(model, None, grid=grid, stored=_stored_forms(config)))
+    live = [tensor for tensor in shards if tensor.spec.name in parameters]
     pairs = [(tensor, local_of(parameters[tensor.spec.name])) for tensor in live]
     plain = [(tensor, local) for tensor, local in pairs if not is_dtensor(parameters[tensor.spec.name])]
     for name, memory in zeros_like_files(plain, ("",), layout).items():
         parameters[name].data = memory.copy_(parameters[name].data)
-    keys = dict.fromkeys(tensor.key for tensor in state_tensors(section.name, config) if tensor.stored.shape)
+    keys = dict.fromkeys(tensor.key for tensor in state_tensors(section.name, config, frozen) if tensor.stored.shape)
     zeros = zeros_like_files(pairs, [f"{key}." for key in keys], layout)
     return ModelPart(model, build_optimizer(config, model, section, zeros, is_invariant=is_invariant))
+
+
+def _stored_forms(config: ModelConfig) -> dict[str, Stored]:
+    """Return how the parameters of the network lie on disk, by their names in the network."""
+    tensors = {**stored_tensors(config), **adapter_tensors(config)}
+    return {name.removeprefix(PREFIX): Stored(tensor.shape, tensor.view) for name, tensor in tensors.items()}
+
+
+def _as_adapter(tensor: LiveTensor) -> LiveTensor:
+    """Return the tensor itself or, for an adapter's, the same under its name on disk."""
+    spec = tensor.spec
+    key, _, parameter = spec.name.partition(".") if spec.kind is TensorKind.OPTIMIZER else ("", "", spec.name)
+    name = stored_name(parameter)
+    if name == parameter:
+        return tensor
+    if spec.kind is TensorKind.OPTIMIZER:
+        return replace(tensor, spec=replace(spec, name=f"{key}.{name}"))
+    return replace(tensor, spec=replace(spec, name=name, kind=TensorKind.ADAPTER))
 
 
 def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:
@@ -146,13 +182,17 @@ def _refuse_unknown(part: ModelPart) -> None:
         )
 
 
-def checkpoint_specs(config: ModelConfig, optimizer: OptimizerName | None) -> Iterator[TensorSpec]:
+def checkpoint_specs(
+    config: ModelConfig, optimizer: OptimizerName | None, frozen: Collection[str] = ()
+) -> Iterator[TensorSpec]:
     """Yield every tensor of a checkpoint in order, computed from the sizes of the model alone.
 
     Args:
         optimizer: the one whose state is saved; None for weights alone.
+        frozen: the stored names of the parameters that it does not change.
     """
-    for name, tensor in stored_tensors(config).items():
-        yield TensorSpec(TensorKind.MODEL, name, tensor.shape, torch.float32, tensor.view)
-    for kept in () if optimizer is None else state_tensors(optimizer, config):
+    kind = TensorKind.ADAPTER if is_adapted(config) else TensorKind.MODEL
+    for name, tensor in saved_tensors(config).items():
+        yield TensorSpec(kind, name, tensor.shape, torch.float32, tensor.view)
+    for kept in () if optimizer is None else state_tensors(optimizer, config, frozen):
         yield TensorSpec(TensorKind.OPTIMIZER, kept.name, kept.stored.shape, torch.float32, kept.stored.view)

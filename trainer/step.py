@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from models.families import aliases, stored_tensors
+from models.adapters import saved_tensors
+from models.families import aliases
 from trainer import exact_sum
-from trainer.checkpoint.tensors.live import local_of, parameter_names
+from trainer.checkpoint.tensors.live import local_of
 from trainer.errors import NonFiniteError
 from trainer.launch.process_group import Cluster
-from trainer.optim import clip_gradients, exact_squared_norm, set_learning_rate, squared_norm
+from trainer.optim import clip_gradients, exact_squared_norm, set_learning_rate, squared_norm, stored_names
 from trainer.parallel.context import ParallelContext
 from trainer.state import TrainerState
 
@@ -123,12 +124,12 @@ def _gather(cluster: Cluster, own: _Figures, flags: Sequence[float]) -> tuple[li
 
 def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Cluster) -> NonFiniteError:
     """Return the error that names the first parameter in model order with a non-finite gradient. A collective call."""
-    names = list(stored_tensors(state.config))
+    names = list(saved_tensors(state.config))
     second = aliases(state.config)
     found = [
         names.index(second.get(name, name))
         for part in state.parts
-        for parameter, name in parameter_names(part.model).items()
+        for parameter, name in stored_names(part.model).items()
         if parameter.grad is not None and not bool(torch.isfinite(local_of(parameter.grad)).all())
     ]
     first = int(min(row[0] for row in cluster.gather([float(min(found, default=len(names)))])))

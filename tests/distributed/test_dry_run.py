@@ -34,11 +34,11 @@ def _count(arguments: list[str]) -> None:
     config = compose(overrides)
     cluster = launching.start("cpu", deterministic=False)
     run = build(config, cluster)
-    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name)))
+    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name, run.state.frozen)))
     shards = list(run.state.shards())
     held = sum(p.numel() for part in run.state.parts for p in _locals(part.model))
     written = sum(piece.hi - piece.lo for piece in plan(shards, layout, cluster.rank))
-    assert any(shard.spec.kind is TensorKind.MODEL for shard in shards)
+    assert any(shard.spec.kind is not TensorKind.OPTIMIZER for shard in shards)
     Path(f"{output}.{os.environ['RANK']}").write_text(json.dumps([held, written]))
     launching.shutdown(cluster)
 
@@ -103,7 +103,13 @@ def held_by(reduction: LocalLanes) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("ranks", "axes"),
-    [(4, (_TP, "parallel.zero_stage=3")), (4, (_PP,)), pytest.param(8, (_TP, _PP), marks=pytest.mark.slow)],
+    [
+        (4, (_TP, "parallel.zero_stage=3")),
+        (4, (_PP,)),
+        pytest.param(8, (_TP, _PP), marks=pytest.mark.slow),
+        (2, (_TP, "model.lora.rank=3", "model.lora.target_modules=[c_attn,c_proj]", "checkpoint.base=b")),
+        pytest.param(4, (_PP, "train.freeze=[transformer.h.0.*,transformer.wte.*]"), marks=pytest.mark.slow),
+    ],
 )
 def test_it_says_what_a_launch_holds_and_writes(tmp_path: Path, ranks: int, axes: tuple[str, ...]) -> None:
     overrides = [*_MODEL, *axes, "checkpoint.save_interval=0"]

@@ -66,3 +66,11 @@ def test_a_dropout_key_depends_on_all_coordinates_and_fits_int64() -> None:
     assert len(keys) == len(places)
     assert all(0 <= key < 2**63 for key in keys)
     assert dropout_key(1234, 1, micro_batch=0) == dropout_key(1234, 1, micro_batch=0)
+
+
+def test_uniform_values_fill_their_interval_and_no_more() -> None:
+    values = drawn(64, 300, rule=Initial(InitialKind.uniform, bound=0.25))
+    assert values.abs().max() <= 0.25
+    assert values.min() < -0.24
+    assert values.max() > 0.24
+    assert abs(float(values.mean())) < 0.005

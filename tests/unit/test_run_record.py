@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from models.build import build_model
+from models.config import LoraConfig
 from tests.harness import TINY, compose
 from tests.unit.model_samples import QWEN3
 from trainer import run_record
@@ -94,6 +95,24 @@ def test_a_head_dim_of_another_type_is_refused(head_dim: object) -> None:
 
 def test_a_saved_model_is_the_model_that_was_recorded() -> None:
     assert run_record.saved_model({"model": run_record.model_record(QWEN3)}, where="x") == QWEN3
+    adapted = replace(QWEN3, lora=LoraConfig(rank=2, alpha=4.0, target_modules=["q_proj"]))
+    assert run_record.saved_model({"model": run_record.model_record(adapted)}, where="x") == adapted
+    assert "lora" not in run_record.model_record(QWEN3)
+
+
+@pytest.mark.parametrize(
+    "lora", [3, {"rank": "4"}, {"rank": 4, "other": 1}, {"rank": 4, "target_modules": [1]}, {"rank": -1}]
+)
+def test_malformed_adapters_in_a_record_are_refused(lora: object) -> None:
+    state = {"model": {**run_record.model_record(QWEN3), "lora": lora}}
+    with pytest.raises(CheckpointError, match="A state file has"):
+        run_record.saved_model(state, where="x")
+
+
+@pytest.mark.parametrize("patterns", ["transformer.*", [1], {}])
+def test_malformed_patterns_of_frozen_names_are_refused(patterns: object) -> None:
+    with pytest.raises(CheckpointError, match="no valid patterns"):
+        run_record.saved_frozen({"freeze": patterns}, QWEN3, where="x")
 
 
 MUON = OptimizerSection(name=OptimizerName.muon)

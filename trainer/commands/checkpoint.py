@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from trainer.checkpoint.format.host_file import HostFile
 from trainer.checkpoint.format.layout import DTYPE_NAMES
-from trainer.checkpoint.format.names import HOST, MANIFEST
+from trainer.checkpoint.format.names import ADAPTERS, HOST, MANIFEST
 from trainer.checkpoint.loading.choose import LoadSource, committed_in, no_folder
 from trainer.checkpoint.loading.difference import state_differences, tensor_differences
 from trainer.checkpoint.loading.reader import (
@@ -342,7 +342,8 @@ def _summary(path: Path) -> tuple[Row, Checkpoint | None]:
         row["valid"] = f"{_UNKNOWN}: {error}"
     except TrainerError as error:
         row["valid"] = f"no: {error}"
-    row["notes"] = ", ".join([*_notes(path), *misleading])
+    adapters = ["adapters"] if checkpoint is not None and ADAPTERS in checkpoint.manifest.files else []
+    row["notes"] = ", ".join([*_notes(path), *adapters, *misleading])
     return {**row, "held": held}, checkpoint
 
 

@@ -89,7 +89,7 @@ def bring_out(options: argparse.Namespace) -> int:
     found = FORMATS[options.format]
     assert found.write is not None
     checkpoint = _newest(options.checkpoint)
-    found.write(checkpoint, options.out, ExportOptions(DTYPES[options.dtype], options.tokenizer))
+    found.write(checkpoint, options.out, ExportOptions(DTYPES[options.dtype], options.tokenizer, options.merge))
     print(f"{options.out}: iteration {checkpoint.iteration} of {checkpoint.path}")
     return FINE
 
@@ -144,6 +144,11 @@ def _add_exports(parser: argparse.ArgumentParser) -> None:
         one.add_argument("out", type=local_path, metavar="OUT", help="path to write to, which must not exist yet")
         one.add_argument("--dtype", choices=DTYPES, default="float32", help="of the tensors that are written")
         one.add_argument("--tokenizer", type=Path, metavar="PATH", help="a file or a folder of tokenizer files to add")
+        one.set_defaults(merge=None)
+        if found.merges:
+            one.add_argument(
+                "--merge", type=local_path, metavar="BASE", help="add the checkpoint's adapters to these weights"
+            )
         one.set_defaults(call=bring_out)
 
 

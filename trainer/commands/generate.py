@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _text(options: argparse.Namespace) -> str:
-    model, folder = open_model(options.checkpoint, torch.device("cpu"))
+    model, folder = open_model(options.checkpoint, torch.device("cpu"), options.base)
     encoder = _encoder(options.tokenizer, folder, model.config)
     prompt = prompt_tokens(encoder, options.prompt, model.config.vocab_size)
     sampling = Sampling(options.temperature, options.top_k, options.seed)
@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="reprise generate", description=(__doc__ or "").split("\n\n")[0])
     where = "a run for its newest checkpoint, an iter_ folder, or a model folder of transformers"
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=where)
+    parser.add_argument("--base", type=Path, metavar="BASE", help="the weights beneath the checkpoint's adapters")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; empty starts a new document")
     parser.add_argument("--tokenizer", metavar="NAME", help="bytes, or a tokenizer.json; by default the model's own")
     parser.add_argument(

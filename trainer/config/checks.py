@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from models.adapters import adapter_problems, is_adapted
 from models.config import ModelConfig
 from models.families import parameter_count
 from models.families import problems as model_problems
-from trainer.config.schema import CheckpointSection, Config, LocalSection, NewRows, OptimizerSection, topology_of
+from trainer.config.frozen import freeze_problems
+from trainer.config.schema import (
+    CheckpointSection,
+    Config,
+    LocalSection,
+    NewRows,
+    OptimizerName,
+    OptimizerSection,
+    topology_of,
+)
 from trainer.config.values import number_problems, path_problems
 from trainer.data.section import TOKEN_KINDS
 from trainer.data.section import problems as data_problems
@@ -28,7 +38,7 @@ def validate(config: Config, world_size: int) -> None:
     """
     found = number_problems(config) or [  # comparisons with NaN are always false
         *path_problems(config),
-        *(model_problems(config.model) or _size_problems(config.model)),
+        *(model_problems(config.model) or _size_problems(config.model) or _trained_problems(config)),
         *data_problems(config.data),
         *schedule_problems(config.schedule, config.train.train_iters, config.optimizer.lr),
         *_train_problems(config),
@@ -74,6 +84,26 @@ def _size_problems(model: ModelConfig) -> list[str]:
         return [f"model.n_layer={model.n_layer}: must be at most {_MOST_LAYERS}"]
     count = parameter_count(model)
     return [f"model: {count:,} parameters, must be at most {_MOST_PARAMETERS:,}"] if count > _MOST_PARAMETERS else []
+
+
+def _trained_problems(config: Config) -> list[str]:
+    """Return why the choice of what is trained, and what is frozen, cannot run."""
+    model, section = config.model, config.checkpoint
+    found = adapter_problems(model) or freeze_problems(model, config.train.freeze)
+    if found or not is_adapted(model):
+        return found
+    if config.optimizer.name is not OptimizerName.adamw:
+        found.append(f"optimizer.name={config.optimizer.name.value}: adapters are trained by adamw")
+    if section.resize or section.partial:
+        found.append("checkpoint.resize and checkpoint.partial: not with model.lora.rank, a base is loaded as a whole")
+    if model.lora.dropout and config.train.compile:
+        found.append(f"model.lora.dropout={model.lora.dropout}: not with train.compile, set one of them to 0 or false")
+    if section.base is None and not section.finetune and not config.train.dry_run:
+        found.append(
+            f"model.lora.rank={model.lora.rank}: needs the weights beneath the adapters: checkpoint.base=PATH, or "
+            "checkpoint.load=PATH checkpoint.finetune=true"
+        )
+    return found
 
 
 def _train_problems(config: Config) -> list[str]:
@@ -250,6 +280,8 @@ def _checkpoint_problems(config: Config) -> list[str]:
         found.append(f"checkpoint.staging_bytes={section.staging_bytes}: must be 0 or more, or null")
     if section.override_scheduler and section.use_checkpoint_scheduler:
         found.append("checkpoint.override_scheduler and checkpoint.use_checkpoint_scheduler exclude each other")
+    if section.base is not None and not is_adapted(config.model):
+        found.append(f"checkpoint.base={section.base}: serves adapters only, and model.lora.rank is 0")
     if section.finetune and section.load in ("auto", "none"):
         found.append(f"checkpoint.finetune: needs checkpoint.load=PATH, found {section.load}")
     for name in ("resize", "partial"):

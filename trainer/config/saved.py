@@ -38,6 +38,7 @@ _LEFT_OUT = (
     "checkpoint.ckpt_step",
     "checkpoint.no_load_optim",
     "checkpoint.finetune",
+    "checkpoint.base",
     "checkpoint.resize",
     "checkpoint.new_rows",
     "checkpoint.partial",
@@ -46,6 +47,7 @@ _LEFT_OUT = (
     "checkpoint.use_checkpoint_scheduler",
     "checkpoint.override_batch_size",
     "checkpoint.override_data",
+    "checkpoint.override_freeze",
     "checkpoint.verify",
 )
 # The last words of keys that hold secrets; `eos_token_id` and `sample_tokens` do not end in one.

@@ -71,6 +71,8 @@ class TrainSection:
         global_batch_size: samples per iteration, over all ranks and micro-batches.
         micro_batch_size: samples per forward pass on one data-parallel rank.
         seq_length: tokens per sample.
+        freeze: shell patterns over the names of stored tensors, which are those of transformers, as in
+            `["transformer.h.0.*"]`: parameters that fit one stay unchanged, without gradients and optimizer state.
         clip_grad: upper bound of the gradient's L2 norm over all parameters; 0 disables clipping.
         seed: seed of the initial weights, the order of samples and dropout.
         dtype: dtype of activations and matrix products; parameters and optimizer state are float32 either way.
@@ -106,6 +108,7 @@ class TrainSection:
     global_batch_size: int = 8
     micro_batch_size: int = 4
     seq_length: int = 128
+    freeze: list[str] = field(default_factory=list)
     clip_grad: float = 1.0
     seed: int = 1234
     dtype: Dtype = Dtype.float32
@@ -236,6 +239,9 @@ class CheckpointSection:
         ckpt_step: iteration to load instead of the newest; it acts once, like a path in `load`.
         no_load_optim: load the weights only and continue at the saved iteration.
         finetune: load the weights only and start at iteration 0.
+        base: the frozen weights beneath the adapters of `model.lora`: a run, a checkpoint, one iteration, a model
+            folder of transformers or a weight file of llm.c; null takes the path of `load`, with `finetune`. A resume
+            needs the same weights, at any path.
         resize: with `finetune`, allow another `model.vocab_size` or `model.max_position_embeddings` than that of the
             loaded weights: rows of the tables are kept by number.
         new_rows: with `resize`, the values of rows beyond the loaded ones: `initial` for those of a fresh run, `mean`
@@ -247,6 +253,8 @@ class CheckpointSection:
         use_checkpoint_scheduler: take the schedule and the optimizer settings from the checkpoint.
         override_batch_size: allow another global_batch_size or seq_length than the saved one.
         override_data: allow other data or another seed than the saved ones.
+        override_freeze: allow other frozen parameters than the saved ones; those that are trained only from now on
+            begin with zero moments.
         verify: digests that a load checks beyond those of headers and JSON files: `touched` checks the blocks that are
             read, `full` all blocks of the checkpoint, shared between the ranks, `none` no block.
         file_bytes: size in bytes at which a safetensors file is full.
@@ -277,6 +285,7 @@ class CheckpointSection:
     ckpt_step: int | None = None
     no_load_optim: bool = False
     finetune: bool = False
+    base: str | None = None
     resize: bool = False
     new_rows: NewRows = NewRows.initial
     partial: list[str] = field(default_factory=list)
@@ -285,6 +294,7 @@ class CheckpointSection:
     use_checkpoint_scheduler: bool = False
     override_batch_size: bool = False
     override_data: bool = False
+    override_freeze: bool = False
     verify: Verify = Verify.touched
     file_bytes: int = 2 << 30
     commit_timeout_s: float = 1800.0

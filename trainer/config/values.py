@@ -15,6 +15,7 @@ _PATHS = (
     "checkpoint.save",
     "checkpoint.local.dir",
     "checkpoint.load",
+    "checkpoint.base",
     "data.path",
     "data.tokenizer",
     "data.train",

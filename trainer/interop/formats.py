@@ -37,10 +37,12 @@ class ExportOptions:
     Args:
         dtype: dtype of the exported tensors.
         tokenizer: a file or a folder to copy tokenizer files from.
+        merge: the weights beneath the adapters of the checkpoint, to add the adapters to; None adds nothing.
     """
 
     dtype: torch.dtype = torch.float32
     tokenizer: Path | None = None
+    merge: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Format:
         read: opens a path for import; None if the format is export only.
         write: writes a checkpoint of ours to a new path; None if the format is import only.
         names_model: whether the format describes the model, so that no override needs to.
+        merges: whether adapters can be merged with their base, so that `ExportOptions.merge` applies.
         numbers_moments: whether moments may be kept by number, so that `ImportOptions.optimizer_names` applies.
     """
 
@@ -59,4 +62,5 @@ class Format:
     read: Callable[[Path, ImportOptions], StateSource] | None = None
     write: Callable[[Checkpoint, Path, ExportOptions], None] | None = None
     names_model: bool = False
+    merges: bool = False
     numbers_moments: bool = False

@@ -18,15 +18,18 @@ from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
 from trainer.interop.hf.folder import is_folder, open_folder, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
+from trainer.interop.merge import merged
 from trainer.interop.source import of_checkpoint
 
 
-def open_model(path: Path, device: torch.device) -> tuple[Model, Path]:
+def open_model(path: Path, device: torch.device, base: Path | None = None) -> tuple[Model, Path]:
     """Return a model in float32, and the folder it was read from.
 
     Args:
         path: a run's folder or its checkpoint folder, for the newest valid checkpoint; one iteration; or a folder
             written by transformers' `save_pretrained`.
+        base: the weights beneath the adapters of that checkpoint, which are added to them; None where it holds a whole
+            model.
 
     Raises:
         TrainerError: if there is none, it is damaged, or its family is not supported.
@@ -41,7 +44,8 @@ def open_model(path: Path, device: torch.device) -> tuple[Model, Path]:
     while True:
         chosen = chooser.pick()
         try:
-            source = of_checkpoint(open_checkpoint(chosen, files))
+            checkpoint = open_checkpoint(chosen, files)
+            source = of_checkpoint(checkpoint) if base is None else merged(checkpoint, base)
             return _filled(source.model, source.read, device), chosen
         except CheckpointError as error:  # every block is checked as it is read: an older one may be whole
             chooser.skip(error)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from models import families
+from models.adapters import is_adapted
 from models.families import problems as model_problems
 from trainer import run_record
 from trainer.build import describe_alone, run_config, tokenizer_of
@@ -24,6 +25,7 @@ from trainer.checkpoint.storage.files import Files, cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.compatibility import differences, settle
+from trainer.config.frozen import frozen_names
 from trainer.config.saved import RUN_CONFIG
 from trainer.config.schema import CheckpointSection, Config, OptimizerName, ParallelSection, TrainSection
 from trainer.data.text import bytes_encoder, read_tokenizer
@@ -63,7 +65,8 @@ def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consu
     config = replace(config, train=_trainable(config))
     documents = _documents(source, config, consumed_samples)
     files = Files()
-    specs = tuple(checkpoint_specs(config.model, OptimizerName.adamw if source.has_optimizer else None))
+    frozen = frozen_names(config.model, config.train.freeze)
+    specs = tuple(checkpoint_specs(config.model, OptimizerName.adamw if source.has_optimizer else None, frozen))
     layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
     nonce = secrets.token_hex(4)
     attempt = Attempt(source.iteration, f"{nonce}-1", CheckpointFolder(folder, files), layout)
@@ -89,6 +92,8 @@ def _check(config: Config) -> None:
         "checkpoint.file_bytes": config.checkpoint.file_bytes,
     }
     found += [f"{name}={value}: must be at least 1" for name, value in values.items() if value < 1]
+    if is_adapted(config.model):
+        found.append(f"model.lora.rank={config.model.lora.rank}: an import writes whole models, leave it 0")
     if found:
         raise ConfigError("No checkpoint can be written with this configuration", found="; ".join(found))
 

@@ -10,10 +10,11 @@ import torch
 
 from models.config import ModelConfig
 from trainer.checkpoint.format.box import whole
+from trainer.checkpoint.format.names import ADAPTERS
 from trainer.checkpoint.loading.loader import fill
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
 from trainer.checkpoint.tensors.live import LiveTensor
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, MismatchError
 from trainer.run_record import saved_model
 
 # What tokenizers of transformers save themselves as.
@@ -53,8 +54,39 @@ class StateSource:
     tokenizer: Mapping[str, Path] = field(default_factory=dict)
 
 
+def refuse_adapters(checkpoint: Checkpoint, *, fix: str) -> None:
+    """Refuse a checkpoint that has adapters and no weights beneath them.
+
+    Raises:
+        MismatchError: with what to do.
+    """
+    if holds_adapters(checkpoint):
+        raise MismatchError(
+            "A checkpoint holds adapters alone, and not the weights beneath them", where=checkpoint.path, fix=fix
+        )
+
+
+def holds_adapters(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has adapters and no weights beneath them."""
+    return ADAPTERS in checkpoint.manifest.files
+
+
 def of_checkpoint(checkpoint: Checkpoint) -> StateSource:
     """Return a checkpoint of ours as a source; every block read is verified against its digest.
+
+    Raises:
+        CheckpointError: if its state file or a header is damaged.
+        MismatchError: if it holds adapters alone.
+    """
+    refuse_adapters(
+        checkpoint,
+        fix="Name their base with --base, or merge the two: `reprise convert export hf --merge BASE CHECKPOINT OUT`.",
+    )
+    return adapters_of(checkpoint)
+
+
+def adapters_of(checkpoint: Checkpoint) -> StateSource:
+    """Return a checkpoint of ours, which may hold adapters alone, as a source.
 
     Raises:
         CheckpointError: if its state file or a header is damaged.

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-
-import xxhash
 
 from models import families
 from models.config import ModelConfig
@@ -27,18 +24,14 @@ from trainer.errors import MismatchError, TrainerError
 from trainer.fitting import Fit, Fitting, fill_unstored
 from trainer.interop.hf import load as hf
 from trainer.interop.hf.config import differences
-from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places
+from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places, tensor_files
 from trainer.interop.hf.load import check_tied
 from trainer.interop.llmc import load as llmc
 from trainer.interop.llmc.file import open_file
+from trainer.interop.samples import digest_of_samples
 from trainer.launch.process_group import Cluster
-from trainer.regular_file import open_regular
-from trainer.state import TrainerState
 
 _log = logging.getLogger(__name__)
-
-# So many extents of a file are compared between hosts, each of so many bytes.
-_SAMPLES, _SAMPLE_BYTES = 16, 256 << 10
 
 
 class WeightsKind(Enum):
@@ -46,6 +39,18 @@ class WeightsKind(Enum):
 
     folder = "folder"  # of transformers
     file = "file"  # of llm.c
+
+
+@dataclass(frozen=True, slots=True)
+class Pretrained:
+    """Weights of another program that were loaded.
+
+    Args:
+        digest: of the names and sizes of their files and of samples of each, the same at any path.
+    """
+
+    report: LoadReport
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +73,41 @@ class _Weights:
 
 
 def load_pretrained(
-    path: Path, kind: WeightsKind, state: TrainerState, cluster: Cluster, section: CheckpointSection, *, seed: int
-) -> LoadReport:
-    """Fill the parameters from `path`, cast to float32; moments stay as they are. A call of all ranks.
+    path: Path,
+    kind: WeightsKind,
+    live: Sequence[LiveTensor],
+    model: ModelConfig,
+    cluster: Cluster,
+    section: CheckpointSection,
+    *,
+    seed: int,
+) -> Pretrained:
+    """Fill parameters from `path`, cast to float32. A call of all ranks.
 
     Rows and tensors that are not loaded, as `section` allows, get the initial values of `seed`.
 
     Each rank reads only the bytes of its boxes. Other files of a trainer in the folder are named in the log.
 
+    Args:
+        live: the parameters of `model`.
+        section: refused unless it asks for a start at iteration 0.
+
     Raises:
         TrainerError: on every rank; if it does not hold the configured model, before anything is filled.
     """
     problem: TrainerError | None = None
-    live = list(state.shards(with_optimizer=False))
     weights = _Weights(Fit(), {}, (), (), lambda live, _: LoadReport(0, len(live), 0, 0, 0.0))
     try:
         _require_finetune(path, kind, section)
         opens = _open_folder if kind is WeightsKind.folder else _open_file
-        weights = opens(path, state.config, section, is_first=cluster.rank == 0)
+        weights = opens(path, model, section, is_first=cluster.rank == 0)
     except TrainerError as error:
         problem = error
     cluster.channel.agree("pretrained/open", problem)
-    _require_same(path, weights.files, cluster.channel)
-    fill_unstored(weights.fit, live, state.config, seed)
+    digest = _require_same(path, weights.files, cluster.channel)
+    fill_unstored(weights.fit, live, model, seed)
     fitting = Fitting(weights.fit, live, weights.places)
-    names = list(families.stored_tensors(state.config))
+    names = list(families.stored_tensors(model))
     for text in [*weights.notes, *fitting.notes(names, where=path)] if cluster.rank == 0 else ():
         _log.warning(text)
     try:
@@ -104,7 +119,7 @@ def load_pretrained(
         problem = error
     cluster.channel.agree("pretrained/fill", problem)
     check_replicas(live, cluster.channel, "pretrained/replicas")
-    return report
+    return Pretrained(report, digest.hex())
 
 
 def _open_folder(path: Path, model: ModelConfig, section: CheckpointSection, *, is_first: bool) -> _Weights:
@@ -116,7 +131,7 @@ def _open_folder(path: Path, model: ModelConfig, section: CheckpointSection, *, 
     places = stored_places(folder, same, fit.selects)
     if is_first and not fit.patterns:
         check_tied(folder, model)
-    files = sorted({path / place.file for place in places.values()})
+    files = tensor_files(folder)
     notes += left_behind(path)
     return _Weights(fit, places, notes, files, lambda live, progress: hf.fill(folder, places, live, progress=progress))
 
@@ -142,10 +157,10 @@ def _open_file(path: Path, model: ModelConfig, section: CheckpointSection, *, is
     return _Weights(Fit(), {}, notes, [path], lambda live, progress: llmc.fill(file, live, progress=progress))
 
 
-def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> None:
-    """Refuse to start if this rank sees different weights than rank 0. A call of all ranks.
+def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> bytes:
+    """Return the digest of the weights, and refuse to start if this rank sees others than rank 0. A call of all ranks.
 
-    The names and sizes of the files are compared, and samples of each from its first to its last bytes.
+    It covers the names and sizes of the files, and samples of each from its first to its last bytes.
 
     Raises:
         MismatchError: on every rank, naming the host.
@@ -153,7 +168,7 @@ def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> N
     problem: TrainerError | None = None
     digest = b""
     try:
-        digest = _digest_of_samples(files)
+        digest = digest_of_samples(files)
     except OSError as error:
         problem = unreadable(error, where=path)
     channel.agree("pretrained/samples", problem)
@@ -167,18 +182,7 @@ def _require_same(path: Path, files: Sequence[Path], channel: StoreChannel) -> N
             fix="No training was done. Mount the same file system at this path on every host, or copy the same files.",
         )
     channel.agree("pretrained/same", problem)
-
-
-def _digest_of_samples(files: Sequence[Path]) -> bytes:
-    found = xxhash.xxh3_64()
-    for path in files:
-        with os.fdopen(open_regular(path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            found.update(f"{path.name} {size}\n".encode())
-            last = max(0, size - _SAMPLE_BYTES)
-            for at in sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)}):
-                found.update(os.pread(file.fileno(), _SAMPLE_BYTES, at))
-    return found.digest()
+    return digest
 
 
 def _require_finetune(path: Path, kind: WeightsKind, section: CheckpointSection) -> None:

@@ -184,10 +184,11 @@ class _LaneSums:
 def keep_ends_apart(model: Model, lanes: Lanes) -> OutputGradient | None:
     """Let the output layer accumulate its gradient of a tied table apart.
 
-    None if the model does not have both ends, or if one function adds the two sums of a lane of one micro batch.
+    None if the model does not have both ends, or if one function adds the two sums of a lane of one micro batch, or if
+    the table is frozen.
     """
     embedding = model.tied_embedding()
-    if embedding is None:
+    if embedding is None or not embedding.weight.requires_grad:
         return None
     if embedding.fuses_tied_gradient and lanes.length == 1:
         embedding.adds_tokens_first = True

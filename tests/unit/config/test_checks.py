@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import pytest
 
 from models.config import Family, ModelConfig
 from trainer.compatibility import Verdict
 from trainer.config.checks import unused_keys, validate
-from trainer.config.schema import CheckpointSection, Config, Dtype, NewRows
+from trainer.config.schema import CheckpointSection, Config, Dtype, NewRows, OptimizerName
 from trainer.data.section import DataKind
 from trainer.errors import ConfigError
 from trainer.optimizers import no_decay_names
@@ -103,6 +106,42 @@ def test_values_of_new_rows_need_a_resize() -> None:
         validate(broken, 1)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("checkpoint.base", None, "needs the weights beneath the adapters: checkpoint.base=PATH"),
+        ("optimizer.name", OptimizerName.muon, "optimizer.name=muon: adapters are trained by adamw"),
+        ("train.freeze", ["*.h.0.*"], "model.lora.rank=4 freezes all but the adapters"),
+        ("train.compile", True, "model.lora.dropout=0.1: not with train.compile"),
+        ("model.lora.target_modules", ["q_proj"], "'q_proj' fits no module"),
+        ("model.lora.rank", 0, "checkpoint.base=b: serves adapters only"),
+    ],
+)
+def test_settings_that_do_not_suit_adapters_are_refused(key: str, value: object, words: str) -> None:
+    broken = config()
+    broken.model.lora.rank, broken.model.lora.dropout, broken.checkpoint.base = 4, 0.1, "b"
+    validate(broken, 1)
+    *sections, name = key.split(".")
+    setattr(functools.reduce(getattr, sections, broken), name, value)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        validate(broken, 1)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (["transformer.h.7.*"], "'transformer.h.7.*' fits no parameter"),
+        (["transformer.wte.weight", "lm_head.*"], "lm_head.weight is tied, name transformer.wte.weight"),
+        (["*"], "fits every parameter"),
+    ],
+)
+def test_patterns_that_freeze_nothing_or_all_are_refused(patterns: list[str], words: str) -> None:
+    broken = config()
+    broken.train.freeze = patterns
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        validate(broken, 1)
+
+
 @pytest.mark.parametrize(("key", "value"), [("save_interval", -1), ("keep", 0), ("copies", -1), ("dir", "c")])
 def test_an_impossible_value_of_local_checkpoints_is_named(key: str, value: object) -> None:
     broken = config()
@@ -163,7 +202,7 @@ def test_the_flags_that_are_set_and_the_rules_that_apply() -> None:
         "checkpoint.override_data",
     }
     assert rules_for(CheckpointSection()) == RULES
-    assert {rule.field.split(".")[0] for rule in rules_for(CheckpointSection(finetune=True))} == {"model"}
+    assert {rule.field.split(".")[0] for rule in rules_for(CheckpointSection(finetune=True))} == {"model", "base"}
     resized = {rule.field for rule in rules_for(CheckpointSection(finetune=True, resize=True))}
     assert {"model", "model.vocab_size", "model.max_position_embeddings"} < resized
     assert not any(rule.field == "model.vocab_size" for rule in rules_for(CheckpointSection(resize=True)))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from trainer.checkpoint.commit.attempt import Attempt
 from trainer.checkpoint.format import host_file, json_file, manifest
 from trainer.checkpoint.format.host_file import HostFile
-from trainer.checkpoint.format.layout import model_index
+from trainer.checkpoint.format.layout import TensorKind, model_index
 from trainer.checkpoint.format.manifest import FileEntry, Manifest, WrittenPiece
 from trainer.checkpoint.format.names import HOST, INDEX, MANIFEST
 from trainer.checkpoint.storage.files import describe_free_space
@@ -39,7 +39,9 @@ def json_files(
         for file in attempt.layout.files
     }
     found: dict[str, bytes] = {}
-    for name, document in {INDEX: model_index(attempt.layout), **documents}.items():
+    has_adapters = any(place.spec.kind is TensorKind.ADAPTER for place in attempt.layout.places.values())
+    index: dict[str, json_file.Document] = {} if has_adapters else {INDEX: model_index(attempt.layout)}
+    for name, document in {**index, **documents}.items():
         found[name] = json_file.content(document)
         entries[name] = FileEntry(len(found[name]), manifest.digest_of(found[name]), is_tensor_file=False)
     found[MANIFEST] = manifest.to_bytes(Manifest(attempt.name, entries, tensors, aliases))

@@ -20,9 +20,9 @@ from trainer.json_value import integer
 from trainer.regular_file import read_regular
 
 FORMAT = "reprise-host/1"
-# A folder that lacks pieces has its model configuration under the second name: transformers refuses a folder without
-# the first one, and would read holes as zeros in a folder with it.
-_CONFIG, _CONFIG_OF_PART = "config.json", "config.json.part"
+# A folder that lacks pieces has the configuration of its model or adapters under another name: transformers and PEFT
+# refuse a folder without the first one, and would read holes as zeros in a folder with it.
+_CONFIGS, _OF_PART = ("config.json", "adapter_config.json"), ".part"
 
 # By tensor: numbers of pieces, in the order of `TensorEntry.pieces`. A tensor without any is absent.
 PieceNumbers = Mapping[str, tuple[int, ...]]
@@ -83,7 +83,7 @@ class HostFile:
 
 def stored_name(name: str, *, is_whole: bool) -> str:
     """Return the name that a file of the manifest has in the folder of a host."""
-    return _CONFIG_OF_PART if name == _CONFIG and not is_whole else name
+    return name + _OF_PART if name in _CONFIGS and not is_whole else name
 
 
 def path_of(folder: Path, name: str) -> Path:

@@ -17,6 +17,7 @@ from enum import Enum
 import torch
 
 from trainer.checkpoint.format.box import Box, Image, image
+from trainer.checkpoint.format.names import ADAPTERS
 from trainer.errors import CheckpointError
 
 PAGE_BYTES = 4096
@@ -46,9 +47,10 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class TensorKind(Enum):
-    """The family of files that a tensor is stored in: weights, optimizer state, and the rest of a state dict."""
+    """The family of files that a tensor is stored in: weights, adapters, optimizer state, the rest of a state dict."""
 
     MODEL = "model"
+    ADAPTER = "adapter"
     OPTIMIZER = "optimizer"
     EXTRA = "extra"
 
@@ -119,13 +121,17 @@ def build_layout(specs: Sequence[TensorSpec], *, file_bytes: int = DEFAULT_FILE_
     refuse_unstorable(specs)
     files: list[FileLayout] = []
     for kind in TensorKind:
-        groups = _fill([s for s in specs if s.kind is kind], file_bytes)
+        # PEFT opens one file.
+        room = sum(s.total_bytes for s in specs) if kind is TensorKind.ADAPTER else file_bytes
+        groups = _fill([s for s in specs if s.kind is kind], room)
         files += [_lay_file(file_name(kind, i, len(groups)), group) for i, group in enumerate(groups)]
     return Layout(tuple(files), {place.spec.name: place for file in files for place in file.places})
 
 
 def file_name(kind: TensorKind, index: int, count: int) -> str:
     """Return the name of file `index` of `count`, as transformers numbers shards."""
+    if kind is TensorKind.ADAPTER:
+        return ADAPTERS
     if kind is TensorKind.MODEL and count == 1:
         return "model.safetensors"
     stem = "model" if kind is TensorKind.MODEL else f"{kind.value}/{kind.value}"
@@ -134,6 +140,8 @@ def file_name(kind: TensorKind, index: int, count: int) -> str:
 
 def kind_of_file(name: str) -> TensorKind:
     """Return the family of a tensor file, by its name in the checkpoint."""
+    if name == ADAPTERS:
+        return TensorKind.ADAPTER
     folder = name.split("/")[0]
     return next((kind for kind in (TensorKind.OPTIMIZER, TensorKind.EXTRA) if folder == kind.value), TensorKind.MODEL)
 

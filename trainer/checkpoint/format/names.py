@@ -3,5 +3,6 @@
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
 HOST = "host.json"
+ADAPTERS = "adapter_model.safetensors"
 STATE = "trainer_state.json"
 FORMAT = "reprise/1"

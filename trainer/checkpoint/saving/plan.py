@@ -89,7 +89,7 @@ def make_plan(contents: Contents, *, rank: int, file_bytes: int, holds_steps: bo
     shared = shared_pieces(_holdings(contents.live, layout))
     wanted = {piece.name for piece in pieces}
     watched = {name for tensors in shared.values() for name in tensors} - wanted
-    steady = storages_of(contents.optimizers) if holds_steps else None
+    steady = storages_of(contents.optimizers, contents.constant) if holds_steps else None
     chunks = _rotated(cut(pieces, layout), rank)
     return Plan(
         specs=contents.specs,

@@ -71,6 +71,7 @@ class Contents:
         documents: files beside the tensors, by file name: JSON, or raw bytes. Only rank 0's are written.
         optimizers: the optimizers that change the live tensors; a background save delays their next step while it reads
             tensors that the step changes. Tensors that none of them changes are copied.
+        constant: live tensors that nothing changes while a save is under way, so they need no copy.
         is_own: whether the live tensors are copies that nothing changes before the save is over.
     """
 
@@ -79,6 +80,7 @@ class Contents:
     aliases: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, Document] = field(default_factory=dict)
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    constant: tuple[torch.Tensor, ...] = ()
     is_own: bool = False
 
 
@@ -208,8 +210,12 @@ def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:
     )
 
 
-def storages_of(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[int]:
-    """Return the addresses of all storages that only a step of these optimizers changes: parameters and state."""
+def storages_of(optimizers: Iterable[torch.optim.Optimizer], constant: Iterable[torch.Tensor] = ()) -> frozenset[int]:
+    """Return the addresses of all storages that only a step of these optimizers changes, or nothing at all.
+
+    Args:
+        constant: tensors that nothing changes, beside the parameters and the state of the optimizers.
+    """
     tensors = [
         tensor
         for optimizer in optimizers
@@ -218,7 +224,7 @@ def storages_of(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[int]:
         for tensor in (parameter, *optimizer.state.get(parameter, {}).values())
         if isinstance(tensor, torch.Tensor)
     ]
-    return frozenset(local_of(tensor).untyped_storage().data_ptr() for tensor in tensors)
+    return frozenset(local_of(tensor).untyped_storage().data_ptr() for tensor in (*tensors, *constant))
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -34,20 +34,24 @@ from trainer.interop.source import StateSource, of_checkpoint
 from trainer.json_value import finite_number
 from trainer.optimizers import no_decay_names
 from trainer.progress import Progress
-from trainer.run_record import saved_schedule
+from trainer.run_record import saved_frozen, saved_schedule
 
 _FILE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Adam:
-    """The AdamW settings of a parameter group; `no_decay` names the parameters of the second group."""
+    """The AdamW settings of a parameter group.
+
+    `no_decay` names the parameters of the second group, `frozen` those of none.
+    """
 
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     no_decay: frozenset[str]
+    frozen: frozenset[str]
 
 
 def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
@@ -105,7 +109,8 @@ def _saved_adam(checkpoint: Checkpoint, config: ModelConfig) -> _Adam:
     except ValueError as error:
         raise CheckpointError("A state file has no learning rate", where=where, found=str(error)) from error
     betas = (adam.adam_beta1, adam.adam_beta2)
-    return _Adam(lr, betas, adam.adam_eps, adam.weight_decay, no_decay_names(config))
+    frozen = saved_frozen(checkpoint.state, config, where=where)
+    return _Adam(lr, betas, adam.adam_eps, adam.weight_decay, no_decay_names(config), frozen)
 
 
 def _documents(model: ModelConfig) -> dict[str, dict[str, object]]:
@@ -139,10 +144,11 @@ def _state(config: ModelConfig, adam: _Adam | None, counters: Mapping[str, int])
     total_bytes = sum(tensor.nbytes for tensor in model.values())
     if adam is not None:
         state = dict[str, dict[str, torch.Tensor]]()
-        for name, tensor in stored.items():
+        trained = {name: tensor for name, tensor in stored.items() if name not in adam.frozen}
+        for name, tensor in trained.items():
             state[name] = {STEP: _empty(()), **{kind: _empty(tensor.shape) for kind in MOMENTS}}
             names |= {f"optim.state.{name}.{kind}": f"{kind}.{name}" for kind in state[name]}
-        groups = _groups(list(stored), adam)
+        groups = _groups(list(trained), adam)
         flat = {f"param_groups.{n}.{k}": v for g in groups for n in g["params"] for k, v in g.items() if k != "params"}
         nested["optim"] = {"state": state, "param_groups": groups, **flat}
         total_bytes += sum(tensor.nbytes for kinds in state.values() for tensor in kinds.values())

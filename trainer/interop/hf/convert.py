@@ -10,7 +10,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from models import families
+from models.adapters import model_documents
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES, build_layout, model_index
@@ -22,8 +22,9 @@ from trainer.errors import CheckpointError
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
+from trainer.interop.merge import merged
 from trainer.interop.new_output import new_output
-from trainer.interop.source import TOKENIZER_FILES, StateSource, of_checkpoint, tokenizer_files_in
+from trainer.interop.source import TOKENIZER_FILES, StateSource, adapters_of, tokenizer_files_in
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.state import checkpoint_specs
 
@@ -56,19 +57,20 @@ def read_source(path: Path, _: ImportOptions) -> StateSource:
 def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
     """Write the weights as a folder that transformers opens, cast to the requested dtype.
 
-    The tokenizer is the requested one, otherwise that of the checkpoint.
+    Adapters are added to their base with `merge`, else written as a folder that PEFT opens. The tokenizer is the
+    requested one, otherwise that of the checkpoint.
 
     Raises:
         CheckpointError: if `out` exists, the checkpoint is damaged, a number is beyond the dtype, or the file system
             fails.
+        MismatchError: if there is nothing to merge, or with another base than that of the adapters.
     """
-    files, source = Files(), of_checkpoint(checkpoint)
+    files, source = Files(), _source(checkpoint, wanted)
     specs = [replace(spec, dtype=wanted.dtype) for spec in checkpoint_specs(source.model, None)]
     layout = build_layout(specs, file_bytes=FILE_BYTES)
-    documents: dict[str, Json] = {
-        CONFIG: {**families.hf_config(source.model), "dtype": str(wanted.dtype).removeprefix("torch.")},
-        "generation_config.json": families.generation_config(source.model),
-    }
+    documents: dict[str, Json] = model_documents(source.model)
+    if CONFIG in documents:
+        documents[CONFIG] = {**documents[CONFIG], "dtype": str(wanted.dtype).removeprefix("torch.")}
     if len(layout.files) > 1:
         documents[INDEX] = model_index(layout)
     tokenizer = source.tokenizer if wanted.tokenizer is None else _tokenizer_files(wanted.tokenizer)
@@ -79,6 +81,10 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
             files.write_whole(partial / name, json_file.to_bytes(document))
         for name, path in tokenizer.items():
             files.write_whole(partial / name, read_tokenizer(path))
+
+
+def _source(checkpoint: Checkpoint, wanted: ExportOptions) -> StateSource:
+    return adapters_of(checkpoint) if wanted.merge is None else merged(checkpoint, wanted.merge)
 
 
 def _tokenizer_files(path: Path) -> dict[str, Path]:
@@ -93,4 +99,4 @@ def _tokenizer_files(path: Path) -> dict[str, Path]:
     return found
 
 
-FORMAT = Format("a model folder of transformers (safetensors)", read_source, write, names_model=True)
+FORMAT = Format("a model folder of transformers (safetensors)", read_source, write, names_model=True, merges=True)

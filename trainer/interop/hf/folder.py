@@ -90,6 +90,11 @@ def open_folder(path: Path, files: Files) -> HfFolder:
     return HfFolder(path, files, model, places)
 
 
+def tensor_files(folder: HfFolder) -> list[Path]:
+    """Return the files of all tensors, in the order of their names."""
+    return sorted({folder.path / place.file for place in folder.places.values()})
+
+
 def left_behind(path: Path) -> list[str]:
     """Return log lines on a trainer's other files in the folder, which loading the weights ignores."""
     found = list[str]()

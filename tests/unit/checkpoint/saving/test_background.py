@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,16 @@ def test_without_an_optimizer_everything_is_copied_at_once(tmp_path: Path) -> No
     gate.opened.set()
     report = only_report(checkpointer)
     assert_same(loaded(report.path), expected)
+    checkpointer.close()
+
+
+def test_what_nothing_changes_is_not_copied_at_once(tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = started(SavePolicy(tmp_path, async_save=True))
+    checkpointer.save(1, replace(training.contents(), constant=(training.net.frozen,)))
+    checkpointer.wait()
+    training.step()
+    assert only_report(checkpointer).copied_bytes == training.net.count.nbytes
     checkpointer.close()
 
 

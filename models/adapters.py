@@ -1,0 +1,142 @@
+"""The low-rank adapters of a model as data: which projections have one, their tensors and names. Without torch.
+
+On disk an adapter has the names and shapes of PEFT, `base_model.model.<module>.lora_A.weight` and `.lora_B.weight`.
+Source: `peft.tuners.lora` and `peft.utils.save_and_load` of PEFT 0.21.
+"""
+
+from dataclasses import replace
+from math import sqrt
+
+from models.config import Initial, InitialKind, LoraConfig, ModelConfig, StoredTensor
+from models.families import generation_config, hf_config, spec_of, stored_tensors
+
+PREFIX = "base_model.model."
+A, B = ".lora_A.weight", ".lora_B.weight"
+_MOST_ALPHA = 1e9
+
+
+def is_adapted(config: ModelConfig) -> bool:
+    """Return whether a model has adapters, so that its base is frozen and in no checkpoint."""
+    return config.lora.rank > 0
+
+
+def base_of(config: ModelConfig) -> ModelConfig:
+    """Return the model without adapters."""
+    return replace(config, lora=LoraConfig())
+
+
+def adapted_modules(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the modules that have an adapter, in model order; none without `model.lora.rank`."""
+    return tuple(name for name in _projections(config) if is_adapted(config) and _fits(name, _targets(config)))
+
+
+def adapter_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    """Return the tensors of all adapters as they lie on disk, in model order.
+
+    A is [rank, in] and B [out, rank]. B of a fused projection lives as its weight does, as [parts, out, rank].
+    """
+    found = {}
+    projections, rank = _projections(config), config.lora.rank
+    for module in adapted_modules(config):
+        weight = projections[module]
+        transposed = spec_of(config).fan_in_fan_out
+        fan_in, fan_out = weight.shape if transposed else reversed(weight.shape)
+        found[PREFIX + module + A] = StoredTensor.plain(rank, fan_in)
+        view = (*weight.view[1:], rank) if transposed else (fan_out, rank)
+        found[PREFIX + module + B] = StoredTensor((fan_out, rank), view)
+    return found
+
+
+def adapter_initial_values(config: ModelConfig) -> dict[str, Initial]:
+    """Return the initial values of every tensor of an adapter: PEFT's, so that the model begins as its base.
+
+    A is `kaiming_uniform_` with a = sqrt(5), whose bound is 1 / sqrt(in); B is zero.
+    """
+    found = {}
+    for name, tensor in adapter_tensors(config).items():
+        is_first = name.endswith(A)
+        found[name] = Initial(InitialKind.uniform, bound=1 / sqrt(tensor.shape[1])) if is_first else _ZEROS
+    return found
+
+
+_ZEROS = Initial(InitialKind.zeros)
+
+
+def saved_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    """Return the tensors that a checkpoint of the model holds: its adapters if it has any, else the whole model."""
+    return adapter_tensors(config) if is_adapted(config) else stored_tensors(config)
+
+
+def stored_name(parameter: str) -> str:
+    """Return the name on disk of a parameter, given its name in the network; a tied one keeps its second name."""
+    return PREFIX + parameter if parameter.endswith((A, B)) else parameter
+
+
+def adapter_problems(config: ModelConfig) -> list[str]:
+    """Return every reason why the model cannot have the configured adapters; each names its key and value."""
+    lora = config.lora
+    if lora.rank == 0:
+        return []
+    found = [] if lora.rank > 0 else [f"model.lora.rank={lora.rank}: must be 0 (no adapters) or more"]
+    if not 0 <= lora.dropout < 1:
+        found.append(f"model.lora.dropout={lora.dropout}: must be at least 0 and below 1")
+    if not 0 < lora.alpha <= _MOST_ALPHA:
+        found.append(f"model.lora.alpha={lora.alpha}: must be above 0 and at most {_MOST_ALPHA:g}")
+    if lora.target_modules == []:
+        found.append("model.lora.target_modules=[]: names no module, use null for the family's default")
+    projections = _projections(config)
+    others = {name.rpartition(".")[0] for name in stored_tensors(config)} | {"lm_head"}
+    for target in lora.target_modules or ():
+        odd = sorted(name for name in others - projections.keys() if _fits(name, (target,)))
+        ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in projections))
+        if odd:
+            found.append(f"model.lora.target_modules: {target!r} fits {odd[0]}, only these can have an adapter: {ends}")
+        elif not any(_fits(name, (target,)) for name in projections):
+            found.append(f"model.lora.target_modules: {target!r} fits no module; these can have an adapter: {ends}")
+    return found
+
+
+def peft_config(config: ModelConfig) -> dict[str, object]:
+    """Return the `adapter_config.json` with which PEFT opens the adapters. It names no base: that is loaded first."""
+    lora = config.lora
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(_targets(config)),
+        "fan_in_fan_out": spec_of(config).fan_in_fan_out,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def model_documents(config: ModelConfig) -> dict[str, dict[str, object]]:
+    """Return the JSON files by which transformers or PEFT opens a checkpoint, by file name."""
+    if is_adapted(config):
+        return {"adapter_config.json": peft_config(config)}
+    return {"config.json": hf_config(config), "generation_config.json": generation_config(config)}
+
+
+def scale_of(config: ModelConfig) -> float:
+    """Return the number that the product of B and A is multiplied with."""
+    return config.lora.alpha / config.lora.rank
+
+
+def _targets(config: ModelConfig) -> tuple[str, ...]:
+    chosen = config.lora.target_modules
+    return spec_of(config).lora_targets if chosen is None else tuple(chosen)
+
+
+def _fits(module: str, targets: tuple[str, ...]) -> bool:
+    """Return whether a module is one of the targets. Source: `check_target_module_exists` of PEFT, for lists."""
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+def _projections(config: ModelConfig) -> dict[str, StoredTensor]:
+    """Return the weights of the projections of all blocks, by module name in model order."""
+    spec = spec_of(config)
+    block = {name.removesuffix(".weight"): t for name, t in spec.block(config).items() if len(t.shape) == 2}
+    return {f"{spec.blocks}.{layer}.{name}": t for layer in range(config.n_layer) for name, t in block.items()}

@@ -1,0 +1,160 @@
+"""Adapters that a run has trained are opened by PEFT, and merged with the bits that PEFT merges."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from tests.harness import TINY, compose, launch, run_ok
+from trainer.build import build
+from trainer.checkpoint.commit.channel import single_rank_channel
+from trainer.commands import checkpoint as look
+from trainer.commands import convert, generate
+from trainer.launch.process_group import Cluster
+from trainer.restore import restore
+
+SIZES = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "initializer_range": 0.2}
+GPT2 = GPT2Config(n_layer=2, n_head=2, n_embd=20, n_inner=44, n_positions=32, **SIZES)
+LLAMA = LlamaConfig(
+    num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, hidden_size=20, intermediate_size=44,
+    max_position_embeddings=32, rms_norm_eps=1e-5, rope_theta=500000.0, **SIZES,
+)  # fmt: skip
+RUN = [*TINY, "model.lora.rank=4", "optimizer.lr=0.05", "train.train_iters=4", "checkpoint.finetune=true"]
+CASES = {
+    "gpt2": (GPT2LMHeadModel, GPT2, ["model=gpt2_tiny"]),
+    "gpt2 all": (GPT2LMHeadModel, GPT2, ["model=gpt2_tiny", "model.lora.target_modules=[c_attn,c_proj,mlp.c_fc]"]),
+    "llama3": (LlamaForCausalLM, LLAMA, ["model=llama3_tiny", "model.n_kv_head=2"]),
+    "llama3 all": (
+        LlamaForCausalLM,
+        LLAMA,
+        ["model=llama3_tiny", "model.n_kv_head=2", "model.lora.target_modules=[k_proj,o_proj,gate_proj,down_proj]"],
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run of adapters, and the base beneath them."""
+
+    base: Path
+    run: Path
+    overrides: list[str]
+
+    @property
+    def iteration(self) -> Path:
+        return self.run / "checkpoints/iter_0000004"
+
+    def peft(self) -> PeftModel:
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(self.base), self.iteration).eval()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Return adapters after four iterations; the base is a folder of transformers."""
+    kind, config, model = CASES[request.param]
+    folder = tmp_path_factory.mktemp("peft")
+    torch.manual_seed(7)
+    kind(config).save_pretrained(folder / "base")
+    overrides = [*RUN, *model, f"checkpoint.load={folder / 'base'}"]
+    run_ok(folder / "run", overrides)
+    return Trained(folder / "base", folder / "run", overrides)
+
+
+def test_peft_has_our_logits_and_the_bits_of_our_adapters(trained: Trained) -> None:
+    run = build(
+        compose([*trained.overrides, f"run.dir={trained.run}"]),
+        Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"),
+    )
+    restore(run)
+    run.checkpointer.close()
+    assert run.state.progress.iteration == 4
+    tokens = torch.randint(0, 257, (3, 32), generator=torch.Generator().manual_seed(1))
+    model = trained.peft()
+    with torch.no_grad():
+        ours, theirs = run.state.parts[0].model(tokens), model(tokens).logits
+        bare = AutoModelForCausalLM.from_pretrained(trained.base)(tokens).logits
+    assert (ours - theirs).abs().max() <= 1e-5
+    assert (ours - bare).abs().max() > 1e-2  # the adapters say something
+
+    saved = load_file(trained.iteration / "adapter_model.safetensors")
+    found = {name.replace(".default.", "."): value for name, value in model.state_dict().items() if "lora" in name}
+    assert saved.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in saved.items())
+
+
+def test_merged_weights_have_the_bits_of_peft(trained: Trained, tmp_path: Path) -> None:
+    command = ["export", "hf", "--merge", str(trained.base), str(trained.iteration), str(tmp_path / "merged")]
+    assert convert.main(command) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    theirs = trained.peft().merge_and_unload().state_dict()
+    assert merged.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in merged.items())
+
+
+def test_an_export_without_merging_is_the_adapters_alone(trained: Trained, tmp_path: Path) -> None:
+    assert convert.main(["export", "hf", str(trained.iteration), str(tmp_path / "out")]) == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} < names
+    assert not names & {"config.json", "model.safetensors"}
+    ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (trained.iteration, tmp_path / "out"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(trained.base), tmp_path / "out")
+
+
+def test_a_checkpoint_is_three_times_its_adapters(trained: Trained) -> None:
+    adapters = sum(value.nbytes for value in load_file(trained.iteration / "adapter_model.safetensors").values())
+    total = sum(path.stat().st_size for path in trained.iteration.rglob("*") if path.is_file())
+    assert total <= 3 * adapters + (64 << 10)
+
+
+@pytest.mark.parametrize("trained", ["gpt2"], indirect=True)
+def test_another_base_is_not_merged(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    GPT2LMHeadModel(GPT2).save_pretrained(tmp_path / "other")
+    command = ["export", "hf", "--merge", str(tmp_path / "other"), str(trained.iteration), str(tmp_path / "out")]
+    assert convert.main(command) == 2
+    assert "The adapters were trained on another base" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("trained", ["gpt2"], indirect=True)
+def test_weights_beside_a_base_are_no_adapters_to_load(trained: Trained, tmp_path: Path) -> None:
+    ended = launch(tmp_path / "run", [*trained.overrides, f"checkpoint.base={trained.base}"])
+    assert not ended.ok
+    assert "Adapters continue from a checkpoint of adapters" in ended.text
+
+
+@pytest.mark.parametrize("trained", ["gpt2"], indirect=True)
+def test_an_import_writes_no_adapters(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert.main(["import", "hf", str(trained.base), str(tmp_path / "run"), "model.lora.rank=4"]) == 2
+    assert "model.lora.rank=4: an import writes whole models" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trained", ["gpt2"], indirect=True)
+@pytest.mark.parametrize("name", ["llmc", "dcp"])
+def test_formats_of_whole_models_refuse_adapters(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert convert.main(["export", name, str(trained.iteration), str(tmp_path / "out")]) == 2
+    assert "reprise convert export hf --merge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("trained", ["gpt2"], indirect=True)
+def test_the_commands_know_checkpoints_of_adapters(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert look.main(["ls", "--json", str(trained.run)]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["valid"] == "yes"
+    assert "adapters" in row["notes"]
+    assert look.main(["verify", str(trained.iteration)]) == 0
+    assert look.main(["show", str(trained.iteration)]) == 0
+    assert "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight" in capsys.readouterr().out
+    assert generate.main([str(trained.iteration), "--max-new-tokens", "2"]) == 2
+    assert "--base" in capsys.readouterr().err
+    assert generate.main([str(trained.iteration), "--base", str(trained.base), "--max-new-tokens", "2"]) == 0

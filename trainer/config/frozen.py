@@ -1,0 +1,39 @@
+"""The parameters that a run leaves unchanged, by their stored names: those of `train.freeze`, or a base. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from models.adapters import is_adapted
+from models.config import ModelConfig
+from models.families import aliases, stored_tensors
+
+
+def frozen_names(model: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
+    """Return the stored tensors that stay unchanged: those whose names fit a pattern, or all beneath adapters.
+
+    Args:
+        patterns: shell patterns, those of `train.freeze`.
+    """
+    is_base = is_adapted(model)
+    return frozenset(name for name in stored_tensors(model) if is_base or any(fnmatchcase(name, p) for p in patterns))
+
+
+def freeze_problems(model: ModelConfig, patterns: Sequence[str]) -> list[str]:
+    """Return the patterns that fit nothing, and whether nothing is left to train."""
+    if is_adapted(model):
+        reason = f"model.lora.rank={model.lora.rank} freezes all but the adapters, leave the key out"
+        return [f"train.freeze={list(patterns)}: {reason}"] if patterns else []
+    stored, second = stored_tensors(model), aliases(model)
+    found = []
+    for pattern in patterns:
+        if any(fnmatchcase(name, pattern) for name in stored):
+            continue
+        tied = next(
+            (f"; {alias} is tied, name {name}" for alias, name in second.items() if fnmatchcase(alias, pattern)), ""
+        )
+        found.append(f"train.freeze: {pattern!r} fits no parameter; a name is {next(iter(stored))}{tied}")
+    if len(frozen_names(model, patterns)) == len(stored):
+        found.append("train.freeze: fits every parameter, so that nothing would be trained")
+    return found

@@ -1,0 +1,86 @@
+"""Adapters of a checkpoint merged with the weights beneath them, bit for bit as PEFT's `merge_and_unload` does.
+
+Source: `Linear.merge` and `get_delta_weight` of `peft.tuners.lora.layer`, PEFT 0.21.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from models.adapters import PREFIX, A, B, adapted_modules, base_of, is_adapted, scale_of
+from models.config import ModelConfig
+from models.families import spec_of
+from trainer.checkpoint.format.names import STATE
+from trainer.checkpoint.loading.choose import Chooser, LoadSource
+from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.errors import CheckpointError, MismatchError
+from trainer.interop.hf.config import differences
+from trainer.interop.hf.folder import is_folder, open_folder, stored_places, tensor_files
+from trainer.interop.hf.load import check_tied, read_whole
+from trainer.interop.llmc import file as llmc
+from trainer.interop.samples import digest_of_samples
+from trainer.interop.source import StateSource, adapters_of, holds_adapters, of_checkpoint
+
+
+def merged(checkpoint: Checkpoint, base: Path) -> StateSource:
+    """Return the weights of a base with the adapters of a checkpoint added to them.
+
+    Args:
+        base: a run, a checkpoint, one iteration, a model folder of transformers or a weight file of llm.c.
+
+    Raises:
+        MismatchError: if there are no adapters, or it is not the base that they were trained on.
+        CheckpointError: if one of the two is damaged.
+    """
+    if not holds_adapters(checkpoint):
+        raise MismatchError("A checkpoint has no adapters to merge", where=checkpoint.path, fix="Name no base.")
+    adapters = adapters_of(checkpoint)
+    weights, found = _open_base(base, adapters.model)
+    expected = checkpoint.state.get("base")
+    if not (isinstance(expected, Mapping) and is_adapted(adapters.model)):
+        raise CheckpointError("A state file of adapters describes none, or no base", where=checkpoint.path / STATE)
+    if found != dict(expected):
+        raise MismatchError(
+            "The adapters were trained on another base",
+            where=base,
+            expected=f"{expected.get('format')}, digest {expected.get('xxh3_64')}",
+            found=f"{found['format']}, digest {found['xxh3_64']}",
+            fix="Name the weights that the run of these adapters named.",
+        )
+    model, modules = adapters.model, frozenset(adapted_modules(adapters.model))
+
+    def read(name: str) -> torch.Tensor:
+        weight, module = weights.read(name), name.removesuffix(".weight")
+        if module not in modules:
+            return weight
+        first, second = adapters.read(f"{PREFIX}{module}{A}"), adapters.read(f"{PREFIX}{module}{B}")
+        product = second @ first
+        oriented = product.T if spec_of(model).fan_in_fan_out else product
+        return weight + oriented * scale_of(model)
+
+    tokenizer = {**weights.tokenizer, **adapters.tokenizer}
+    return replace(adapters, model=base_of(model), has_optimizer=False, read=read, tokenizer=tokenizer)
+
+
+def _open_base(path: Path, model: ModelConfig) -> tuple[StateSource, dict[str, str]]:
+    """Return a base of adapters of `model`, and its identity as `trainer_state.json` has it."""
+    plain, files = base_of(model), Files()
+    if path.is_file():
+        file = llmc.open_file(path, files)
+        differences(file.model, plain, where=path, kind="file")
+        identity = {"format": "llm.c", "xxh3_64": digest_of_samples([path]).hex()}
+        return StateSource(plain, 0, has_optimizer=False, read=lambda name: llmc.read_whole(file, name)), identity
+    if is_folder(path):
+        folder = open_folder(path, files)
+        differences(folder.model, plain, where=path)
+        places = stored_places(folder, plain)
+        check_tied(folder, plain)
+        identity = {"format": "transformers", "xxh3_64": digest_of_samples(tensor_files(folder)).hex()}
+        return StateSource(plain, 0, has_optimizer=False, read=lambda n: read_whole(folder, places[n])), identity
+    checkpoint = open_checkpoint(Chooser(LoadSource.named(path), files, lambda _: None).pick(), files)
+    return of_checkpoint(checkpoint), {"format": "reprise", "xxh3_64": checkpoint.digest}
