@@ -22,13 +22,15 @@ def versions() -> dict[str, str | None]:
 def commit(root: Path = _ROOT) -> str | None:
     """Return the git commit of the source tree at `root`, with `-dirty` after changes to its tracked files.
 
-    None where `root` is not the top of a work tree, as in an installed package, or git cannot be run.
+    None where `root` is not the top of a work tree, as in an installed package, or git does not answer.
     """
     found = _git(root, "rev-parse", "--show-toplevel", "HEAD")
     if found is None or len(found) != 2 or Path(found[0]) != root:
         return None
     changes = _git(root, "status", "--porcelain", "--untracked-files=no")
-    return found[1] if changes == [] else f"{found[1]}-dirty"
+    if changes is None:
+        return None
+    return f"{found[1]}-dirty" if changes else found[1]
 
 
 def _version(package: str) -> str | None:

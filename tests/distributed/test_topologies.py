@@ -38,7 +38,7 @@ TOPOLOGIES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 # The dearest, whose axes the others have too, are left to the longest tests.
-SOAKED = ("tp2 dp2 zero1", "pp2 dp2", "tp2+sp pp2 dp2")
+SOAKED = ("tp2+sp", "tp2 dp2 zero1", "tp2 dp2 zero3", "pp2 dp2", "tp2+sp pp2 dp2")
 NAMES = [pytest.param(name, marks=pytest.mark.soak if name in SOAKED else ()) for name in TOPOLOGIES]
 
 # Odd sizes: 257 rows, 5 layers, widths that 3 does not divide. GPT-2 is tied, LLaMA-3 is not.
