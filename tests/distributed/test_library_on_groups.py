@@ -20,6 +20,7 @@ from tests.distributed.test_ranks_that_disagree import process_group, refused
 from tests.harness import call_on_ranks
 from trainer.checkpoint import AsyncSaver, load_state_dict, save_state_dict
 from trainer.checkpoint.state_dict import _known
+from trainer.errors import TrainerError
 
 State = dict[str, Any]
 
@@ -236,6 +237,35 @@ def name_other_coordinators(arguments: list[str]) -> None:
 def test_ranks_that_name_other_coordinators_do_not_wait(tmp_path: Path) -> None:
     run(name_other_coordinators, tmp_path)
     assert not list(tmp_path.glob("iter_*"))
+
+
+def raises(call: Callable[[], object]) -> None:
+    with pytest.raises(TrainerError) as caught:
+        call()
+    print(caught.value, flush=True)
+
+
+def fail_early_on_rank_1(arguments: list[str]) -> None:
+    """Give what rank 1 alone can see to be wrong: every rank raises, and the calls after are matched again."""
+    with process_group() as rank:
+        endless: State = {}
+        endless["more"] = endless
+        folder, good = arguments[0], {"a": torch.ones(1)}
+        raises(lambda: save_state_dict(folder, good, iteration=1, coordinator_rank=5 * rank))
+        raises(lambda: save_state_dict(folder, endless if rank else good, iteration=1))
+        raises(lambda: save_state_dict(folder, {"\ud800": torch.ones(1)} if rank else good, iteration=1))
+        raises(lambda: save_state_dict(None if rank else folder, good, iteration=1))  # type: ignore[arg-type]
+        save_state_dict(folder, good, iteration=2)
+        raises(lambda: load_state_dict(None if rank else folder, good))  # type: ignore[arg-type]
+        raises(lambda: load_state_dict(folder, good, coordinator_rank=5 * rank))
+        load_state_dict(folder, good)
+
+
+def test_a_rank_that_fails_early_leaves_none_waiting(tmp_path: Path) -> None:
+    text = run(fail_early_on_rank_1, tmp_path)
+    for message in ("coordinator_rank=5", "nested too deeply", "cannot be stored as UTF-8", "This is no path"):
+        assert text.count(message) >= 2, message
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000002"]
 
 
 def fail_in_the_background(arguments: list[str]) -> None:

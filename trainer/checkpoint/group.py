@@ -34,6 +34,25 @@ def open_channel(
             raise ConfigError("There is no process group", fix="Call torch.distributed.init_process_group first.")
         return single_rank_channel(), secrets.token_hex(4)
     rank, ranks = dist.get_rank(), _members(process_group)
+    store: Store = distributed_c10d._get_default_store()  # torch has no public name for it
+    is_all = len(ranks) == dist.get_world_size()
+    name = "reprise" if is_all else f"reprise/{xxhash.xxh3_64_hexdigest(repr(ranks).encode())}"
+    count = int(store.add(f"{name}/calls/{rank}", 1))  # before any check, as calls are matched by their number
+    store = PrefixStore(f"{name}/{count}", store)
+    first = coordinator_rank if coordinator_rank in ranks else ranks[0]
+    ordered = (first, *(other for other in ranks if other != first))
+    channel = StoreChannel(store, rank, world_size=len(ranks), timeout_s=COMMIT_TIMEOUT_S, ranks=ordered)
+    try:
+        _require_coordinator(store, coordinator_rank, rank, ranks)
+    except ConfigError as error:
+        channel.fail(str(error))
+        raise
+    nonce = secrets.token_hex(4).encode() if channel.coordinates else None
+    return channel, channel.broadcast("nonce", nonce).decode()
+
+
+def _require_coordinator(store: Store, coordinator_rank: int, rank: int, ranks: tuple[int, ...]) -> None:
+    """Refuse a coordinator outside the group, or another one than that of another rank."""
     if coordinator_rank not in ranks:
         raise ConfigError(
             "The coordinator is not in the process group",
@@ -41,24 +60,13 @@ def open_channel(
             found=f"coordinator_rank={coordinator_rank}",
             fix=f"Set coordinator_rank={ranks[0]}; the numbers are those of the whole program.",
         )
-    ordered = (coordinator_rank, *(other for other in ranks if other != coordinator_rank))
-    store: Store = distributed_c10d._get_default_store()  # torch has no public name for it
-    is_all = len(ranks) == dist.get_world_size()
-    name = "reprise" if is_all else f"reprise/{xxhash.xxh3_64_hexdigest(repr(ranks).encode())}"
-    count = int(store.add(f"{name}/calls/{rank}", 1))
-    store = PrefixStore(f"{name}/{count}", store)
-    channel = StoreChannel(store, rank, world_size=len(ranks), timeout_s=COMMIT_TIMEOUT_S, ranks=ordered)
     agreed = bytes(store.compare_set("coordinator", "", str(coordinator_rank))).decode()
     if agreed != str(coordinator_rank):
-        error = ConfigError(
+        raise ConfigError(
             "The ranks of a group name several coordinators",
             expected=f"coordinator_rank={agreed}, as another rank",
             found=f"coordinator_rank={coordinator_rank} on rank {rank}",
         )
-        channel.fail(str(error))
-        raise error
-    nonce = secrets.token_hex(4).encode() if channel.coordinates else None
-    return channel, channel.broadcast("nonce", nonce).decode()
 
 
 def _members(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:

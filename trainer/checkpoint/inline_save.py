@@ -18,15 +18,26 @@ def check_target(folder: str | Path, iteration: int) -> None:
     """Refuse a folder or an iteration that cannot be saved.
 
     Raises:
-        ConfigError: `folder` is a URL.
+        ConfigError: `folder` is a URL, or no path.
         CheckpointError: for an iteration that no folder is named after.
     """
+    require_path(folder)
     if is_url(str(folder)):
         raise ConfigError("A checkpoint folder is a URL; only mounted file systems can be written", found=folder)
     if type(iteration) is not int or not 0 <= iteration <= MOST_ELEMENTS:
         raise CheckpointError(
             "This is no number of an iteration", expected="an int of 0 or more", found=repr(iteration)
         )
+
+
+def require_path(path: object) -> None:
+    """Refuse what is no path, by an error that a rank shares with the others.
+
+    Raises:
+        ConfigError: naming its type.
+    """
+    if not isinstance(path, (str, Path)):
+        raise ConfigError("This is no path", expected="a str or a pathlib.Path", found=type(path).__name__)
 
 
 def save_now(

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.group import open_channel
-from trainer.checkpoint.inline_save import check_target, save_now
+from trainer.checkpoint.inline_save import check_target, require_path, save_now
 from trainer.checkpoint.loaded import LoadedState
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.restorer import Restorer
@@ -108,6 +108,7 @@ def load_state_dict(
     channel, nonce = open_channel(process_group, coordinator_rank=coordinator_rank)
     problem, tree, held = None, None, None
     try:
+        require_path(path)
         if model is not None:
             free_gathered_parameters(model)
         tree = take_apart(state_dict, model=model)

@@ -282,6 +282,7 @@ class Odd:
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: {1: torch.ones(1)}, r"a key that is not text \(the outermost keys\), found 1"),
+    (lambda: {"\ud800": torch.ones(1)}, r"A key cannot be stored as UTF-8"),
     (lambda: {"milestones": {30: 1}}, r"a key that is not text \(/milestones\), found 30"),
     (lambda: {"a": [torch.ones(1), object()]}, r"neither a tensor nor JSON \(/a/1\).*found object"),
     (lambda: {"loss": float("nan")}, r"neither a tensor nor JSON \(/loss\).*found nan"),

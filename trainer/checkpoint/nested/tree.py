@@ -110,7 +110,10 @@ def take_apart(state_dict: object, *, model: nn.Module | None = None) -> Tree:
     if not isinstance(state_dict, dict):
         raise CheckpointError("A state dict is a dict", found=type(state_dict).__name__)
     tree = Tree(tuple(map(str, state_dict)))
-    _walk_dict(tree, state_dict, (), model)
+    try:
+        _walk_dict(tree, state_dict, (), model)
+    except RecursionError as error:
+        raise CheckpointError("A state dict is nested too deeply", fix="Look for a dict or list in itself.") from error
     return tree
 
 
@@ -123,6 +126,8 @@ def _walk_dict(tree: Tree, found: dict[Any, Any], keys: Keys, model: nn.Module |
                 found=repr(key),
                 fix="JSON and file names have text only: use str(key), or a list.",
             )
+        if any("\ud800" <= character <= "\udfff" for character in key):
+            raise CheckpointError("A key cannot be stored as UTF-8", where=repr(keys), found=repr(key))
     if is_optimizer_state(found):
         _take_optimizer(tree, found, keys, model)
         found = {key: value for key, value in found.items() if key not in ("state", "param_groups")}
