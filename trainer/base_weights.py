@@ -81,7 +81,12 @@ def _load_checkpoint(run: Run, source: Path, live: Sequence[LiveTensor]) -> tupl
     )
     assert fitting is not None
     places = read_places(restored.checkpoint)
-    fitting.finish(lambda tensor: fill(restored.checkpoint, places, [tensor]))
+    problem: TrainerError | None = None
+    try:
+        fitting.finish(lambda tensor: fill(restored.checkpoint, places, [tensor]))
+    except TrainerError as error:
+        problem = error
+    run.cluster.channel.agree("base/fitted", problem)
     return restored, fitting
 
 
