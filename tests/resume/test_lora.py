@@ -74,18 +74,9 @@ INVARIANT = {
 }
 
 
-FAST = {("gpt2", "zero3"), ("llama3", "recomputed pp2")}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "case"),
-    [
-        pytest.param(model, case, marks=() if (model, case) in FAST else pytest.mark.slow)
-        for model in MODELS
-        for case in INVARIANT
-    ],
-)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("case", INVARIANT)
 def test_every_topology_has_the_bits_of_one_rank(
     bases: dict[str, Path], alone: dict[str, Path], tmp_path: Path, model: str, case: str
 ) -> None:
