@@ -38,7 +38,9 @@ def on(base: Path, model: str, *more: str) -> list[str]:
     return [*BASE, *MODELS[model], *LORA, *start, *more]
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology", [pytest.param(t, marks=() if t == "zero3" else pytest.mark.slow) for t in TOPOLOGIES]
+)
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("llama3", marks=pytest.mark.slow)])
 def test_a_killed_run_resumes_bitwise(bases: dict[str, Path], tmp_path: Path, model: str, topology: str) -> None:
     ranks, axes = TOPOLOGIES[topology]
@@ -72,17 +74,9 @@ INVARIANT = {
 }
 
 
-FAST = {("gpt2", "zero3"), ("llama3", "recomputed pp2")}
-
-
-@pytest.mark.parametrize(
-    ("model", "case"),
-    [
-        pytest.param(model, case, marks=() if (model, case) in FAST else pytest.mark.slow)
-        for model in MODELS
-        for case in INVARIANT
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("case", INVARIANT)
 def test_every_topology_has_the_bits_of_one_rank(
     bases: dict[str, Path], alone: dict[str, Path], tmp_path: Path, model: str, case: str
 ) -> None:
@@ -96,6 +90,7 @@ def test_every_topology_has_the_bits_of_one_rank(
     assert tensor_files(tmp_path / "run" / FIRST) == tensor_files(alone[model] / FIRST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [[TP], pytest.param([TP, SP], marks=pytest.mark.slow)], ids=["tp2", "tp2+sp"])
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("llama3", marks=pytest.mark.slow)])
 def test_tensor_parallel_ranks_write_the_bytes_of_one(
@@ -115,6 +110,7 @@ def test_tensor_parallel_ranks_write_the_bytes_of_one(
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [pytest.param("gpt2", marks=pytest.mark.slow), "llama3"])
 def test_tensor_parallel_ranks_train_the_curve_of_one(bases: dict[str, Path], tmp_path: Path, model: str) -> None:
     found = []
@@ -126,6 +122,7 @@ def test_tensor_parallel_ranks_train_the_curve_of_one(bases: dict[str, Path], tm
     assert found[1] == pytest.approx(found[0], rel=2e-5)
 
 
+@pytest.mark.slow
 def test_another_base_or_none_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     run = [*BASE, *MODELS["gpt2"], *LORA]
     begin = [f"checkpoint.load={bases['gpt2']}", "checkpoint.finetune=true", "train.train_iters=4"]
@@ -152,6 +149,7 @@ def test_another_base_or_none_is_refused(bases: dict[str, Path], tmp_path: Path)
     assert curve(tmp_path / "run")[-1][0] == 8
 
 
+@pytest.mark.slow
 def test_whole_weights_and_adapters_are_not_confused(bases: dict[str, Path], tmp_path: Path) -> None:
     run = on(bases["gpt2"], "gpt2", "train.train_iters=4")
     run_ok(tmp_path / "run", run)
@@ -169,6 +167,7 @@ def test_whole_weights_and_adapters_are_not_confused(bases: dict[str, Path], tmp
     assert curve(tmp_path / "again")[0][1] != curve(tmp_path / "run")[0][1]
 
 
+@pytest.mark.slow
 def test_a_folder_and_its_base_continue_the_run(bases: dict[str, Path], tmp_path: Path) -> None:
     run_ok(tmp_path / "run", on(bases["gpt2"], "gpt2", "train.micro_batch_size=2"))
     folder = shutil.copytree(tmp_path / "run" / FIRST, tmp_path / "given" / Path(FIRST).name)
