@@ -113,7 +113,7 @@ QUICK = {("zero1", "evaluation", 2), ("one rank", "forward", 3)}
 
 @pytest.mark.parametrize(
     ("layout", "moment", "iteration", "number", "to", "left"),
-    [pytest.param(*case, marks=() if case[:3] in QUICK else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=() if case[:3] in QUICK else [pytest.mark.slow, pytest.mark.soak]) for case in CASES],
     ids=lambda value: value.name if isinstance(value, signal.Signals) else str(value).replace(" ", ""),
 )
 def test_a_signal_saves_once_and_the_run_resumes_bitwise(

@@ -56,10 +56,14 @@ def assert_goes_on(run: Path, whole: Path) -> None:
 
 # Where rank 0 is stopped: while it trains, while its own part of the second save is not durable, and while it is the
 # only one left to do something for that save.
-MOMENTS = [("forward", 7), ("save", 8), ("prepare", 8)]
+MOMENTS = [
+    pytest.param("forward", 7, id="forward"),
+    pytest.param("save", 8, id="save", marks=pytest.mark.soak),
+    pytest.param("prepare", 8, id="prepare", marks=pytest.mark.soak),
+]
 
 
-@pytest.mark.parametrize(("moment", "iteration"), MOMENTS, ids=[moment for moment, _ in MOMENTS])
+@pytest.mark.parametrize(("moment", "iteration"), MOMENTS)
 def test_a_stopped_rank_0_ends_all_ranks_and_the_run_resumes(
     unbroken: Path, tmp_path: Path, moment: str, iteration: int
 ) -> None:
@@ -110,7 +114,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize(("moment", "iteration"), MOMENTS[::2], ids=["forward", "prepare"])
+@pytest.mark.parametrize(("moment", "iteration"), MOMENTS[::2])
 def test_a_stopped_torchrun_agent_ends_all_and_the_run_resumes(
     unbroken: Path, tmp_path: Path, moment: str, iteration: int
 ) -> None:

@@ -113,7 +113,11 @@ def damaged(checkpoints: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("topology", "is_empty"),
-    [("parallel.zero_stage=1", True), ("parallel.zero_stage=3", False), (TENSOR_PARALLEL, False)],
+    [
+        pytest.param("parallel.zero_stage=1", True, marks=pytest.mark.soak),
+        ("parallel.zero_stage=3", False),
+        pytest.param(TENSOR_PARALLEL, False, marks=pytest.mark.soak),
+    ],
 )
 def test_a_host_that_loses_the_folder_fails_the_save_cleanly(tmp_path: Path, topology: str, is_empty: bool) -> None:
     whole, run, other = tmp_path / "whole", tmp_path / "run", tmp_path / "other"

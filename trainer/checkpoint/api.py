@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.group import open_channel
-from trainer.checkpoint.inline_save import save_now
+from trainer.checkpoint.inline_save import require_path, save_now
 from trainer.checkpoint.loaded import LoadedState, Matched, match
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
@@ -20,6 +20,7 @@ from trainer.checkpoint.nested.documents import read_values
 from trainer.checkpoint.nested.stored_names import MODEL, OPTIMIZER
 from trainer.checkpoint.optimizer_state import check_optimizer, make_state, set_groups
 from trainer.checkpoint.tensors.live import Grid, LiveTensor, live_tensors
+from trainer.errors import TrainerError
 
 
 def save(
@@ -84,6 +85,12 @@ def load(
             optimizer where one is given.
     """
     channel, nonce = open_channel()
+    problem = None
+    try:
+        require_path(path)
+    except TrainerError as error:
+        problem = error
+    channel.agree("given", problem)
     matched = Matched([])
     kinds = {TensorKind.MODEL} if optimizer is None else {TensorKind.MODEL, TensorKind.OPTIMIZER}
 

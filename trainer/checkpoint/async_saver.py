@@ -22,7 +22,7 @@ from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.checkpoint.state_dict import contents_of_state_dict
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import Contents
-from trainer.errors import TrainerError
+from trainer.errors import CheckpointError, TrainerError
 
 
 class AsyncSaver:
@@ -69,7 +69,7 @@ class AsyncSaver:
     ) -> None:
         self._channel, nonce = open_channel(process_group, coordinator_rank=coordinator_rank)
         self._folder, self._from_rank0 = folder, tuple(from_rank0)
-        self._known, self._calls = KnownTables(), 0
+        self._known, self._calls, self._is_closed = KnownTables(), 0, False
         self._last, self._last_marks = Contents((), ()), object()
         problem = None
         try:
@@ -111,7 +111,7 @@ class AsyncSaver:
             iteration=iteration,
             state=state,
             from_rank0=self._from_rank0,
-            problem=self._settled(),
+            problem=self._before_save(),
         )
         self._checkpointer.save(iteration, self._as_before(contents))
 
@@ -142,7 +142,7 @@ class AsyncSaver:
             from_rank0=self._from_rank0,
             model=model,
             optimizers=optimizers,
-            problem=self._settled(),
+            problem=self._before_save(),
         )
         self._checkpointer.save(iteration, self._as_before(contents))
 
@@ -167,6 +167,7 @@ class AsyncSaver:
         Raises:
             TrainerError: if that save did not become a checkpoint.
         """
+        self._is_closed = True
         self._checkpointer.close()
         self.wait()
 
@@ -181,7 +182,14 @@ class AsyncSaver:
         if error is None:
             self.close()
         else:
+            self._is_closed = True
             self._checkpointer.abandon()
+
+    def _before_save(self) -> TrainerError | None:
+        """Return why no save can begin: the one before failed, or the saver is closed."""
+        if self._is_closed:
+            return CheckpointError("A saver that is closed saves nothing", where=self._folder, fix="Make a new one.")
+        return self._settled()
 
     def _settled(self) -> TrainerError | None:
         """Wait for the save that is under way, and return why it failed, once."""

@@ -243,3 +243,15 @@ def test_file_bytes_divide_the_files(tmp_path: Path) -> None:
     again = {"model": {name: torch.zeros(100) for name in state["model"]}}
     load_state_dict(tmp_path, again)
     assert all(torch.equal(again["model"][name], value) for name, value in state["model"].items())
+
+
+@ways
+def test_a_closed_saver_saves_nothing(tmp_path: Path, save: Save) -> None:
+    training = Training()
+    saver = AsyncSaver(tmp_path)
+    save(saver, 1, training)
+    saver.close()
+    with pytest.raises(CheckpointError, match="closed saves nothing"):
+        save(saver, 2, training)
+    saver.close()
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]
