@@ -12,6 +12,7 @@ from trainer.checkpoint.format.names import MANIFEST
 from trainer.checkpoint.loading.blocks import blocks_of
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
 from trainer.checkpoint.storage.files import Files
+from trainer.config.saved import RUN_CONFIG
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -29,10 +30,15 @@ def curve_of(run: Path) -> list[tuple[object, ...]]:
 
 
 def contents_of(checkpoint: Path) -> dict[str, bytes]:
-    """Return all files of a checkpoint by name; the manifest without the attempt and its own digest."""
+    """Return the files of a checkpoint by name; the manifest without the attempt and its own digest.
+
+    The settings of the run are left out: an unbroken run keeps every checkpoint, and a killed one does not.
+    """
     found = {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
     document = json.loads(found.get(MANIFEST, b"{}"))
     rest = {key: value for key, value in document.items() if key not in ("attempt", "xxh3_64")}
+    found.pop(RUN_CONFIG, None)
+    rest.get("files", {}).pop(RUN_CONFIG, None)
     return {**found, MANIFEST: json.dumps(rest).encode()}
 
 

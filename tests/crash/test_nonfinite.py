@@ -72,7 +72,8 @@ def saved(run: Path) -> list[str]:
 
 
 def slow_but_for_one_rank() -> list[Any]:
-    return [pytest.param(name, marks=() if name == "one rank" else pytest.mark.slow) for name in LAYOUTS]
+    marks = {"one rank": [], "tp2": [pytest.mark.slow]}
+    return [pytest.param(name, marks=marks.get(name, [pytest.mark.slow, pytest.mark.soak])) for name in LAYOUTS]
 
 
 @pytest.mark.parametrize("layout", slow_but_for_one_rank())

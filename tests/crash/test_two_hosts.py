@@ -91,7 +91,11 @@ def cut_in(
 
 
 @pytest.mark.parametrize(
-    ("topology", "at"), [("parallel.zero_stage=3", SWITCH), ("parallel.pipeline_model_parallel_size=2", FIRST_HOST)]
+    ("topology", "at"),
+    [
+        ("parallel.zero_stage=3", SWITCH),
+        pytest.param("parallel.pipeline_model_parallel_size=2", FIRST_HOST, marks=SOAK),
+    ],
 )
 def test_both_sides_of_a_cut_link_end_and_the_job_resumes(link: Link, tmp_path: Path, topology: str, at: str) -> None:
     whole, run, overrides = tmp_path / "whole", tmp_path / "run", [*BASE, topology]

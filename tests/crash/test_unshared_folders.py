@@ -22,7 +22,7 @@ from trainer.checkpoint.loading.verify import verify_share
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=4", "checkpoint.save_interval=2")
 TENSOR_PARALLEL = "parallel.tensor_model_parallel_size=2"

@@ -15,7 +15,7 @@ import trainer.__main__
 from scripts.faults.ranks import free_port
 from tests.harness import TINY, call_on_ranks, curve, run_ok, tensor_files
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 _TP = "parallel.tensor_model_parallel_size=2"
 _SP = "parallel.sequence_parallel=true"

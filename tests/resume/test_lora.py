@@ -75,6 +75,7 @@ INVARIANT = {
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("case", INVARIANT)
 def test_every_topology_has_the_bits_of_one_rank(
