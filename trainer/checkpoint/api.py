@@ -20,7 +20,6 @@ from trainer.checkpoint.nested.documents import read_values
 from trainer.checkpoint.nested.stored_names import MODEL, OPTIMIZER
 from trainer.checkpoint.optimizer_state import check_optimizer, make_state, set_groups
 from trainer.checkpoint.tensors.live import Grid, LiveTensor, live_tensors
-from trainer.errors import TrainerError
 
 
 def save(
@@ -85,12 +84,8 @@ def load(
             optimizer where one is given.
     """
     channel, nonce = open_channel()
-    problem = None
-    try:
+    with channel.agreed("given"):
         require_path(path)
-    except TrainerError as error:
-        problem = error
-    channel.agree("given", problem)
     matched = Matched([])
     kinds = {TensorKind.MODEL} if optimizer is None else {TensorKind.MODEL, TensorKind.OPTIMIZER}
 

@@ -71,12 +71,8 @@ class AsyncSaver:
         self._folder, self._from_rank0 = folder, tuple(from_rank0)
         self._known, self._calls, self._is_closed = KnownTables(), 0, False
         self._last, self._last_marks = Contents((), ()), object()
-        problem = None
-        try:
+        with self._channel.agreed("folder"):
             check_target(folder, 0)
-        except TrainerError as error:
-            problem = error
-        self._channel.agree("folder", problem)
         policy = SavePolicy(
             Path(folder),
             retention=Retention(max_checkpoint_keep),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -193,6 +193,16 @@ class StoreChannel:
             error = problem or kind(text)
             error.is_known_to_all = True
             raise error
+
+    @contextlib.contextmanager
+    def agreed(self, key: str) -> Iterator[None]:
+        """Let every rank go on after this block only if it raised no TrainerError on any rank; see `agree`."""
+        problem: TrainerError | None = None
+        try:
+            yield
+        except TrainerError as error:
+            problem = error
+        self.agree(key, problem)
 
     def fail(self, text: str) -> str | None:
         """Report to every rank that this one fails, so that none waits for its messages; the first report counts.

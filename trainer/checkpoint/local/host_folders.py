@@ -340,14 +340,11 @@ class HostFolders:
         Args:
             failed: makes the error of a disk that fails.
         """
-        problem: TrainerError | None = None
-        try:
-            yield
-        except TrainerError as error:
-            problem = error
-        except OSError as error:
-            problem = failed(error)
-        self._channel.agree(self._key("agree"), problem)
+        with self._channel.agreed(self._key("agree")):
+            try:
+                yield
+            except OSError as error:
+                raise failed(error) from error
 
     def _key(self, kind: str) -> str:
         """Return a key that was not used before."""
