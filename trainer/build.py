@@ -32,10 +32,12 @@ from trainer.data.tokenizer_files import tokenizer_files
 from trainer.errors import TrainerError
 from trainer.generate.during_training import Sampler
 from trainer.launch.control import ControlRules, RunControl
+from trainer.launch.device import device_name
 from trainer.launch.process_group import Cluster, thread_count
 from trainer.launch.signals import SignalHandler
 from trainer.launch.start_times import Phase, StartTimes
 from trainer.metrics.run_log import RunLog, peak_flops
+from trainer.metrics.slow_ranks import OwnTime
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
 from trainer.parallelize import build_context, build_grid, build_models
@@ -73,6 +75,7 @@ class Run:
     description: Json
     tokenizer: Mapping[str, bytes]
     saved_config: Json
+    own_time: OwnTime
     start_times: StartTimes = field(default_factory=StartTimes)
 
     @property
@@ -151,6 +154,7 @@ def build(
         description=description,
         tokenizer=_read_tokenizer(config, cluster),
         saved_config=run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None),
+        own_time=OwnTime(cluster.device),
         start_times=times,
     )
 
@@ -325,7 +329,7 @@ def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | No
 
 def _build_log(config: Config, cluster: Cluster) -> RunLog:
     device = cluster.device
-    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peak = peak_flops(device_name(device))
     flops = families.flops_per_token(config.model, config.train.seq_length)
     return RunLog(
         Path(config.run.dir),
@@ -339,7 +343,7 @@ def _build_log(config: Config, cluster: Cluster) -> RunLog:
 def _environment(config: Config, device: torch.device, threads: int) -> Json:
     """Return the software and hardware on which bits depend, besides the configuration."""
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": device_name(device),
         "threads": threads,
         "torch": str(torch.__version__),
         "optimizer_implementation": "fused",

@@ -126,7 +126,8 @@ def iterate(run: Run) -> StepResult:
     state, settings = run.state, run.config.train
     progress = state.progress
     iteration = progress.iteration + 1
-    micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed)
+    with run.own_time.loading():
+        micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed)
     keys = [dropout_key(settings.seed, iteration, micro_batch=number) for number in run.train_data.numbers]
     lr = run.schedule.at(iteration)
     result = train_step(
@@ -139,6 +140,7 @@ def iterate(run: Run) -> StepResult:
         cluster=run.cluster,
         flags=lambda: run.control.now(failed_saves=run.main_saver.results.failed_saves).flags(),
         skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip,
+        own_time=run.own_time,
     )
     samples = settings.global_batch_size
     state.progress = progress.after_iteration(samples, samples * settings.seq_length)
@@ -162,7 +164,8 @@ def _record(run: Run, result: StepResult, *, seconds: float, blocked_s: float) -
                 seconds=seconds,
                 checkpoint_seconds=blocked_s,
                 is_skipped=result.skipped is not None,
-            )
+            ),
+            result.rank_times,
         )
 
 

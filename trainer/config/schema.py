@@ -99,7 +99,7 @@ class TrainSection:
             addition to those at saves; a difference ends the run. 0 never compares.
         distributed_timeout_minutes: minutes that a rank waits for the others in a collective or for a message, and
             after which a silent rank counts as lost.
-        device: `cpu`, `cuda`, or `auto`: CUDA where there is a device, else the CPU.
+        device: `cpu`, `cuda` (ROCm too), `xpu`, or `auto`: the accelerator where there is one, else the CPU.
         dry_run: train nothing; print what each of `dry_run_ranks` ranks would hold and write.
         dry_run_ranks: number of ranks that a dry run describes.
     """
