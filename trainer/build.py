@@ -36,6 +36,7 @@ from trainer.launch.device import device_name
 from trainer.launch.process_group import Cluster, thread_count
 from trainer.launch.signals import SignalHandler
 from trainer.launch.start_times import Phase, StartTimes
+from trainer.metrics.profile import Profiler
 from trainer.metrics.run_log import RunLog, peak_flops
 from trainer.metrics.slow_ranks import OwnTime
 from trainer.parallel.context import ParallelContext
@@ -76,6 +77,7 @@ class Run:
     tokenizer: Mapping[str, bytes]
     saved_config: Json
     own_time: OwnTime
+    profiler: Profiler
     start_times: StartTimes = field(default_factory=StartTimes)
 
     @property
@@ -155,6 +157,7 @@ def build(
         tokenizer=_read_tokenizer(config, cluster),
         saved_config=run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None),
         own_time=OwnTime(cluster.device),
+        profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank, device=cluster.device),
         start_times=times,
     )
 

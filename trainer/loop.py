@@ -72,6 +72,7 @@ def train(run: Run) -> None:
             if due:
                 _save(run, due, slowdown)
             _save_weights(run, slowdown)
+    run.profiler.close()
     _save_at_end(run, slowdown, is_stopped=is_stopped)
 
 
@@ -111,7 +112,8 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
     saving_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
     is_saving = any(saver.is_saving for saver in run.all_savers)
     start = time.perf_counter()
-    result = iterate(run)
+    with run.profiler.around(run.state.progress.iteration + 1), run.profiler.watching_memory():
+        result = iterate(run)
     held_back_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
     seconds = time.perf_counter() - start - held_back_s
     slowdown.add(seconds, is_saving=is_saving)

@@ -144,6 +144,9 @@ def _train_problems(config: Config) -> list[str]:
         found.append(f"train.seq_length={train.seq_length}: above model.max_position_embeddings={limit}")
     if train.device not in ("auto", "cpu", *ACCELERATORS):
         found.append(f"train.device={train.device}: must be auto, cpu, {' or '.join(ACCELERATORS)}")
+    steps = train.profile_steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        found.append(f"train.profile_steps={steps}: must be empty, or a first and a last iteration as in [10,13]")
     if config.logging.log_interval < 1:
         found.append(f"logging.log_interval={config.logging.log_interval}: must be at least 1")
     if train.eval_interval and config.data.kind in TOKEN_KINDS and config.data.valid is None:

@@ -100,6 +100,8 @@ class TrainSection:
         distributed_timeout_minutes: minutes that a rank waits for the others in a collective or for a message, and
             after which a silent rank counts as lost.
         device: `cpu`, `cuda` (ROCm too), `xpu`, or `auto`: the accelerator where there is one, else the CPU.
+        profile_steps: the first and the last iteration of a trace of torch.profiler, as in `[10,13]`, which each rank
+            writes to the folder `profile` of the run; empty for none. Training is slower meanwhile, its bits are equal.
         dry_run: train nothing; print what each of `dry_run_ranks` ranks would hold and write.
         dry_run_ranks: number of ranks that a dry run describes.
     """
@@ -128,6 +130,7 @@ class TrainSection:
     check_replicas_interval: int = 0
     distributed_timeout_minutes: float = 10.0
     device: str = "auto"
+    profile_steps: list[int] = field(default_factory=list)
     dry_run: bool = False
     dry_run_ranks: int = 1
 
