@@ -101,8 +101,26 @@ def test_float32_logits_and_gradients_are_theirs(device: torch.device, family: s
     found = distance(logits.detach()[..., : config.vocab_size], their_logits.detach())
     assert found <= FLOAT32_ERROR
     loss, their_loss = token_loss(logits, targets), token_loss(their_logits, targets)
-    assert float(loss) == pytest.approx(float(their_loss), rel=FLOAT32_ERROR)
+    assert loss.item() == pytest.approx(their_loss.item(), rel=FLOAT32_ERROR)
     assert distance(gradients(ours, loss), gradients(theirs, their_loss)) <= 10 * FLOAT32_ERROR
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", REAL)
+def test_compiled_blocks_give_eager_numbers(device: torch.device, family: str, dtype: torch.dtype) -> None:
+    """On a CPU the backend only differentiates the graphs, for the sake of time."""
+    config = config_of(family, device)
+    eager = our_model(config, their_model(config, device), device, dtype)
+    compiled = our_model(config, their_model(config, device), device, dtype)
+    compiled.load_state_dict(eager.state_dict())
+    for block in compiled.blocks.values():
+        block.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+    tokens, targets = batch(config, device)
+    logits = [model(tokens)[..., : config.vocab_size] for model in (eager, compiled)]
+    most = FLOAT32_ERROR if dtype is torch.float32 else BFLOAT16_ERROR
+    assert distance(logits[1].detach(), logits[0].detach()) <= most
+    found = [gradients(model, token_loss(out, targets)) for model, out in zip((eager, compiled), logits, strict=True)]
+    assert distance(found[1], found[0]) <= 10 * most
 
 
 @pytest.mark.parametrize("family", REAL)
