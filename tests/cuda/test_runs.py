@@ -84,6 +84,7 @@ def test_bits_without_the_flag_are_recorded(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("device", [CPU_IN_SOAK, CUDA], indirect=True)
 def test_a_checkpoint_goes_from_cpu_to_device_and_back(tmp_path: Path, device: torch.device) -> None:
     cpu = torch.device("cpu")
     common = ["model=gpt2_tiny", *TINY, "checkpoint.save_interval=4"]
