@@ -26,6 +26,7 @@ from scripts.bench.cuda_saves import save_sides
 from scripts.bench.cuda_steps import step_sides
 from trainer.__main__ import compose
 from trainer.commands.arguments import local_path
+from trainer.errors import LaunchError
 from trainer.launch import process_group as launch
 from trainer.launch.device import choose_device, device_name, memory_bytes
 from trainer.launch.process_group import Cluster
@@ -77,15 +78,19 @@ def setting_of(name: str, size: str) -> Setting:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the groups, print the table, write the JSON and return 0."""
+    """Measure the groups, print the table, write the JSON and return 0; 2 without such a device."""
     options = _parser().parse_args(arguments)
     if options.group is not None:
         _measure_group(options)
         return 0
+    try:
+        device = choose_device(options.device, 0)
+    except LaunchError as error:
+        print(f"bench_cuda: {error}", file=sys.stderr)
+        return 2
     clock, start = Clock(options.seconds), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench-cuda-", dir=options.folder) as folder:
         rows = [row for name in options.only for row in _run_group(name, options, clock, Path(folder))]
-    device = choose_device(options.device, 0)
     found = {
         "device": device_name(device),
         "machine": [*_device_lines(device), *machine.describe(options.folder)],
