@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.cuda import recorded
+
+_START, _MOST_S = time.monotonic(), 450.0
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -17,6 +20,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     yield found
     if found.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out the rest of the tests of a device after a while: a lent machine is taken back."""
+    if item.get_closest_marker("cuda") and time.monotonic() - _START > _MOST_S:
+        pytest.skip(f"left out: the tests of a device end after {_MOST_S:.0f} s")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

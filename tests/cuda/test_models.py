@@ -106,7 +106,7 @@ def test_float32_logits_and_gradients_are_theirs(device: torch.device, family: s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", REAL)
+@pytest.mark.parametrize("family", ["gpt2", "llama3"])
 def test_compiled_blocks_give_eager_numbers(device: torch.device, family: str, dtype: torch.dtype) -> None:
     """On a CPU the backend only differentiates the graphs, for the sake of time."""
     config = config_of(family, device)
