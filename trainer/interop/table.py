@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trainer.interop import nanogpt
 from trainer.interop.dcp import source as dcp
 from trainer.interop.deepspeed import source as deepspeed
 from trainer.interop.formats import Format
@@ -13,6 +14,7 @@ from trainer.interop.llmc import convert as llmc
 FORMATS: Mapping[str, Format] = {
     "hf": hf.FORMAT,
     "llmc": llmc.FORMAT,
+    "nanogpt": nanogpt.FORMAT,
     "dcp": dcp.FORMAT,
     "deepspeed": deepspeed.FORMAT,
 }

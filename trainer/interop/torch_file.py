@@ -10,6 +10,8 @@ import torch
 
 from trainer.errors import CheckpointError
 
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+
 
 class Unread:
     """Placeholder for an object of a class that torch does not admit; its content is discarded."""
@@ -41,6 +43,14 @@ def open_torch_file(path: Path) -> Mapping[Any, Any]:
     if not isinstance(found, Mapping):
         raise _unreadable(path, f"an object of {type(found).__name__}")
     return found
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a tensor is dense floating point with all its numbers in the file."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+        return False
+    is_there = value.device.type == "cpu" and value.dtype in _FLOATS
+    return is_there and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _telling(text: str) -> str:
