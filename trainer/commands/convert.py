@@ -20,7 +20,7 @@ from trainer.checkpoint.storage.files import Files
 from trainer.commands.arguments import local_path
 from trainer.errors import ConfigError, TrainerError
 from trainer.interop.formats import ExportOptions, ImportOptions
-from trainer.interop.megatron import refuse_megatron
+from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.output import write_checkpoint
 from trainer.interop.overrides import model_overrides
 from trainer.interop.table import FORMATS
