@@ -20,7 +20,7 @@ from trainer.checkpoint.storage.files import Files
 from trainer.commands.arguments import local_path
 from trainer.errors import ConfigError, TrainerError
 from trainer.interop.formats import ExportOptions, ImportOptions
-from trainer.interop.megatron import refuse_megatron
+from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.output import write_checkpoint
 from trainer.interop.overrides import model_overrides
 from trainer.interop.table import FORMATS
@@ -66,7 +66,9 @@ def bring_in(options: argparse.Namespace) -> int:
 
 def _asked(options: argparse.Namespace) -> ImportOptions:
     names = None if options.optimizer_names is None else _read_names(options.optimizer_names)
-    return ImportOptions(compose(options.overrides), options.trust_pickle, options.weights_only, names)
+    return ImportOptions(
+        compose(options.overrides), options.trust_pickle, options.weights_only, names, options.overrides
+    )
 
 
 def _read_names(path: Path) -> list[str]:
