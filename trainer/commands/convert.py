@@ -66,7 +66,9 @@ def bring_in(options: argparse.Namespace) -> int:
 
 def _asked(options: argparse.Namespace) -> ImportOptions:
     names = None if options.optimizer_names is None else _read_names(options.optimizer_names)
-    return ImportOptions(compose(options.overrides), options.trust_pickle, options.weights_only, names)
+    return ImportOptions(
+        compose(options.overrides), options.trust_pickle, options.weights_only, names, options.overrides
+    )
 
 
 def _read_names(path: Path) -> list[str]:
