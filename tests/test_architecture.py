@@ -180,7 +180,7 @@ MEASURED_AS_A_PEER = {("scripts.bench.peers", "torch.save"), ("scripts.bench.pee
 # Where other programs' files are read, and only with weights_only=True, spelled out.
 WEIGHTS_ONLY = {"trainer.interop.dcp.folder", "trainer.interop.torch_file"}
 # DCP's metadata is a pickle: read by an unpickler of our own, which admits the classes of that metadata and no others.
-ADMITS_BY_NAME = {("trainer.interop.dcp.folder", "pickle")}
+ADMITS_BY_NAME = {("trainer.interop.dcp.metadata", "pickle")}
 CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}
 
 # Dependencies that no module imports, and why they are there. One that is imported does not belong here.
@@ -647,7 +647,7 @@ BROKEN = [
     (nothing_runs_code, "trainer.interop.dcp.source", "import pickle\n", "imports pickle"),
     (nothing_runs_code, "trainer.interop.dcp.folder", "import torch\ntorch.save({}, 'x')\n", "torch.save"),
     (nothing_runs_code, "trainer.interop.dcp.folder", "import torch\ntorch.load('x')\n", "torch.load"),
-    (nothing_runs_code, "trainer.interop.dcp.folder", "import pickle\npickle.load('x')\n", "pickle.load"),
+    (nothing_runs_code, "trainer.interop.dcp.metadata", "import pickle\npickle.load('x')\n", "pickle.load"),
     (nothing_runs_code, "trainer.interop.torch_file", "import torch\ntorch.load('x')\n", "torch.load"),
     (
         nothing_runs_code,

@@ -26,6 +26,7 @@ from trainer.interop.overrides import model_overrides
 from trainer.interop.table import FORMATS
 
 FINE, IMPOSSIBLE = 0, 2
+MEGATRON = "megatron"
 _MOST_BYTES_OF_NAMES = 64 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,7 +56,8 @@ def bring_in(options: argparse.Namespace) -> int:
     """Write what another program saved as a checkpoint of ours."""
     found = FORMATS[options.format]
     assert found.read is not None
-    refuse_megatron(options.source)
+    if options.format != MEGATRON:
+        refuse_megatron(options.source)
     source = found.read(options.source, _asked(options))
     model = model_overrides(source.model, options.overrides) if found.names_model else []
     config = compose([*model, *options.overrides])

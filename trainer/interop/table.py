@@ -10,6 +10,7 @@ from trainer.interop.deepspeed import source as deepspeed
 from trainer.interop.formats import Format
 from trainer.interop.hf import convert as hf
 from trainer.interop.llmc import convert as llmc
+from trainer.interop.megatron import source as megatron
 
 FORMATS: Mapping[str, Format] = {
     "hf": hf.FORMAT,
@@ -17,4 +18,5 @@ FORMATS: Mapping[str, Format] = {
     "nanogpt": nanogpt.FORMAT,
     "dcp": dcp.FORMAT,
     "deepspeed": deepspeed.FORMAT,
+    "megatron": megatron.FORMAT,
 }
