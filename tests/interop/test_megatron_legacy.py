@@ -13,7 +13,7 @@ from tests.interop.megatron_layout import Way, write
 from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.interop.formats import ImportOptions
-from trainer.interop.megatron.legacy import read_legacy
+from trainer.interop.megatron.source import read_source
 from trainer.interop.output import write_checkpoint
 from trainer.interop.source import StateSource, of_checkpoint
 
@@ -38,7 +38,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def opened(path: Path, overrides: list[str], **options: Any) -> StateSource:
     """Open a checkpoint whose pickles are trusted."""
-    return read_legacy(path, ImportOptions(compose(overrides), trusts_pickle=True, overrides=overrides, **options))
+    return read_source(path, ImportOptions(compose(overrides), trusts_pickle=True, overrides=overrides, **options))
 
 
 def source_of(path: Path) -> StateSource:

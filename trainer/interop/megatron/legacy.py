@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from trainer.errors import CheckpointError, ConfigError, MismatchError
+from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.formats import ImportOptions
-from trainer.interop.megatron.arguments import describe
+from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.buckets import locate
-from trainer.interop.megatron.joined import MASTERS, MOMENTS, JoinedModel, Pieces
+from trainer.interop.megatron.joined import EMBEDDING, MASTERS, Pieces, joined_state
 from trainer.interop.megatron.legacy_names import in_newest_order, stage_of
 from trainer.interop.megatron.numbered import groups_of, named_state, step_of
-from trainer.interop.megatron.shards import Piece, Stage, by_global_name, joined_shape, stage_order
-from trainer.interop.source import StateSource
+from trainer.interop.megatron.shards import RankPiece, Stage, by_global_name, joined_shape, stage_order
+from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, tell
 from trainer.interop.torch_file import PlainObject, is_plain, open_torch_file
 from trainer.json_value import integer
 
@@ -35,7 +35,6 @@ _RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?")
 _BEYOND = re.compile(r"mp_rank_\d\d_\d\d\d_\d\d\d")
 _MODEL, _FLAT, _SPLIT = "model_optim_rng.pt", "distrib_optim.pt", "model_rng.pt"
 _CHUNK = re.compile(r"model(\d*)")
-_EMBEDDING = "embedding.word_embeddings.weight"
 _MASTER_KEY = "param"
 _MOST_NAMED = 10
 
@@ -54,59 +53,41 @@ class _Rank:
     chunks: Sequence[Stage] = field(default=())
 
 
-def read_legacy(path: Path, asked: ImportOptions) -> StateSource:
-    """Open the folder of one iteration in the format `torch`.
+def is_legacy(path: Path) -> bool:
+    """Return whether a folder is one of an iteration in the format `torch`."""
+    return path.is_dir() and any(_RANK.match(child.name) for child in path.iterdir())
 
-    The files are mapped; beyond that, at most one tensor and a copy of it are in memory. Weights are the optimizer's
-    float32 copies, where there are any.
+
+def read_legacy(path: Path, asked: ImportOptions) -> tuple[MegatronState, DescribedModel]:
+    """Open the folder of one iteration in the format `torch`. The files are mapped.
 
     Raises:
-        ConfigError: if pickles are not trusted: the files are pickles, although no code in them is run.
         CheckpointError: if files are missing, damaged, or of several saves.
         MismatchError: if the model is none of ours, or moments cannot be assigned with certainty.
     """
-    if not asked.trusts_pickle:
-        raise ConfigError(
-            "Megatron's files are pickles",
-            where=path,
-            fix="If you know who wrote them, add --trust-pickle: torch unpickles them with weights_only=True.",
-        )
-    try:
-        return _read(path, asked)
-    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            "A Megatron checkpoint has a form that is not known",
-            where=path,
-            found=repr(error),
-            fix="It is damaged, or its version of Megatron-LM lays it out in another way.",
-        ) from error
-
-
-def _read(path: Path, asked: ImportOptions) -> StateSource:
     ranks = _ranks(path)
     first = ranks[0][0].model
     args = _arguments(first)
     stages = [[rank.chunks[chunk] for rank in ranks[stage]] for stage, chunk in _stages(ranks)]
     weights = by_global_name(stages, where=path)
-    if _EMBEDDING not in weights:
-        raise CheckpointError(
-            "The first stage has no embedding", where=path, found=", ".join(list(weights)[:_MOST_NAMED])
-        )
-    rows = joined_shape(weights[_EMBEDDING], 0)[0]
-    described = describe(args, rows, asked, where=path)
+    if EMBEDDING not in weights:
+        found = ", ".join(list(weights)[:_MOST_NAMED])
+        raise CheckpointError("The first stage has no embedding", where=path, expected=EMBEDDING, found=found)
+    described = describe(args, joined_shape(weights[EMBEDDING], 0)[0], asked, where=path)
     kept, step = ({}, None) if asked.weights_only else _optimizer(ranks, path)
-    has_optimizer, iteration = bool(kept), _iteration(first, path)
-    head, version = described.model.head_width, first.get("checkpoint_version")
-    fixed = {key: _in_newest_order(pieces, version, head, path) for key, pieces in {"": weights, **kept}.items()}
-    for note in described.notes:
-        _log.info(note)
-    if has_optimizer and step is None:
+    iteration = _iteration(first, path) if kept else 0
+    if kept and step is None:
         step = float(iteration)
         _log.warning(f"the optimizer names no step: taken as that of the iteration, {iteration}")
-    model = JoinedModel(described, fixed.pop(""), fixed, step or 0.0, path)
-    model.check()
-    _tell(model, ranks, has_optimizer=has_optimizer, asked=asked)
-    return StateSource(described.model, iteration if has_optimizer else 0, has_optimizer, model.read)
+    head, version = described.model.head_width, first.get("checkpoint_version")
+    fixed = {key: _in_newest_order(pieces, version, head, path) for key, pieces in {"": weights, **kept}.items()}
+    _tell(ranks, path, has_optimizer=bool(kept))
+    tell(first, described)
+    samples = consumed_samples(first, args)
+    state = joined_state(
+        fixed.pop(""), fixed, described, step=step or 0.0, iteration=iteration, consumed_samples=samples, where=path
+    )
+    return state, described
 
 
 def _iteration(table: Table, path: Path) -> int:
@@ -227,7 +208,7 @@ def _optimizer(ranks: Sequence[Sequence[_Rank]], path: Path) -> tuple[dict[str, 
     return kept, steps.pop()
 
 
-def _of_rank(rank: _Rank) -> list[dict[str, dict[str, Piece]]]:
+def _of_rank(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
     """Return the pieces of master weights and moments of each chunk of a rank, by name."""
     if rank.flat is not None:
         return _of_buffers(rank)
@@ -247,7 +228,7 @@ def _optimizer_entry(rank: _Rank) -> Table:
     return found
 
 
-def _of_buffers(rank: _Rank) -> list[dict[str, dict[str, Piece]]]:
+def _of_buffers(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
     """Return the pieces in the flat buffers: one buffer for each chunk."""
     assert rank.flat is not None
     where = rank.path / _FLAT
@@ -271,7 +252,7 @@ def _of_buffers(rank: _Rank) -> list[dict[str, dict[str, Piece]]]:
         one = {MASTERS: masters, **flats}
         found.append(
             {
-                key: {n: Piece.of(slot.take(buckets, chunk[n].shape)) for n, slot in _in_order(slots, chunk)}
+                key: {n: RankPiece.of(slot.take(buckets, chunk[n].shape)) for n, slot in _in_order(slots, chunk)}
                 for key, buckets in one.items()
             }
         )
@@ -315,23 +296,11 @@ def _in_newest_order(pieces: Pieces, version: object, head_width: int, where: Pa
     return {name: [rank[name] for rank in ranks] for name in pieces}
 
 
-def _tell(model: JoinedModel, ranks: Sequence[Sequence[_Rank]], *, has_optimizer: bool, asked: ImportOptions) -> None:
-    """Log the layout of the checkpoint, and the part of it that is not carried over."""
+def _tell(ranks: Sequence[Sequence[_Rank]], path: Path, *, has_optimizer: bool) -> None:
+    """Log the layout of the checkpoint."""
     chunks = len(ranks[0][0].chunks)
     virtual = f", {chunks} virtual stages each" if chunks > 1 else ""
     kind = "the distributed optimizer" if ranks[0][0].flat is not None else "an unsharded optimizer"
     carried = f"weights and moments of {kind}" if has_optimizer else "weights alone"
-    _log.info(
-        f"{model.where}: Megatron's format torch, {len(ranks[0])} tensor-parallel ranks, {len(ranks)} stages{virtual}: "
-        f"{carried}"
-    )
-    samples = _arguments(ranks[0][0].model).get("consumed_train_samples")
-    iteration = ranks[0][0].model.get("iteration")
-    if has_optimizer and isinstance(samples, int) and isinstance(iteration, int):
-        expected = iteration * asked.config.train.global_batch_size
-        if samples != expected:
-            _log.warning(
-                f"Megatron counted {samples} samples in {iteration} iterations, where train.global_batch_size makes "
-                f"{expected}: --consumed-samples={samples} begins behind them"
-            )
-    _log.info("not carried: the order of samples, generators, the learning rate's schedule; a run has its own")
+    sizes = f"{len(ranks[0])} tensor-parallel ranks, {len(ranks)} stages{virtual}"
+    _log.info(f"{path}: Megatron's format torch, {sizes}: {carried}")

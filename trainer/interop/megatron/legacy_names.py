@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainer.errors import CheckpointError, MismatchError
-from trainer.interop.megatron.shards import Piece, Stage
+from trainer.interop.megatron.shards import RankPiece, Stage
 from trainer.interop.torch_file import is_plain
 
 _QUERY_KEY_VALUE = ".self_attention.linear_qkv."
@@ -46,13 +46,13 @@ def core_name(name: str) -> str:
     return name
 
 
-def stage_of(model: Mapping[Any, Any], *, where: object) -> dict[str, Piece]:
+def stage_of(model: Mapping[Any, Any], *, where: object) -> dict[str, RankPiece]:
     """Return the parameters of a rank's part of the model, in the order of `model.parameters()`.
 
     Raises:
         CheckpointError: if an entry is no dense tensor of floating point, or two are one parameter.
     """
-    found = dict[str, Piece]()
+    found = dict[str, RankPiece]()
     for name, tensor in _flat(model, ""):
         if _NOT_PARAMETERS.search(name):
             continue
@@ -63,7 +63,7 @@ def stage_of(model: Mapping[Any, Any], *, where: object) -> dict[str, Piece]:
         core = core_name(name)
         if core in found:
             raise CheckpointError("Two entries are one parameter", where=f"{where}, {name}", found=core)
-        found[core] = Piece.of(tensor.detach())
+        found[core] = RankPiece.of(tensor.detach())
     return found
 
 
@@ -75,7 +75,7 @@ def _flat(table: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def in_newest_order(stage: Stage, version: object, head_width: int, *, where: object) -> dict[str, Piece]:
+def in_newest_order(stage: Stage, version: object, head_width: int, *, where: object) -> dict[str, RankPiece]:
     """Return the tensors of a stage with the rows of fused projections as version 2 and later have them.
 
     Of a rank's heads, each with D rows of q, k and v: version 0 has all q, all k, all v; version 1 has the three rows
@@ -108,11 +108,11 @@ def _is_fused(name: str) -> bool:
     return name.endswith((f"{_QUERY_KEY_VALUE}weight", f"{_QUERY_KEY_VALUE}bias"))
 
 
-def _regrouped(piece: Piece, head_width: int, is_first: bool) -> Piece:
+def _regrouped(piece: RankPiece, head_width: int, is_first: bool) -> RankPiece:
     def read() -> torch.Tensor:
         tensor, rest = piece.read(), piece.shape[1:]
         if is_first:
             return tensor.reshape(3, -1, head_width, *rest).transpose(0, 1).reshape(piece.shape)
         return tensor.reshape(-1, head_width, 3, *rest).transpose(1, 2).reshape(piece.shape)
 
-    return Piece(piece.shape, read)
+    return RankPiece(piece.shape, read)

@@ -12,17 +12,19 @@ from typing import Any
 import torch
 
 from trainer.errors import CheckpointError, MismatchError
-from trainer.interop.megatron.joined import MASTERS, MOMENTS, STEP
-from trainer.interop.megatron.shards import Piece, Stage
+from trainer.interop.megatron.joined import MASTERS
+from trainer.interop.megatron.shards import RankPiece, Stage
+from trainer.interop.megatron.state import MOMENTS
 from trainer.interop.torch_file import is_plain
 from trainer.json_value import step_count
 
 Table = Mapping[Any, Any]
 
+_STEP = "step"
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 
-def named_state(optimizer: Table, chunks: Sequence[Stage], *, where: object) -> list[dict[str, dict[str, Piece]]]:
+def named_state(optimizer: Table, chunks: Sequence[Stage], *, where: object) -> list[dict[str, dict[str, RankPiece]]]:
     """Return, for each chunk of a rank, its moments and master weights by name.
 
     Args:
@@ -39,10 +41,10 @@ def named_state(optimizer: Table, chunks: Sequence[Stage], *, where: object) -> 
         raise _damaged(where, "state", type(state).__name__)
     every = [(number, name) for number, chunk in enumerate(chunks) for name in chunk]
     ordered = _ordered(groups, state, every, chunks, where=where)
-    found: list[dict[str, dict[str, Piece]]] = [{key: {} for key in MOMENTS} for _ in chunks]
+    found: list[dict[str, dict[str, RankPiece]]] = [{key: {} for key in MOMENTS} for _ in chunks]
     for number, (chunk, name) in ordered.items():
         for key in MOMENTS:
-            found[chunk][key][name] = Piece.of(state[number][key])
+            found[chunk][key][name] = RankPiece.of(state[number][key])
     masters = next((optimizer[key] for key in _MASTERS if key in optimizer), None)
     if masters is not None:
         copies = _copies(masters, groups, where=where)
@@ -51,7 +53,7 @@ def named_state(optimizer: Table, chunks: Sequence[Stage], *, where: object) -> 
         for number, (chunk, name) in ordered.items():
             copy = copies.get(number)
             # A parameter that is float32 itself has no copy.
-            found[chunk][MASTERS][name] = chunks[chunk][name] if copy is None else Piece.of(copy)
+            found[chunk][MASTERS][name] = chunks[chunk][name] if copy is None else RankPiece.of(copy)
     return found
 
 
@@ -75,15 +77,15 @@ def step_of(groups: Sequence[Table], entries: Sequence[Table], *, where: object)
     """
     found = set()
     for table in (*groups, *entries):
-        step = table.get(STEP)
+        step = table.get(_STEP)
         if step is None:
             continue
         try:
             found.add(step_count(step.item() if isinstance(step, torch.Tensor) else step))
         except (ValueError, RuntimeError) as error:
-            raise _damaged(where, STEP, repr(step)) from error
+            raise _damaged(where, _STEP, repr(step)) from error
     if len(found) > 1:
-        raise _damaged(where, STEP, f"several: {sorted(found)}")
+        raise _damaged(where, _STEP, f"several: {sorted(found)}")
     return found.pop() if found else None
 
 
@@ -128,7 +130,7 @@ def _ordered(
     )
 
 
-def _decays(name: str, piece: Piece) -> bool:
+def _decays(name: str, piece: RankPiece) -> bool:
     return len(piece.shape) > 1 and not name.endswith("bias")
 
 
