@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -72,7 +72,7 @@ def open_torch_file(path: Path, placeholder: type[Unread] | type[PlainObject] = 
     return found
 
 
-def is_plain(value: object) -> bool:
+def is_plain(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether a tensor is dense floating point with all its numbers in the file."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
         return False

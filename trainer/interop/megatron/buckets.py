@@ -20,7 +20,7 @@ import torch
 
 from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.finite import require_finite
-from trainer.interop.megatron.shards import Piece
+from trainer.interop.megatron.shards import RankPiece
 
 _ALIGNMENT = 64  # elements
 
@@ -57,7 +57,7 @@ class _End:
 
 
 def locate(
-    parameters: Mapping[str, Piece], buckets: Sequence[torch.Tensor], *, is_padded: bool, where: object
+    parameters: Mapping[str, RankPiece], buckets: Sequence[torch.Tensor], *, is_padded: bool, where: object
 ) -> dict[str, Slot]:
     """Return the place of every parameter in the buckets of master weights.
 

@@ -25,7 +25,7 @@ from trainer.interop.dcp.folder import DcpFolder
 from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.buckets import Slot
 from trainer.interop.megatron.names import MegatronTensor, Shape
-from trainer.interop.megatron.shards import Piece, join, stage_order
+from trainer.interop.megatron.shards import RankPiece, join, stage_order
 
 _KEY = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\.dtype_(?P<dtype>\(.+\))"
@@ -105,7 +105,7 @@ class Buckets:
         """
         buffers, slot = self.places[tensor.numbered]
         shape = _shard(tensor, len(buffers))
-        pieces = [Piece(shape, lambda b=buffer: self._read(b, slot, kind, shape)) for buffer in buffers]  # type: ignore[misc]
+        pieces = [RankPiece(shape, lambda b=buffer: self._read(b, slot, kind, shape)) for buffer in buffers]  # type: ignore[misc]
         where = f"{self.dcp.path}, {kind} of {tensor.numbered}"
         return join(pieces, cut=tensor.cut, is_gated=tensor.is_gated, where=where)
 

@@ -22,7 +22,7 @@ _MOST_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RankPiece:
     """A rank's part of a tensor.
 
     Args:
@@ -34,13 +34,13 @@ class Piece:
     read: Callable[[], torch.Tensor]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Piece:
+    def of(cls, tensor: torch.Tensor) -> RankPiece:
         """Return a piece that is a tensor, usually one of a mapped file."""
         return cls(tuple(tensor.shape), lambda: tensor)
 
 
 # The tensors of one rank's stage, by the names that they have there.
-Stage = Mapping[str, Piece]
+Stage = Mapping[str, RankPiece]
 
 
 def stage_order(stages: int, chunks: int) -> list[tuple[int, int]]:
@@ -48,7 +48,7 @@ def stage_order(stages: int, chunks: int) -> list[tuple[int, int]]:
     return [(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
 
 
-def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[str, list[Piece]]:
+def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[str, list[RankPiece]]:
     """Return the pieces of every tensor of the model, by tensor-parallel rank, with layers numbered through the model.
 
     Args:
@@ -58,7 +58,7 @@ def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[
     Raises:
         CheckpointError: if the ranks of a stage hold other tensors, layers are missing, or two stages hold one tensor.
     """
-    found, first = dict[str, list[Piece]](), 0
+    found, first = dict[str, list[RankPiece]](), 0
     for number, ranks in enumerate(stages):
         names = set(ranks[0])
         for rank, other in enumerate(ranks):
@@ -84,7 +84,7 @@ def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[
     return found
 
 
-def joined_shape(pieces: Sequence[Piece], cut: int | None) -> Shape:
+def joined_shape(pieces: Sequence[RankPiece], cut: int | None) -> Shape:
     """Return the shape of a tensor cut along dimension `cut`; None if every rank holds all of it."""
     shape = list(pieces[0].shape)
     if cut is not None and cut < len(shape):
@@ -92,7 +92,7 @@ def joined_shape(pieces: Sequence[Piece], cut: int | None) -> Shape:
     return tuple(shape)
 
 
-def join(pieces: Sequence[Piece], *, cut: int | None, is_gated: bool, where: object) -> torch.Tensor:
+def join(pieces: Sequence[RankPiece], *, cut: int | None, is_gated: bool, where: object) -> torch.Tensor:
     """Return a whole tensor from the parts of the tensor-parallel ranks; a view of the first if one part is all of it.
 
     Args:

@@ -9,6 +9,7 @@ from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.megatron import export
 from trainer.interop.megatron.export import TRACKER
+from trainer.interop.megatron.legacy import is_legacy, read_legacy
 from trainer.interop.megatron.state import as_source
 from trainer.interop.megatron.torch_dist import METADATA, read_torch_dist
 from trainer.interop.source import StateSource
@@ -37,8 +38,9 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
             fix="If you know who wrote them, add --trust-pickle: no class of theirs is imported and no code is run.",
         )
     try:
-        state, described = read_torch_dist(folder, asked)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        read = read_legacy if is_legacy(folder) else read_torch_dist
+        state, described = read(folder, asked)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             "A Megatron checkpoint has a form that is not known",
             where=folder,
@@ -58,11 +60,11 @@ def newest(path: Path) -> Path:
         raise no_folder(path)
     tracker = path / TRACKER
     if not tracker.is_file():
-        if not (path / METADATA).is_file():
+        if not (path / METADATA).is_file() and not is_legacy(path):
             raise MismatchError(
                 "A folder holds no Megatron checkpoint",
                 where=path,
-                expected=f"{TRACKER}, or {METADATA} of an iteration",
+                expected=f"{TRACKER}, or {METADATA} or mp_rank_00 of an iteration",
                 found=", ".join(sorted(child.name for child in path.iterdir())[:10]) or "nothing",
             )
         return path
@@ -80,5 +82,5 @@ def newest(path: Path) -> Path:
 
 
 FORMAT = Format(
-    "a checkpoint of Megatron-LM or Megatron-Core (torch_dist)", read_source, export.write, names_model=True
+    "a checkpoint of Megatron-LM or Megatron-Core (torch_dist, torch)", read_source, export.write, names_model=True
 )
