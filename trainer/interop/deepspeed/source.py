@@ -14,13 +14,14 @@ from models.families import aliases, stored_tensors
 from trainer.checkpoint.format import json_file
 from trainer.config.schema import batch_schedule_of
 from trainer.errors import CheckpointError, ConfigError, MismatchError
-from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Whole, is_plain, locate
+from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Whole, locate
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, open_saved, take
 from trainer.interop.finite import require_finite
 from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.hf.config import read_model
 from trainer.interop.hf.folder import CONFIG
 from trainer.interop.source import StateSource
+from trainer.interop.torch_file import is_plain
 
 _log = logging.getLogger(__name__)
 
