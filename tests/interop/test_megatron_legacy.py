@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.harness import TINY, compose, run_ok, tensor_files
-from tests.interop.megatron_layout import Way, write
+from tests.interop.megatron_layout import Way, write, write_deepspeed
 from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.storage.files import Files
+from trainer.interop.deepspeed import source as deepspeed
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.source import read_source
 from trainer.interop.output import write_checkpoint
@@ -84,3 +85,27 @@ def test_older_versions_of_gpt2_give_the_same_bytes(trained: tuple[list[str], Pa
     overrides, saved = trained
     source = opened(write(tmp_path / "megatron", source_of(saved), GPT2_ALONE[way]), overrides)
     assert tensor_files(write_checkpoint(source, tmp_path / "run", compose(overrides))) == tensor_files(saved)
+
+
+DEEPSPEED = {
+    "tp2 pp2 dp2": (Way(tp=2, pp=2, dp=2, names="mds"), True),
+    "pp4 dp3 bf16": (Way(pp=4, dp=3, names="mds", dtype=BF16), True),
+    "tp2 dp3 bf16, aligned": (Way(tp=2, dp=3, names="mds", dtype=BF16, rows=272), True),
+    "tp2 dp2, no pipeline": (Way(tp=2, dp=2, names="mds"), False),
+}
+
+
+@pytest.mark.parametrize("way", DEEPSPEED)
+def test_megatron_deepspeed_gives_the_bytes_it_was_made_from(
+    trained: tuple[list[str], Path], tmp_path: Path, way: str
+) -> None:
+    overrides, saved = trained
+    laid_out, is_pipe = DEEPSPEED[way]
+    path = write_deepspeed(tmp_path / "ds", source_of(saved), laid_out, is_pipe=is_pipe)
+    made = write_checkpoint(opened_deepspeed(path.parent, overrides), tmp_path / "run", compose(overrides))
+    assert tensor_files(made) == tensor_files(saved)
+
+
+def opened_deepspeed(path: Path, overrides: list[str], **options: Any) -> StateSource:
+    asked = ImportOptions(compose(overrides), trusts_pickle=True, overrides=overrides, **options)
+    return deepspeed.read_source(path, asked)
