@@ -7,12 +7,13 @@ from pathlib import Path
 from trainer.checkpoint.loading.choose import no_folder
 from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.formats import Format, ImportOptions
+from trainer.interop.megatron import export
+from trainer.interop.megatron.export import TRACKER
 from trainer.interop.megatron.legacy import is_legacy, read_legacy
 from trainer.interop.megatron.state import as_source
 from trainer.interop.megatron.torch_dist import METADATA, read_torch_dist
 from trainer.interop.source import StateSource
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
 
 
@@ -80,4 +81,6 @@ def newest(path: Path) -> Path:
     return path / name
 
 
-FORMAT = Format("a checkpoint of Megatron-LM or Megatron-Core (torch_dist, torch)", read_source, names_model=True)
+FORMAT = Format(
+    "a checkpoint of Megatron-LM or Megatron-Core (torch_dist, torch)", read_source, export.write, names_model=True
+)
