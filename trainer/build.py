@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ from trainer.checkpoint.weights_checkpointer import WeightsCheckpointer, Weights
 from trainer.config import saved
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import CheckpointSection, Config, micro_batches_of, save_folder, topology_of
-from trainer.data.batches import Samples
+from trainer.data.batches import BlendedSamples, Samples
+from trainer.data.blend import MOST_PERIOD, Blend
 from trainer.data.loader import BatchLoader
 from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.token_file import TokenFile
@@ -44,6 +46,8 @@ from trainer.schedule import Schedule, resolve
 from trainer.state import TrainerState, build_part
 from trainer.topology import Topology
 from trainer.versions import commit, versions
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -130,6 +134,7 @@ def build(
         fingerprint=data.fingerprint,
         environment=environment,
         valid_fingerprint=data.valid_fingerprint,
+        weights=data.weights,
     )
     local = _build_local_checkpointer(config, cluster)
     folders = None if local is None else local.folders
@@ -161,7 +166,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     Raises:
         TrainerError: if the data does not match the model.
     """
-    digest, valid_digest = look_alone(config)
+    data = look_alone(config)
     schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
     environment = _environment(config, torch.device("cpu"), thread_count(config.train.threads))
     topology = topology_of(config, 1)
@@ -169,9 +174,10 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
         config,
         schedule=schedule,
         topology=topology,
-        fingerprint=digest,
+        fingerprint=data.fingerprint,
         environment=environment,
-        valid_fingerprint=valid_digest,
+        valid_fingerprint=data.valid_fingerprint,
+        weights=data.weights,
     )
 
 
@@ -198,11 +204,25 @@ def _build_loaders(
     train = config.train
     numbers = micro_batches_of(config, topology, topology.coordinate(cluster.rank).dp)
 
-    def loader(files: Sequence[TokenFile]) -> BatchLoader:
-        samples = Samples(files, seq_length=train.seq_length)
-        return BatchLoader(samples, train.global_batch_size, train.micro_batch_size, numbers, cluster.device)
+    def samples(files: Sequence[TokenFile]) -> Samples:
+        return Samples(files, seq_length=train.seq_length)
 
-    return loader(data.train), loader(data.valid) if train.eval_interval else None
+    def loader(found: Samples | BlendedSamples) -> BatchLoader:
+        return BatchLoader(found, train.global_batch_size, train.micro_batch_size, numbers, cluster.device)
+
+    sources = [samples(source.files) for source in data.train]
+    blended = sources[0] if len(sources) == 1 else BlendedSamples(sources, _build_blend(data, cluster))
+    return loader(blended), loader(samples(data.valid)) if train.eval_interval else None
+
+
+def _build_blend(data: RunData, cluster: Cluster) -> Blend:
+    blend = Blend(list(data.weights.values()))
+    if not blend.is_exact and cluster.rank == 0:
+        shares = ", ".join(f"{share.numerator}/{share.denominator}" for share in blend.shares)
+        _log.warning(
+            f"data.train: the weights have no common period of {MOST_PERIOD} samples, so the shares are {shares}"
+        )
+    return blend
 
 
 def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
