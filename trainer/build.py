@@ -135,6 +135,7 @@ def build(
         environment=environment,
         valid_fingerprint=data.valid_fingerprint,
         weights=data.weights,
+        marks=data.marks,
     )
     local = _build_local_checkpointer(config, cluster)
     folders = None if local is None else local.folders
@@ -178,6 +179,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
         environment=environment,
         valid_fingerprint=data.valid_fingerprint,
         weights=data.weights,
+        marks=data.marks,
     )
 
 
@@ -205,7 +207,7 @@ def _build_loaders(
     numbers = micro_batches_of(config, topology, topology.coordinate(cluster.rank).dp)
 
     def samples(files: Sequence[TokenFile]) -> Samples:
-        return Samples(files, seq_length=train.seq_length)
+        return Samples(files, seq_length=train.seq_length, marks=data.marks)
 
     def loader(found: Samples | BlendedSamples) -> BatchLoader:
         return BatchLoader(found, train.global_batch_size, train.micro_batch_size, numbers, cluster.device)

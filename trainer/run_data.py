@@ -23,9 +23,11 @@ from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.digest_file import digest_of
+from trainer.data.documents import DocumentMarks
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint, fingerprint_of_sources
 from trainer.data.indexed_file import open_indexed_file
-from trainer.data.section import DataKind, DigestSource, sources_of
+from trainer.data.section import TOKEN_KINDS, DataKind, DigestSource, sources_of
+from trainer.data.text import open_encoder
 from trainer.data.token_file import TokenFile, open_token_file, open_token_files
 from trainer.errors import DataError, TrainerError
 from trainer.launch.process_group import Cluster
@@ -55,11 +57,13 @@ class RunData:
         train: the sources of training data, in order of their fingerprints.
         valid: empty if the run never evaluates.
         valid_fingerprint: of the validation data; None if the run never evaluates.
+        marks: the documents of `data.document_mask`; None without it.
     """
 
     train: Sequence[Source]
     valid: Sequence[TokenFile]
     valid_fingerprint: str | None
+    marks: DocumentMarks | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -78,6 +82,7 @@ class _OpenFiles:
 
     sides: _Files
     sources: Sequence[tuple[Fraction, int]]
+    marks: DocumentMarks | None
 
     def split(self, found: Sequence[T]) -> list[Sequence[T]]:
         """Return the parts of a list with one member for each training file, by source."""
@@ -165,7 +170,7 @@ def _run_data(files: _OpenFiles, train: Sequence[str], valid: str | None) -> Run
                 found=f"fingerprint {first.fingerprint} of both",
                 fix="Name one of them in data.train, with the sum of the weights.",
             )
-    return RunData(sources, files.sides["valid"], valid)
+    return RunData(sources, files.sides["valid"], valid, files.marks)
 
 
 def _by_fingerprint(source: Source) -> str:
@@ -189,7 +194,29 @@ def _open(config: Config) -> _OpenFiles:
     open_file = open_indexed_file if config.data.kind is DataKind.megatron else open_token_file
     sides = {side: open_token_files(found, open_file) for side, found in paths.items()}
     pairs = zip(weighted, corpora, strict=True)
-    return _OpenFiles(sides, [(source.weight, len(corpus.train)) for source, corpus in pairs])
+    counts = [(source.weight, len(corpus.train)) for source, corpus in pairs]
+    return _OpenFiles(sides, counts, _marks(config, corpora[0]) if config.data.document_mask else None)
+
+
+def _marks(config: Config, corpus: Corpus) -> DocumentMarks:
+    """Return where documents end: by `data.end_of_text`, the index, or the tokenizer.
+
+    Raises:
+        DataError: if the tokenizer cannot be read, or the model does not have the token.
+    """
+    data, token = config.data, config.data.end_of_text
+    if token is None and data.kind is DataKind.megatron:
+        return DocumentMarks(None)
+    if token is None:
+        token = open_encoder(data.tokenizer).end_of_text if data.kind in TOKEN_KINDS else corpus.end_of_text
+    if token is None or token >= config.model.vocab_size:
+        raise DataError(
+            "The token that ends a document is not in the vocabulary of the model",
+            where="data.end_of_text",
+            expected=f"0 to {config.model.vocab_size - 1}",
+            found=token,
+        )
+    return DocumentMarks(token)
 
 
 def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.blend import Blend
+from trainer.data.documents import DocumentMarks
 from trainer.data.order import sample_ids_at
 from trainer.data.token_file import TokenFile
 from trainer.errors import DataError
@@ -20,18 +21,21 @@ class Samples:
     The last token of a window is the first of the next, so every token except a file's first is a target once. Windows
     never cross files; tokens at the end of a file that do not fill a window are not used.
 
+    Args:
+        marks: marks the begins of documents in the windows; None leaves them as they are.
+
     Raises:
         DataError: not one window fits any file.
         ValueError: ``seq_length`` is not positive.
     """
 
-    __slots__ = ("_bounds", "_files", "_seq_length")
+    __slots__ = ("_bounds", "_files", "_marks", "_seq_length")
 
-    def __init__(self, files: Sequence[TokenFile], *, seq_length: int) -> None:
+    def __init__(self, files: Sequence[TokenFile], *, seq_length: int, marks: DocumentMarks | None = None) -> None:
         if seq_length < 1:
             raise ValueError(f"expected a positive seq_length, found {seq_length}")
         counts = [max(0, file.count - 1) // seq_length for file in files]
-        self._files = tuple(files)
+        self._files, self._marks = tuple(files), marks
         self._seq_length = seq_length
         # The samples of file i are bounds[i] to bounds[i + 1] - 1.
         self._bounds = np.cumsum(np.array([0, *counts], dtype=np.int64))
@@ -69,7 +73,8 @@ class Samples:
             ids: shape [n], values in range(count), in any order, repeats allowed.
 
         Returns:
-            int64 of shape [n, seq_length + 1]; inputs are ``[:, :-1]``, targets ``[:, 1:]``.
+            int64 of shape [n, seq_length + 1]; inputs are ``[:, :-1]``, targets ``[:, 1:]``; with `marks`, see
+            `trainer.data.documents`.
 
         Raises:
             DataError: a file was cut since it was opened, or cannot be read.
@@ -82,6 +87,8 @@ class Samples:
         out = np.empty((ids.size, self._seq_length + 1), dtype=np.int64)
         for row, (number, start) in enumerate(zip(numbers.tolist(), starts.tolist(), strict=True)):
             out[row] = self._files[number].read(start, start + self._seq_length + 1)
+            if self._marks is not None:
+                self._marks.mark(out[row], self._files[number], start)
         return out
 
 

@@ -45,6 +45,10 @@ class DataSection:
             sum.
         valid: validation tokens, a path like `train`, or a list of paths, which are read one after the other; null
             leaves nothing to evaluate on.
+        document_mask: keep attention and positions within the documents of a sample, which ends a document behind every
+            end-of-text token, or where the index of `megatron` ends it.
+        end_of_text: the token that ends a document, for `document_mask`; null takes the tokenizer's, and with
+            `megatron` the index.
         valid_fraction: fraction of the files (of the bytes, for a single file) that is held out for validation.
         cache: folder of prepared token files; null takes the user's cache folder.
         verify: source of the digests of token files: `sidecar` takes them from a small file that an earlier start left
@@ -59,6 +63,8 @@ class DataSection:
     tokenizer: str | None = None
     train: Any = None
     valid: Any = None
+    document_mask: bool = False
+    end_of_text: int | None = None
     valid_fraction: float = 0.05
     cache: str | None = None
     verify: DigestSource = DigestSource.sidecar
@@ -141,11 +147,19 @@ def problems(section: DataSection) -> list[str]:
             found += _blend_problems(value)
         elif key in ("train", "valid") and value is not None:
             found += _path_problems(key, value)
+    if section.end_of_text is not None and (section.end_of_text < 0 or not section.document_mask):
+        found.append(f"data.end_of_text={section.end_of_text}: must be a token, and serves data.document_mask only")
+    elif section.document_mask and _NEEDED_KEY.get(section.kind) == "train" and not _knows_documents(section):
+        found.append("data.document_mask: needs data.end_of_text, or data.tokenizer, whose end of text ends documents")
     if not 0 < section.valid_fraction < 1:
         found.append(f"data.valid_fraction={section.valid_fraction}: must be above 0 and below 1")
     if section.vocab_size is not None and section.vocab_size < 1:
         found.append(f"data.vocab_size={section.vocab_size}: must be at least 1 or null")
     return found
+
+
+def _knows_documents(section: DataSection) -> bool:
+    return section.kind is DataKind.megatron or section.end_of_text is not None or section.tokenizer is not None
 
 
 def _blend_problems(entries: list[object]) -> list[str]:
