@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import make_options
 from trainer.config.schema import CheckpointSection
 from trainer.run_record import RULES
 
@@ -62,3 +63,19 @@ def test_the_contract_has_every_rule_with_its_verdict_and_flag() -> None:
         expected = {"REFUSED": "refused", "FLAG": "refused without the flag", "LOGGED": "logged"}[rule.verdict.name]
         assert (word + rest).startswith(expected), rule.field
         assert flag.strip("`") == rule.flag or (rule.verdict.name == "REFUSED" and flag.startswith("none"))
+
+
+def test_every_key_and_flag_of_the_page_on_megatron_is_one() -> None:
+    text = (ROOT / "docs" / "from_megatron.md").read_text(encoding="utf-8")
+    known = set(re.findall(r"^\| `([\w.]+)` \|", make_options.page(), flags=re.M))
+    sections = "|".join(sorted({key.partition(".")[0] for key in known}))
+    named = set(re.findall(rf"(?<![\w./-])((?:{sections})\.[a-z]\w*(?:\.\w+)*)(?!\.?\w|/)", text)) - _FILES
+    assert named - known == set()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `--")]
+    flags = [flag for row in rows for flag in re.findall(r"`(--[a-z0-9-]+)`", row[0])]
+    assert len(flags) == len(set(flags))
+    assert len(flags) > 100
+
+
+# Names of documents that look like a key.
+_FILES = {"data.md"}

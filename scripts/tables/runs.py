@@ -35,7 +35,7 @@ _PORTS = count(20000)
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class NamedTopology:
     """A topology of the page: the number of ranks, and the keys that configure it."""
 
     name: str
@@ -50,13 +50,13 @@ class Launch:
         return " ".join([program, *overrides])
 
 
-def _preset(name: str, ranks: int = 2) -> Launch:
-    return Launch(name, ranks, (f"parallel={name}",))
+def _preset(name: str, ranks: int = 2) -> NamedTopology:
+    return NamedTopology(name, ranks, (f"parallel={name}",))
 
 
 SINGLE = _preset("single", 1)
-ALL_AXES = Launch("tp2_pp2", 4, ("parallel=tp2", "parallel.pipeline_model_parallel_size=2"))
-LAUNCHES = (
+ALL_AXES = NamedTopology("tp2_pp2", 4, ("parallel=tp2", "parallel.pipeline_model_parallel_size=2"))
+TOPOLOGIES = (
     SINGLE,
     *map(_preset, ("ddp", "zero1", "zero2", "zero3", "tp2", "tp2_sp", "pp2", "pp2_vpp2")),
     ALL_AXES,
@@ -64,34 +64,34 @@ LAUNCHES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ModelVariant:
     """A family and the dtype of its activations."""
 
     family: str
     dtype: str
 
 
-SETTINGS = tuple(Setting(family, dtype) for family, dtype in product(FAMILIES, DTYPES))
-ALL_PAIRS = SETTINGS[0]
+VARIANTS = tuple(ModelVariant(family, dtype) for family, dtype in product(FAMILIES, DTYPES))
+ALL_PAIRS = VARIANTS[0]
 
 
-def pairs(setting: Setting) -> list[tuple[Launch, Launch]]:
+def pairs(variant: ModelVariant) -> list[tuple[NamedTopology, NamedTopology]]:
     """Return the pairs of source and target that are run: all for `ALL_PAIRS`, else those with a hub on one side."""
     hubs = {SINGLE, ALL_AXES}
-    return [pair for pair in product(LAUNCHES, LAUNCHES) if setting == ALL_PAIRS or hubs & {*pair}]
+    return [pair for pair in product(TOPOLOGIES, TOPOLOGIES) if variant == ALL_PAIRS or hubs & {*pair}]
 
 
-def straight_folder(setting: Setting, source: Launch) -> str:
+def straight_folder(variant: ModelVariant, source: NamedTopology) -> str:
     """Return the folder of a straight run, relative to the working directory."""
-    return f"runs/tables/{setting.family}-{setting.dtype}/{source.name}"
+    return f"runs/tables/{variant.family}-{variant.dtype}/{source.name}"
 
 
-def straight_keys(setting: Setting, source: Launch) -> list[str]:
+def straight_keys(variant: ModelVariant, source: NamedTopology) -> list[str]:
     """Return the overrides of a straight run."""
     return [
         *source.keys,
-        f"model={setting.family}_tiny",
-        f"train.dtype={setting.dtype}",
+        f"model={variant.family}_tiny",
+        f"train.dtype={variant.dtype}",
         "train.seq_length=32",
         "train.micro_batch_size=4",
         "train.threads=1",
@@ -99,13 +99,13 @@ def straight_keys(setting: Setting, source: Launch) -> list[str]:
         f"train.train_iters={SAVED + STEPS[-1]}",
         f"schedule.lr_decay_iters={SAVED + STEPS[-1]}",
         f"checkpoint.save_interval={SAVED}",
-        f"run.dir={straight_folder(setting, source)}",
+        f"run.dir={straight_folder(variant, source)}",
     ]
 
 
-def resume_keys(setting: Setting, source: Launch, target: Launch) -> list[str]:
+def resume_keys(variant: ModelVariant, source: NamedTopology, target: NamedTopology) -> list[str]:
     """Return the overrides of a run that loads the save of `source` and trains on; the last one is `NO_SAVE`."""
-    folder = straight_folder(setting, source)
+    folder = straight_folder(variant, source)
     return [
         *target.keys,
         f"run.dir={folder}-to-{target.name}",
@@ -131,49 +131,51 @@ class Resumed:
 class Results:
     """The losses of the straight runs at `STEPS`, and the result of each pair, by the names of the topologies."""
 
-    straight: dict[tuple[Setting, str], tuple[float, ...]] = field(default_factory=dict)
-    resumed: dict[tuple[Setting, str, str], Resumed] = field(default_factory=dict)
+    straight: dict[tuple[ModelVariant, str], tuple[float, ...]] = field(default_factory=dict)
+    resumed: dict[tuple[ModelVariant, str, str], Resumed] = field(default_factory=dict)
 
 
 def run_all(folder: Path, say: Callable[[str], None]) -> Results:
-    """Run every setting and pair.
+    """Run every variant and pair.
 
     Args:
-        folder: the working directory of the runs; each setting's runs are deleted after it.
-        say: gets one line per setting and topology.
+        folder: the working directory of the runs; each variant's runs are deleted after it.
+        say: gets one line per variant and topology.
 
     Raises:
         RuntimeError: if a run fails or takes too long; with the end of its output.
     """
     results = Results()
-    for setting in SETTINGS:
-        for source in LAUNCHES:
-            keys = straight_keys(setting, source)
+    for variant in VARIANTS:
+        for source in TOPOLOGIES:
+            keys = straight_keys(variant, source)
             run_in_turn(folder, source, [keys])
-            results.straight[setting, source.name] = _losses(folder / straight_folder(setting, source))
-            say(f"{setting.family} {setting.dtype}: trained at {source.name}")
-        for target in LAUNCHES:
-            sources = [source for source, other in pairs(setting) if other == target]
-            for source, resumed in zip(sources, _resume(folder, setting, sources, target), strict=True):
-                results.resumed[setting, source.name, target.name] = resumed
-            say(f"{setting.family} {setting.dtype}: resumed at {target.name} from {len(sources)} topologies")
+            results.straight[variant, source.name] = _losses(folder / straight_folder(variant, source))
+            say(f"{variant.family} {variant.dtype}: trained at {source.name}")
+        for target in TOPOLOGIES:
+            sources = [source for source, other in pairs(variant) if other == target]
+            for source, resumed in zip(sources, _resume(folder, variant, sources, target), strict=True):
+                results.resumed[variant, source.name, target.name] = resumed
+            say(f"{variant.family} {variant.dtype}: resumed at {target.name} from {len(sources)} topologies")
         shutil.rmtree(folder / "runs")
     return results
 
 
-def _resume(folder: Path, setting: Setting, sources: Sequence[Launch], target: Launch) -> list[Resumed]:
-    turns = list[list[str]]()
+def _resume(
+    folder: Path, variant: ModelVariant, sources: Sequence[NamedTopology], target: NamedTopology
+) -> list[Resumed]:
+    turns: list[list[str]] = []
     for source in sources:
-        keys = resume_keys(setting, source, target)
+        keys = resume_keys(variant, source, target)
         again = [f"{key}-again" if key.startswith("run.dir=") else key for key in keys[:-1]]
         turns += [[*again, SAVE_AGAIN], keys]
     run_in_turn(folder, target, turns)
-    found = list[Resumed]()
+    found: list[Resumed] = []
     for source in sources:
-        straight = folder / straight_folder(setting, source)
+        straight = folder / straight_folder(variant, source)
         resumed = straight.with_name(f"{straight.name}-to-{target.name}")
-        saved, again = (_tensor_files(run) for run in (straight, resumed.with_name(f"{resumed.name}-again")))
-        found.append(Resumed(is_bitwise=saved == again, losses=_losses(resumed)))
+        saved_again = _tensor_files(resumed.with_name(f"{resumed.name}-again"))
+        found.append(Resumed(is_bitwise=_tensor_files(straight) == saved_again, losses=_losses(resumed)))
     return found
 
 
@@ -184,13 +186,15 @@ def _losses(run: Path) -> tuple[float, ...]:
 
 def _tensor_files(run: Path) -> dict[str, bytes]:
     saved = run / "checkpoints" / f"iter_{SAVED:07d}"
-    return {str(path.relative_to(saved)): path.read_bytes() for path in sorted(saved.rglob("*.safetensors"))}
+    found = {str(path.relative_to(saved)): path.read_bytes() for path in sorted(saved.rglob("*.safetensors"))}
+    assert found, saved
+    return found
 
 
 _context = multiprocessing.get_context("forkserver")
 
 
-def run_in_turn(folder: Path, launch: Launch, turns: Sequence[Sequence[str]]) -> None:
+def run_in_turn(folder: Path, topology: NamedTopology, turns: Sequence[Sequence[str]]) -> None:
     """Start the ranks of a topology once, and run the trainer with each list of overrides in turn.
 
     Raises:
@@ -198,10 +202,10 @@ def run_in_turn(folder: Path, launch: Launch, turns: Sequence[Sequence[str]]) ->
     """
     _context.set_forkserver_preload(_PRELOAD)
     folder.mkdir(parents=True, exist_ok=True)
-    outputs = [folder / f"rank{rank}.log" for rank in range(launch.ranks)]
+    outputs = [folder / f"rank{rank}.log" for rank in range(topology.ranks)]
     commands = [(_free_port(), list(turn)) for turn in turns]
     ranks = [
-        _context.Process(target=_rank, args=(rank, launch.ranks, str(folder), str(output), commands))
+        _context.Process(target=_rank, args=(rank, topology.ranks, str(folder), str(output), commands))
         for rank, output in enumerate(outputs)
     ]
     deadline = time.monotonic() + _TURN_TIMEOUT_S * (1 + len(turns))
@@ -219,7 +223,9 @@ def run_in_turn(folder: Path, launch: Launch, turns: Sequence[Sequence[str]]) ->
                 process.join()
     if any(process.exitcode for process in ranks):
         ends = "\n".join(output.read_text(encoding="utf-8")[-2000:] for output in outputs)
-        raise RuntimeError(f"{launch.command(turns[0])} (or one of the {len(turns) - 1} runs after it) failed:\n{ends}")
+        raise RuntimeError(
+            f"{topology.command(turns[0])} (or one of the {len(turns) - 1} runs after it) failed:\n{ends}"
+        )
 
 
 def _free_port() -> int:

@@ -1,0 +1,102 @@
+"""docs/support.md has the form that its script writes, and its commands run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from scripts.make_tables import OUTPUT
+from scripts.tables.page import page
+from scripts.tables.runs import (
+    NO_SAVE,
+    SAVE_AGAIN,
+    TOPOLOGIES,
+    VARIANTS,
+    ModelVariant,
+    NamedTopology,
+    Results,
+    Resumed,
+    pairs,
+    resume_keys,
+    straight_keys,
+)
+from trainer.__main__ import compose
+from trainer.config.checks import validate
+
+_VARIANT = re.compile(r"## (\w+), (\w+)")
+_ROW = re.compile(r"\| `(\w+)` \| `?(\w+)`? \| ([\w* ]*) \| (\S+).*? \| (\S+).*? \| (\S+).*? \| `(.*)` \|")
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return OUTPUT.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def results(text: str) -> Results:
+    """Return the results that the page shows."""
+    found = Results()
+    variant = ModelVariant("", "")
+    for line in text.splitlines():
+        if heading := _VARIANT.fullmatch(line):
+            variant = ModelVariant(heading[1], heading[2])
+        elif row := _ROW.fullmatch(line):
+            source, target, load, *numbers = row.groups()[:6]
+            losses = tuple(map(float, numbers))
+            if target == "straight":
+                found.straight[variant, source] = losses
+            else:
+                found.resumed[variant, source, target] = Resumed(is_bitwise=load == "bitwise", losses=losses)
+    return found
+
+
+def test_the_page_is_that_of_its_results(text: str, results: Results) -> None:
+    expected = {(variant, source.name, target.name) for variant in VARIANTS for source, target in pairs(variant)}
+    assert results.resumed.keys() == expected
+    assert page(results) == text, "`make tables` writes it anew"
+
+
+def test_loads_are_bitwise_and_equal_topologies_equal_bits(results: Results) -> None:
+    assert all(resumed.is_bitwise for resumed in results.resumed.values())
+    same = [key for key in results.resumed if key[1] == key[2]]
+    assert len(same) == len(TOPOLOGIES) + 2 * (len(VARIANTS) - 1)
+    for variant, source, target in same:
+        assert results.resumed[variant, source, target].losses == results.straight[variant, source]
+
+
+def test_every_command_of_the_page_is_one_that_composes(text: str) -> None:
+    named = set(re.findall(r"`((?:reprise|torchrun) .*?)`", text))
+    commands = dict[str, tuple[NamedTopology, list[str]]]()
+    for variant in VARIANTS:
+        runs = [(source, straight_keys(variant, source)) for source in TOPOLOGIES]
+        runs += [(target, resume_keys(variant, source, target)) for source, target in pairs(variant)]
+        commands |= {topology.command(keys): (topology, keys) for topology, keys in runs}
+    assert named == set(commands)
+    # The folders differ, the rest is that of a topology or of a variant.
+    for topology, keys in _distinct(commands):
+        validate(compose(keys), topology.ranks)
+
+
+def _distinct(commands: dict[str, tuple[NamedTopology, list[str]]]) -> list[tuple[NamedTopology, list[str]]]:
+    """Return one command for each topology, and one for each variant, and check that all are one line of shell."""
+    found = dict[tuple[str, ...], tuple[NamedTopology, list[str]]]()
+    for command, (topology, keys) in commands.items():
+        assert shlex.split(command)[-len(keys) :] == keys
+        is_resume = keys[-1] == NO_SAVE
+        chosen = (
+            (topology.name, "resume") if is_resume else tuple(key for key in keys if key.startswith(("model", "tr")))
+        )
+        if is_resume:
+            keys = [*keys[:-1], SAVE_AGAIN]
+        found.setdefault(chosen, (topology, keys))
+    return list(found.values())
+
+
+def test_a_difference_is_shown_beside_the_loss(results: Results) -> None:
+    variant, source, target = next(iter(results.resumed))
+    changed = Results(dict(results.straight), dict(results.resumed))
+    changed.straight[variant, source] = (2.0, 1.5, 1.0)
+    changed.resumed[variant, source, target] = Resumed(is_bitwise=False, losses=(2.0, 1.25, 1.0))
+    assert f"| `{source}` | `{target}` | **other bytes** | 2.0 | 1.25 (-2.5e-01) | 1.0 | `" in page(changed)
