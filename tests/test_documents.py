@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from scripts import make_options
+from trainer.__main__ import compose
+from trainer.config.checks import validate
 from trainer.config.schema import CheckpointSection
 from trainer.run_record import RULES
 
@@ -75,6 +78,15 @@ def test_every_key_and_flag_of_the_page_on_megatron_is_one() -> None:
     flags = [flag for row in rows for flag in re.findall(r"`(--[a-z0-9-]+)`", row[0])]
     assert len(flags) == len(set(flags))
     assert len(flags) > 100
+
+
+def test_the_commands_of_the_page_on_megatron_compose() -> None:
+    text = (ROOT / "docs" / "from_megatron.md").read_text(encoding="utf-8")
+    commands = [shlex.split(block) for block in re.findall(r"^```\n(.*?)^```", text, flags=re.M | re.S)]
+    words = [word for command in commands for word in command if re.match(r"[\w.]+=", word)]
+    config = compose(["model=llama3_8b", *words])  # the import takes the model from Megatron's arguments
+    assert config.train.batch_schedule is not None
+    validate(config, 8)
 
 
 # Names of documents that look like a key.
