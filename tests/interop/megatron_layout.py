@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import io
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,7 +119,7 @@ def write(folder: Path, source: StateSource, way: Way, **others: Any) -> Path:
                 )
             saved["optimizer"] = _groups(source) if way.is_distributed else _plain(chunks, source, way)
             saved["opt_param_scheduler"] = {"max_lr": 0.1, "num_steps": 12}
-            saved["rng_state"] = [{"random_rng_state": (3, (1, 2), None)}]
+            saved["rng_state"] = [{"np_rng_state": np.random.get_state(), "rng_tracker_states": {}}]
             torch.save(saved, rank / "model_optim_rng.pt")
             if way.is_distributed:
                 torch.save(_buffers(chunks, source.model, way, pp), rank / "distrib_optim.pt")
@@ -241,7 +243,7 @@ def _named(chunk: Mapping[str, Tensor], way: Way, *, is_tied: bool) -> dict[str,
         for name, tensor in chunk.items():
             found[_replaced(name, way)] = tensor
             if name.endswith("linear_proj.weight"):
-                found[name.replace("weight", "_extra_state")] = None
+                found[name.replace("weight", "_extra_state")] = io.BytesIO(b"fp8")
         return found
     language: dict[str, Any] = {}
     top: dict[str, Any] = {"language_model": language}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,18 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+def of_both_models(ways: Iterable[str]) -> pytest.MarkDecorator:
+    """Run a test for each layout and model; in the gate, each layout is that of one of the two models."""
+    dear = [pytest.mark.slow, pytest.mark.soak]
+    cases = [
+        pytest.param(model, way, marks=dear if (number + other) % 2 else ())
+        for other, model in enumerate(MODELS)
+        for number, way in enumerate(ways)
+    ]
+    return pytest.mark.parametrize(("trained", "way"), cases, indirect=["trained"])
+
+
+@of_both_models(WAYS)
 def test_every_layout_gives_the_bytes_it_was_made_from(
     trained: tuple[list[str], Path], tmp_path: Path, way: str
 ) -> None:
@@ -103,7 +114,7 @@ DEEPSPEED = {
 }
 
 
-@pytest.mark.parametrize("way", DEEPSPEED)
+@of_both_models(DEEPSPEED)
 def test_megatron_deepspeed_gives_the_bytes_it_was_made_from(
     trained: tuple[list[str], Path], tmp_path: Path, way: str
 ) -> None:
