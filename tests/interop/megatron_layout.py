@@ -1,4 +1,4 @@
-"""Writes a state as Megatron-LM's format `torch` lays it out over ranks, without Megatron.
+"""Writes a state as Megatron-LM's format `torch` and Megatron-DeepSpeed lay it out over ranks, without either.
 
 Sources: `generate_state_dict` and `get_checkpoint_name` of `megatron/training/checkpointing.py`;
 `_compute_per_buffer_param_layout` and `get_parameter_state_dp_zero` of `megatron/core/optimizer/distrib_optimizer.py`;
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import io
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from models.config import Activation, Family, ModelConfig
+from tests.interop import deepspeed_layout
 from trainer.interop.megatron.names import Correspondence, correspondences
 from trainer.interop.source import StateSource
 
@@ -34,6 +37,7 @@ ORDERS = {
     "newer": (_NORMS[0], *reversed(_ATTENTION), _NORMS[1], *_MLP),
     "older": (_NORMS[0], *reversed(_ATTENTION), _NORMS[1], *_MLP),
 }
+_OLDER_NORMS = {f"{_NORMS[0]}_": "input_layernorm.", f"{_NORMS[1]}_": "post_attention_layernorm."}
 NAMES = {
     "local": dict(zip((f"{norm}_" for norm in _NORMS), ("input_layernorm.", "pre_mlp_layernorm."), strict=True)),
     "te": {},
@@ -47,14 +51,16 @@ NAMES = {
         "final_layernorm.": "final_norm.",
     },
     "older": {
-        f"{_NORMS[0]}_": "input_layernorm.",
-        f"{_NORMS[1]}_": "post_attention_layernorm.",
+        **_OLDER_NORMS,
         "self_attention.linear_qkv.": "attention.query_key_value.",
         "self_attention.linear_proj.": "attention.dense.",
         "linear_fc1.": "dense_h_to_4h.",
         "linear_fc2.": "dense_4h_to_h.",
     },
 }
+# Megatron-DeepSpeed's.
+NAMES["mds"] = {old: new for old, new in (NAMES["newer"] | _OLDER_NORMS).items() if old != "final_layernorm."}
+ORDERS["mds"] = ORDERS["newer"]
 Wholes = Mapping[str, tuple[Correspondence, dict[str, Tensor]]]
 Chunk = Mapping[str, Mapping[str, Tensor]]
 
@@ -113,7 +119,7 @@ def write(folder: Path, source: StateSource, way: Way, **others: Any) -> Path:
                 )
             saved["optimizer"] = _groups(source) if way.is_distributed else _plain(chunks, source, way)
             saved["opt_param_scheduler"] = {"max_lr": 0.1, "num_steps": 12}
-            saved["rng_state"] = [{"random_rng_state": (3, (1, 2), None)}]
+            saved["rng_state"] = [{"np_rng_state": np.random.get_state(), "rng_tracker_states": {}}]
             torch.save(saved, rank / "model_optim_rng.pt")
             if way.is_distributed:
                 torch.save(_buffers(chunks, source.model, way, pp), rank / "distrib_optim.pt")
@@ -237,7 +243,7 @@ def _named(chunk: Mapping[str, Tensor], way: Way, *, is_tied: bool) -> dict[str,
         for name, tensor in chunk.items():
             found[_replaced(name, way)] = tensor
             if name.endswith("linear_proj.weight"):
-                found[name.replace("weight", "_extra_state")] = None
+                found[name.replace("weight", "_extra_state")] = io.BytesIO(b"fp8")
         return found
     language: dict[str, Any] = {}
     top: dict[str, Any] = {"language_model": language}
@@ -334,3 +340,90 @@ def _buckets(chunk: Chunk, key: str, model: ModelConfig, way: Way) -> tuple[list
     if size:
         finish()
     return padded, unpadded
+
+
+def write_deepspeed(folder: Path, source: StateSource, way: Way, *, is_pipe: bool = True, **others: Any) -> Path:
+    """Write `folder/global_step<iteration>` as Megatron-DeepSpeed does at ZeRO 1 or 2; return it.
+
+    Args:
+        is_pipe: whether the model is a `PipelineModule`, which it is unless `--no-pipeline-parallel` was given.
+    """
+    path = folder / f"global_step{source.iteration}"
+    path.mkdir(parents=True)
+    (folder / "latest").write_text(path.name)
+    wholes, prefix = _wholes(source, way), "bf16_" if way.dtype is torch.bfloat16 else ""
+    ours = {"layernorm_epsilon": source.model.norm_eps, "num_experts": [1], "rope_theta": source.model.rope_theta}
+    ours |= {"normalization": "layernorm" if source.model.family is Family.gpt2 else "rmsnorm"}
+    ours |= {"num_key_value_heads": source.model.n_kv_head, "num_query_groups": None, "rotary_base": None}
+    args = _args(source, way, {**ours, **others})
+    for pp in range(way.pp):
+        for tp in range(way.tp):
+            rank = f"mp_rank_{pp * way.tp + tp:02d}"
+            chunk = _chunk(wholes, source.model, way, tp, pp, 0)
+            named = _pipe_names(chunk, source.model, way, pp) if is_pipe else _nested_names(chunk)
+            state = _deepspeed_state(named, source)
+            for name, values in named.items() if is_pipe else ():
+                if not (name.startswith("tied") and pp):  # the first stage alone saves a tied layer
+                    number, rest = ("1", name.split(".", 2)[2]) if name.startswith("tied") else name.split(".", 1)
+                    file = path / f"layer_{int(number):02d}-model_{tp:02d}-model_states.pt"
+                    layer = torch.load(file) if file.exists() else OrderedDict()
+                    torch.save(OrderedDict(layer, **{rest: values["param"].to(way.dtype)}), file)
+            cut = deepspeed_layout.Way(1, way.dp, way.dtype, aligns=way.alignment > 1)
+            groups = deepspeed_layout.groups_of(state, cut)
+            shapes = [OrderedDict((name, state.weights[name].shape) for name in group) for group in groups]
+            own = {name: values["param"].to(way.dtype) for name, values in chunk.items()}
+            table = {
+                "module": None if is_pipe else _named(own, way, is_tied=source.model.tie_word_embeddings),
+                "param_shapes": shapes,
+                "global_steps": source.iteration,
+                "dp_world_size": way.dp,
+                "ds_version": deepspeed_layout.VERSION,
+                "args": args,
+                "checkpoint_version": way.version,
+                "iteration": source.iteration,
+            }
+            torch.save(table, path / f"{rank}_model_states.pt")
+            for dp in range(way.dp):
+                flat = deepspeed_layout.cut_together(state, groups, cut, dp)
+                saved = {"optimizer_state_dict": flat, "ds_version": deepspeed_layout.VERSION}
+                torch.save(saved, path / f"{prefix}zero_pp_rank_{dp}_{rank}_optim_states.pt")
+    return path
+
+
+def _deepspeed_state(named: Chunk, source: StateSource) -> deepspeed_layout.State:
+    weights, *moments = ({name: values[key] for name, values in named.items()} for key in KEYS)
+    step = float(source.iteration)
+    return deepspeed_layout.State(weights, dict(zip(KEYS[1:], moments, strict=True)), step, source.iteration)
+
+
+def _nested_names(chunk: Chunk) -> dict[str, Mapping[str, Tensor]]:
+    """Return a stage under the names of `GPTModel`."""
+    newer = Way(names="mds")
+    found = {}
+    for name, values in chunk.items():
+        own = name.replace("decoder.", "language_model.encoder.", 1)
+        own = f"language_model.{own}" if own.startswith(("embedding.", "output_layer.")) else own
+        found[_replaced(own, newer)] = values
+    return found
+
+
+def _pipe_names(chunk: Chunk, model: ModelConfig, way: Way, pp: int) -> dict[str, Mapping[str, Tensor]]:
+    """Return a stage under the names of `GPTModelPipe`, whose module 0 is a function."""
+    found, first = dict[str, Mapping[str, Tensor]](), 2 + pp * (model.n_layer // way.pp)
+    embedding = "tied_modules.embed." if model.tie_word_embeddings else "1."
+    for name, values in chunk.items():
+        parts = _replaced(name, Way(names="mds")).split(".")
+        if parts[0] == "embedding":
+            found[embedding + ".".join(parts[1:])] = values
+        elif parts[1] == "layers":
+            found[".".join([str(first + int(parts[2])), *parts[3:]])] = values
+        elif parts[1] == "final_layernorm":
+            found[f"{model.n_layer + 2}.{parts[2]}"] = values
+        elif model.tie_word_embeddings:  # the last stage has the whole tied module, with positions that it does not use
+            found["tied_modules.embed.word_embeddings.weight"] = values
+            if model.family is Family.gpt2:
+                shape = (model.max_position_embeddings, model.n_embd)
+                found["tied_modules.embed.position_embeddings.weight"] = dict.fromkeys(KEYS, torch.full(shape, 0.5))
+        else:
+            found[f"{model.n_layer + 3}.lm_head.weight"] = values
+    return found

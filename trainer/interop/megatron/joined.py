@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -45,19 +46,19 @@ def joined_state(
         where_tensor = f"{where}, {kind} of {tensor.numbered}"
         return join(pieces[tensor.numbered], cut=tensor.cut, is_gated=tensor.is_gated, where=where_tensor)
 
-    def read_weight(tensor: MegatronTensor) -> torch.Tensor:
-        if tensor.name == EMBEDDING and described.model.tie_word_embeddings and OUTPUT in weights:
-            for rank, (one, other) in enumerate(zip(weights[EMBEDDING], weights[OUTPUT], strict=True)):
-                where_rank = f"{where}, {EMBEDDING} of tensor-parallel rank {rank}"
+    def read_copied(pieces: Pieces, tensor: MegatronTensor, kind: str) -> torch.Tensor:
+        if tensor.name == EMBEDDING and described.model.tie_word_embeddings and OUTPUT in pieces:
+            for rank, (one, other) in enumerate(zip(pieces[EMBEDDING], pieces[OUTPUT], strict=True)):
+                where_rank = f"{where}, {kind} of {EMBEDDING} of tensor-parallel rank {rank}"
                 require_equal(one.read(), other.read(), what="the first and the last stage", where=where_rank)
-        return read(weights, tensor, "weights")
+        return read(pieces, tensor, kind)
 
     masters, moments = kept.get(MASTERS), {kind: pieces for kind, pieces in kept.items() if kind != MASTERS}
     read_masters: Callable[[MegatronTensor], torch.Tensor] | None = None
     if masters is not None:
-        read_masters = lambda tensor: read(masters, tensor, MASTERS)  # noqa: E731
+        read_masters = partial(read_copied, masters, kind=MASTERS)
     return MegatronState(
-        weights=read_weight,
+        weights=partial(read_copied, weights, kind="weights"),
         masters=read_masters,
         moments=(lambda kind, tensor: read(moments[kind], tensor, kind)) if moments else None,
         step=step,

@@ -20,7 +20,7 @@ from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.buckets import locate
 from trainer.interop.megatron.joined import EMBEDDING, MASTERS, Pieces, joined_state
-from trainer.interop.megatron.legacy_names import in_newest_order, stage_of
+from trainer.interop.megatron.legacy_names import in_newest_order_of_all, stage_of
 from trainer.interop.megatron.numbered import groups_of, named_state, step_of
 from trainer.interop.megatron.shards import RankPiece, Stage, by_global_name, joined_shape, stage_order
 from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, tell
@@ -32,8 +32,9 @@ _log = logging.getLogger(__name__)
 Table = Mapping[Any, Any]
 
 _RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?")
-_BEYOND = re.compile(r"mp_rank_\d\d_\d\d\d_\d\d\d")
-_MODEL, _FLAT, _SPLIT = "model_optim_rng.pt", "distrib_optim.pt", "model_rng.pt"
+_MODEL, _FLAT = "model_optim_rng.pt", "distrib_optim.pt"
+# Of the distributed optimizer before May 2023: the model beside a folder for each data-parallel rank.
+_SPLIT, _OF_DATA_RANK = "model_rng.pt", "optim.pt"
 _CHUNK = re.compile(r"model(\d*)")
 _MASTER_KEY = "param"
 _MOST_NAMED = 10
@@ -65,7 +66,7 @@ def read_legacy(path: Path, asked: ImportOptions) -> tuple[MegatronState, Descri
         CheckpointError: if files are missing, damaged, or of several saves.
         MismatchError: if the model is none of ours, or moments cannot be assigned with certainty.
     """
-    ranks = _ranks(path)
+    ranks = _ranks(path, asked)
     first = ranks[0][0].model
     args = _arguments(first)
     stages = [[rank.chunks[chunk] for rank in ranks[stage]] for stage, chunk in _stages(ranks)]
@@ -80,7 +81,9 @@ def read_legacy(path: Path, asked: ImportOptions) -> tuple[MegatronState, Descri
         step = float(iteration)
         _log.warning(f"the optimizer names no step: taken as that of the iteration, {iteration}")
     head, version = described.model.head_width, first.get("checkpoint_version")
-    fixed = {key: _in_newest_order(pieces, version, head, path) for key, pieces in {"": weights, **kept}.items()}
+    fixed = {
+        key: in_newest_order_of_all(pieces, version, head, where=path) for key, pieces in {"": weights, **kept}.items()
+    }
     _tell(ranks, path, has_optimizer=bool(kept))
     tell(first, described)
     samples = consumed_samples(first, args)
@@ -100,19 +103,27 @@ def _iteration(table: Table, path: Path) -> int:
 # ---- files
 
 
-def _ranks(path: Path) -> list[list[_Rank]]:
+def _ranks(path: Path, asked: ImportOptions) -> list[list[_Rank]]:
     """Return the ranks of each stage, by tensor-parallel rank."""
-    names = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
-    if beyond := [name for name in names if _BEYOND.fullmatch(name)]:
+    names = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("mp_rank_"))
+    split = [name for name in names if (path / name / _OF_DATA_RANK).is_file()]
+    if split and not asked.weights_only:
         raise MismatchError(
-            "A folder of a rank that is not one of tensor and pipeline parallelism",
+            "The moments of Megatron-LM's distributed optimizer before May 2023 are not read",
+            where=path / split[0] / _OF_DATA_RANK,
+            fix="Load and save it once with a later version of Megatron-LM, or take the weights alone with "
+            "--weights-only.",
+        )
+    folders = [name for name in names if name not in split]
+    if beyond := [name for name in folders if not _RANK.fullmatch(name)]:
+        raise MismatchError(
+            "A folder is not that of a rank of tensor and pipeline parallelism",
             where=path / beyond[0],
             expected="mp_rank_TT or mp_rank_TT_PPP",
-            fix="It holds experts, or an optimizer of Megatron-LM before May 2023, which is not read: load and save it "
-            "once with a later version.",
+            fix="Experts, whose ranks have a third number, are not read.",
         )
-    found = {(int(m[1]), int(m[2] or 0)): name for name in names if (m := _RANK.fullmatch(name))}
-    opened = {place: _open(path / name) for place, name in found.items()}
+    found = {(int(m[1]), int(m[2] or 0)): name for name in folders if (m := _RANK.fullmatch(name))}
+    opened = {place: _open(path / name, with_optimizer=not asked.weights_only) for place, name in found.items()}
     args = _arguments(opened[(0, 0)].model) if (0, 0) in opened else {}
     sizes = [
         max(int(args.get(f"{kind}_model_parallel_size") or 1), 1 + max((place[axis] for place in found), default=0))
@@ -135,7 +146,7 @@ def _ranks(path: Path) -> list[list[_Rank]]:
     return ranks
 
 
-def _open(folder: Path) -> _Rank:
+def _open(folder: Path, *, with_optimizer: bool) -> _Rank:
     file = folder / _MODEL
     if not file.is_file() and (folder / _SPLIT).is_file():
         file = folder / _SPLIT
@@ -150,7 +161,8 @@ def _open(folder: Path) -> _Rank:
         )
     ordered = sorted(numbered.items(), key=lambda one: int(one[0] or 0))
     chunks = [stage_of(value, where=file) for _, value in ordered]
-    flat = open_torch_file(folder / _FLAT, PlainObject) if (folder / _FLAT).is_file() else None
+    has_flat = with_optimizer and (folder / _FLAT).is_file()
+    flat = open_torch_file(folder / _FLAT, PlainObject) if has_flat else None
     return _Rank(folder, table, flat, chunks)
 
 
@@ -285,15 +297,6 @@ def _step(rank: _Rank) -> float | None:
     state = inner.get("state")
     entries = [one for one in state.values() if isinstance(one, Mapping)] if isinstance(state, Mapping) else []
     return step_of(groups_of(inner, where=rank.path / _MODEL), entries, where=rank.path / _MODEL)
-
-
-def _in_newest_order(pieces: Pieces, version: object, head_width: int, where: Path) -> Pieces:
-    tensor_parallel = range(len(next(iter(pieces.values()))))
-    ranks = [
-        in_newest_order({n: p[rank] for n, p in pieces.items()}, version, head_width, where=where)
-        for rank in tensor_parallel
-    ]
-    return {name: [rank[name] for rank in ranks] for name in pieces}
 
 
 def _tell(ranks: Sequence[Sequence[_Rank]], path: Path, *, has_optimizer: bool) -> None:

@@ -8,7 +8,7 @@ Megatron-LM 2.0 to core_r0.12, `fix_query_key_value_ordering` of `megatron/train
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,8 +46,11 @@ def core_name(name: str) -> str:
     return name
 
 
-def stage_of(model: Mapping[Any, Any], *, where: object) -> dict[str, RankPiece]:
+def stage_of(model: Mapping[Any, Any], *, where: object, renames: bool = True) -> dict[str, RankPiece]:
     """Return the parameters of a rank's part of the model, in the order of `model.parameters()`.
+
+    Args:
+        renames: whether to return the names of Megatron-Core.
 
     Raises:
         CheckpointError: if an entry is no dense tensor of floating point, or two are one parameter.
@@ -60,7 +63,7 @@ def stage_of(model: Mapping[Any, Any], *, where: object) -> dict[str, RankPiece]
             raise CheckpointError(
                 "A weight is no dense tensor of floating point", where=f"{where}, {name}", found=type(tensor).__name__
             )
-        core = core_name(name)
+        core = core_name(name) if renames else name
         if core in found:
             raise CheckpointError("Two entries are one parameter", where=f"{where}, {name}", found=core)
         found[core] = RankPiece.of(tensor.detach())
@@ -102,6 +105,18 @@ def in_newest_order(stage: Stage, version: object, head_width: int, *, where: ob
     return {
         name: _regrouped(piece, head_width, is_first) if _is_fused(name) else piece for name, piece in stage.items()
     }
+
+
+def in_newest_order_of_all(
+    pieces: Mapping[str, Sequence[RankPiece]], version: object, head_width: int, *, where: object
+) -> dict[str, list[RankPiece]]:
+    """Return `in_newest_order` of the pieces of every tensor-parallel rank."""
+    count = max(map(len, pieces.values()), default=0)
+    ranks = [
+        in_newest_order({name: parts[rank] for name, parts in pieces.items()}, version, head_width, where=where)
+        for rank in range(count)
+    ]
+    return {name: [rank[name] for rank in ranks] for name in pieces}
 
 
 def _is_fused(name: str) -> bool:
