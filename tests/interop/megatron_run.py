@@ -170,7 +170,7 @@ class Trainer:
 
         metadata = self.metadata(sharding)
         group = mpu.get_data_parallel_group(with_context_parallel=True)
-        path, iteration = folder / sharding / f"iter_{len(self.job['saved']):07d}", self.job["saved"]
+        path, iteration = folder / sharding / f"iter_{self.job['saved']:07d}", self.job["saved"]
         state: dict[str, Any] = {
             "args": argparse.Namespace(**self.args),
             "checkpoint_version": 3.0,
