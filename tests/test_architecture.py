@@ -34,9 +34,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.text_table",
         "trainer.versions",
     ),
-    ("trainer.exact_sum", "trainer.lanes", "trainer.progress", "trainer.schedule", "trainer.topology"),
+    (
+        "trainer.batch_schedule",
+        "trainer.exact_sum",
+        "trainer.lanes",
+        "trainer.progress",
+        "trainer.schedule",
+        "trainer.topology",
+    ),
     ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
-    ("trainer.compatibility", "trainer.config", "trainer.launch"),
+    ("trainer.compatibility", "trainer.config", "trainer.data_origin", "trainer.launch"),
     ("trainer.optimizers",),
     (
         "trainer.memory_needs",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 from models import families
 from models.network import Model
 from trainer import run_record
+from trainer.batch_schedule import BatchSchedule
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.loading.restorer import Restorer
@@ -23,8 +25,17 @@ from trainer.checkpoint.tensors.live import Grid
 from trainer.checkpoint.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 from trainer.config import saved
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import CheckpointSection, Config, micro_batches_of, save_folder, topology_of
-from trainer.data.batches import Samples
+from trainer.config.schema import (
+    CheckpointSection,
+    Config,
+    batch_schedule_of,
+    length_of,
+    micro_batches_of,
+    save_folder,
+    topology_of,
+)
+from trainer.data.batches import BlendedSamples, Samples
+from trainer.data.blend import MOST_PERIOD, Blend
 from trainer.data.loader import BatchLoader
 from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.token_file import TokenFile
@@ -32,10 +43,13 @@ from trainer.data.tokenizer_files import tokenizer_files
 from trainer.errors import TrainerError
 from trainer.generate.during_training import Sampler
 from trainer.launch.control import ControlRules, RunControl
+from trainer.launch.device import device_name
 from trainer.launch.process_group import Cluster, thread_count
 from trainer.launch.signals import SignalHandler
 from trainer.launch.start_times import Phase, StartTimes
+from trainer.metrics.profile import Profiler
 from trainer.metrics.run_log import RunLog, peak_flops
+from trainer.metrics.slow_ranks import OwnTime
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
 from trainer.parallelize import build_context, build_grid, build_models
@@ -44,6 +58,8 @@ from trainer.schedule import Schedule, resolve
 from trainer.state import TrainerState, build_part
 from trainer.topology import Topology
 from trainer.versions import commit, versions
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -61,6 +77,7 @@ class Run:
     state: TrainerState
     schedule: Schedule
     context: ParallelContext
+    batch_schedule: BatchSchedule
     train_data: BatchLoader
     valid_data: BatchLoader | None
     sampler: Sampler | None
@@ -73,7 +90,17 @@ class Run:
     description: Json
     tokenizer: Mapping[str, bytes]
     saved_config: Json
+    own_time: OwnTime
+    profiler: Profiler
     start_times: StartTimes = field(default_factory=StartTimes)
+
+    @property
+    def train_iters(self) -> int:
+        """Return the last iteration of the run, given the samples that were consumed so far."""
+        train, progress = self.config.train, self.state.progress
+        if train.train_samples is None:
+            return train.train_iters
+        return progress.iteration + self.batch_schedule.iterations(progress.consumed_samples, train.train_samples)
 
     @property
     def savers(self) -> list[Checkpointer]:
@@ -119,7 +146,7 @@ def build(
     data = open_data(config, cluster)
     times.end(Phase.data)
     train, valid = _build_loaders(config, cluster, topology, data)
-    schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
+    schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     state = _build_state(config, stages, build_grid(topology, mesh))
     environment = _environment(config, cluster.device, cluster.threads)
@@ -130,6 +157,8 @@ def build(
         fingerprint=data.fingerprint,
         environment=environment,
         valid_fingerprint=data.valid_fingerprint,
+        weights=data.weights,
+        marks=data.marks,
     )
     local = _build_local_checkpointer(config, cluster)
     folders = None if local is None else local.folders
@@ -139,6 +168,7 @@ def build(
         state=state,
         schedule=schedule,
         context=build_context(config, state, topology=topology, mesh=mesh, cluster=cluster),
+        batch_schedule=batch_schedule_of(config.train),
         train_data=train,
         valid_data=valid,
         sampler=_build_sampler(config, cluster) if config.train.sample_interval else None,
@@ -151,6 +181,8 @@ def build(
         description=description,
         tokenizer=_read_tokenizer(config, cluster),
         saved_config=run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None),
+        own_time=OwnTime(cluster.device),
+        profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank, device=cluster.device),
         start_times=times,
     )
 
@@ -161,17 +193,19 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     Raises:
         TrainerError: if the data does not match the model.
     """
-    digest, valid_digest = look_alone(config)
-    schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
+    data = look_alone(config)
+    schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     environment = _environment(config, torch.device("cpu"), thread_count(config.train.threads))
     topology = topology_of(config, 1)
     return schedule, run_record.describe(
         config,
         schedule=schedule,
         topology=topology,
-        fingerprint=digest,
+        fingerprint=data.fingerprint,
         environment=environment,
-        valid_fingerprint=valid_digest,
+        valid_fingerprint=data.valid_fingerprint,
+        weights=data.weights,
+        marks=data.marks,
     )
 
 
@@ -196,13 +230,29 @@ def _build_loaders(
     config: Config, cluster: Cluster, topology: Topology, data: RunData
 ) -> tuple[BatchLoader, BatchLoader | None]:
     train = config.train
-    numbers = micro_batches_of(config, topology, topology.coordinate(cluster.rank).dp)
+    dp_rank = topology.coordinate(cluster.rank).dp
 
-    def loader(files: Sequence[TokenFile]) -> BatchLoader:
-        samples = Samples(files, seq_length=train.seq_length)
-        return BatchLoader(samples, train.global_batch_size, train.micro_batch_size, numbers, cluster.device)
+    def samples(files: Sequence[TokenFile]) -> Samples:
+        return Samples(files, seq_length=train.seq_length, marks=data.marks)
 
-    return loader(data.train), loader(data.valid) if train.eval_interval else None
+    def loader(found: Samples | BlendedSamples, size: int) -> BatchLoader:
+        numbers = micro_batches_of(config, topology, dp_rank, size)
+        return BatchLoader(found, size, train.micro_batch_size, numbers, cluster.device)
+
+    sources = [samples(source.files) for source in data.train]
+    blended = sources[0] if len(sources) == 1 else BlendedSamples(sources, _build_blend(data, cluster))
+    valid = loader(samples(data.valid), train.global_batch_size) if train.eval_interval else None
+    return loader(blended, max(batch_schedule_of(train).sizes)), valid
+
+
+def _build_blend(data: RunData, cluster: Cluster) -> Blend:
+    blend = Blend(list(data.weights.values()))
+    if not blend.is_exact and cluster.rank == 0:
+        shares = ", ".join(f"{share.numerator}/{share.denominator}" for share in blend.shares)
+        _log.warning(
+            f"data.train: the weights have no common period of {MOST_PERIOD} samples, so the shares are {shares}"
+        )
+    return blend
 
 
 def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
@@ -325,11 +375,11 @@ def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | No
 
 def _build_log(config: Config, cluster: Cluster) -> RunLog:
     device = cluster.device
-    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peak = peak_flops(device_name(device))
     flops = families.flops_per_token(config.model, config.train.seq_length)
     return RunLog(
         Path(config.run.dir),
-        train_iters=config.train.train_iters,
+        train_iters=length_of(config.train).iters,
         log_interval=config.logging.log_interval,
         tensorboard=config.logging.tensorboard,
         mfu_scale=None if peak is None else flops / (peak * cluster.world_size),
@@ -339,7 +389,7 @@ def _build_log(config: Config, cluster: Cluster) -> RunLog:
 def _environment(config: Config, device: torch.device, threads: int) -> Json:
     """Return the software and hardware on which bits depend, besides the configuration."""
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": device_name(device),
         "threads": threads,
         "torch": str(torch.__version__),
         "optimizer_implementation": "fused",

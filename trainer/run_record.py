@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from enum import Enum
+from fractions import Fraction
 from types import UnionType
 from typing import Any, get_args, get_origin
 
@@ -15,12 +16,14 @@ from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT
 from trainer.compatibility import Difference, Rule, Verdict
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import CheckpointSection, Config, OptimizerSection
+from trainer.config.schema import CheckpointSection, Config, OptimizerSection, batch_schedule_of
+from trainer.data.documents import DocumentMarks
+from trainer.data_origin import data_record
 from trainer.errors import CheckpointError
 from trainer.json_value import finite_number, integer
 from trainer.optimizers import OPTIMIZERS, SECTIONS, optimizer_record, settings_record
 from trainer.progress import Progress
-from trainer.schedule import DecayStyle, Schedule
+from trainer.schedule import COUNTS, DecayStyle, Schedule
 from trainer.topology import Topology
 
 _ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
@@ -49,6 +52,8 @@ RULES: tuple[Rule, ...] = (
     Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run continues with other batches"),
     Rule("batch.micro_batch_size", Verdict.LOGGED, says=_MASKS),
     Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
+    Rule("data.weights", Verdict.FLAG, "checkpoint.override_data", "every source goes on at its consumed count"),
+    Rule("data.document_mask", Verdict.FLAG, "checkpoint.override_data", "the loss curve will differ"),
     Rule("data.valid_fingerprint", Verdict.LOGGED, says=_LOSSES, is_optional=True),
     Rule("evaluation", Verdict.LOGGED, says=_LOSSES, is_optional=True),
     Rule(
@@ -67,6 +72,13 @@ RULES: tuple[Rule, ...] = (
         hint="schedule.lr_decay_iters={saved} extends the run on the saved schedule",
     ),
     Rule("clip_grad", Verdict.LOGGED, says="the loss curve will differ", is_optional=True),
+    Rule(
+        "schedule.decay_samples",
+        Verdict.FLAG,
+        "checkpoint.override_scheduler",
+        says="the loss curve will differ",
+        hint="schedule.lr_decay_samples={saved} extends the run on the saved schedule",
+    ),
     *(Rule(name, Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ") for name in SECTIONS),
     Rule(
         "freeze",
@@ -191,12 +203,16 @@ def describe(
     fingerprint: str,
     environment: Json,
     valid_fingerprint: str | None = None,
+    weights: Mapping[str, Fraction] | None = None,
+    marks: DocumentMarks | None = None,
 ) -> Json:
     """Return the part of the record that is constant during a run.
 
     Args:
         fingerprint: of the training data.
         valid_fingerprint: of the validation data; None where nothing is evaluated.
+        weights: the share of each source of training data by its fingerprint.
+        marks: the documents of `data.document_mask`; None without it.
     """
     train = config.train
     frozen = frozen_names(config.model, train.freeze)
@@ -216,15 +232,18 @@ def describe(
             "global_batch_size": train.global_batch_size,
             "seq_length": train.seq_length,
             "micro_batch_size": train.micro_batch_size,
+            **({"batch_schedule": str(batch_schedule_of(train))} if train.batch_schedule is not None else {}),
         },
         "data": {
             "fingerprint": fingerprint,
+            **data_record(weights or {}),
+            **({} if marks is None else {"document_mask": "index" if marks.end_of_text is None else marks.end_of_text}),
             **({"valid_fingerprint": valid_fingerprint} if valid_fingerprint else {}),
         },
         "evaluation": _evaluation(config),
         "clip_grad": train.clip_grad,
         "seed": train.seed,
-        "schedule": asdict(schedule),
+        "schedule": schedule.record(),
         **settings_record(config.optimizer),
         "optimizer": optimizer_record(config.model, config.optimizer, frozen),
         **({"freeze": list(train.freeze)} if train.freeze else {}),
@@ -328,17 +347,17 @@ def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> 
     """
     try:
         values = _table(state["schedule"])
-        expected = {field.name for field in fields(Schedule)}
-        if values.keys() != expected:
+        unit = "samples" if "decay_samples" in values else "iters"
+        if values.keys() != {"style", "lr", "min_lr", *(f"{name}_{unit}" for name in COUNTS)}:
             raise ValueError(f"a schedule of {sorted(values)}")
-        names = ("warmup_iters", "decay_iters", "wsd_decay_iters")
-        counts = {name: integer(values[name]) for name in names}
+        counts = {name: integer(values[f"{name}_{unit}"]) for name in COUNTS}
         style = DecayStyle(values["style"]).value
         schedule = Schedule(
             style=style,
             lr=finite_number(values["lr"], least=0),
             min_lr=finite_number(values["min_lr"], least=0),
             **counts,
+            is_in_samples=unit == "samples",
         )
         return schedule, replace(section, **_saved_settings(state, section))
     except (LookupError, TypeError, ValueError) as error:

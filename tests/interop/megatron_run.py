@@ -133,6 +133,7 @@ class Trainer:
         self.optimizer.zero_grad()
         for group in self.optimizer.param_groups:
             group["lr"] = self.job["lr"]
+            group["weight_decay"] = self.job["weight_decay"] * group["wd_mult"]  # as Megatron's scheduler sets it
 
         def forward_step(batches: Any, model: Any) -> Any:
             del model

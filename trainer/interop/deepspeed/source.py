@@ -12,6 +12,7 @@ import torch
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from trainer.checkpoint.format import json_file
+from trainer.config.schema import batch_schedule_of
 from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Whole, locate
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, open_saved, tag_of, take
@@ -222,10 +223,10 @@ def _names(saved: DeepSpeedCheckpoint, shared: Mapping[str, str], model: ModelCo
 
 def _tell_position(samples: object, iteration: int, asked: ImportOptions) -> None:
     """Warn if DeepSpeed counted other samples than a run of ours would at this iteration."""
-    expected = iteration * asked.config.train.global_batch_size
+    expected = batch_schedule_of(asked.config.train).consumed_after(iteration)
     if isinstance(samples, int) and samples != expected:
         _log.warning(
-            f"DeepSpeed counted {samples} samples in {iteration} iterations, where train.global_batch_size makes "
+            f"DeepSpeed counted {samples} samples in {iteration} iterations, where its batch size makes "
             f"{expected}: --consumed-samples={samples} begins behind them"
         )
 
