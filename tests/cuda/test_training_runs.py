@@ -23,11 +23,11 @@ _FEW = (
     "train.micro_batch_size=4",
     "logging.tensorboard=false",
 )
-# The published widths, vocabularies and heads; few layers, so that the compiler and the disk take little time.
+# GPT-2 124M, and the widths of LLaMA-3 1B with few layers, so that the disk takes little time.
 SHAPES = {
     "cpu": {"gpt2": ("model=gpt2_tiny", *TINY), "llama3": ("model=llama3_tiny", *TINY[5:])},
     "cuda": {
-        "gpt2": ("model=gpt2_124m", "model.n_layer=4", "train.seq_length=1024", *_FEW),
+        "gpt2": ("model=gpt2_124m", "train.seq_length=1024", *_FEW),
         "llama3": ("model=llama3_1b", "model.n_layer=2", "train.seq_length=1024", *_FEW),
     },
 }
