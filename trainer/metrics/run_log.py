@@ -191,13 +191,14 @@ class RunLog:
         if self._bar is not None:
             self._bar.show(loss=record.loss, tokens_per_second=record.tokens_per_second)
         if record.iteration % self._log_interval == 0 or record.iteration == self.train_iters:
-            slowest = self._slow_ranks.take()
             mfu = "" if self._mfu_scale is None else f" | mfu {record.tokens_per_second * self._mfu_scale:.1%}"
             _log.info(
                 f"step {record.iteration:5d}/{self.train_iters} | train loss {record.loss:.6f} | "
                 f"norm {record.grad_norm:.4f} | lr {record.lr:.4e} | {record.seconds * 1e3:.1f} ms | "
-                f"{record.tokens_per_second:.0f} tok/s{mfu}{slowest and f' | {slowest}'}"
+                f"{record.tokens_per_second:.0f} tok/s{mfu}"
             )
+            if slowest := self._slow_ranks.take():
+                _log.info(f"step {record.iteration:5d}/{self.train_iters} | {slowest}")
 
     def evaluation(self, iteration: int, loss: float, best: float | None) -> None:
         """Log an evaluation."""
