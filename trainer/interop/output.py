@@ -54,7 +54,8 @@ def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consu
 
     Args:
         config: configuration of the run that will continue; its parallel layout is ignored.
-        consumed_samples: number of samples trained on; by default a global batch per iteration.
+        consumed_samples: number of samples trained on; by default the source's, otherwise a global batch per
+            iteration.
 
     Raises:
         TrainerError: if the iteration exists already, the source holds another model, or the checkpoint cannot be
@@ -165,8 +166,9 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
             fix="\nLeave model= and model.KEY=VALUE out: the source names its model.",
         ) from None
     train = config.train
-    sizes = batch_schedule_of(train)
-    samples = sizes.consumed_after(source.iteration) if consumed_samples is None else consumed_samples
+    samples = source.consumed_samples if consumed_samples is None else consumed_samples
+    if samples is None:
+        samples = batch_schedule_of(train).consumed_after(source.iteration)
     most = (2**63 - 1) // train.seq_length  # tokens are counted in int64
     if not 0 <= samples <= most:
         raise ConfigError("No run can have trained on so many samples", expected=f"0 to {most}", found=samples)
