@@ -59,7 +59,9 @@ def _flags(name: str, value: ast.expr | None) -> Iterator[str]:
 def _excluded(parser: ast.Module) -> Iterator[str]:
     """Yield the fields of dataclasses that have no flag, or one of another form."""
     for node in ast.walk(parser):
-        is_list = isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "exclude" for t in node.targets)
+        is_list = isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == "exclude" for t in node.targets
+        )
         if is_list or (isinstance(node, ast.keyword) and node.arg == "exclude"):
             for text in ast.walk(node.value):  # type: ignore[attr-defined]
                 if isinstance(text, ast.Constant):
