@@ -16,7 +16,9 @@ from models.layers import (
     OutputLayer,
     Site,
     as_key,
+    attention_mask,
     causal_attention,
+    document_positions,
     run_block,
 )
 from models.network import Model
@@ -46,17 +48,18 @@ class GPT2(Model):
         """Return the blocks of this stage by global layer number."""
         return cast(nn.ModuleDict, self.transformer["h"])
 
-    def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Run this stage, see `Model`."""
         key, table = as_key(dropout_key), None
+        mask = None if starts is None else attention_mask(starts)
         if self.stage.first:
             output = self.lm_head if self.stage.last else None
             tokens, table = cast(Embedding, self.transformer["wte"]).look_up(x, output)
-            positions = self.transformer["wpe"](x.shape[1])
+            positions = self.transformer["wpe"](x.shape[1], starts)
             # Cast before the sum, as where a wrapper has cast the tables themselves.
             x = self.dropout(tokens.to(self.compute_dtype) + positions.to(self.compute_dtype), key)
         for block in self.blocks.values():
-            x = run_block(block, x, key, recompute=self.activation_checkpointing)
+            x = run_block(block, x, mask, key, recompute=self.activation_checkpointing)
         if self.stage.last:
             x = self.lm_head(self.transformer["ln_f"](x), table=table)
         return x
@@ -69,9 +72,13 @@ class Positions(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width))
 
-    def forward(self, length: int) -> Tensor:
-        """Return the vectors of the first `length` positions, [length, width]."""
-        return self.weight[:length]
+    def forward(self, length: int, starts: Tensor | None) -> Tensor:
+        """Return the vectors of the first `length` positions, [length, width], or of those in documents, [B, T, width].
+
+        Args:
+            starts: see `Model`.
+        """
+        return self.weight[:length] if starts is None else F.embedding(document_positions(starts), self.weight)
 
 
 class GPT2Block(nn.Module):
@@ -84,9 +91,9 @@ class GPT2Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, config.norm_eps)
         self.mlp = GPT2MLP(config, layer)
 
-    def forward(self, x: Tensor, key: int | None) -> Tensor:
-        """Map hidden states [B, T, n_embd] to the same shape."""
-        x = x + self.attn(self.ln_1(x), key)
+    def forward(self, x: Tensor, mask: Tensor | None, key: int | None) -> Tensor:
+        """Map hidden states [B, T, n_embd] to the same shape; `mask` as for `causal_attention`."""
+        x = x + self.attn(self.ln_1(x), mask, key)
         return x + cast(Tensor, self.mlp(self.ln_2(x), key))
 
 
@@ -101,11 +108,11 @@ class GPT2Attention(nn.Module):
         self.attn_dropout = Dropout(config.dropout, Site.attention, layer=layer)
         self.resid_dropout = Dropout(config.dropout, Site.attention_residual, layer=layer)
 
-    def forward(self, x: Tensor, key: int | None) -> Tensor:
-        """Map [B, T, n_embd] to the same shape."""
+    def forward(self, x: Tensor, mask: Tensor | None, key: int | None) -> Tensor:
+        """Map [B, T, n_embd] to the same shape; `mask` as for `causal_attention`."""
         q, k, v = self.c_attn(x).unflatten(-1, (-1, self.head_dim)).unbind(2)
         dropout_p = self.attn_dropout.seed(key, x.device)
-        attended = self.c_proj(causal_attention(q, k, v, dropout_p))
+        attended = self.c_proj(causal_attention(q, k, v, mask, dropout_p))
         return cast(Tensor, self.resid_dropout(attended, key))
 
 

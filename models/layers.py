@@ -292,17 +292,39 @@ class OutputLayer(nn.Linear):
         return F.linear(x, weight, mask)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float = 0.0) -> Tensor:
     """Return causal attention, [B, T, heads * head_dim].
 
     Args:
         q: [B, T, heads, head_dim].
         k: [B, T, kv_heads, head_dim], where kv_heads divides heads; `v` has the same shape.
+        mask: as `attention_mask` returns it, to attend within documents only; None attends to all tokens before.
     """
     grouped = k.shape[2] != q.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=grouped)
+    if grouped and mask is not None and q.is_cuda:  # no fused kernel there takes both a mask and groups
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        grouped = False
+    attended = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, enable_gqa=grouped
+    )
     return attended.transpose(1, 2).flatten(2)
+
+
+def attention_mask(starts: Tensor) -> Tensor:
+    """Return which tokens each token attends to, bool [B, 1, T, T]: itself and those before it in its document.
+
+    Args:
+        starts: int64 [B, T], the position in the sequence at which the document of each token begins.
+    """
+    positions = torch.arange(starts.shape[1], device=starts.device)
+    is_before = positions <= positions.unsqueeze(1)
+    return (is_before & (positions >= starts.unsqueeze(2))).unsqueeze(1)
+
+
+def document_positions(starts: Tensor) -> Tensor:
+    """Return the position of each token in its document, int64 [B, T]; `starts` as for `attention_mask`."""
+    return torch.arange(starts.shape[1], device=starts.device) - starts
 
 
 def run_block(block: nn.Module, *inputs: object, recompute: bool) -> Tensor:

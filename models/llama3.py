@@ -8,7 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import ModelConfig, RopeScaling, Stage
-from models.layers import Embedding, Linear, OutputLayer, RMSNorm, as_key, causal_attention, run_block
+from models.layers import (
+    Embedding,
+    Linear,
+    OutputLayer,
+    RMSNorm,
+    as_key,
+    attention_mask,
+    causal_attention,
+    document_positions,
+    run_block,
+)
 from models.network import Model
 
 
@@ -40,16 +50,19 @@ class Llama3(Model):
         """Return the blocks of this stage by global layer number."""
         return cast(nn.ModuleDict, self.model["layers"])
 
-    def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Run this stage, see `Model`; only adapters have dropout."""
-        (cos, sin), table = self._rotation_for(x), None
+        (cos, sin), table, mask = self._rotation_for(x), None, None
+        if starts is not None:
+            positions, mask = document_positions(starts), attention_mask(starts)
+            cos, sin = cos[positions], sin[positions]
         key = as_key(dropout_key) if self.config.lora.dropout else None
         if self.stage.first:
             output = self.lm_head if self.stage.last else None
             x, table = cast(Embedding, self.model["embed_tokens"]).look_up(x, output)
             x = x.to(self.compute_dtype)
         for block in self.blocks.values():
-            x = run_block(block, x, cos, sin, key, recompute=self.activation_checkpointing)
+            x = run_block(block, x, cos, sin, mask, key, recompute=self.activation_checkpointing)
         if self.stage.last:
             x = self.lm_head(self.model["norm"](x), table=table)
         return x
@@ -75,13 +88,13 @@ class Llama3Attention(nn.Module):
         self.v_proj = Linear(config.n_embd, kv_width)
         self.o_proj = Linear(q_width, config.n_embd)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map [B, T, n_embd] to the same shape."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """Map [B, T, n_embd] to the same shape; `mask` as for `causal_attention`."""
         heads = (-1, self.head_dim)
         q = rotate(self.q_proj(x).unflatten(-1, heads), cos, sin)
         k = rotate(self.k_proj(x).unflatten(-1, heads), cos, sin)
         v = self.v_proj(x).unflatten(-1, heads)
-        return cast(Tensor, self.o_proj(causal_attention(q, k, v)))
+        return cast(Tensor, self.o_proj(causal_attention(q, k, v, mask)))
 
 
 class Llama3MLP(nn.Module):
@@ -113,12 +126,15 @@ class Llama3Block(nn.Module):
         self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, key: int | None = None) -> Tensor:
-        """Map hidden states [B, T, n_embd] to the same shape; `cos` and `sin` as `rotation` returns them.
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, key: int | None = None
+    ) -> Tensor:
+        """Map hidden states [B, T, n_embd] to the same shape.
 
-        `key` is for the dropout of adapters, which take it from this call.
+        `cos` and `sin` are as `rotation` returns them, or [B, T, 1, head_dim] for positions in documents; `mask` is as
+        for `causal_attention`. `key` is for the dropout of adapters, which take it from this call.
         """
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
 
 

@@ -14,8 +14,9 @@ class Model(nn.Module):
     """A language model, or the stage of one.
 
     Called with int64 tokens [B, T] on the first stage, else hidden states [B, T, n_embd], and with `dropout_key`, an
-    integer, one int64 element, or None for no dropout. Returns logits [B, T, padded_vocab_size] on the last stage, else
-    hidden states, in the compute dtype.
+    integer, one int64 element, or None for no dropout. `starts`, int64 [B, T], is the position at which the document of
+    each token begins; attention and positions then stay within documents. None is one document. Returns logits
+    [B, T, padded_vocab_size] on the last stage, else hidden states, in the compute dtype.
     """
 
     lm_head: OutputLayer  # of the last stage

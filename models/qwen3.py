@@ -26,13 +26,13 @@ class Qwen3Attention(Llama3Attention):
         self.q_norm = RMSNorm(config.head_width, config.norm_eps)
         self.k_norm = RMSNorm(config.head_width, config.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map [B, T, n_embd] to the same shape."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """Map [B, T, n_embd] to the same shape; `mask` as for `causal_attention`."""
         heads = (-1, self.head_dim)
         q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, heads)), cos, sin)
         k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, heads)), cos, sin)
         v = self.v_proj(x).unflatten(-1, heads)
-        return cast(Tensor, self.o_proj(causal_attention(q, k, v)))
+        return cast(Tensor, self.o_proj(causal_attention(q, k, v, mask)))
 
 
 class Qwen3Block(Llama3Block):

@@ -35,7 +35,7 @@ the configuration that a command line composes.
 |---|---|
 """
 _TABLE = "| key | type | default | meaning |\n|---|---|---|---|\n"
-_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", NoneType: "null"}
+_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", list: "list", NoneType: "null"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _rows(section: Any, prefix: str) -> Iterator[Row]:
     hints, explained = get_type_hints(section), _meanings(section)
     for field in fields(section):
         hint = hints[field.name]
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (str, list, NoneType) if hint is Any else (hint,)
         yield Row(f"{prefix}.{field.name}", " or ".join(map(_kind, kinds)), _default(field), explained[field.name])
         for kind in filter(is_dataclass, kinds):
             yield from _rows(kind, f"{prefix}.{field.name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ from trainer.config.schema import (
     save_folder,
     topology_of,
 )
-from trainer.data.batches import Samples
+from trainer.data.batches import BlendedSamples, Samples
+from trainer.data.blend import MOST_PERIOD, Blend
 from trainer.data.loader import BatchLoader
 from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.token_file import TokenFile
@@ -53,6 +55,8 @@ from trainer.schedule import Schedule, resolve
 from trainer.state import TrainerState, build_part
 from trainer.topology import Topology
 from trainer.versions import commit, versions
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -148,6 +152,8 @@ def build(
         fingerprint=data.fingerprint,
         environment=environment,
         valid_fingerprint=data.valid_fingerprint,
+        weights=data.weights,
+        marks=data.marks,
     )
     local = _build_local_checkpointer(config, cluster)
     folders = None if local is None else local.folders
@@ -180,7 +186,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     Raises:
         TrainerError: if the data does not match the model.
     """
-    digest, valid_digest = look_alone(config)
+    data = look_alone(config)
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     environment = _environment(config, torch.device("cpu"), thread_count(config.train.threads))
     topology = topology_of(config, 1)
@@ -188,9 +194,11 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
         config,
         schedule=schedule,
         topology=topology,
-        fingerprint=digest,
+        fingerprint=data.fingerprint,
         environment=environment,
-        valid_fingerprint=valid_digest,
+        valid_fingerprint=data.valid_fingerprint,
+        weights=data.weights,
+        marks=data.marks,
     )
 
 
@@ -217,13 +225,27 @@ def _build_loaders(
     train = config.train
     dp_rank = topology.coordinate(cluster.rank).dp
 
-    def loader(files: Sequence[TokenFile], size: int) -> BatchLoader:
-        samples = Samples(files, seq_length=train.seq_length)
-        numbers = micro_batches_of(config, topology, dp_rank, size)
-        return BatchLoader(samples, size, train.micro_batch_size, numbers, cluster.device)
+    def samples(files: Sequence[TokenFile]) -> Samples:
+        return Samples(files, seq_length=train.seq_length, marks=data.marks)
 
-    valid = loader(data.valid, train.global_batch_size) if train.eval_interval else None
-    return loader(data.train, max(batch_schedule_of(train).sizes)), valid
+    def loader(found: Samples | BlendedSamples, size: int) -> BatchLoader:
+        numbers = micro_batches_of(config, topology, dp_rank, size)
+        return BatchLoader(found, size, train.micro_batch_size, numbers, cluster.device)
+
+    sources = [samples(source.files) for source in data.train]
+    blended = sources[0] if len(sources) == 1 else BlendedSamples(sources, _build_blend(data, cluster))
+    valid = loader(samples(data.valid), train.global_batch_size) if train.eval_interval else None
+    return loader(blended, max(batch_schedule_of(train).sizes)), valid
+
+
+def _build_blend(data: RunData, cluster: Cluster) -> Blend:
+    blend = Blend(list(data.weights.values()))
+    if not blend.is_exact and cluster.rank == 0:
+        shares = ", ".join(f"{share.numerator}/{share.denominator}" for share in blend.shares)
+        _log.warning(
+            f"data.train: the weights have no common period of {MOST_PERIOD} samples, so the shares are {shares}"
+        )
+    return blend
 
 
 def _build_sampler(config: Config, cluster: Cluster) -> Sampler:

@@ -136,6 +136,7 @@ def build_context(
         embedding_group=embedding_group,
         reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
         grad_norm_shares=_grad_norm_shares(state, cluster.rank),
+        masks_documents=config.data.document_mask,
     )
 
 
@@ -193,8 +194,15 @@ def _build_pipeline(
     )
     parts = [part.model for part in state.parts]
     device = next(parts[0].parameters()).device
-    takes_mean = lanes_of(config) is None
-    return pipeline.Pipeline(parts, mesh["pp"], shape, device=device, loss=loss, takes_mean=takes_mean)
+    return pipeline.Pipeline(
+        parts,
+        mesh["pp"],
+        shape,
+        device=device,
+        loss=loss,
+        takes_mean=lanes_of(config) is None,
+        masks_documents=config.data.document_mask,
+    )
 
 
 def _grad_norm_shares(state: TrainerState, rank: int) -> list[tuple[torch.nn.Parameter, int, int]]:

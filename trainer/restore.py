@@ -24,6 +24,7 @@ from trainer.checkpoint.tensors.live import LiveTensor, local_of
 from trainer.compatibility import differences, settle
 from trainer.config.saved import saved_config, with_schedule
 from trainer.config.schema import CheckpointSection, Verify, save_folder
+from trainer.data_origin import origin_after, sources_in
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.fitting import Fit, Fitting, fill_unstored
 from trainer.interop.start import WeightsKind, load_pretrained
@@ -257,8 +258,18 @@ def load_from(run: Run, origin: Origin) -> None:
         return
     seq_length = run.config.train.seq_length
     run.state.progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
+    _take_data_origin(run, checkpoint)
     if section.use_checkpoint_scheduler:
         _take_schedule(run, checkpoint)
+
+
+def _take_data_origin(run: Run, checkpoint: Checkpoint) -> None:
+    """Let every source of training data go on where the checkpoint has it."""
+    origin = origin_after(checkpoint.state, run.description, run.state.progress, where=checkpoint.path)
+    if origin is not None:
+        consumed = origin.of(list(sources_in(run.description)))
+        run.train_data = run.train_data.starting_at(origin.position, consumed)
+        run.description = {**run.description, "blend": origin.record()}
 
 
 def _fit(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Fit:
@@ -313,7 +324,9 @@ def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -
             "weights, set checkpoint.finetune=true.",
         )
     if not section.finetune:
-        run_record.saved_progress(checkpoint.state, seq_length=run.config.train.seq_length, where=checkpoint.path)
+        length = run.config.train.seq_length
+        progress = run_record.saved_progress(checkpoint.state, seq_length=length, where=checkpoint.path)
+        origin_after(checkpoint.state, run.description, progress, where=checkpoint.path)
     if section.use_checkpoint_scheduler:
         run_record.saved_schedule(checkpoint.state, run.config.optimizer, where=checkpoint.path)
 

@@ -7,12 +7,15 @@ longer than `train.distributed_timeout_minutes`. A missing heartbeat reports a r
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
@@ -20,9 +23,11 @@ from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.digest_file import digest_of
-from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint
+from trainer.data.documents import DocumentMarks
+from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint, fingerprint_of_sources
 from trainer.data.indexed_file import open_indexed_file
-from trainer.data.section import DataKind, DigestSource
+from trainer.data.section import TOKEN_KINDS, DataKind, DigestSource, sources_of
+from trainer.data.text import open_encoder
 from trainer.data.token_file import TokenFile, open_token_file, open_token_files
 from trainer.errors import DataError, TrainerError
 from trainer.launch.process_group import Cluster
@@ -32,6 +37,16 @@ _SIDES = {"train": "training", "valid": "validation"}
 
 _Files = Mapping[str, Sequence[TokenFile]]
 _Digests = Mapping[str, Sequence[TokenDigest]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One source of training data: its open files, their fingerprint, and its weight."""
+
+    files: Sequence[TokenFile]
+    fingerprint: str
+    weight: Fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +54,40 @@ class RunData:
     """The open token files of a run, with the same tokens on every rank.
 
     Args:
+        train: the sources of training data, in order of their fingerprints.
         valid: empty if the run never evaluates.
-        fingerprint: of the training data.
         valid_fingerprint: of the validation data; None if the run never evaluates.
+        marks: the documents of `data.document_mask`; None without it.
     """
 
-    train: Sequence[TokenFile]
+    train: Sequence[Source]
     valid: Sequence[TokenFile]
-    fingerprint: str
     valid_fingerprint: str | None
+    marks: DocumentMarks | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the training data, without the weights of its sources."""
+        return fingerprint_of_sources([source.fingerprint for source in self.train])
+
+    @property
+    def weights(self) -> dict[str, Fraction]:
+        """Return the share of each source of training data by its fingerprint."""
+        return {source.fingerprint: source.weight for source in self.train}
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenFiles:
+    """The open files of one rank by side, and for each source of training data its weight and number of files."""
+
+    sides: _Files
+    sources: Sequence[tuple[Fraction, int]]
+    marks: DocumentMarks | None
+
+    def split(self, found: Sequence[T]) -> list[Sequence[T]]:
+        """Return the parts of a list with one member for each training file, by source."""
+        ends = list(itertools.accumulate((count for _, count in self.sources), initial=0))
+        return [found[first:end] for first, end in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +115,13 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
         TrainerError: on every rank, if the data does not match the model or differs on a host; names host and file.
     """
     channel = cluster.channel.clone(_DATA_TIMEOUT_S)
-    files: _Files | None = None
+    files: _OpenFiles | None = None
     mine: _HostData | None = None
     problem: TrainerError | None = None
     if cluster.rank == 0:  # first alone, so that the others find the prepared files and the digests
         try:
             files = _open(config)
-            mine = _look(files, config)
+            mine = _look(files.sides, config)
         except TrainerError as error:
             problem = error
     channel.agree("data", problem)
@@ -90,37 +130,93 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
             files = _open(config)
         except TrainerError as error:
             problem = error
-    host_ranks = _agree_on_host_ranks(channel, cluster, files)
+    host_ranks = _agree_on_host_ranks(channel, cluster, None if files is None else files.sides)
     if files is not None and mine is None and cluster.rank in host_ranks:
         try:
-            mine = _look(files, config)
+            mine = _look(files.sides, config)
         except TrainerError as error:
             problem = error
-    found = _agree_on_data(channel, mine, problem, are_alone=host_ranks == [0])
+    found = b"" if mine is None or files is None else json.dumps(_fingerprints(mine, files)).encode()
+    _agree_on_data(channel, mine, problem, are_alone=host_ranks == [0])
+    train, valid = json.loads(channel.broadcast("data/fingerprints", found))
     assert files is not None  # or the ranks would not have agreed
-    return RunData(files["train"], files["valid"], *found)
+    return _run_data(files, train, valid)
 
 
-def look_alone(config: Config) -> tuple[str, str | None]:
-    """Return the fingerprints of training and validation data, as in `RunData`, for a program without ranks.
+def look_alone(config: Config) -> RunData:
+    """Return the data of a program without ranks.
 
     Raises:
         TrainerError: if the data does not match the model.
     """
-    return _fingerprints(_look(_open(config), config))
+    files = _open(config)
+    return _run_data(files, *_fingerprints(_look(files.sides, config), files))
+
+
+def _run_data(files: _OpenFiles, train: Sequence[str], valid: str | None) -> RunData:
+    """Return the data with the sources in order of their fingerprints, and weights that sum to 1.
+
+    Raises:
+        DataError: if two sources have the same tokens.
+    """
+    total = sum((weight for weight, _ in files.sources), Fraction())
+    parts = zip(files.split(files.sides["train"]), train, files.sources, strict=True)
+    sources = sorted((Source(own, digest, weight / total) for own, digest, (weight, _) in parts), key=_by_fingerprint)
+    for first, second in itertools.pairwise(sources):
+        if first.fingerprint == second.fingerprint:
+            raise DataError(
+                "Two sources of a blend have the same tokens",
+                where=f"{first.files[0].path} and {second.files[0].path}",
+                found=f"fingerprint {first.fingerprint} of both",
+                fix="Name one of them in data.train, with the sum of the weights.",
+            )
+    return RunData(sources, files.sides["valid"], valid, files.marks)
+
+
+def _by_fingerprint(source: Source) -> str:
+    return source.fingerprint
 
 
 def _cache(config: Config) -> Path:
     return Path(config.data.cache) if config.data.cache else default_cache(os.environ, Path.home())
 
 
-def _open(config: Config) -> _Files:
+def _open(config: Config) -> _OpenFiles:
     """Open the files of both sides, and prepare them if they do not exist."""
-    corpus = prepare(config.data, cache=_cache(config))
-    _check_vocabulary(corpus, config.model.vocab_size)
-    valid = corpus.valid if config.train.eval_interval else ()
+    cache, weighted = _cache(config), sources_of(config.data)
+    corpora = [prepare(source.section, cache=cache) for source in weighted]
+    for corpus in corpora:
+        _check_vocabulary(corpus, config.model.vocab_size)
+    paths = {
+        "train": [path for corpus in corpora for path in corpus.train],
+        "valid": [path for corpus in corpora for path in corpus.valid if config.train.eval_interval],
+    }
     open_file = open_indexed_file if config.data.kind is DataKind.megatron else open_token_file
-    return {side: open_token_files(paths, open_file) for side, paths in (("train", corpus.train), ("valid", valid))}
+    sides = {side: open_token_files(found, open_file) for side, found in paths.items()}
+    pairs = zip(weighted, corpora, strict=True)
+    counts = [(source.weight, len(corpus.train)) for source, corpus in pairs]
+    return _OpenFiles(sides, counts, _marks(config, corpora[0]) if config.data.document_mask else None)
+
+
+def _marks(config: Config, corpus: Corpus) -> DocumentMarks:
+    """Return where documents end: by `data.end_of_text`, the index, or the tokenizer.
+
+    Raises:
+        DataError: if the tokenizer cannot be read, or the model does not have the token.
+    """
+    data, token = config.data, config.data.end_of_text
+    if token is None and data.kind is DataKind.megatron:
+        return DocumentMarks(None)
+    if token is None:
+        token = open_encoder(data.tokenizer).end_of_text if data.kind in TOKEN_KINDS else corpus.end_of_text
+    if token is None or token >= config.model.vocab_size:
+        raise DataError(
+            "The token that ends a document is not in the vocabulary of the model",
+            where="data.end_of_text",
+            expected=f"0 to {config.model.vocab_size - 1}",
+            found=token,
+        )
+    return DocumentMarks(token)
 
 
 def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
@@ -169,21 +265,19 @@ def _identity(files: _Files) -> str:
 
 def _agree_on_data(
     channel: StoreChannel, mine: _HostData | None, problem: TrainerError | None, *, are_alone: bool
-) -> tuple[str, str | None]:
-    """Return the fingerprints of both sides, after checking that every host has the same."""
-    if not are_alone:
-        reports = channel.gather("data/hosts", b"" if mine is None else mine.encode())
-        reported = {rank: _HostData.decode(report) for rank, report in enumerate(reports) if report}
-        problem = problem or _difference(reported)
-        channel.agree("data/hosts", problem)
-    found = b"" if mine is None else json.dumps(_fingerprints(mine)).encode()
-    train, valid = json.loads(channel.broadcast("data/fingerprints", found))
-    return train, valid
+) -> None:
+    """Check that every host has the same data."""
+    if are_alone:
+        return
+    reports = channel.gather("data/hosts", b"" if mine is None else mine.encode())
+    reported = {rank: _HostData.decode(report) for rank, report in enumerate(reports) if report}
+    channel.agree("data/hosts", problem or _difference(reported))
 
 
-def _fingerprints(data: _HostData) -> tuple[str, str | None]:
+def _fingerprints(data: _HostData, files: _OpenFiles) -> tuple[list[str], str | None]:
+    """Return the fingerprints of the sources of training data, and that of the validation data."""
     valid = data.digests["valid"]
-    return fingerprint(data.digests["train"]), fingerprint(valid) if valid else None
+    return [fingerprint(own) for own in files.split(data.digests["train"])], fingerprint(valid) if valid else None
 
 
 def _difference(reported: Mapping[int, _HostData]) -> DataError | None:

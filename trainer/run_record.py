@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from enum import Enum
+from fractions import Fraction
 from types import UnionType
 from typing import Any, get_args, get_origin
 
@@ -16,6 +17,8 @@ from trainer.checkpoint.format.names import FORMAT
 from trainer.compatibility import Difference, Rule, Verdict
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import CheckpointSection, Config, OptimizerSection, batch_schedule_of
+from trainer.data.documents import DocumentMarks
+from trainer.data_origin import data_record
 from trainer.errors import CheckpointError
 from trainer.json_value import finite_number, integer
 from trainer.optimizers import OPTIMIZERS, SECTIONS, optimizer_record, settings_record
@@ -49,6 +52,8 @@ RULES: tuple[Rule, ...] = (
     Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run continues with other batches"),
     Rule("batch.micro_batch_size", Verdict.LOGGED, says=_MASKS),
     Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
+    Rule("data.weights", Verdict.FLAG, "checkpoint.override_data", "every source goes on at its consumed count"),
+    Rule("data.document_mask", Verdict.FLAG, "checkpoint.override_data", "the loss curve will differ"),
     Rule("data.valid_fingerprint", Verdict.LOGGED, says=_LOSSES, is_optional=True),
     Rule("evaluation", Verdict.LOGGED, says=_LOSSES, is_optional=True),
     Rule(
@@ -198,12 +203,16 @@ def describe(
     fingerprint: str,
     environment: Json,
     valid_fingerprint: str | None = None,
+    weights: Mapping[str, Fraction] | None = None,
+    marks: DocumentMarks | None = None,
 ) -> Json:
     """Return the part of the record that is constant during a run.
 
     Args:
         fingerprint: of the training data.
         valid_fingerprint: of the validation data; None where nothing is evaluated.
+        weights: the share of each source of training data by its fingerprint.
+        marks: the documents of `data.document_mask`; None without it.
     """
     train = config.train
     frozen = frozen_names(config.model, train.freeze)
@@ -227,6 +236,8 @@ def describe(
         },
         "data": {
             "fingerprint": fingerprint,
+            **data_record(weights or {}),
+            **({} if marks is None else {"document_mask": "index" if marks.end_of_text is None else marks.end_of_text}),
             **({"valid_fingerprint": valid_fingerprint} if valid_fingerprint else {}),
         },
         "evaluation": _evaluation(config),

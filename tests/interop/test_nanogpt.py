@@ -168,7 +168,7 @@ def trained(version: Version, path: Path) -> tuple[NanoGPT, list[float]]:
         if iteration == SAVED:
             save(path, model, optimizer, version)
         for group in optimizer.param_groups:
-            group["lr"] = schedule.at(iteration + 1)
+            group["lr"] = schedule.at(iteration + 1, 0)
         loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

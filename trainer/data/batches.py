@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.blend import Blend
+from trainer.data.documents import DocumentMarks
+from trainer.data.order import sample_ids_at
 from trainer.data.token_file import TokenFile
 from trainer.errors import DataError
 
@@ -17,18 +21,21 @@ class Samples:
     The last token of a window is the first of the next, so every token except a file's first is a target once. Windows
     never cross files; tokens at the end of a file that do not fill a window are not used.
 
+    Args:
+        marks: marks the begins of documents in the windows; None leaves them as they are.
+
     Raises:
         DataError: not one window fits any file.
         ValueError: ``seq_length`` is not positive.
     """
 
-    __slots__ = ("_bounds", "_files", "_seq_length")
+    __slots__ = ("_bounds", "_files", "_marks", "_seq_length")
 
-    def __init__(self, files: Sequence[TokenFile], *, seq_length: int) -> None:
+    def __init__(self, files: Sequence[TokenFile], *, seq_length: int, marks: DocumentMarks | None = None) -> None:
         if seq_length < 1:
             raise ValueError(f"expected a positive seq_length, found {seq_length}")
         counts = [max(0, file.count - 1) // seq_length for file in files]
-        self._files = tuple(files)
+        self._files, self._marks = tuple(files), marks
         self._seq_length = seq_length
         # The samples of file i are bounds[i] to bounds[i + 1] - 1.
         self._bounds = np.cumsum(np.array([0, *counts], dtype=np.int64))
@@ -51,6 +58,14 @@ class Samples:
         """Return the number of inputs (and of targets) of a sample."""
         return self._seq_length
 
+    def shuffled(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+        """Return the windows at global positions of the order of `seed`, int64 [n, seq_length + 1]."""
+        return self.windows(sample_ids_at(positions, epoch_sizes=np.full(positions.shape, self.count), seed=seed))
+
+    def starting_at(self, position: int, consumed: Sequence[int]) -> BlendedSamples:
+        """Return these samples as a blend of one source, see `BlendedSamples.starting_at`."""
+        return BlendedSamples([self], Blend([Fraction(1)])).starting_at(position, consumed)
+
     def windows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Copy samples out of the files.
 
@@ -58,7 +73,8 @@ class Samples:
             ids: shape [n], values in range(count), in any order, repeats allowed.
 
         Returns:
-            int64 of shape [n, seq_length + 1]; inputs are ``[:, :-1]``, targets ``[:, 1:]``.
+            int64 of shape [n, seq_length + 1]; inputs are ``[:, :-1]``, targets ``[:, 1:]``; with `marks`, see
+            `trainer.data.documents`.
 
         Raises:
             DataError: a file was cut since it was opened, or cannot be read.
@@ -71,7 +87,49 @@ class Samples:
         out = np.empty((ids.size, self._seq_length + 1), dtype=np.int64)
         for row, (number, start) in enumerate(zip(numbers.tolist(), starts.tolist(), strict=True)):
             out[row] = self._files[number].read(start, start + self._seq_length + 1)
+            if self._marks is not None:
+                self._marks.mark(out[row], self._files[number], start)
         return out
+
+
+class BlendedSamples:
+    """The samples of several sources by weight, each in an order and epochs of its own.
+
+    Args:
+        sources: as many as the blend has.
+        position: the global position at which the blend begins.
+        consumed: for each source the number of samples consumed before; zeros by default.
+    """
+
+    __slots__ = ("_blend", "_consumed", "_counts", "_position", "_sources")
+
+    def __init__(
+        self, sources: Sequence[Samples], blend: Blend, *, position: int = 0, consumed: Sequence[int] | None = None
+    ) -> None:
+        self._sources, self._blend, self._position = tuple(sources), blend, position
+        self._consumed = np.array([0] * len(sources) if consumed is None else consumed, dtype=np.int64)
+        self._counts = np.array([source.count for source in sources], dtype=np.int64)
+
+    def starting_at(self, position: int, consumed: Sequence[int]) -> BlendedSamples:
+        """Return the same blend, begun at a global position after samples of each source were consumed."""
+        return BlendedSamples(self._sources, self._blend, position=position, consumed=consumed)
+
+    def shuffled(self, positions: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+        """Return the windows at global positions from where the blend begins on, int64 [n, seq_length + 1]."""
+        sources, ids = self.locate(positions, seed)
+        out = np.empty((positions.size, self._sources[0].seq_length + 1), dtype=np.int64)
+        for source in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == source)
+            out[rows] = self._sources[source].windows(ids[rows])
+        return out
+
+    def locate(
+        self, positions: npt.NDArray[np.int64], seed: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the source of each global position, and its sample there, each int64 [n]."""
+        sources, index = self._blend.locate(positions - self._position)
+        index = index + self._consumed[sources]
+        return sources, sample_ids_at(index, epoch_sizes=self._counts[sources], seed=seed)
 
 
 def micro_batch_positions(consumed: int, *, number: int, micro_batch_size: int) -> range:

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from trainer.data.indexed_file import find_indexed
-from trainer.data.section import TOKEN_KINDS, DataKind, DataSection
+from trainer.data.section import TOKEN_KINDS, DataKind, DataSection, valid_paths
 from trainer.data.text import (
     Encoder,
     TextSource,
@@ -53,7 +53,7 @@ def default_cache(environment: Mapping[str, str], home: Path) -> Path:
 
 
 def prepare(section: DataSection, *, cache: Path) -> Corpus:
-    """Return the token files of the section, writing missing ones into the cache.
+    """Return the token files of the section, which has one source, writing missing ones into the cache.
 
     The files are a pure function of the texts, their relative names, the encoder and ``valid_fraction``. The cache is
     keyed by names, sizes and times of change, so a hit does not read the texts. Any number of processes may call this
@@ -70,7 +70,7 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
         find = find_indexed if section.kind is DataKind.megatron else find_files
         return Corpus(
             train=tuple(find(section.train or "")),
-            valid=tuple(find(section.valid)) if section.valid else (),
+            valid=tuple(path for pattern in valid_paths(section) for path in find(pattern)),
             vocab_size=section.vocab_size,
             end_of_text=None,
         )

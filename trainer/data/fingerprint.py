@@ -58,6 +58,13 @@ def fingerprint(digests: Sequence[TokenDigest]) -> str:
     return found.hexdigest()
 
 
+def fingerprint_of_sources(fingerprints: Sequence[str]) -> str:
+    """Return the fingerprint of one source, or 16 hex digits for several in this order: xxh3_64 over one line each."""
+    if len(fingerprints) == 1:
+        return fingerprints[0]
+    return xxhash.xxh3_64_hexdigest("".join(f"{found}\n" for found in fingerprints).encode("ascii"))
+
+
 def check_tokens(file: TokenFile, vocab_size: int) -> None:
     """Read all tokens of a file and refuse one that a model of ``vocab_size`` rows cannot embed.
 

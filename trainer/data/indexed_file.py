@@ -8,10 +8,11 @@ int64, and the borders, as numbers of sequences, as int64. Multimodal files add 
 
 from __future__ import annotations
 
+import bisect
 import os
 import struct
+import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,13 +35,64 @@ _LENGTH_BYTES, _OFFSET_BYTES, _BORDER_BYTES, _MODE_BYTES = 4, 8, 8, 1
 _MOST_TOKEN = 2**31 - 1  # of int32
 
 
-@dataclass(frozen=True, slots=True)
-class _Index:
-    """An index in brief: `end` is where, in bytes of `.bin`, the last sequence ends."""
+class IndexedDocuments:
+    """The documents of a file of tokens, read from its open index by position: nothing is held in memory.
 
-    dtype: np.dtype[Any]
-    sequences: int
-    end: int
+    Args:
+        end: where, in bytes of `.bin`, the last sequence ends.
+    """
+
+    def __init__(
+        self, path: Path, descriptor: int, dtype: np.dtype[Any], *, sequences: int, borders: int, end: int
+    ) -> None:
+        self.dtype, self.end, self.path = dtype, end, path
+        self._descriptor, self._sequences, self._borders = descriptor, sequences, borders
+        self._offsets_at = _HEADER.size + sequences * _LENGTH_BYTES
+        self._borders_at = self._offsets_at + sequences * _OFFSET_BYTES
+        weakref.finalize(self, os.close, descriptor)
+
+    @property
+    def count(self) -> int:
+        """Return the number of documents; without borders every sequence is one."""
+        return self._borders - 1 if self._borders > 1 else self._sequences
+
+    def begins(self, start: int, stop: int) -> list[int]:
+        """Return the positions in range(start, stop) at which a document begins, in ascending order.
+
+        Raises:
+            DataError: the index cannot be read, or is damaged there.
+        """
+        found: list[int] = []
+        for number in range(bisect.bisect_left(range(self.count), start, key=self._begin), self.count):
+            begin = self._begin(number)
+            if begin >= stop:
+                break
+            if begin < (found[-1] if found else start):
+                raise _damaged(self.path, "documents in ascending order", f"document {number} at token {begin}")
+            if not found or begin > found[-1]:  # an empty document begins where the next one does
+                found.append(begin)
+        return found
+
+    def _begin(self, document: int) -> int:
+        """Return the position of the first token of a document."""
+        sequence = self._read(self._borders_at + document * _BORDER_BYTES) if self._borders > 1 else document
+        if sequence == self._sequences:  # empty documents at the end
+            return self.end // self.dtype.itemsize
+        if not 0 <= sequence < self._sequences:
+            raise _damaged(self.path, f"a border of {self._sequences} sequences", f"{sequence}")
+        offset = self._read(self._offsets_at + sequence * _OFFSET_BYTES)
+        if not 0 <= offset <= self.end or offset % self.dtype.itemsize:
+            raise _damaged(self.path, f"an offset of a token in {self.end} bytes", f"{offset}")
+        return offset // self.dtype.itemsize
+
+    def _read(self, at: int) -> int:
+        try:
+            data = os.pread(self._descriptor, 8, at)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if len(data) < 8:
+            raise _damaged(self.path, f"8 bytes at {at}", f"{len(data)}")
+        return int.from_bytes(data, "little", signed=True)
 
 
 def find_indexed(pattern: str) -> list[Path]:
@@ -86,7 +138,7 @@ def open_indexed_file(path: Path) -> TokenFile:
             found=f"{size} bytes",
             fix="One of the two was cut off, or is of another data set: copy both again.",
         )
-    return TokenFile(path, index.dtype, size // index.dtype.itemsize, descriptor, first_byte=0)
+    return TokenFile(path, index.dtype, size // index.dtype.itemsize, descriptor, first_byte=0, documents=index)
 
 
 def write_indexed_file(path: Path, chunks: Iterable[TokenArray], *, dtype: np.dtype[Any], end_of_text: int) -> None:
@@ -144,7 +196,17 @@ def _write_tokens(
     return [*lengths, waiting] if waiting else lengths
 
 
-def _read_index(place: Path) -> _Index:
+def _damaged(place: Path, expected: str, found: str) -> DataError:
+    return DataError(
+        "An index of Megatron's data is damaged",
+        where=place,
+        expected=expected,
+        found=found,
+        fix="Copy it again, or write both files again.",
+    )
+
+
+def _read_index(place: Path) -> IndexedDocuments:
     try:
         descriptor = open_regular(place)
     except OSError as error:
@@ -153,7 +215,7 @@ def _read_index(place: Path) -> _Index:
         size = os.fstat(descriptor).st_size
         dtype, sequences, borders = _check_header(place, os.pread(descriptor, _HEADER.size, 0), size)
         if not sequences:
-            return _Index(dtype, 0, 0)
+            return IndexedDocuments(place, descriptor, dtype, sequences=0, borders=0, end=0)
         lengths = _HEADER.size
         offsets = lengths + sequences * _LENGTH_BYTES
         limits = offsets + sequences * _OFFSET_BYTES
@@ -166,18 +228,17 @@ def _read_index(place: Path) -> _Index:
                 "<q", os.pread(descriptor, _BORDER_BYTES, limits + (borders - 1) * _BORDER_BYTES)
             )
     except OSError as error:
-        raise unreadable(place, error) from error
-    finally:
         os.close(descriptor)
+        raise unreadable(place, error) from error
+    except DataError:
+        os.close(descriptor)
+        raise
+    end = last_offset + last_length * dtype.itemsize
+    index = IndexedDocuments(place, descriptor, dtype, sequences=sequences, borders=borders, end=end)
     if first_offset != 0 or last_length < 0 or last_offset < 0 or last_border not in (0, sequences):
-        raise DataError(
-            "An index of Megatron's data is damaged",
-            where=place,
-            expected=f"{sequences} sequences that begin at byte 0",
-            found=f"byte {first_offset}, the last of {last_length} tokens at byte {last_offset}, border {last_border}",
-            fix="Copy it again, or write both files again.",
-        )
-    return _Index(dtype, sequences, last_offset + last_length * dtype.itemsize)
+        found = f"byte {first_offset}, the last of {last_length} tokens at byte {last_offset}, border {last_border}"
+        raise _damaged(place, f"{sequences} sequences that begin at byte 0", found)
+    return index
 
 
 def _check_header(place: Path, header: bytes, size: int) -> tuple[np.dtype[Any], int, int]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from trainer.data.batches import Samples, micro_batch_positions
-from trainer.data.order import sample_ids
+from trainer.data.batches import BlendedSamples, Samples, micro_batch_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +21,15 @@ class BatchLoader:
             iteration has the first of them.
     """
 
-    samples: Samples
+    samples: Samples | BlendedSamples
     global_batch_size: int
     micro_batch_size: int
     numbers: Sequence[int]
     device: torch.device
+
+    def starting_at(self, position: int, consumed: Sequence[int]) -> BatchLoader:
+        """Return the loader whose sources go on, from a global position, after samples of each were consumed."""
+        return replace(self, samples=self.samples.starting_at(position, consumed))
 
     def numbers_of(self, size: int) -> Sequence[int]:
         """Return the numbers of this coordinate's micro batches in an iteration of `size` samples."""
@@ -38,20 +41,25 @@ class BatchLoader:
         Args:
             size: samples of the iteration, over all coordinates; by default as many as there can be.
         """
-        return [
-            self._windows(sample_ids(p.start, len(p), epoch_size=self.samples.count, seed=seed))
-            for p in self._positions(consumed_samples, self.numbers_of(size or self.global_batch_size))
-        ]
+        numbers = self.numbers_of(size or self.global_batch_size)
+        positions = [np.asarray(p, dtype=np.int64) for p in self._positions(consumed_samples, numbers)]
+        windows = torch.from_numpy(self.samples.shuffled(np.concatenate(positions), seed)).to(self.device)
+        return list(torch.split(windows, self.micro_batch_size))
 
     def eval_batches(self, global_batches: int) -> Iterator[list[torch.Tensor]]:
-        """Yield the micro batches of each of the first global batches in data order, cycling."""
+        """Yield the micro batches of each of the first global batches in data order, cycling.
+
+        Raises:
+            TypeError: for a blend, which has no such order.
+        """
+        samples = self.samples
+        if not isinstance(samples, Samples):
+            raise TypeError("a blend of sources has no data order")
         for batch in range(global_batches):
             positions = self._positions(batch * self.global_batch_size, self.numbers)
-            yield [self._windows(np.asarray(p, dtype=np.int64) % self.samples.count) for p in positions]
+            ids = (np.asarray(p, dtype=np.int64) % samples.count for p in positions)
+            yield [torch.from_numpy(samples.windows(found)).to(self.device) for found in ids]
 
     def _positions(self, consumed_samples: int, numbers: Sequence[int]) -> Iterator[range]:
         for number in numbers:
             yield micro_batch_positions(consumed_samples, number=number, micro_batch_size=self.micro_batch_size)
-
-    def _windows(self, ids: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(self.samples.windows(ids)).to(self.device)

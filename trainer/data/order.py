@@ -6,9 +6,12 @@ Invariant: the values never change between versions, or every run in flight woul
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+_Words: TypeAlias = npt.NDArray[np.uint64]
 
 # splitmix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"; the constants are those of
 # Vigna's public-domain splitmix64.c.
@@ -47,10 +50,12 @@ def permute(index: npt.NDArray[np.int64], *, count: int, key: int) -> npt.NDArra
         raise IndexError(f"expected indices in range({count}), found {int(index.min())} to {int(index.max())}")
     flat = index.reshape(-1)
     out = np.empty(flat.shape, dtype=np.int64)
-    keys = _round_keys(key)
+    keys, same = _round_keys(np.uint64(key & _MASK_64)), np.array([count, *_sides(count)], dtype=np.uint64)
     for start in range(0, flat.size, _BLOCK):
         block = slice(start, start + _BLOCK)
-        out[block] = _walk(flat[block].astype(np.uint64), keys, count)
+        values = flat[block].astype(np.uint64)
+        counts, a, b = np.broadcast_to(same[:, None], (3, values.size))
+        out[block] = _walk(values, np.broadcast_to(keys[:, None], (_ROUNDS, values.size)), counts, a, b)
     return out.reshape(index.shape)
 
 
@@ -76,26 +81,59 @@ def sample_ids(first: int, count: int, *, epoch_size: int, seed: int) -> npt.NDA
         epoch, offset = divmod(first + done, epoch_size)
         length = min(count - done, epoch_size - offset)
         index = np.arange(offset, offset + length, dtype=np.int64)
-        out[done : done + length] = permute(index, count=epoch_size, key=_epoch_key(seed, epoch))
+        out[done : done + length] = permute(index, count=epoch_size, key=int(_epoch_keys(seed, np.array([epoch]))[0]))
         done += length
     return out
 
 
-def _walk(values: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.uint64]:
+def sample_ids_at(
+    positions: npt.NDArray[np.int64], *, epoch_sizes: npt.NDArray[np.int64], seed: int
+) -> npt.NDArray[np.int64]:
+    """Return the samples at global positions, each of an order of its own size: those of `sample_ids`.
+
+    Args:
+        positions: shape [n], not negative.
+        epoch_sizes: shape [n], at least 1; few different ones.
+
+    Returns:
+        int64 of shape [n], each below its epoch size.
+
+    Raises:
+        ValueError: a position is negative, or an epoch size is not positive.
+    """
+    if positions.size and (int(positions.min()) < 0 or int(epoch_sizes.min()) < 1):
+        raise ValueError("expected positions that are not negative and positive epoch sizes")
+    epochs, index = np.divmod(positions, epoch_sizes)
+    keys = _epoch_keys(seed, epochs)
+    sizes, which = np.unique(epoch_sizes, return_inverse=True)
+    sides = np.array([_sides(size) for size in sizes.tolist()], dtype=np.uint64).reshape(-1, 2)[which]
+    out = np.empty(positions.shape, dtype=np.int64)
+    for start in range(0, positions.size, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        a, b = sides[block].T
+        counts = epoch_sizes[block].astype(np.uint64)
+        out[block] = _walk(index[block].astype(np.uint64), _round_keys(keys[block]), counts, a, b)
+    return out
+
+
+def _sides(count: int) -> tuple[int, int]:
+    """Return the sides of the domain of a permutation of range(count), whose product is at least `count`."""
     a = math.isqrt(count - 1) + 1
-    b = -(-count // a)
-    values = _feistel(values, keys, np.uint64(a), np.uint64(b))
-    outside = np.flatnonzero(values >= count)
+    return a, -(-count // a)
+
+
+def _walk(values: _Words, keys: _Words, counts: _Words, a: _Words, b: _Words) -> _Words:
+    """Permute values [n], each of range(its count); keys are [rounds, n], the rest [n]."""
+    values = _feistel(values, keys, a, b)
+    outside = np.flatnonzero(values >= counts)
     while outside.size:
-        again = _feistel(values[outside], keys, np.uint64(a), np.uint64(b))
+        again = _feistel(values[outside], keys[:, outside], a[outside], b[outside])
         values[outside] = again
-        outside = outside[again >= count]
+        outside = outside[again >= counts[outside]]
     return values
 
 
-def _feistel(
-    values: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64], a: np.uint64, b: np.uint64
-) -> npt.NDArray[np.uint64]:
+def _feistel(values: _Words, keys: _Words, a: _Words, b: _Words) -> _Words:
     """Permute range(a * b): left is taken modulo a and right modulo b, the roles change every round."""
     right, left = np.divmod(values, a)
     for turn, key in enumerate(keys):
@@ -116,15 +154,16 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values
 
 
-def _round_keys(key: int) -> npt.NDArray[np.uint64]:
-    """Return the first outputs of splitmix64 seeded with ``key``."""
-    return _mix(np.array([(key + turn * _GAMMA) & _MASK_64 for turn in range(1, _ROUNDS + 1)], dtype=np.uint64))
+def _round_keys(keys: _Words | np.uint64) -> _Words:
+    """Return the first outputs of splitmix64 seeded with each key [...], as [rounds, ...]."""
+    turns = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GAMMA)
+    return _mix(np.add.outer(turns, keys))
 
 
-def _epoch_key(seed: int, epoch: int) -> int:
-    """Return output number ``epoch`` of splitmix64 seeded with a scrambled ``seed``.
+def _epoch_keys(seed: int, epochs: npt.NDArray[np.int64]) -> _Words:
+    """Return for each epoch [...] its output of splitmix64 seeded with a scrambled ``seed``.
 
     Without the scrambling, seeds that differ by a multiple of the increment would share epochs.
     """
-    start = int(_mix(np.array([seed & _MASK_64], dtype=np.uint64))[0])
-    return int(_mix(np.array([(start + (epoch + 1) * _GAMMA) & _MASK_64], dtype=np.uint64))[0])
+    start = _mix(np.array(seed & _MASK_64, dtype=np.uint64).reshape(1))[0]
+    return _mix((epochs.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + start)

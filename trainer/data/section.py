@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from enum import Enum
+from fractions import Fraction
+from typing import Any
+
+from trainer.data.blend import MOST_SOURCES
+from trainer.regular_file import is_url
 
 
 class DataKind(Enum):
@@ -34,8 +40,15 @@ class DataSection:
             `megatron`: the tokenizer that wrote the tokens, a tokenizer.json or ``bytes``, which sampled texts need. It
             is saved with every checkpoint.
         train: with `token_file` and `megatron`: training tokens, a file or a glob; with `megatron` also a prefix, a
-            path without ``.bin``.
-        valid: the same for validation tokens; null leaves nothing to evaluate on.
+            path without ``.bin``. A list ``[{path: A, weight: 0.7}, {path: B, weight: 0.3}]`` blends sources, with
+            `text` too, whose `path` is null then. Weights are decimals, integers or fractions such as ``1/3`` of any
+            sum.
+        valid: validation tokens, a path like `train`, or a list of paths, which are read one after the other; null
+            leaves nothing to evaluate on.
+        document_mask: keep attention and positions within the documents of a sample, which ends a document behind every
+            end-of-text token, or where the index of `megatron` ends it.
+        end_of_text: the token that ends a document, for `document_mask`; null takes the tokenizer's, and with
+            `megatron` the index.
         valid_fraction: fraction of the files (of the bytes, for a single file) that is held out for validation.
         cache: folder of prepared token files; null takes the user's cache folder.
         verify: source of the digests of token files: `sidecar` takes them from a small file that an earlier start left
@@ -48,12 +61,22 @@ class DataSection:
     kind: DataKind = DataKind.stdlib
     path: str | None = None
     tokenizer: str | None = None
-    train: str | None = None
-    valid: str | None = None
+    train: Any = None
+    valid: Any = None
+    document_mask: bool = False
+    end_of_text: int | None = None
     valid_fraction: float = 0.05
     cache: str | None = None
     verify: DigestSource = DigestSource.sidecar
     vocab_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedSection:
+    """A section with the path of one source of training data, and the weight of that source."""
+
+    section: DataSection
+    weight: Fraction
 
 
 _KEYS_OF_KIND = {
@@ -67,19 +90,112 @@ _NEEDED_KEY = {DataKind.text: "path", DataKind.token_file: "train", DataKind.meg
 TOKEN_KINDS = frozenset({DataKind.token_file, DataKind.megatron})
 
 
+def sources_of(section: DataSection) -> list[WeightedSection]:
+    """Return a section for each source of the training data; the first has all validation data of token files.
+
+    Args:
+        section: a section in which `problems` finds none.
+    """
+    if not isinstance(section.train, list):
+        return [WeightedSection(section, Fraction(1))]
+    found = []
+    for number, entry in enumerate(section.train):
+        path, weight = str(entry["path"]), weight_of(entry["weight"])
+        assert weight is not None, "problems finds this"
+        if section.kind in TOKEN_KINDS:
+            own = replace(section, train=path, valid=None if number else section.valid)
+        else:
+            own = replace(section, path=path, train=None)
+        found.append(WeightedSection(own, weight))
+    return found
+
+
+def valid_paths(section: DataSection) -> list[str]:
+    """Return the paths of the validation data of token files."""
+    return list(section.valid) if isinstance(section.valid, list) else [section.valid] if section.valid else []
+
+
+def weight_of(value: object) -> Fraction | None:
+    """Return a weight exactly as it is written in decimal digits or as a fraction; None if it is no positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    try:
+        found = Fraction(str(value))  # the shortest digits of a float, not its binary value
+    except (ValueError, ZeroDivisionError):
+        return None
+    return found if found > 0 else None
+
+
 def problems(section: DataSection) -> list[str]:
     """Return the problems of the section on its own, each as `key=value: reason`; reads no files."""
     found = []
-    allowed = _KEYS_OF_KIND[section.kind]
+    allowed, needed = _KEYS_OF_KIND[section.kind], _NEEDED_KEY.get(section.kind)
+    is_blend = needed is not None and isinstance(section.train, list)
+    if is_blend:
+        allowed, needed = allowed - {"path"} | {"train"}, None
     for key in ("path", "tokenizer", "train", "valid"):
         value = getattr(section, key)
-        if key == _NEEDED_KEY.get(section.kind) and not value:
+        if key == needed and not value:
             found.append(f"data.{key}={value or 'null'}: data.kind={section.kind.value} needs a file or a glob")
         elif key not in allowed and value is not None:
             users = ", ".join(kind.value for kind, keys in _KEYS_OF_KIND.items() if key in keys)
-            found.append(f"data.{key}={value}: data.kind={section.kind.value} does not use it, only {users} does")
+            reason = f"data.kind={section.kind.value} does not use it, only {users} does"
+            found.append(f"data.{key}={value}: {'data.train names the sources' if is_blend else reason}")
+        elif key == "train" and is_blend:
+            found += _blend_problems(value)
+        elif key in ("train", "valid") and value is not None:
+            found += _path_problems(key, value)
+    if section.end_of_text is not None and (section.end_of_text < 0 or not section.document_mask):
+        found.append(f"data.end_of_text={section.end_of_text}: must be a token, and serves data.document_mask only")
+    elif section.document_mask and _NEEDED_KEY.get(section.kind) == "train" and not _knows_documents(section):
+        found.append("data.document_mask: needs data.end_of_text, or data.tokenizer, whose end of text ends documents")
     if not 0 < section.valid_fraction < 1:
         found.append(f"data.valid_fraction={section.valid_fraction}: must be above 0 and below 1")
     if section.vocab_size is not None and section.vocab_size < 1:
         found.append(f"data.vocab_size={section.vocab_size}: must be at least 1 or null")
+    return found
+
+
+def _knows_documents(section: DataSection) -> bool:
+    return section.kind is DataKind.megatron or section.end_of_text is not None or section.tokenizer is not None
+
+
+def _blend_problems(entries: list[object]) -> list[str]:
+    """Return the problems of a list of sources."""
+    if not 1 <= len(entries) <= MOST_SOURCES:
+        return [f"data.train={'[]' if not entries else 'a list'}: must have 1 to {MOST_SOURCES} sources"]
+    found, seen = [], dict[str, int]()
+    for number, entry in enumerate(entries):
+        name = f"data.train[{number}]"
+        if not isinstance(entry, dict) or entry.keys() != {"path", "weight"}:
+            found.append(f"{name}={entry}: must be {{path: PATH, weight: NUMBER}}")
+            continue
+        path = entry["path"]
+        found += _path_problems(f"train[{number}].path", [path])
+        if weight_of(entry["weight"]) is None:
+            found.append(f"{name}.weight={entry['weight']}: must be a number above 0, or a fraction such as 1/3")
+        first = seen.setdefault(str(path), number)
+        if first != number:
+            found.append(
+                f"{name}.path={path}: is that of data.train[{first}] too; name it once, with the sum of weights"
+            )
+    return found
+
+
+def _path_problems(key: str, value: object) -> list[str]:
+    """Return the problems of paths in a list; a path alone is checked with all others of the configuration."""
+    if isinstance(value, str):
+        return []
+    if not isinstance(value, list):
+        return [f"data.{key}={value}: must be a path, or a list"]
+    if not value:
+        return [f"data.{key}=[]: must have a path, or be null"]
+    found = []
+    for path in value:
+        if not isinstance(path, str) or not path.strip():
+            found.append(f"data.{key}={path}: must be a path")
+        elif is_url(path):
+            found.append(f"data.{key}={path}: is a URL; only paths of mounted file systems can be read and written")
     return found

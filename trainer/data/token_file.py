@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,13 @@ _FORMATS = (
 MAGICS = tuple((form.magic, form.version) for form in _FORMATS)
 
 
+class Documents(Protocol):
+    """The documents of one token file, in order and without gaps."""
+
+    def begins(self, start: int, stop: int) -> Sequence[int]:
+        """Return the positions in range(start, stop) at which a document begins, in ascending order."""
+
+
 class TokenFile:
     """One open token file of `count` tokens, uint16 or uint32.
 
@@ -55,12 +62,20 @@ class TokenFile:
 
     Args:
         first_byte: where the tokens begin.
+        documents: where documents begin, if a file beside it has that.
     """
 
     def __init__(
-        self, path: Path, dtype: np.dtype[Any], count: int, descriptor: int, *, first_byte: int = HEADER_BYTES
+        self,
+        path: Path,
+        dtype: np.dtype[Any],
+        count: int,
+        descriptor: int,
+        *,
+        first_byte: int = HEADER_BYTES,
+        documents: Documents | None = None,
     ) -> None:
-        self.path, self.dtype, self.count = path, dtype, count
+        self.path, self.dtype, self.count, self.documents = path, dtype, count, documents
         self._descriptor, self._first_byte = descriptor, first_byte
         weakref.finalize(self, os.close, descriptor)
 
@@ -140,7 +155,7 @@ def open_token_files(
         DataError: as `open_file`, or the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = len(os.listdir("/proc/self/fd")) + len(paths) + _OTHER_DESCRIPTORS
+    wanted = len(os.listdir("/proc/self/fd")) + 2 * len(paths) + _OTHER_DESCRIPTORS
     if resource.RLIM_INFINITY not in (soft, hard) and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
     return [open_file(path) for path in paths]

@@ -31,6 +31,7 @@ class ParallelContext:
         reports_loss: whether this rank's losses count in the mean; of replicas, one rank does.
         grad_norm_shares: this rank's parameters that count in the gradient norm, each with the number of this rank
             among those that hold the same rows, and their count.
+        masks_documents: whether attention and positions stay within the documents of a window.
     """
 
     reduction: GradientReduction
@@ -42,6 +43,7 @@ class ParallelContext:
     embedding_group: dist.ProcessGroup | None
     reports_loss: bool
     grad_norm_shares: Sequence[tuple[nn.Parameter, int, int]]
+    masks_documents: bool = False
 
     @property
     def grad_norm_parameters(self) -> list[nn.Parameter]:

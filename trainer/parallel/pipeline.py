@@ -19,6 +19,7 @@ from models.config import Stage
 from models.families import aliases
 from models.network import Model
 from trainer.checkpoint.tensors.live import local_of
+from trainer.data.documents import ModelInputs
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
@@ -69,6 +70,8 @@ class Pipeline:
     Args:
         loss: called on the last stage with the logits and targets of one micro batch.
         takes_mean: whether gradients are divided by the number of this rank's micro batches after the last one.
+        masks_documents: see `ParallelContext`. Every rank has the windows, so each stage gets their documents from its
+            own rank.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Pipeline:
         device: torch.device,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         takes_mean: bool = True,
+        masks_documents: bool = False,
     ) -> None:
         from torch.distributed.pipelining import PipelineStage
 
@@ -100,6 +104,7 @@ class Pipeline:
         self._samples, self._micro_batch_size = shape.micro_batches * shape.micro_batch_size, shape.micro_batch_size
         self._stages, self._takes_mean = stages, takes_mean
         self._loss = loss
+        self._masks_documents = masks_documents
         self._look: Callable[[torch.Tensor], None] | None = None
         # By the number of micro batches; they share the stages, which keep what they receive of each.
         self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
@@ -161,9 +166,11 @@ class Pipeline:
         self, call: Callable[..., object], windows: torch.Tensor, extra: dict[str, torch.Tensor]
     ) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
-        arguments = (windows[:, :-1],) if self._is_first else ()
+        inputs = ModelInputs.of(windows, masks_documents=self._masks_documents)
+        arguments = (inputs.tokens,) if self._is_first else ()
+        extra = extra | inputs.keywords()
         if self._is_last:
-            call(*arguments, target=windows[:, 1:], losses=losses, return_outputs=False, **extra)
+            call(*arguments, target=inputs.targets, losses=losses, return_outputs=False, **extra)
         else:
             call(*arguments, return_outputs=False, **extra)
         return [local_of(loss) for loss in losses]

@@ -180,12 +180,12 @@ def _common(
         "optimizer": {"param_groups": [_group(adam, schedule, iteration, multiple) for multiple in (1.0, 0.0)]},
         "param_state_sharding_type": _SHARDING,
     }
-    per_iteration = samples / iteration if iteration else 1
+    in_samples = 1.0 if schedule.is_in_samples or not iteration else samples / iteration
     found["opt_param_scheduler"] = {
         "max_lr": schedule.lr,
         "min_lr": schedule.min_lr,
-        "lr_warmup_steps": round(schedule.warmup_iters * per_iteration),
-        "lr_decay_steps": round(schedule.decay_iters * per_iteration),
+        "lr_warmup_steps": round(schedule.warmup * in_samples),
+        "lr_decay_steps": round(schedule.decay * in_samples),
         "lr_decay_style": "WSD" if schedule.style == "wsd" else schedule.style,
         "num_steps": samples,
         "start_wd": adam.weight_decay,

@@ -1,0 +1,145 @@
+"""A run on a blend: its samples on any number of ranks, its record, and another blend on resume."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainer.__main__
+from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok
+from trainer.build import Run
+from trainer.data.order import sample_ids
+from trainer.data.token_file import write_token_file
+
+SIZES = {"a": 30, "b": 41, "c": 17}  # in samples
+LENGTH, SEED = 16, 1234
+BASE = (
+    *TINY,
+    "model=gpt2_tiny",
+    "data=token_file",
+    "model.vocab_size=257",
+    "schedule.lr_decay_iters=15",
+    "schedule.lr_warmup_iters=1",
+)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(3)
+    for name, size in SIZES.items():
+        write_token_file(tmp_path / f"{name}.bin", [rng.integers(0, 257, size * LENGTH + 1)], dtype=np.uint16)
+    return tmp_path
+
+
+def blend(data: Path, **weights: object) -> str:
+    entries = ", ".join(f"{{path: {data}/{name}.bin, weight: {weight}}}" for name, weight in weights.items())
+    return f"data.train=[{entries}]"
+
+
+def train_and_note_windows(arguments: list[str]) -> None:
+    """Train, and write the first tokens of every window that this rank reads into a file of its own."""
+
+    def note(run: Run, iteration: int) -> None:
+        batches = run.train_data.train_batch(run.state.progress.consumed_samples, SEED)
+        with Path(run.config.run.dir).with_name(f"windows.{run.cluster.rank}").open("a") as file:
+            for number, batch in zip(run.train_data.numbers, batches, strict=True):
+                print(json.dumps([iteration, number, batch[:, :-1].tolist()]), file=file)
+
+    around_iterations(before=note)
+    trainer.__main__.main([f"run.dir={arguments[0]}", *arguments[1:]])
+
+
+def windows_by_source(data: Path) -> dict[str, list[int]]:
+    """Return the samples that all ranks read of each source, in order of their global positions."""
+    rng, known = np.random.default_rng(3), {}
+    for name, size in SIZES.items():
+        tokens = rng.integers(0, 257, size * LENGTH + 1)
+        known |= {tuple(tokens[n * LENGTH : (n + 1) * LENGTH].tolist()): (name, n) for n in range(size)}
+    lines = [json.loads(line) for path in data.glob("windows.*") for line in path.read_text().splitlines()]
+    found = defaultdict(list)
+    for _, _, windows in sorted(lines, key=lambda line: line[:2]):
+        for window in windows:
+            name, sample = known[tuple(window)]
+            found[name].append(sample)
+    return found
+
+
+def state(folder: Path, iteration: int) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / f"checkpoints/iter_{iteration:07d}/trainer_state.json").read_text())
+    return found
+
+
+def test_other_weights_and_ranks_repeat_no_sample(data: Path) -> None:
+    phases = [
+        (1, blend(data, a=0.7, b=0.3)),
+        (3, blend(data, a=0.5, b=0.25, c=0.25)),
+        (2, blend(data, c="2/3", a="1/3")),
+        (1, f"data.train={data}/b.bin"),
+    ]
+    run = data / "run"
+    allow = ["checkpoint.override_data=true", "checkpoint.reshard=true"]
+    for number, (ranks, train) in enumerate(phases, 1):
+        arguments = [str(run), *BASE, train, f"train.train_iters={3 * number}", *allow]
+        ended = call_on_ranks(train_and_note_windows, arguments, folder=run, ranks=ranks)
+        assert ended.ok, ended.text
+    found = windows_by_source(data)
+    # 36 samples a phase, each source on its own from one phase to the next.
+    expected = {"a": 25.2 + 18 + 12, "b": 10.8 + 9 + 36, "c": 9 + 24}
+    assert sum(map(len, found.values())) == 144
+    for name, size in SIZES.items():
+        assert abs(len(found[name]) - expected[name]) <= 3
+        assert found[name] == sample_ids(0, len(found[name]), epoch_size=size, seed=SEED).tolist()
+    record = state(run, 12)["blend"]
+    assert isinstance(record, dict)
+    assert record["position"] == 108
+    assert sum(record["consumed"].values()) == 108
+    assert len(record["consumed"]) == 3
+
+
+def test_a_stopped_blend_resumes_bitwise(data: Path) -> None:
+    weights = blend(data, a=0.6, b=0.4)
+    run_ok(data / "whole", [*BASE, weights, "train.train_iters=4"])
+    run_ok(data / "run", [*BASE, weights, "train.train_iters=2"])
+    run_ok(data / "run", [*BASE, blend(data, b=2, a=3), "train.train_iters=4"])  # the same shares
+    assert curve(data / "run") == curve(data / "whole")
+    saved = state(data / "run", 4)
+    assert "blend" not in saved
+    assert sorted(saved["data"]["weights"].values()) == ["2/5", "3/5"]  # type: ignore[index]
+
+
+def test_another_blend_without_the_flag_is_refused(data: Path) -> None:
+    run_ok(data / "run", [*BASE, blend(data, a=0.6, b=0.4), "train.train_iters=1"])
+    ended = launch(data / "run", [*BASE, blend(data, a=0.5, b=0.5), "train.train_iters=2"])
+    assert not ended.ok
+    assert "saved 3/5  current 1/2  (checkpoint.override_data=true allows it)" in ended.text
+
+
+def test_two_copies_of_a_source_are_refused(data: Path) -> None:
+    (data / "d.bin").write_bytes((data / "a.bin").read_bytes())
+    ended = launch(data / "run", [*BASE, blend(data, a=0.6, b=0.4, d=1), "train.train_iters=1"])
+    assert not ended.ok
+    assert "Two sources of a blend have the same tokens" in ended.text
+
+
+def test_texts_are_blended_and_held_out_too(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} text of {name}. " * 300)
+    entries = ", ".join(f"{{path: {tmp_path}/{name}.txt, weight: {n}}}" for n, name in enumerate("ab", 1))
+    options = ["data=text", f"data.train=[{entries}]", f"data.cache={tmp_path}/cache", "train.eval_interval=1"]
+    run_ok(tmp_path / "run", [*TINY, "model=gpt2_tiny", *options, "train.train_iters=3", "train.eval_iters=1"])
+    assert len(curve(tmp_path / "run")) == 3
+
+
+def test_validation_data_of_a_list_are_read_in_order(data: Path) -> None:
+    losses = []
+    for name in "bc":
+        (data / f"{name}.bin").rename(data / f"held_{name}.bin")
+    for name, valid in {"list": f"[{data}/held_b.bin,{data}/held_c.bin]", "glob": f"{data}/held_?.bin"}.items():
+        options = [*BASE, f"data.train={data}/a.bin", f"data.valid={valid}", "train.eval_interval=1"]
+        run_ok(data / name, [*options, "train.train_iters=1", "train.eval_iters=4"])
+        losses.append(state(data / name, 1)["valid_loss"])
+    assert losses[0] == losses[1]

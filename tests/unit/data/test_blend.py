@@ -1,0 +1,107 @@
+"""Blends: shares at every position, random access, rounding of weights, and samples of several sources."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fakes import tokens_in_memory
+from trainer.data.batches import BlendedSamples, Samples
+from trainer.data.blend import MOST_PERIOD, Blend, places_of
+from trainer.data.order import sample_ids, sample_ids_at
+
+decimals = st.one_of(st.integers(1, 20), st.integers(1, 2000)).map(lambda number: Fraction(number, 100))
+weights = st.lists(decimals, min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(weights=weights, far=st.integers(0, 10**12))
+def test_counts_are_within_1_of_the_share_everywhere(weights: list[Fraction], far: int) -> None:
+    blend = Blend(weights)
+    first = far // blend.period * blend.period  # a whole period from here on
+    length = min(blend.period, 4000) + 1
+    sources, index = blend.locate(np.arange(first, first + length))
+    ends = np.arange(1, length + 1)
+    for number, share in enumerate(blend.shares):
+        counts = np.cumsum(sources == number)
+        over = np.abs(counts * share.denominator - ends * share.numerator)
+        assert over.max() < share.denominator
+        before = first * share.numerator // share.denominator
+        assert index[sources == number].tolist() == list(range(before, before + int(counts[-1])))
+    if blend.is_exact:
+        assert blend.shares == [weight / sum(weights) for weight in weights]
+
+
+@settings(deadline=None, max_examples=40)
+@given(weights=weights, positions=st.lists(st.integers(0, 10**15), min_size=1, max_size=8))
+def test_any_position_is_found_without_the_others(weights: list[Fraction], positions: list[int]) -> None:
+    blend = Blend(weights)
+    sources, index = blend.locate(np.array(positions))
+    for position, source, number in zip(positions, sources.tolist(), index.tolist(), strict=True):
+        before, after = blend.counts(position), blend.counts(position + 1)
+        assert sum(before) == position
+        assert [b - a for a, b in zip(before, after, strict=True)] == [int(n == source) for n in range(len(weights))]
+        assert number == before[source]
+        for count, share in zip(before, blend.shares, strict=True):
+            assert abs(count - share * position) < 1
+
+
+def test_weights_without_a_short_period_are_rounded() -> None:
+    wanted = [Fraction(1, 3), Fraction(123457, 1000003), Fraction(1, 10**9)]
+    places, is_exact = places_of(wanted)
+    assert not is_exact
+    assert sum(places) <= MOST_PERIOD
+    total = sum(wanted)
+    for count, weight in zip(places, wanted, strict=True):
+        assert abs(Fraction(count, sum(places)) - weight / total) < Fraction(2, MOST_PERIOD)
+    assert min(places) == 1
+    assert places_of([Fraction(n) for n in (2, 4, 6)]) == ([1, 2, 3], True)
+
+
+def test_the_order_of_a_blend_never_changes() -> None:
+    sources, index = Blend([Fraction(1, 2), Fraction(1, 5), Fraction(3, 10)]).locate(np.arange(12))
+    assert sources.tolist() == [0, 2, 0, 1, 0, 2, 0, 1, 0, 2, 0, 2]
+    assert index.tolist() == [0, 0, 1, 0, 2, 1, 3, 1, 4, 2, 5, 3]
+
+
+@pytest.mark.parametrize("weights", [[], [Fraction(0)], [Fraction(1), Fraction(-1)]])
+def test_impossible_weights_are_refused(weights: list[Fraction]) -> None:
+    with pytest.raises(ValueError, match="positive weights"):
+        Blend(weights)
+
+
+@settings(deadline=None, max_examples=40)
+@given(size=st.integers(1, 300), first=st.integers(0, 10**6), seed=st.integers(0, 2**64))
+def test_positions_one_by_one_have_the_order_of_ranges(size: int, first: int, seed: int) -> None:
+    positions = np.arange(first, first + 50)
+    found = sample_ids_at(positions, epoch_sizes=np.full(50, size), seed=seed)
+    assert found.tolist() == sample_ids(first, 50, epoch_size=size, seed=seed).tolist()
+
+
+def source(number: int, count: int) -> Samples:
+    """Return samples of one target each, whose first tokens are `1000 * number` and on."""
+    return Samples([tokens_in_memory(np.arange(count + 1, dtype=np.uint16) + 1000 * number)], seq_length=1)
+
+
+def test_each_source_has_its_own_order_and_epochs() -> None:
+    sizes = (7, 40, 3)
+    blended = BlendedSamples([source(n, size) for n, size in enumerate(sizes)], Blend([Fraction(n) for n in (2, 5, 1)]))
+    tokens = blended.shuffled(np.arange(160), 5)[:, 0]
+    for number, size in enumerate(sizes):
+        own = tokens[tokens // 1000 == number] % 1000
+        assert len(own) == (40, 100, 20)[number]
+        assert own.tolist() == sample_ids(0, len(own), epoch_size=size, seed=5).tolist()
+
+
+def test_sources_go_on_at_their_counts_from_a_position() -> None:
+    sources = [source(0, 50), source(1, 50)]
+    blend = Blend([Fraction(1), Fraction(3)])
+    later = BlendedSamples(sources, blend).starting_at(100, [30, 9])
+    tokens = later.shuffled(np.arange(100, 140), 5)[:, 0]
+    for number, (first, count) in enumerate([(30, 10), (9, 30)]):
+        own = tokens[tokens // 1000 == number] % 1000
+        assert own.tolist() == sample_ids(first, count, epoch_size=50, seed=5).tolist()

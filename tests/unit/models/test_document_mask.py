@@ -1,0 +1,79 @@
+"""Attention and positions within documents: nothing crosses a border, and each document is as if alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.build import build_model
+from models.config import Stage
+from models.layers import attention_mask
+from models.network import Model
+from tests.unit.model_samples import FAMILIES, fill, random_values
+from trainer.data.documents import BEGINS, ModelInputs
+
+BORDERS = (0, 13, 14, 30)  # of documents in the first window; the second is one document
+LENGTH = 40
+
+
+def model_of(family: str) -> Model:
+    torch.manual_seed(1)
+    config = FAMILIES[family]
+    model = build_model(config, stage=Stage.whole(config.n_layer), compute_dtype=torch.float32)
+    return fill(model, random_values(config))
+
+
+def windows() -> Tensor:
+    return torch.randint(257, (2, LENGTH + 1), generator=torch.Generator().manual_seed(2))
+
+
+def marked(tokens: Tensor) -> ModelInputs:
+    found = tokens.clone()
+    found[0, list(BORDERS)] += BEGINS
+    return ModelInputs.of(found, masks_documents=True)
+
+
+def test_windows_are_split_into_tokens_targets_and_starts() -> None:
+    inputs = marked(windows())
+    assert inputs.starts is not None
+    assert torch.equal(inputs.tokens, windows()[:, :-1])
+    assert torch.equal(inputs.targets, windows()[:, 1:])
+    assert inputs.starts[0].tolist() == [0] * 13 + [13] + [14] * 16 + [30] * 10
+    assert inputs.starts[1].tolist() == [0] * LENGTH
+    assert ModelInputs.of(windows(), masks_documents=False).keywords() == {}
+
+
+def test_a_token_attends_to_its_document_up_to_itself() -> None:
+    mask = attention_mask(torch.tensor([[0, 0, 2, 2]]))
+    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    assert mask[0, 0].int().tolist() == expected
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_gradient_crosses_a_border(family: str, recompute: bool) -> None:
+    model = model_of(family)
+    model.activation_checkpointing = recompute
+    first, other = windows(), windows()
+    other[0, : BORDERS[2]] = (other[0, : BORDERS[2]] + 5) % 257
+    found = []
+    for tokens in (first, other):
+        inputs = marked(tokens)
+        model.zero_grad()
+        logits = model(inputs.tokens, **inputs.keywords())[0, BORDERS[2] :]
+        logits.square().sum().backward()
+        found.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    plain = [model(tokens[:, :-1])[0, BORDERS[2] :] for tokens in (first, other)]
+    assert not torch.equal(*plain)  # without the mask they see what stands before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_document_is_as_if_it_were_alone(family: str) -> None:
+    model, inputs = model_of(family), marked(windows())
+    logits = model(inputs.tokens, **inputs.keywords())
+    # Products of other shapes add in another order, so the last bits differ.
+    for lo, hi in zip(BORDERS, (*BORDERS[1:], LENGTH), strict=True):
+        torch.testing.assert_close(logits[:1, lo:hi], model(inputs.tokens[:1, lo:hi]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits[1:], model(inputs.tokens[1:]), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,122 @@
+"""The source of every position of a blend, and its index within that source, in closed form.
+
+A blend repeats a period of D positions, in which source i has exactly its a_i places. The places are an earliest-
+deadline schedule: copy j of source i may not be taken before its share is above j - 1, and must be taken before its
+share exceeds j. Such a schedule exists for any weights (Tijdeman 1980, "The chairman assignment problem"; Steiner and
+Yeomans 1993, "Level schedules for mixed-model, just-in-time processes"), so at every position the count of every source
+differs from its exact share by less than 1. Memory is that of one period, at most `MOST_PERIOD` positions.
+
+Invariant: the values never change between versions, or every run in flight would see samples twice.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+# A start schedules a period in Python, about 0.5 us for each position.
+MOST_PERIOD = 2**17
+MOST_SOURCES = 4096
+
+
+class Blend:
+    """The order of sources by weight.
+
+    Args:
+        weights: positive, of any sum; their order is part of the order of the blend.
+
+    Raises:
+        ValueError: there are no weights or too many, or one is not positive.
+    """
+
+    __slots__ = ("_places", "_ranks", "_sources", "is_exact")
+
+    def __init__(self, weights: Sequence[Fraction]) -> None:
+        if not 1 <= len(weights) <= MOST_SOURCES or min(weights) <= 0:
+            raise ValueError(f"expected 1 to {MOST_SOURCES} positive weights, found {len(weights)}")
+        self._places, self.is_exact = places_of(weights)
+        self._sources, self._ranks = _schedule(self._places)
+
+    @property
+    def shares(self) -> list[Fraction]:
+        """Return the share of every source: its weight divided by their sum, rounded if not `is_exact`."""
+        return [Fraction(places, self.period) for places in self._places]
+
+    @property
+    def period(self) -> int:
+        """Return the number of positions after which the sources repeat."""
+        return len(self._sources)
+
+    def locate(self, positions: Ints) -> tuple[Ints, Ints]:
+        """Return the source of every position, and how many earlier positions have the same source.
+
+        Args:
+            positions: any shape, not negative.
+        """
+        rounds, offsets = np.divmod(positions, self.period)
+        sources = self._sources[offsets]
+        return sources, rounds * np.asarray(self._places, np.int64)[sources] + self._ranks[offsets]
+
+    def counts(self, position: int) -> list[int]:
+        """Return how many of the first `position` positions have each source."""
+        rounds, offset = divmod(position, self.period)
+        rest = np.bincount(self._sources[:offset], minlength=len(self._places)).tolist()
+        return [rounds * places + more for places, more in zip(self._places, rest, strict=True)]
+
+
+def places_of(weights: Sequence[Fraction]) -> tuple[list[int], bool]:
+    """Return the places of every source in a period, and whether they have exactly the weights.
+
+    If the weights need a period above `MOST_PERIOD`, they are rounded to multiples of 1 / `MOST_PERIOD`: down, then up
+    by one for those with the largest remainders, and never to 0. Each share is then less than 1 / `MOST_PERIOD` from
+    its weight where no weight is below that.
+    """
+    total = sum(weights, Fraction())
+    shares = [weight / total for weight in weights]
+    period = math.lcm(*(share.denominator for share in shares))
+    if period <= MOST_PERIOD:
+        return [int(share * period) for share in shares], True
+    scaled = [share * MOST_PERIOD for share in shares]
+    places = [max(1, math.floor(share)) for share in scaled]
+    # Remainders are negative where a share was raised to 1 place.
+    remainders = sorted(range(len(places)), key=lambda i: (places[i] - scaled[i], i))
+    missing = MOST_PERIOD - sum(places)
+    for number in remainders[: max(0, missing)]:
+        places[number] += 1
+    for _ in range(-missing):
+        places[places.index(max(places))] -= 1
+    divisor = math.gcd(*places)
+    return [count // divisor for count in places], False
+
+
+def _schedule(places: Sequence[int]) -> tuple[Ints, Ints]:
+    """Return the source of every position of a period, and its number among the positions of that source."""
+    period, count = sum(places), len(places)
+    releases, jobs = [], []
+    for source, share in enumerate(places):
+        number = np.arange(share, dtype=np.int64)
+        releases.append(number * period // share)
+        jobs.append(-((number + 1) * -period // share) * count + source)  # the deadline, then the source
+    release = np.concatenate(releases)
+    by_release = np.argsort(release, kind="stable")
+    waiting = np.concatenate(jobs)[by_release].tolist()
+    released = np.searchsorted(release[by_release], np.arange(period), side="right").tolist()
+    ready: list[int] = []
+    found, at = [], 0
+    for until in released:
+        for job in waiting[at:until]:
+            heapq.heappush(ready, job)
+        at = until
+        found.append(heapq.heappop(ready))
+    deadlines, sources = np.divmod(np.asarray(found, np.int64), count)
+    assert (deadlines > np.arange(period)).all(), "no source is late"
+    ranks = np.empty(period, np.int64)
+    ranks[np.argsort(sources, kind="stable")] = np.concatenate([np.arange(share) for share in places])
+    return sources, ranks

@@ -1,0 +1,68 @@
+"""Documents within windows: where they begin, as one bit of the tokens, so that a window stays one tensor.
+
+A token that begins a document has `BEGINS` added, which is above every token. Micro batches of a run with
+`data.document_mask` have these bits wherever they are split or sent, and `ModelInputs.of` takes them off for a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.data.token_file import TokenFile
+
+BEGINS = 1 << 32  # tokens are uint16 or uint32
+
+
+class ModelInputs(NamedTuple):
+    """Windows as a model takes them.
+
+    Args:
+        tokens: int64 [b, t].
+        targets: int64 [b, t].
+        starts: int64 [b, t], the position at which the document of each token begins; None without document masks.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    starts: torch.Tensor | None
+
+    @staticmethod
+    def of(windows: torch.Tensor, *, masks_documents: bool) -> ModelInputs:
+        """Split windows [b, t + 1] into inputs and targets."""
+        if not masks_documents:
+            return ModelInputs(windows[:, :-1], windows[:, 1:], None)
+        tokens = windows & (BEGINS - 1)
+        positions = torch.arange(windows.shape[1] - 1, device=windows.device)
+        starts = torch.where(windows[:, :-1] >= BEGINS, positions, 0).cummax(dim=1).values
+        return ModelInputs(tokens[:, :-1], tokens[:, 1:], starts)
+
+    def keywords(self) -> dict[str, torch.Tensor]:
+        """Return the arguments of a model beside the tokens and the dropout key."""
+        return {} if self.starts is None else {"starts": self.starts}
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentMarks:
+    """Where documents begin: behind every token `end_of_text`, or where the index of the file has it, if that is None.
+
+    A token of another file, or of no file, begins a document too: the first token of every window does.
+    """
+
+    end_of_text: int | None
+
+    def mark(self, window: npt.NDArray[np.int64], file: TokenFile, start: int) -> None:
+        """Mark the begins of documents in a window [t + 1] that was read from `start` of a file, in place.
+
+        Raises:
+            DataError: the index of the file cannot be read.
+        """
+        if self.end_of_text is not None:
+            window[1:] += (window[:-1] == self.end_of_text) * np.int64(BEGINS)
+        else:
+            assert file.documents is not None, "only files with an index come without an end of text"
+            window[np.array(file.documents.begins(start, start + window.size), dtype=np.int64) - start] += BEGINS
