@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from scripts import make_options
-from trainer.__main__ import compose
-from trainer.config.checks import validate
 from trainer.config.schema import CheckpointSection
 from trainer.run_record import RULES
 
@@ -66,28 +62,3 @@ def test_the_contract_has_every_rule_with_its_verdict_and_flag() -> None:
         expected = {"REFUSED": "refused", "FLAG": "refused without the flag", "LOGGED": "logged"}[rule.verdict.name]
         assert (word + rest).startswith(expected), rule.field
         assert flag.strip("`") == rule.flag or (rule.verdict.name == "REFUSED" and flag.startswith("none"))
-
-
-def test_every_key_and_flag_of_the_page_on_megatron_is_one() -> None:
-    text = (ROOT / "docs" / "from_megatron.md").read_text(encoding="utf-8")
-    known = set(re.findall(r"^\| `([\w.]+)` \|", make_options.page(), flags=re.M))
-    sections = "|".join(sorted({key.partition(".")[0] for key in known}))
-    named = set(re.findall(rf"(?<![\w./-])((?:{sections})\.[a-z]\w*(?:\.\w+)*)(?!\.?\w|/)", text)) - _FILES
-    assert named - known == set()
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `--")]
-    flags = [flag for row in rows for flag in re.findall(r"`(--[a-z0-9-]+)`", row[0])]
-    assert len(flags) == len(set(flags))
-    assert len(flags) > 100
-
-
-def test_the_commands_of_the_page_on_megatron_compose() -> None:
-    text = (ROOT / "docs" / "from_megatron.md").read_text(encoding="utf-8")
-    commands = [shlex.split(block) for block in re.findall(r"^```\n(.*?)^```", text, flags=re.M | re.S)]
-    words = [word for command in commands for word in command if re.match(r"[\w.]+=", word)]
-    config = compose(["model=llama3_8b", *words])  # the import takes the model from Megatron's arguments
-    assert config.train.batch_schedule is not None
-    validate(config, 8)
-
-
-# Names of documents that look like a key.
-_FILES = {"data.md"}
