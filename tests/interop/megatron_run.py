@@ -187,6 +187,30 @@ class Trainer:
         dist.barrier()
         dist_checkpointing.save(state, str(path), content_metadata=metadata)
 
+    def save_torch(self, folder: Path) -> None:
+        """Save as Megatron-LM's `--ckpt-format torch` does: the dictionaries are Megatron-Core's own."""
+        from megatron.core import parallel_state as mpu
+
+        name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
+        name += f"_{mpu.get_pipeline_model_parallel_rank():03d}" if self.job["pp"] > 1 else ""
+        path = folder / f"torch/iter_{self.job['saved']:07d}" / name
+        path.mkdir(parents=True, exist_ok=True)
+        if self.job["distributed"]:
+            self.optimizer.save_parameter_state(str(path / "distrib_optim.pt"))
+        if mpu.get_data_parallel_rank() == 0:
+            parallel = {"tensor_model_parallel_size": self.job["tp"], "pipeline_model_parallel_size": self.job["pp"]}
+            state = {
+                "args": argparse.Namespace(**{**self.args, **parallel}),
+                "checkpoint_version": 3.0,
+                "iteration": self.job["saved"],
+                "model": self.raw.state_dict_for_save_checkpoint(),
+                "optimizer": self.optimizer.state_dict(),
+                "rng_state": [{"np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state()}],
+            }
+            torch.save(state, path / "model_optim_rng.pt")
+        (folder / "torch/latest_checkpointed_iteration.txt").write_text(str(self.job["saved"]))
+        dist.barrier()
+
     def load(self, path: str) -> None:
         from megatron.core import dist_checkpointing
         from megatron.core import parallel_state as mpu
@@ -240,7 +264,10 @@ def work(folder: Path) -> None:
                 rank = {"pp": mpu.get_pipeline_model_parallel_rank(), "tp": mpu.get_tensor_model_parallel_rank()}
                 torch.save({**rank, "state": trainer.in_memory()}, folder / f"rank_{dist.get_rank()}.pt")
             for sharding in job["shardings"]:
-                trainer.save(folder, sharding)
+                if sharding == "torch":
+                    trainer.save_torch(folder)
+                else:
+                    trainer.save(folder, sharding)
         trainer.step(batch)
     if mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(trainer.losses))

@@ -47,7 +47,7 @@ MODELS = {
     "llama": [*LLAMA, *RUN, "model.tie_word_embeddings=false"],
     "llama-tied": [*LLAMA, *RUN, "model.tie_word_embeddings=true"],
 }
-DISTRIBUTED, PLAIN = ("fully_reshardable", "dp_reshardable"), ("plain",)
+DISTRIBUTED, PLAIN = ("fully_reshardable", "dp_reshardable", "torch"), ("plain", "torch")
 # Family, ranks of tensor, pipeline and data parallelism, and the forms in which the run is saved.
 JOBS: Mapping[str, tuple[str, int, int, int, tuple[str, ...]]] = {
     "gpt2 1": ("gpt2", 1, 1, 1, DISTRIBUTED),
