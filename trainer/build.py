@@ -28,6 +28,7 @@ from trainer.config.schema import CheckpointSection, Config, micro_batches_of, s
 from trainer.data.batches import BlendedSamples, Samples
 from trainer.data.blend import MOST_PERIOD, Blend
 from trainer.data.loader import BatchLoader
+from trainer.data.section import SampleCut
 from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.token_file import TokenFile
 from trainer.data.tokenizer_files import tokenizer_files
@@ -206,8 +207,10 @@ def _build_loaders(
     train = config.train
     numbers = micro_batches_of(config, topology, topology.coordinate(cluster.rank).dp)
 
+    per_document = config.data.samples is SampleCut.per_document
+
     def samples(files: Sequence[TokenFile]) -> Samples:
-        return Samples(files, seq_length=train.seq_length, marks=data.marks)
+        return Samples(files, seq_length=train.seq_length, marks=data.marks, per_document=per_document)
 
     def loader(found: Samples | BlendedSamples) -> BatchLoader:
         return BatchLoader(found, train.global_batch_size, train.micro_batch_size, numbers, cluster.device)

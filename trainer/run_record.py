@@ -18,6 +18,7 @@ from trainer.compatibility import Difference, Rule, Verdict
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import CheckpointSection, Config, OptimizerSection
 from trainer.data.documents import DocumentMarks
+from trainer.data.section import SampleCut
 from trainer.data_origin import data_record
 from trainer.errors import CheckpointError
 from trainer.json_value import finite_number, integer
@@ -54,6 +55,13 @@ RULES: tuple[Rule, ...] = (
     Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
     Rule("data.weights", Verdict.FLAG, "checkpoint.override_data", "every source goes on at its consumed count"),
     Rule("data.document_mask", Verdict.FLAG, "checkpoint.override_data", "the loss curve will differ"),
+    Rule(
+        "data.micro_batch_size",
+        Verdict.FLAG,
+        "checkpoint.override_data",
+        says="the loss curve will differ",
+        hint="the loss is the mean over the targets of each micro batch",
+    ),
     Rule("data.valid_fingerprint", Verdict.LOGGED, says=_LOSSES, is_optional=True),
     Rule("evaluation", Verdict.LOGGED, says=_LOSSES, is_optional=True),
     Rule(
@@ -229,6 +237,7 @@ def describe(
         "data": {
             "fingerprint": fingerprint,
             **data_record(weights or {}),
+            **_cut_record(config),
             **({} if marks is None else {"document_mask": "index" if marks.end_of_text is None else marks.end_of_text}),
             **({"valid_fingerprint": valid_fingerprint} if valid_fingerprint else {}),
         },
@@ -242,6 +251,16 @@ def describe(
         "precision": {"dtype": train.dtype.value},
         "environment": environment,
     }
+
+
+def _cut_record(config: Config) -> Json:
+    """Return the cut of samples where it is not the usual one.
+
+    The loss of a micro batch of padded samples is the mean over its targets, so its size is a part of the data too.
+    """
+    if config.data.samples is SampleCut.across_documents:
+        return {}
+    return {"samples": config.data.samples.value, "micro_batch_size": config.train.micro_batch_size}
 
 
 def _evaluation(config: Config) -> Json:
