@@ -20,7 +20,7 @@ import trainer.__main__ as command
 from models.families import parameter_count
 from trainer.checkpoint.policy import SavePolicy
 from trainer.config.checks import validate
-from trainer.config.schema import CheckpointSection, Config, RunSection, topology_of
+from trainer.config.schema import CheckpointSection, Config, RunSection, length_of, topology_of
 from trainer.errors import ConfigError
 from trainer.schedule import resolve
 from trainer.topology import Topology
@@ -162,11 +162,11 @@ def test_the_default_warm_up_fits_every_length(schedule: str) -> None:
     for train_iters, warmup in {1: 0, 2: 1, 5: 2, 9: 4, 10: 10, 50: 10, 100: 10, 10**6: 10}.items():
         config = composed(f"schedule={schedule}", f"train.train_iters={train_iters}")
         validate(config, world_size=1)
-        found = resolve(config.schedule, train_iters, config.optimizer.lr)
-        assert (found.warmup_iters, found.decay_iters) == (warmup, train_iters)
+        found = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
+        assert (found.warmup, found.decay) == (warmup, train_iters)
     extended = composed(f"schedule={schedule}", "train.train_iters=5", "schedule.lr_decay_iters=100")
     validate(extended, world_size=1)
-    assert resolve(extended.schedule, 5, 1e-3).warmup_iters == 10
+    assert resolve(extended.schedule, length_of(extended.train), 1e-3).warmup == 10
 
 
 def test_every_model_has_its_known_size() -> None:

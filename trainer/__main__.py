@@ -338,7 +338,7 @@ def _train_built(built: Run, resolved: str) -> None:
     try:
         began_elsewhere = restore(built)
         if built.log is not None:
-            progress = built.state.progress
+            progress, built.log.train_iters = built.state.progress, built.train_iters
             built.log.open(
                 progress.iteration,
                 resolved,

@@ -21,7 +21,7 @@ from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.fitting import Fit, Fitting
 from trainer.interop.hf.folder import is_folder
 from trainer.interop.llmc.file import WEIGHTS, foreign
-from trainer.interop.megatron import refuse_megatron
+from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.source import refuse_adapters
 from trainer.interop.start import WeightsKind, load_pretrained
 from trainer.state import checkpoint_specs

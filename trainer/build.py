@@ -14,6 +14,7 @@ import torch
 from models import families
 from models.network import Model
 from trainer import run_record
+from trainer.batch_schedule import BatchSchedule
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.loading.restorer import Restorer
@@ -24,7 +25,15 @@ from trainer.checkpoint.tensors.live import Grid
 from trainer.checkpoint.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 from trainer.config import saved
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import CheckpointSection, Config, micro_batches_of, save_folder, topology_of
+from trainer.config.schema import (
+    CheckpointSection,
+    Config,
+    batch_schedule_of,
+    length_of,
+    micro_batches_of,
+    save_folder,
+    topology_of,
+)
 from trainer.data.batches import BlendedSamples, Samples
 from trainer.data.blend import MOST_PERIOD, Blend
 from trainer.data.loader import BatchLoader
@@ -66,6 +75,7 @@ class Run:
     state: TrainerState
     schedule: Schedule
     context: ParallelContext
+    batch_schedule: BatchSchedule
     train_data: BatchLoader
     valid_data: BatchLoader | None
     sampler: Sampler | None
@@ -79,6 +89,14 @@ class Run:
     tokenizer: Mapping[str, bytes]
     saved_config: Json
     start_times: StartTimes = field(default_factory=StartTimes)
+
+    @property
+    def train_iters(self) -> int:
+        """Return the last iteration of the run, given the samples that were consumed so far."""
+        train, progress = self.config.train, self.state.progress
+        if train.train_samples is None:
+            return train.train_iters
+        return progress.iteration + self.batch_schedule.iterations(progress.consumed_samples, train.train_samples)
 
     @property
     def savers(self) -> list[Checkpointer]:
@@ -124,7 +142,7 @@ def build(
     data = open_data(config, cluster)
     times.end(Phase.data)
     train, valid = _build_loaders(config, cluster, topology, data)
-    schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
+    schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     state = _build_state(config, stages, build_grid(topology, mesh))
     environment = _environment(config, cluster.device, cluster.threads)
@@ -146,6 +164,7 @@ def build(
         state=state,
         schedule=schedule,
         context=build_context(config, state, topology=topology, mesh=mesh, cluster=cluster),
+        batch_schedule=batch_schedule_of(config.train),
         train_data=train,
         valid_data=valid,
         sampler=_build_sampler(config, cluster) if config.train.sample_interval else None,
@@ -169,7 +188,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
         TrainerError: if the data does not match the model.
     """
     data = look_alone(config)
-    schedule = resolve(config.schedule, config.train.train_iters, config.optimizer.lr)
+    schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     environment = _environment(config, torch.device("cpu"), thread_count(config.train.threads))
     topology = topology_of(config, 1)
     return schedule, run_record.describe(
@@ -205,19 +224,21 @@ def _build_loaders(
     config: Config, cluster: Cluster, topology: Topology, data: RunData
 ) -> tuple[BatchLoader, BatchLoader | None]:
     train = config.train
-    numbers = micro_batches_of(config, topology, topology.coordinate(cluster.rank).dp)
+    dp_rank = topology.coordinate(cluster.rank).dp
 
     per_document = config.data.samples is SampleCut.per_document
 
     def samples(files: Sequence[TokenFile]) -> Samples:
         return Samples(files, seq_length=train.seq_length, marks=data.marks, per_document=per_document)
 
-    def loader(found: Samples | BlendedSamples) -> BatchLoader:
-        return BatchLoader(found, train.global_batch_size, train.micro_batch_size, numbers, cluster.device)
+    def loader(found: Samples | BlendedSamples, size: int) -> BatchLoader:
+        numbers = micro_batches_of(config, topology, dp_rank, size)
+        return BatchLoader(found, size, train.micro_batch_size, numbers, cluster.device)
 
     sources = [samples(source.files) for source in data.train]
     blended = sources[0] if len(sources) == 1 else BlendedSamples(sources, _build_blend(data, cluster))
-    return loader(blended), loader(samples(data.valid)) if train.eval_interval else None
+    valid = loader(samples(data.valid), train.global_batch_size) if train.eval_interval else None
+    return loader(blended, max(batch_schedule_of(train).sizes)), valid
 
 
 def _build_blend(data: RunData, cluster: Cluster) -> Blend:
@@ -354,7 +375,7 @@ def _build_log(config: Config, cluster: Cluster) -> RunLog:
     flops = families.flops_per_token(config.model, config.train.seq_length)
     return RunLog(
         Path(config.run.dir),
-        train_iters=config.train.train_iters,
+        train_iters=length_of(config.train).iters,
         log_interval=config.logging.log_interval,
         tensorboard=config.logging.tensorboard,
         mfu_scale=None if peak is None else flops / (peak * cluster.world_size),

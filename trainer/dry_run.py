@@ -25,7 +25,14 @@ from trainer.checkpoint.format.layout import Layout, TensorSpec, build_layout
 from trainer.checkpoint.saving.plan import Holding, pieces_of
 from trainer.checkpoint.tensors.live import Grid, placed_box
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import Config, lanes_of, reduces_lanes_over_ranks, rounded_itemsize, topology_of
+from trainer.config.schema import (
+    Config,
+    batch_schedule_of,
+    lanes_of,
+    reduces_lanes_over_ranks,
+    rounded_itemsize,
+    topology_of,
+)
 from trainer.optim import stored_names
 from trainer.optimizers import StateTensor, state_tensors
 from trainer.parallel.mesh import build_mesh, stage_grid
@@ -258,7 +265,7 @@ def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology
     positions = train.micro_batch_size * train.seq_length * config.model.n_embd * scale
     cut = topology.tp if topology.sp else 1
     per_layer = 2 / cut if train.activation_checkpointing else 10 / cut + 24 / topology.tp
-    in_flight = min(topology.pp, train.global_batch_size // (train.micro_batch_size * topology.dp))
+    in_flight = min(topology.pp, max(batch_schedule_of(train).sizes) // (train.micro_batch_size * topology.dp))
     layers = sum(len(part.stage.layers) for part in parts)
     logits = train.micro_batch_size * train.seq_length * config.model.padded_vocab_size * 4 // topology.tp
     return int(positions * per_layer * layers * in_flight) + (logits if parts[-1].stage.last else 0)

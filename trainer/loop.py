@@ -37,10 +37,9 @@ def train(run: Run) -> None:
         TrainerError: if the last save failed, so that the final state is not on disk.
     """
     state, settings = run.state, run.config.train
-    if state.progress.iteration >= settings.train_iters:
-        _log_on_rank_0(
-            run, f"iteration {state.progress.iteration} of {settings.train_iters} is reached, there is nothing to train"
-        )
+    last = run.train_iters
+    if state.progress.iteration >= last:
+        _log_on_rank_0(run, f"iteration {state.progress.iteration} of {last} is reached, there is nothing to train")
     slowdown = Slowdown()
     run.control.begin()
     if state.progress.owes_evaluation:
@@ -68,7 +67,7 @@ def train(run: Run) -> None:
         if should_exit(iteration, settings.exit_interval):
             break
         due = run.savers if flags.save else [saver for saver in run.savers if saver.is_due(iteration)]
-        if iteration < settings.train_iters:
+        if iteration < last:
             if due:
                 _save(run, due, slowdown)
             _save_weights(run, slowdown)
@@ -84,7 +83,7 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
     Raises:
         TrainerError: if it is in no checkpoint of those that outlive the run.
     """
-    is_at_end = run.state.progress.iteration >= run.config.train.train_iters
+    is_at_end = run.state.progress.iteration >= run.train_iters
     flushes = is_at_end or run.config.checkpoint.local.flush_on_exit or run.local is None
     savers = run.savers if flushes else run.savers[:1]
     if run.local is not None and not is_stopped:
@@ -103,19 +102,21 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
 
 def _goes_on(run: Run) -> bool:
     progress = run.state.progress
-    return progress.iteration < run.config.train.train_iters and not progress.owes_evaluation
+    return progress.iteration < run.train_iters and not progress.owes_evaluation
 
 
 def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
     """Train one iteration, record it and the finished saves, and return the control flags of all ranks."""
     saving_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
     is_saving = any(saver.is_saving for saver in run.all_savers)
+    tokens = run.state.progress.consumed_tokens
     start = time.perf_counter()
     result = iterate(run)
     held_back_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
     seconds = time.perf_counter() - start - held_back_s
     slowdown.add(seconds, is_saving=is_saving)
-    _record(run, result, seconds=seconds, blocked_s=saving_s + held_back_s)
+    tokens = run.state.progress.consumed_tokens - tokens
+    _record(run, result, tokens=tokens, seconds=seconds, blocked_s=saving_s + held_back_s)
     for saver in run.all_savers:
         _record_saves(run, saver, saver.reports(), slowdown)
     return ControlFlags.of(result.flags)
@@ -125,10 +126,11 @@ def iterate(run: Run) -> StepResult:
     """Train one iteration on its batch and count it. A call of all ranks."""
     state, settings = run.state, run.config.train
     progress = state.progress
-    iteration = progress.iteration + 1
-    micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed)
-    keys = [dropout_key(settings.seed, iteration, micro_batch=number) for number in run.train_data.numbers]
-    lr = run.schedule.at(iteration)
+    iteration, size = progress.iteration + 1, run.batch_schedule.at(progress.consumed_samples)
+    micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed, size)
+    numbers = run.train_data.numbers_of(size)
+    keys = [dropout_key(settings.seed, iteration, micro_batch=number) for number in numbers]
+    lr = run.schedule.at(iteration, progress.consumed_samples + size)
     result = train_step(
         state,
         micro_batches,
@@ -140,12 +142,14 @@ def iterate(run: Run) -> StepResult:
         flags=lambda: run.control.now(failed_saves=run.main_saver.results.failed_saves).flags(),
         skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip,
     )
-    samples = settings.global_batch_size
-    state.progress = progress.after_iteration(samples, samples * settings.seq_length)
+    state.progress = progress.after_iteration(size, size * settings.seq_length)
+    following = run.batch_schedule.at(state.progress.consumed_samples)
+    if following != size:
+        _log_on_rank_0(run, f"the global batch size is {following} after iteration {iteration}, it was {size}")
     return result
 
 
-def _record(run: Run, result: StepResult, *, seconds: float, blocked_s: float) -> None:
+def _record(run: Run, result: StepResult, *, tokens: int, seconds: float, blocked_s: float) -> None:
     progress = run.state.progress
     if result.skipped is not None and run.cluster.rank == 0:
         skipped = result.skipped
@@ -156,9 +160,9 @@ def _record(run: Run, result: StepResult, *, seconds: float, blocked_s: float) -
                 iteration=progress.iteration,
                 loss=result.loss,
                 grad_norm=result.grad_norm,
-                lr=run.schedule.at(progress.iteration),
+                lr=_lr(run),
                 consumed_samples=progress.consumed_samples,
-                tokens=run.config.train.global_batch_size * run.config.train.seq_length,
+                tokens=tokens,
                 seconds=seconds,
                 checkpoint_seconds=blocked_s,
                 is_skipped=result.skipped is not None,
@@ -238,10 +242,15 @@ def _documents(run: Run) -> dict[str, Document]:
     progress = run.state.progress
     return {
         **model_documents(run.config.model),
-        "trainer_state.json": run_record.state_record(progress, run.schedule.at(progress.iteration), run.description),
+        "trainer_state.json": run_record.state_record(progress, _lr(run), run.description),
         RUN_CONFIG: run.saved_config,
         **run.tokenizer,
     }
+
+
+def _lr(run: Run) -> float:
+    """Return the learning rate of the last iteration."""
+    return run.schedule.at(run.state.progress.iteration, run.state.progress.consumed_samples)
 
 
 def _record_saves(run: Run, saver: Checkpointer, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from models.adapters import is_adapted, saved_tensors
 from models.families import parameter_count
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import Config, rounded_itemsize, topology_of
+from trainer.config.schema import Config, batch_schedule_of, rounded_itemsize, topology_of
 from trainer.errors import ConfigError
 from trainer.optimizers import state_tensors
 
@@ -43,7 +43,9 @@ def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int
         itemsize * sum(prod(tensor.shape) for tensor in saved_tensors(config.model).values()) * copies // world_size
     )
     train = config.train
-    return state + rounded + _TOKEN_BYTES * (train.global_batch_size // topology.dp) * (train.seq_length + 1)
+    return (
+        state + rounded + _TOKEN_BYTES * (max(batch_schedule_of(train).sizes) // topology.dp) * (train.seq_length + 1)
+    )
 
 
 def host_bytes(meminfo: str, cgroup_limit: str = "max") -> int | None:
@@ -87,6 +89,7 @@ def require_memory(
     Raises:
         ConfigError: naming both sizes.
     """
+    samples = max(batch_schedule_of(config.train).sizes)
     needed = ranks * least_bytes(config, world_size, is_host=is_host)
     light = ", the weights rounded for light saves," if is_host and rounded_itemsize(config.checkpoint) else ","
     if needed > available_bytes:
@@ -95,7 +98,7 @@ def require_memory(
             where=f"{ranks} of {world_size} ranks",
             expected=f"at most {available_bytes / _GIB:.1f} GiB",
             found=f"at least {needed / _GIB:.1f} GiB for {parameter_count(config.model):,} parameters, their gradients "
-            f"and moments{light} and {config.train.global_batch_size:,} samples of {config.train.seq_length:,} tokens",
+            f"and moments{light} and {samples:,} samples of {config.train.seq_length:,} tokens",
             fix="Choose a smaller model or batch, or more hosts; train.dry_run=true shows the memory of every rank.",
         )
 

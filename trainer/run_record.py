@@ -16,7 +16,7 @@ from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT
 from trainer.compatibility import Difference, Rule, Verdict
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import CheckpointSection, Config, OptimizerSection
+from trainer.config.schema import CheckpointSection, Config, OptimizerSection, batch_schedule_of
 from trainer.data.documents import DocumentMarks
 from trainer.data.section import SampleCut
 from trainer.data_origin import data_record
@@ -24,7 +24,7 @@ from trainer.errors import CheckpointError
 from trainer.json_value import finite_number, integer
 from trainer.optimizers import OPTIMIZERS, SECTIONS, optimizer_record, settings_record
 from trainer.progress import Progress
-from trainer.schedule import DecayStyle, Schedule
+from trainer.schedule import COUNTS, DecayStyle, Schedule
 from trainer.topology import Topology
 
 _ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
@@ -80,6 +80,13 @@ RULES: tuple[Rule, ...] = (
         hint="schedule.lr_decay_iters={saved} extends the run on the saved schedule",
     ),
     Rule("clip_grad", Verdict.LOGGED, says="the loss curve will differ", is_optional=True),
+    Rule(
+        "schedule.decay_samples",
+        Verdict.FLAG,
+        "checkpoint.override_scheduler",
+        says="the loss curve will differ",
+        hint="schedule.lr_decay_samples={saved} extends the run on the saved schedule",
+    ),
     *(Rule(name, Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ") for name in SECTIONS),
     Rule(
         "freeze",
@@ -233,6 +240,7 @@ def describe(
             "global_batch_size": train.global_batch_size,
             "seq_length": train.seq_length,
             "micro_batch_size": train.micro_batch_size,
+            **({"batch_schedule": str(batch_schedule_of(train))} if train.batch_schedule is not None else {}),
         },
         "data": {
             "fingerprint": fingerprint,
@@ -244,7 +252,7 @@ def describe(
         "evaluation": _evaluation(config),
         "clip_grad": train.clip_grad,
         "seed": train.seed,
-        "schedule": asdict(schedule),
+        "schedule": schedule.record(),
         **settings_record(config.optimizer),
         "optimizer": optimizer_record(config.model, config.optimizer, frozen),
         **({"freeze": list(train.freeze)} if train.freeze else {}),
@@ -358,17 +366,17 @@ def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> 
     """
     try:
         values = _table(state["schedule"])
-        expected = {field.name for field in fields(Schedule)}
-        if values.keys() != expected:
+        unit = "samples" if "decay_samples" in values else "iters"
+        if values.keys() != {"style", "lr", "min_lr", *(f"{name}_{unit}" for name in COUNTS)}:
             raise ValueError(f"a schedule of {sorted(values)}")
-        names = ("warmup_iters", "decay_iters", "wsd_decay_iters")
-        counts = {name: integer(values[name]) for name in names}
+        counts = {name: integer(values[f"{name}_{unit}"]) for name in COUNTS}
         style = DecayStyle(values["style"]).value
         schedule = Schedule(
             style=style,
             lr=finite_number(values["lr"], least=0),
             min_lr=finite_number(values["min_lr"], least=0),
             **counts,
+            is_in_samples=unit == "samples",
         )
         return schedule, replace(section, **_saved_settings(state, section))
     except (LookupError, TypeError, ValueError) as error:

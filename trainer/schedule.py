@@ -1,4 +1,4 @@
-"""The learning rate as a function of the iteration, so that a resume needs no scheduler state. Pure."""
+"""The learning rate as a function of the iteration or the consumed samples: a resume needs no scheduler state. Pure."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ class DecayStyle(Enum):
 
 @dataclass
 class ScheduleSection:
-    """The learning-rate schedule.
+    """The learning-rate schedule, over iterations or, with a key in samples or `train.train_samples`, over samples.
 
     Args:
         lr_decay_style: shape of the decay after warm-up; `wsd` holds the peak rate and then decays linearly.
         lr_warmup_iters: iterations over which the rate rises linearly from 0; null is 10, or half of `lr_decay_iters`
             where that is below 10.
         lr_decay_iters: iteration at which `min_lr` is reached; null is `train.train_iters`.
-        min_lr: learning rate from `lr_decay_iters` on.
+        min_lr: learning rate from the end of the decay on.
         lr_wsd_decay_iters: with `wsd`: iterations of the decay before `lr_decay_iters`; null is a tenth of that.
+        lr_warmup_samples: samples over which the rate rises; null is 10 times `train.global_batch_size`, or half of
+            `lr_decay_samples` where that is below.
+        lr_decay_samples: consumed samples at which `min_lr` is reached; null is the length of the run.
+        lr_wsd_decay_samples: with `wsd`: samples of the decay before `lr_decay_samples`; null is a tenth of that.
     """
 
     lr_decay_style: DecayStyle = DecayStyle.cosine
@@ -34,79 +38,175 @@ class ScheduleSection:
     lr_decay_iters: int | None = None
     min_lr: float = 1e-4
     lr_wsd_decay_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_decay_samples: int | None = None
+    lr_wsd_decay_samples: int | None = None
 
 
 _WARMUP_ITERS = 10  # the default, for schedules of at least this length
 
 
 @dataclass(frozen=True, slots=True)
+class RunLength:
+    """The length of a run.
+
+    Args:
+        is_in_samples: whether it was given in samples.
+        batch_size: the last global batch size.
+    """
+
+    iters: int
+    samples: int
+    is_in_samples: bool
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule with every default filled in; equal values give equal curves."""
+    """A schedule with every default filled in; equal values give equal curves.
+
+    Args:
+        warmup, decay, wsd_decay: iterations; consumed samples if `is_in_samples`.
+    """
 
     style: str
     lr: float
     min_lr: float
-    warmup_iters: int
-    decay_iters: int
-    wsd_decay_iters: int
+    warmup: int
+    decay: int
+    wsd_decay: int
+    is_in_samples: bool = False
 
-    def at(self, iteration: int) -> float:
-        """Return the rate of an iteration, counted from 1.
+    def at(self, iteration: int, consumed_samples: int) -> float:
+        """Return the rate of an iteration.
 
         Cosine: Loshchilov and Hutter 2017, "SGDR"; wsd: Hu et al. 2024, "MiniCPM", with a linear decay.
+
+        Args:
+            iteration: counted from 1.
+            consumed_samples: those of this iteration included.
         """
-        if iteration <= self.warmup_iters:
-            return self.lr * iteration / self.warmup_iters
+        count = consumed_samples if self.is_in_samples else iteration
+        if count <= self.warmup:
+            return self.lr * count / self.warmup
         if self.style == "constant":
             return self.lr
-        if iteration >= self.decay_iters:
+        if count >= self.decay:
             return self.min_lr
-        begin = self.decay_iters - self.wsd_decay_iters if self.style == "wsd" else self.warmup_iters
-        if iteration <= begin:
+        begin = self.decay - self.wsd_decay if self.style == "wsd" else self.warmup
+        if count <= begin:
             return self.lr
-        progress = (iteration - begin) / (self.decay_iters - begin)
+        progress = (count - begin) / (self.decay - begin)
         share = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.style == "cosine" else 1.0 - progress
         return self.min_lr + share * (self.lr - self.min_lr)
 
+    def record(self) -> dict[str, object]:
+        """Return the schedule as JSON; the names of its counts say their unit."""
+        unit = "samples" if self.is_in_samples else "iters"
+        return {
+            "style": self.style,
+            "lr": self.lr,
+            "min_lr": self.min_lr,
+            **{f"{name}_{unit}": getattr(self, name) for name in COUNTS},
+        }
 
-def resolve(section: ScheduleSection, train_iters: int, lr: float) -> Schedule:
-    """Return the schedule of a section for a run of `train_iters` with peak rate `lr`."""
-    decay_iters = train_iters if section.lr_decay_iters is None else section.lr_decay_iters
-    wsd = decay_iters // 10 if section.lr_wsd_decay_iters is None else section.lr_wsd_decay_iters
+
+COUNTS = ("warmup", "decay", "wsd_decay")  # the members of a schedule that are iterations or samples
+
+
+def resolve(section: ScheduleSection, length: RunLength, lr: float) -> Schedule:
+    """Return the schedule of a section for a run of some length with peak rate `lr`."""
+    counts = _Counts.of(section, length)
+    wsd = counts.decay // 10 if counts.wsd_decay is None else counts.wsd_decay
     return Schedule(
         style=section.lr_decay_style.value,
         lr=lr,
         min_lr=section.min_lr,
-        warmup_iters=_warmup_iters(section, decay_iters),
-        decay_iters=decay_iters,
-        wsd_decay_iters=wsd if section.lr_decay_style is DecayStyle.wsd else 0,
+        warmup=counts.warmup,
+        decay=counts.decay,
+        wsd_decay=wsd if section.lr_decay_style is DecayStyle.wsd else 0,
+        is_in_samples=counts.unit == "samples",
     )
 
 
-def _warmup_iters(section: ScheduleSection, decay_iters: int) -> int:
-    if section.lr_warmup_iters is not None:
-        return section.lr_warmup_iters
-    return _WARMUP_ITERS if decay_iters >= _WARMUP_ITERS else max(0, decay_iters // 2)
+def section_of(schedule: Schedule) -> ScheduleSection:
+    """Return a section that resolves to a schedule, whatever the length of the run."""
+    wsd = schedule.wsd_decay if schedule.style == DecayStyle.wsd.value else None
+    wsd = None if wsd == schedule.decay // 10 else wsd
+    section = ScheduleSection(lr_decay_style=DecayStyle(schedule.style), min_lr=schedule.min_lr)
+    if schedule.is_in_samples:
+        section.lr_warmup_samples, section.lr_decay_samples, section.lr_wsd_decay_samples = (
+            schedule.warmup,
+            schedule.decay,
+            wsd,
+        )
+    else:
+        section.lr_warmup_iters, section.lr_decay_iters, section.lr_wsd_decay_iters = (
+            schedule.warmup,
+            schedule.decay,
+            wsd,
+        )
+    return section
 
 
-def problems(section: ScheduleSection, train_iters: int, lr: float) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """The counts of a section in one unit, `iters` or `samples`; those of the run's length in it too."""
+
+    unit: str
+    length: int
+    warmup: int
+    decay: int
+    wsd_decay: int | None
+    has_warmup: bool
+    has_decay: bool
+
+    @staticmethod
+    def of(section: ScheduleSection, length: RunLength) -> _Counts:
+        is_in_samples = length.is_in_samples or bool(_set_keys(section, "samples"))
+        unit = "samples" if is_in_samples else "iters"
+        warmup, decay, wsd = (getattr(section, f"lr_{name}_{unit}") for name in COUNTS)
+        whole = length.samples if is_in_samples else length.iters
+        end = whole if decay is None else decay
+        default = _WARMUP_ITERS * (length.batch_size if is_in_samples else 1)
+        default = default if end >= default else max(0, end // 2)
+        begin = default if warmup is None else warmup
+        return _Counts(unit, whole, begin, end, wsd, has_warmup=warmup is not None, has_decay=decay is not None)
+
+
+def _set_keys(section: ScheduleSection, unit: str) -> list[str]:
+    keys = [f"lr_{name}_{unit}" for name in COUNTS]
+    return [key for key in keys if getattr(section, key) is not None]
+
+
+def problems(section: ScheduleSection, length: RunLength, lr: float) -> list[str]:
     """Return every problem of a section, each with its key and value."""
     found = []
-    decay_iters = train_iters if section.lr_decay_iters is None else section.lr_decay_iters
-    warmup = _warmup_iters(section, decay_iters)
-    if section.lr_decay_iters is not None and section.lr_decay_iters < 1:
-        found.append(f"schedule.lr_decay_iters={section.lr_decay_iters}: must be at least 1")
-    if warmup < 0:
-        found.append(f"schedule.lr_warmup_iters={warmup}: must be 0 or more")
-    if section.lr_warmup_iters is not None and warmup > train_iters:
-        found.append(f"schedule.lr_warmup_iters={warmup}: longer than the run, train.train_iters={train_iters}")
-    elif warmup > decay_iters:
-        found.append(f"schedule.lr_warmup_iters={warmup}: longer than schedule.lr_decay_iters={decay_iters}")
+    in_samples, in_iters = (_set_keys(section, unit) for unit in ("samples", "iters"))
+    if in_iters and (in_samples or length.is_in_samples):
+        other = f"schedule.{in_samples[0]}" if in_samples else "train.train_samples"
+        return [f"schedule.{key}: counts iterations, while {other} counts samples; set one unit" for key in in_iters]
+    counts = _Counts.of(section, length)
+    decay, warmup, wsd = (f"schedule.lr_{name}_{counts.unit}" for name in ("decay", "warmup", "wsd_decay"))
+    if counts.has_decay and counts.decay < 1:
+        found.append(f"{decay}={counts.decay}: must be at least 1")
+    if counts.warmup < 0:
+        found.append(f"{warmup}={counts.warmup}: must be 0 or more")
+    if counts.has_warmup and counts.warmup > counts.length:
+        found.append(f"{warmup}={counts.warmup}: longer than the run, {_length_key(length, counts)}={counts.length}")
+    elif counts.warmup > counts.decay:
+        found.append(f"{warmup}={counts.warmup}: longer than {decay}={counts.decay}")
     if not 0 <= section.min_lr <= lr:
         found.append(f"schedule.min_lr={section.min_lr}: must be between 0 and optimizer.lr={lr}")
-    wsd = section.lr_wsd_decay_iters
-    if wsd is not None and section.lr_decay_style is not DecayStyle.wsd:
-        found.append(f"schedule.lr_wsd_decay_iters={wsd}: belongs to schedule.lr_decay_style=wsd")
-    elif wsd is not None and not 0 < wsd <= decay_iters - max(warmup, 0):
-        found.append(f"schedule.lr_wsd_decay_iters={wsd}: must fit between warm-up and lr_decay_iters={decay_iters}")
+    if counts.wsd_decay is not None and section.lr_decay_style is not DecayStyle.wsd:
+        found.append(f"{wsd}={counts.wsd_decay}: belongs to schedule.lr_decay_style=wsd")
+    elif counts.wsd_decay is not None and not 0 < counts.wsd_decay <= counts.decay - max(counts.warmup, 0):
+        end = decay.removeprefix("schedule.")
+        found.append(f"{wsd}={counts.wsd_decay}: must fit between warm-up and {end}={counts.decay}")
     return found
+
+
+def _length_key(length: RunLength, counts: _Counts) -> str:
+    if counts.unit == "iters":
+        return "train.train_iters"
+    return "train.train_samples" if length.is_in_samples else "the samples of train.train_iters"

@@ -19,7 +19,7 @@ from trainer.checkpoint.storage.folder import WEIGHTS, iteration_of
 
 BEFORE, AFTER, TORN = "before", "after", "torn"
 # What takes a path first, and what takes a descriptor first.
-_BY_PATH = ("open", "rename", "unlink", "rmdir", "mkdir", "truncate", "utime")
+_BY_PATH = ("open", "rename", "link", "unlink", "rmdir", "mkdir", "truncate", "utime")
 _BY_DESCRIPTOR = ("close", "write", "pwrite", "pwritev", "preadv", "fsync", "ftruncate")
 _MESSAGES = ("put", "read", "take", "await_any", "delete")
 _WRITES = ("write", "pwrite", "pwritev")

@@ -277,9 +277,9 @@ def _note_feed(gate: Gate) -> None:
         positions.extend(found)
         return found
 
-    def feed(self: BatchLoader, consumed_samples: int, seed: int) -> list[torch.Tensor]:
+    def feed(self: BatchLoader, consumed_samples: int, seed: int, size: int) -> list[torch.Tensor]:
         positions.clear()
-        windows = train_batch(self, consumed_samples, seed)
+        windows = train_batch(self, consumed_samples, seed, size)
         row = {
             "iteration": consumed_samples // self.global_batch_size + 1,
             "world_size": int(os.environ["WORLD_SIZE"]),

@@ -17,7 +17,7 @@ from trainer.checkpoint.storage.files import Files
 NAMES = [scenario.name for scenario in scenarios(Path())]
 
 # The gate has one scenario of each kind at many calls; the others have fewer kills there, or are left to the soak.
-GATED = ("1 rank, max_checkpoint_keep=1", "2 ranks, max_checkpoint_keep=1", "2 hosts, copies=1", "library, 2 ranks")
+GATED = ("2 ranks, max_checkpoint_keep=1", "2 hosts, copies=1", "library, 2 ranks")
 
 
 def kill_some(folder: Path, name: str, count: int) -> None:

@@ -79,7 +79,8 @@ def gate(folder: Path, moment: str, iteration: int, ranks: Sequence[int], **deed
 @pytest.mark.parametrize(
     ("topology", "kills"),
     [
-        pytest.param([], [("forward", 5, 1), ("step", 7, 0)], id="dp2"),
+        pytest.param([], [("forward", 5, 1)], id="dp2"),
+        pytest.param([], [("forward", 5, 1), ("step", 7, 0)], id="dp2, twice", marks=pytest.mark.soak),
         pytest.param(["parallel.tensor_model_parallel_size=2"], [("step", 5, 0)], id="tp2", marks=pytest.mark.soak),
     ],
 )

@@ -50,6 +50,8 @@ class StrictDisk:
             case ["file", parent, name, inode]:
                 self._name(parent, name, inode)
                 self._unsynced.add(inode)
+            case ["link", parent, name, inode]:
+                self._name(parent, name, inode)
             case ["write", inode]:
                 self._unsynced.add(inode)
             case ["sync", inode]:
@@ -128,6 +130,9 @@ def told_apart(events: Sequence[Event], root: int) -> Iterator[Event]:
             parent, name, inode = rest
             numbers[inode] = count
             yield [kind, numbers[parent], name, count]
+        elif kind == "link":
+            parent, name, inode = rest
+            yield [kind, numbers[parent], name, numbers[inode]]
         elif kind == "saved":
             yield [kind, *rest]
         else:
@@ -149,6 +154,10 @@ def _broken_rules(disk: StrictDisk, event: Event) -> Iterator[str]:
             checkpoint = disk.checkpoint_around(parent)
             if checkpoint is not None:
                 yield f"{name} changes in {checkpoint}, which may still be there"
+        case ["write", inode]:
+            checkpoint = disk.checkpoint_around(inode)
+            if checkpoint is not None:
+                yield f"a file of {checkpoint} is written, which may still be there"
         case ["saved", iteration]:
             for path in ([*CHECKPOINTS, f"iter_{iteration:07d}"], [*RUN, "metrics.jsonl"]):
                 yield from (
@@ -172,9 +181,23 @@ def traced(arguments: list[str]) -> None:
     trainer.__main__.main()
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["1 rank", "2 ranks"])
+SHARED = ["checkpoint.save_interval=1", f"checkpoint.max_checkpoint_keep={KEEP}"]
+LOCAL = [
+    "checkpoint.save=null",
+    "checkpoint.local.dir=${run.dir}/checkpoints",
+    "checkpoint.local.save_interval=1",
+    f"checkpoint.local.keep={KEEP}",
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(1, SHARED), pytest.param((2, SHARED), marks=pytest.mark.slow), (1, LOCAL)],
+    ids=["1 rank", "2 ranks", "1 rank, local"],
+)
 def events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Event], int]:
     """Return what a run changed that was resumed once, and the inode of the folder that was there before."""
+    ranks, saving = request.param
     folder = tmp_path_factory.mktemp("traced")
     disk, notes = folder / "disk", folder / "notes"
     disk.mkdir()
@@ -183,13 +206,10 @@ def events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             *TINY,
             "model=gpt2_tiny",
             "schedule.lr_decay_iters=7",
-            "checkpoint.save_interval=1",
-            f"checkpoint.max_checkpoint_keep={KEEP}",
+            *saving,
         ]
         run = [f"run.dir={disk.joinpath(*RUN)}", f"train.train_iters={iterations}"]
-        ended = call_on_ranks(
-            traced, [str(disk), str(notes), *run, *settings], folder=folder / "out", ranks=request.param
-        )
+        ended = call_on_ranks(traced, [str(disk), str(notes), *run, *settings], folder=folder / "out", ranks=ranks)
         assert ended.ok, ended.text
     return [json.loads(line) for line in notes.read_text().splitlines()], disk.stat().st_ino
 
@@ -230,3 +250,12 @@ def test_a_deletion_before_its_successors_are_durable_is_found(events: tuple[lis
     newer = next(number for number, event in enumerate(changes) if event[3:] == ["iter_0000003"])
     early = [*changes[:newer], changes[first], *changes[newer:first], *changes[first + 1 :]]
     assert f"iter_0000001 goes before {KEEP} newer ones are durable" in problems(early, root)
+
+
+@pytest.mark.parametrize("events", [(1, LOCAL)], ids=["local"], indirect=True)
+def test_overwriting_what_may_still_be_there_is_found(events: tuple[list[Event], int]) -> None:
+    changes, root = events
+    (folder,) = {event[3] for event in changes if event[0] == "folder" and event[2] == "checkpoints"}
+    assert any(event[0] == "link" for event in changes)
+    found = problems([event for event in changes if event != ["sync", folder]], root)
+    assert "a file of iter_0000001 is written, which may still be there" in found

@@ -21,8 +21,9 @@ _WRITES = ("write", "pwrite", "pwritev", "ftruncate")
 class Tracer:
     """Appends events to the file `notes`, one line of JSON each; all processes that do so make one call at a time.
 
-    Events: ["folder", parent, name, inode] and ["file", parent, name, inode] are made, ["rename", parent, name, new
-    name], ["remove", parent, name], ["write", inode], ["sync", inode]; folders are given by their inodes.
+    Events: ["folder", parent, name, inode] and ["file", parent, name, inode] are made, ["link", parent, name, inode] is
+    one more name of a file, ["rename", parent, name, new name], ["remove", parent, name], ["write", inode],
+    ["sync", inode]; folders are given by their inodes.
     """
 
     def __init__(self, root: Path, notes: Path) -> None:
@@ -36,6 +37,7 @@ class Tracer:
         for name, note in (
             ("mkdir", self._made_folder),
             ("rename", self._renamed),
+            ("link", self._linked),
             ("unlink", self._removed),
             ("rmdir", self._removed),
         ):
@@ -59,8 +61,8 @@ class Tracer:
             return descriptor
 
     def _by_path(self, real: Callable[..., None], note: Callable[..., None]) -> Callable[..., None]:
-        def call(path: Any, *arguments: Any, dir_fd: int | None = None) -> None:
-            given = {} if dir_fd is None else {"dir_fd": dir_fd}
+        def call(path: Any, *arguments: Any, dir_fd: int | None = None, **keywords: Any) -> None:
+            given = keywords if dir_fd is None else {**keywords, "dir_fd": dir_fd}
             with self._alone():
                 real(path, *arguments, **given)
                 if self._is_below(path, dir_fd):
@@ -95,6 +97,9 @@ class Tracer:
     def _renamed(self, path: Path, parent: int, target: Any) -> None:
         assert Path(target).parent == path.parent
         self.say("rename", parent, path.name, Path(target).name)
+
+    def _linked(self, old: Path, _: int, path: Any, **_keywords: object) -> None:
+        self.say("link", _inode(Path(path).parent), Path(path).name, _inode(old))
 
     def _removed(self, path: Path, parent: int) -> None:
         self.say("remove", parent, path.name)

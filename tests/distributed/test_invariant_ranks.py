@@ -116,7 +116,8 @@ def test_bfloat16_has_the_bits_of_one_rank(train: Train, model: str, case: Case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensor_parallel_ranks_have_their_own_bits(train: Train, dtype: str) -> None:
     overrides = overrides_of("gpt2", dtype, iterations=6)
     (case,) = (case for case in EVERY_CUT_SEQUENCE if case.name == "tp2+sp dp2 zero3")

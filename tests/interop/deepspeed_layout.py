@@ -69,10 +69,10 @@ def write(folder: Path, state: State, way: Way) -> Path:
         groups = [[name for rank in range(way.ranks) for name in group[rank :: way.ranks]] for group in groups]
     if way.stage == 3:
         groups = [part for group in groups for part in _sub_groups(state, group, way)]
-    with _deepspeed_classes() as make:
+    with deepspeed_classes() as make:
         for rank in range(way.ranks):
             if way.stage:
-                optimizer = (_cut_one_by_one if way.stage == 3 else _cut_together)(state, groups, way, rank)
+                optimizer = (_cut_one_by_one if way.stage == 3 else cut_together)(state, groups, way, rank)
                 optimizer |= {"zero_stage": make("ZeroStageEnum"), "loss_scaler": make("LossScaler")}
                 prefix = "bf16_" if way.dtype is torch.bfloat16 else ""
                 torch.save(
@@ -117,7 +117,7 @@ def _model_file(state: State, groups: Sequence[Sequence[str]], way: Way, rank: i
     }
 
 
-def _cut_together(state: State, groups: Sequence[Sequence[str]], way: Way, rank: int) -> dict[str, Any]:
+def cut_together(state: State, groups: Sequence[Sequence[str]], way: Way, rank: int) -> dict[str, Any]:
     """Return the optimizer's state on a rank at ZeRO 1 and 2."""
     every = 16 // way.dtype.itemsize if way.aligns else 1
     paddings = [[-state.weights[n].numel() % every for n in group[:-1]] + [0] for group in groups]
@@ -214,7 +214,7 @@ def _sub_groups(state: State, group: Sequence[str], way: Way) -> Iterator[list[s
 
 
 @contextmanager
-def _deepspeed_classes() -> Iterator[Callable[[str], object]]:
+def deepspeed_classes() -> Iterator[Callable[[str], object]]:
     """Give a maker of objects that are pickled under the names of DeepSpeed's classes; unpickling would import it."""
     made, added = {}, {}
     for module, name in _CLASSES:

@@ -604,7 +604,7 @@ def prepare_job(folder: Path, job: Job) -> None:
         "zero_allow_untested_optimizer": True,
         **job.config,
     }
-    rates = [schedule.at(iteration + 1) for iteration in range(END)]
+    rates = [schedule.at(iteration + 1, 0) for iteration in range(END)]
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf_config(config.model)))
     (folder / "job.json").write_text(

@@ -237,9 +237,9 @@ def test_a_megatron_folder_is_recognized_and_not_called_damaged(
     (root / "latest_checkpointed_iteration.txt").write_text("3")
     assert bring_in(kind, root / at, tmp_path / "run") == 2
     text = capfd.readouterr().err
-    assert "MismatchError: The folder holds a Megatron checkpoint, which this program does not read" in text
+    assert "MismatchError: The folder holds a Megatron checkpoint, which has to be imported first" in text
     assert "megatron.core.dist_checkpointing, sharded_backend 'torch_dist' in metadata.json" in text
-    assert "Megatron Bridge" in text
+    assert f"Run `reprise convert import megatron {root}" in text
     assert "damaged" not in text
     assert not (tmp_path / "run").exists()
 
@@ -250,7 +250,7 @@ def test_a_run_that_loads_a_megatron_folder_names_the_program(tmp_path: Path, at
     write_megatron(root / "iter_0000003")
     ended = launch(tmp_path / "run", ["model=gpt2_tiny", *TINY, f"checkpoint.load={root / at}"])
     assert ended.statuses == (1,)
-    assert "MismatchError: The folder holds a Megatron checkpoint, which this program does not read" in ended.text
+    assert "MismatchError: The folder holds a Megatron checkpoint, which has to be imported first" in ended.text
     assert "damaged" not in ended.text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from tests.unit.model_samples import QWEN3
 from trainer import run_record
 from trainer.checkpoint.format.json_file import Json
 from trainer.compatibility import Difference, Verdict, differences, settle
-from trainer.config.schema import OptimizerName, OptimizerSection, topology_of
+from trainer.config.schema import OptimizerName, OptimizerSection, length_of, topology_of
 from trainer.errors import CheckpointError, MismatchError
 from trainer.optim import apply_settings, build_optimizer
 from trainer.optimizers import settings_record
@@ -117,15 +117,13 @@ def test_malformed_patterns_of_frozen_names_are_refused(patterns: object) -> Non
 
 MUON = OptimizerSection(name=OptimizerName.muon)
 SAVED_MUON = replace(MUON, weight_decay=0.2, muon_momentum=0.8, muon_ns_steps=3, muon_match_rms_adamw=False)
-SCHEDULE = Schedule(
-    style=DecayStyle.cosine.value, lr=1e-3, min_lr=1e-4, warmup_iters=1, decay_iters=9, wsd_decay_iters=0
-)
+SCHEDULE = Schedule(style=DecayStyle.cosine.value, lr=1e-3, min_lr=1e-4, warmup=1, decay=9, wsd_decay=0)
 
 
 def muon_state(**changes: object) -> Json:
     record: Any = settings_record(SAVED_MUON)
     record["muon"].update(changes)
-    return {"schedule": asdict(SCHEDULE), **record}
+    return {"schedule": SCHEDULE.record(), **record}
 
 
 def test_another_momentum_of_muon_needs_the_scheduler_s_flag() -> None:
@@ -163,7 +161,7 @@ CPU: Json = {"device": "cpu", "threads": 2, "torch": "2.13", "compile": False}
 def description(*overrides: str, ranks: int = 1, environment: Json = CPU) -> Json:
     """Return the record of a run of eight micro batches an iteration."""
     run = compose(["model=gpt2_tiny", *TINY, "train.global_batch_size=16", *overrides])
-    schedule = resolve(run.schedule, run.train.train_iters, run.optimizer.lr)
+    schedule = resolve(run.schedule, length_of(run.train), run.optimizer.lr)
     topology = topology_of(run, ranks)
     return run_record.describe(
         run, schedule=schedule, topology=topology, fingerprint="ab", environment=environment, valid_fingerprint="cd"

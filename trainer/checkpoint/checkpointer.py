@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from trainer.checkpoint.commit import messages
-from trainer.checkpoint.commit.attempt import Attempt, SharedCommitState
+from trainer.checkpoint.commit.attempt import Attempt, AttemptNames, SharedCommitState
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.commit_state import Outcome
 from trainer.checkpoint.commit.hosts import Hosts
@@ -70,24 +70,6 @@ class SaveResults:
 
 
 @dataclass(slots=True)
-class _Attempts:
-    """The names of the attempts: equal on all ranks, and unique in the life of the folder.
-
-    Args:
-        earlier: on rank 0, those of which a partial folder or messages may be left, by iteration and name.
-    """
-
-    nonce: str
-    count: int = 0
-    earlier: list[tuple[int, str]] = field(default_factory=list)
-
-    def next(self) -> str:
-        """Return the name of the next one."""
-        self.count += 1
-        return f"{self.nonce}-{self.count}"
-
-
-@dataclass(slots=True)
 class _Started:
     """A save under way: the job of the worker that runs it, and its times on the main thread."""
 
@@ -135,7 +117,7 @@ class Checkpointer:
         self._worker_channel = channel if self._owned is None else channel.clone(_PATIENCE * policy.commit_timeout_s)
         self._local_ranks = LocalRanks(self._worker_channel, local_ranks)
         self._staging = Staging(policy, channel.rank, self._worker)
-        self._attempts = _Attempts(nonce)
+        self._attempts = AttemptNames(nonce)
         self._saved = SavedIterations()
         self._started: _Started | None = None
         self._stuck: Job | None = None  # of a save that was aborted while its thread hung
@@ -322,6 +304,7 @@ class Checkpointer:
             local_ranks=self._local_ranks,
             may_share=self._staging.may_share(plan),
             local=self._local,
+            next_name=None if self._local is None else self._attempts.following,
             earlier=earlier,
         )
 

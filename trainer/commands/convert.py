@@ -20,12 +20,13 @@ from trainer.checkpoint.storage.files import Files
 from trainer.commands.arguments import local_path
 from trainer.errors import ConfigError, TrainerError
 from trainer.interop.formats import ExportOptions, ImportOptions
-from trainer.interop.megatron import refuse_megatron
+from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.output import write_checkpoint
 from trainer.interop.overrides import model_overrides
 from trainer.interop.table import FORMATS
 
 FINE, IMPOSSIBLE = 0, 2
+MEGATRON = "megatron"
 _MOST_BYTES_OF_NAMES = 64 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,7 +56,8 @@ def bring_in(options: argparse.Namespace) -> int:
     """Write what another program saved as a checkpoint of ours."""
     found = FORMATS[options.format]
     assert found.read is not None
-    refuse_megatron(options.source)
+    if options.format != MEGATRON:
+        refuse_megatron(options.source)
     source = found.read(options.source, _asked(options))
     model = model_overrides(source.model, options.overrides) if found.names_model else []
     config = compose([*model, *options.overrides])
@@ -66,7 +68,9 @@ def bring_in(options: argparse.Namespace) -> int:
 
 def _asked(options: argparse.Namespace) -> ImportOptions:
     names = None if options.optimizer_names is None else _read_names(options.optimizer_names)
-    return ImportOptions(compose(options.overrides), options.trust_pickle, options.weights_only, names)
+    return ImportOptions(
+        compose(options.overrides), options.trust_pickle, options.weights_only, names, options.overrides
+    )
 
 
 def _read_names(path: Path) -> list[str]:

@@ -14,6 +14,8 @@ from trainer.config.schema import (
     NewRows,
     OptimizerName,
     OptimizerSection,
+    batch_schedule_of,
+    length_of,
     topology_of,
 )
 from trainer.config.values import number_problems, path_problems
@@ -22,7 +24,7 @@ from trainer.data.section import problems as data_problems
 from trainer.errors import ConfigError
 from trainer.lanes import invariant_ranks_problems
 from trainer.schedule import problems as schedule_problems
-from trainer.topology import MOST_THREADS
+from trainer.topology import MOST_THREADS, Topology
 
 # Clocks, timers and torch's stores count in 64 bits of small units: 30 years are enough.
 _MOST_SECONDS, _MOST_MINUTES = 1e9, 1e7
@@ -40,8 +42,8 @@ def validate(config: Config, world_size: int) -> None:
         *path_problems(config),
         *(model_problems(config.model) or _size_problems(config.model) or _trained_problems(config)),
         *data_problems(config.data),
-        *schedule_problems(config.schedule, config.train.train_iters, config.optimizer.lr),
         *_train_problems(config),
+        *_length_problems(config),
         *_parallel_problems(config, world_size),
         *_batch_problems(config, world_size),
         *_optimizer_problems(config.optimizer),
@@ -156,6 +158,33 @@ def _train_problems(config: Config) -> list[str]:
     return found
 
 
+def _length_problems(config: Config) -> list[str]:
+    """Return the problems of the run's length in samples, or else those of its learning-rate schedule."""
+    train = config.train
+    if train.global_batch_size < 1:  # named by `_train_problems`; there is no length then
+        return []
+    try:
+        sizes = batch_schedule_of(train)
+    except ValueError as error:
+        return [f"train.batch_schedule={train.batch_schedule}: {error}"]
+    found = []
+    if sizes.last != train.global_batch_size:
+        found.append(
+            f"train.global_batch_size={train.global_batch_size}: must be {sizes.last}, the last size of "
+            f"train.batch_schedule={train.batch_schedule}"
+        )
+    if train.batch_schedule is not None and config.parallel.invariant_ranks:
+        found.append(
+            f"train.batch_schedule={train.batch_schedule}: not with parallel.invariant_ranks="
+            f"{config.parallel.invariant_ranks}, whose lanes divide one size"
+        )
+    if train.train_samples is not None and train.train_samples < sizes.at(0):
+        found.append(
+            f"train.train_samples={train.train_samples}: must be at least the {sizes.at(0)} samples of one iteration"
+        )
+    return found or schedule_problems(config.schedule, length_of(train), config.optimizer.lr)
+
+
 def _parallel_problems(config: Config, world_size: int) -> list[str]:
     parallel, model = config.parallel, config.model
     found: list[str] = []
@@ -197,31 +226,53 @@ _PARALLEL_SIZES = (
 
 
 def _batch_problems(config: Config, world_size: int) -> list[str]:
-    train, found = config.train, list[str]()
+    train = config.train
     sizes = [getattr(config.parallel, name) for name in _PARALLEL_SIZES]
     if min(train.micro_batch_size, train.global_batch_size, world_size, *sizes) < 1 or world_size % (
         sizes[0] * sizes[1]
     ):
-        return found
+        return []
     topology = topology_of(config, world_size)
+    if train.batch_schedule is None:
+        return _size_problems_of_batch(config, topology, train.global_batch_size, "train.global_batch_size={}")
+    try:
+        steps = batch_schedule_of(train).steps
+    except ValueError:  # named by `_length_problems`
+        return []
+    return [
+        problem
+        for first, size in steps
+        for problem in _size_problems_of_batch(config, topology, size, f"train.batch_schedule={first}:{{}}")
+    ]
+
+
+def _size_problems_of_batch(config: Config, topology: Topology, size: int, key: str) -> list[str]:
+    """Return why iterations of a size cannot be.
+
+    Args:
+        key: the key that gives the size, with a place for it.
+    """
+    train, found = config.train, list[str]()
     divisor = train.micro_batch_size * topology.dp
-    if train.global_batch_size % divisor:
+    if size % divisor:
         found.append(
-            f"train.global_batch_size={train.global_batch_size}: must be a multiple of train.micro_batch_size="
+            f"{key.format(size)}: must be a multiple of train.micro_batch_size="
             f"{train.micro_batch_size} times the {topology.dp} data-parallel ranks, that is of {divisor}"
         )
         return found
-    count = train.global_batch_size // divisor
+    count = size // divisor
     lanes = config.parallel.invariant_ranks
     found += invariant_ranks_problems(lanes, ranks=topology.dp, micro_batches=count * topology.dp)
+    name = key.format(size) if train.batch_schedule is not None else "train.global_batch_size"
     if topology.pp > 1 and count < topology.pp:
         found.append(
             f"{count} micro batches per iteration: fewer than the {topology.pp} pipeline ranks; raise "
-            "train.global_batch_size or lower train.micro_batch_size"
+            f"{name} or lower train.micro_batch_size"
         )
     elif topology.vpp > 1 and count % (rounds := max(1, count // topology.pp)):
         # torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B.
-        found.append(f"{count} micro batches per iteration: interleaved stages need a multiple of {rounds}")
+        where = "" if train.batch_schedule is None else f" ({name})"
+        found.append(f"{count} micro batches per iteration{where}: interleaved stages need a multiple of {rounds}")
     return found
 
 

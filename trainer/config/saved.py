@@ -13,9 +13,9 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, get_type_hints
 
-from trainer.config.schema import Config
+from trainer.config.schema import Config, length_of
 from trainer.errors import CheckpointError, MismatchError
-from trainer.schedule import DecayStyle, Schedule, ScheduleSection, resolve
+from trainer.schedule import Schedule, resolve, section_of
 
 Json = dict[str, Any]
 
@@ -72,10 +72,13 @@ def is_secret(key: str) -> bool:
 def saved_config(config: Config) -> Json:
     """Return the settings of a run by section and key, as JSON.
 
-    `schedule.lr_decay_iters` has the value that it stands for, so that a run of another length keeps the schedule.
+    `schedule.lr_decay_iters`, or `lr_decay_samples`, has the value that it stands for, so that a run of another length
+    keeps the schedule.
     """
-    decay_iters = resolve(config.schedule, config.train.train_iters, config.optimizer.lr).decay_iters
-    config = replace(config, schedule=replace(config.schedule, lr_decay_iters=decay_iters))
+    schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
+    resolved = replace(config.schedule)
+    setattr(resolved, "lr_decay_samples" if schedule.is_in_samples else "lr_decay_iters", schedule.decay)
+    config = replace(config, schedule=resolved)
     found: Json = {}
     for section, key, value in _settings(config):
         if not is_secret(key):
@@ -94,15 +97,7 @@ def without_keys(document: Json, keys: Collection[str]) -> Json:
 
 def with_schedule(config: Config, schedule: Schedule) -> Config:
     """Return a configuration whose section `schedule` resolves to `schedule`, and whose peak rate is that one's."""
-    wsd = schedule.wsd_decay_iters if schedule.style == DecayStyle.wsd.value else None
-    section = ScheduleSection(
-        lr_decay_style=DecayStyle(schedule.style),
-        lr_warmup_iters=schedule.warmup_iters,
-        lr_decay_iters=schedule.decay_iters,
-        min_lr=schedule.min_lr,
-        lr_wsd_decay_iters=None if wsd == schedule.decay_iters // 10 else wsd,
-    )
-    return replace(config, schedule=section, optimizer=replace(config.optimizer, lr=schedule.lr))
+    return replace(config, schedule=section_of(schedule), optimizer=replace(config.optimizer, lr=schedule.lr))
 
 
 def saved_values(document: Json, state: Json, *, where: object) -> dict[str, object]:

@@ -7,9 +7,10 @@ from enum import Enum
 from pathlib import Path
 
 from models.config import ModelConfig
+from trainer.batch_schedule import BatchSchedule, parse_batch_schedule
 from trainer.data.section import DataSection
 from trainer.lanes import Lanes
-from trainer.schedule import ScheduleSection
+from trainer.schedule import RunLength, ScheduleSection
 from trainer.topology import Topology
 
 
@@ -67,8 +68,13 @@ class TrainSection:
     """Length, batches, precision, evaluation and exit of a run.
 
     Args:
-        train_iters: iterations of the whole run, including those before a resume.
+        train_iters: iterations of the whole run, including those before a resume; not used with `train_samples`.
+        train_samples: samples of the whole run instead: it ends before the iteration that would pass them. null counts
+            iterations.
         global_batch_size: samples per iteration, over all ranks and micro-batches.
+        batch_schedule: sizes of the global batch by consumed samples, as in ``0:8 4k:16 16k:32``: 8 samples per
+            iteration, 16 from the first iteration on that begins after 4,000 samples or more, then 32. The last size
+            must be `global_batch_size`, which is the size of evaluations. null keeps one size.
         micro_batch_size: samples per forward pass on one data-parallel rank.
         seq_length: tokens per sample.
         freeze: shell patterns over the names of stored tensors, which are those of transformers, as in
@@ -105,7 +111,9 @@ class TrainSection:
     """
 
     train_iters: int = 100
+    train_samples: int | None = None
     global_batch_size: int = 8
+    batch_schedule: str | None = None
     micro_batch_size: int = 4
     seq_length: int = 128
     freeze: list[str] = field(default_factory=list)
@@ -355,6 +363,21 @@ def topology_of(config: Config, world_size: int) -> Topology:
     return Topology(pp, dp, tp, vpp=parallel.num_virtual_stages_per_pipeline_rank, sp=parallel.sequence_parallel)
 
 
+def batch_schedule_of(train: TrainSection) -> BatchSchedule:
+    """Return the global batch sizes of a run."""
+    if train.batch_schedule is None:
+        return BatchSchedule(((0, train.global_batch_size),))
+    return parse_batch_schedule(train.batch_schedule)
+
+
+def length_of(train: TrainSection) -> RunLength:
+    """Return the length of a run that begins at its first sample."""
+    sizes = batch_schedule_of(train)
+    if train.train_samples is None:
+        return RunLength(train.train_iters, sizes.consumed_after(train.train_iters), False, sizes.last)
+    return RunLength(sizes.iterations(0, train.train_samples), train.train_samples, True, sizes.last)
+
+
 def lanes_of(config: Config) -> Lanes | None:
     """Return the lanes of an iteration, or None if bits may depend on the number of ranks."""
     train, count = config.train, config.parallel.invariant_ranks
@@ -366,9 +389,12 @@ def reduces_lanes_over_ranks(config: Config, topology: Topology) -> bool:
     return config.parallel.zero_stage >= 2 and topology.dp > 1 and topology.pp == 1
 
 
-def micro_batches_of(config: Config, topology: Topology, dp_rank: int) -> list[int]:
-    """Return the numbers in an iteration of the micro batches of a data-parallel rank, in the order of their passes."""
+def micro_batches_of(config: Config, topology: Topology, dp_rank: int, global_batch_size: int) -> list[int]:
+    """Return the numbers in an iteration of the micro batches of a data-parallel rank, in the order of their passes.
+
+    Those of a smaller iteration are the first of them.
+    """
     lanes = lanes_of(config)
     if lanes is None:
-        return list(range(dp_rank, config.train.global_batch_size // config.train.micro_batch_size, topology.dp))
+        return list(range(dp_rank, global_batch_size // config.train.micro_batch_size, topology.dp))
     return lanes.micro_batches_of(dp_rank, topology.dp, ranks_first=reduces_lanes_over_ranks(config, topology))

@@ -16,8 +16,9 @@ class BatchLoader:
     """Windows of token files for one data-parallel coordinate.
 
     Args:
-        global_batch_size, micro_batch_size: in samples.
-        numbers: this coordinate's micro batches, by their numbers in an iteration over all coordinates.
+        global_batch_size, micro_batch_size: in samples; iterations of training may be smaller.
+        numbers: this coordinate's micro batches, by their numbers in an iteration over all coordinates; a smaller
+            iteration has the first of them.
     """
 
     samples: Samples | BlendedSamples
@@ -30,9 +31,18 @@ class BatchLoader:
         """Return the loader whose sources go on, from a global position, after samples of each were consumed."""
         return replace(self, samples=self.samples.starting_at(position, consumed))
 
-    def train_batch(self, consumed_samples: int, seed: int) -> list[torch.Tensor]:
-        """Return the micro batches of the iteration that begins at `consumed_samples`, int64 [b, seq_length + 1]."""
-        positions = [np.asarray(p, dtype=np.int64) for p in self._positions(consumed_samples)]
+    def numbers_of(self, size: int) -> Sequence[int]:
+        """Return the numbers of this coordinate's micro batches in an iteration of `size` samples."""
+        return self.numbers[: len(self.numbers) * size // self.global_batch_size]
+
+    def train_batch(self, consumed_samples: int, seed: int, size: int | None = None) -> list[torch.Tensor]:
+        """Return the micro batches of the iteration that begins at `consumed_samples`, int64 [b, seq_length + 1].
+
+        Args:
+            size: samples of the iteration, over all coordinates; by default as many as there can be.
+        """
+        numbers = self.numbers_of(size or self.global_batch_size)
+        positions = [np.asarray(p, dtype=np.int64) for p in self._positions(consumed_samples, numbers)]
         windows = torch.from_numpy(self.samples.shuffled(np.concatenate(positions), seed)).to(self.device)
         return list(torch.split(windows, self.micro_batch_size))
 
@@ -46,10 +56,10 @@ class BatchLoader:
         if not isinstance(samples, Samples):
             raise TypeError("a blend of sources has no data order")
         for batch in range(global_batches):
-            positions = self._positions(batch * self.global_batch_size)
+            positions = self._positions(batch * self.global_batch_size, self.numbers)
             ids = (np.asarray(p, dtype=np.int64) % samples.count for p in positions)
             yield [torch.from_numpy(samples.windows(found)).to(self.device) for found in ids]
 
-    def _positions(self, consumed_samples: int) -> Iterator[range]:
-        for number in self.numbers:
+    def _positions(self, consumed_samples: int, numbers: Sequence[int]) -> Iterator[range]:
+        for number in numbers:
             yield micro_batch_positions(consumed_samples, number=number, micro_batch_size=self.micro_batch_size)

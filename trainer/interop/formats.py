@@ -22,12 +22,14 @@ class ImportOptions:
         trusts_pickle: whether files may be unpickled, which can run code.
         weights_only: whether the optimizer's state is left out.
         optimizer_names: the optimizer's parameter names in its order, for formats that keep them by number.
+        overrides: the command-line overrides that `config` was composed of.
     """
 
     config: Config
     trusts_pickle: bool = False
     weights_only: bool = False
     optimizer_names: Sequence[str] | None = None
+    overrides: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,14 @@ from trainer.checkpoint.storage.lock import FolderLock
 from trainer.compatibility import differences, settle
 from trainer.config.frozen import frozen_names
 from trainer.config.saved import RUN_CONFIG
-from trainer.config.schema import CheckpointSection, Config, OptimizerName, ParallelSection, TrainSection
+from trainer.config.schema import (
+    CheckpointSection,
+    Config,
+    OptimizerName,
+    ParallelSection,
+    TrainSection,
+    batch_schedule_of,
+)
 from trainer.data.text import bytes_encoder, read_tokenizer
 from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.finite import require_finite
@@ -47,7 +54,8 @@ def write_checkpoint(source: StateSource, folder: Path, config: Config, *, consu
 
     Args:
         config: configuration of the run that will continue; its parallel layout is ignored.
-        consumed_samples: number of samples trained on; by default a global batch per iteration.
+        consumed_samples: number of samples trained on; by default the source's, otherwise a global batch per
+            iteration.
 
     Raises:
         TrainerError: if the iteration exists already, the source holds another model, or the checkpoint cannot be
@@ -158,11 +166,13 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
             fix="\nLeave model= and model.KEY=VALUE out: the source names its model.",
         ) from None
     train = config.train
-    samples = source.iteration * train.global_batch_size if consumed_samples is None else consumed_samples
+    samples = source.consumed_samples if consumed_samples is None else consumed_samples
+    if samples is None:
+        samples = batch_schedule_of(train).consumed_after(source.iteration)
     most = (2**63 - 1) // train.seq_length  # tokens are counted in int64
     if not 0 <= samples <= most:
         raise ConfigError("No run can have trained on so many samples", expected=f"0 to {most}", found=samples)
-    lr = schedule.at(source.iteration) if source.iteration else 0.0  # the first iteration is 1
+    lr = schedule.at(source.iteration, samples) if source.iteration else 0.0  # the first iteration is 1
     progress = Progress(source.iteration, samples, samples * train.seq_length)
     return {
         "config.json": families.hf_config(config.model),

@@ -45,6 +45,7 @@ class StateSource:
             transformers' (`families.stored_tensors`); moments are `exp_avg.<name>` and `exp_avg_sq.<name>`, steps
             `step.<name>`. Called once per tensor, in the order of our files.
         tokenizer: the tokenizer files beside the model, by name.
+        consumed_samples: samples trained on, where the other program counted them.
     """
 
     model: ModelConfig
@@ -52,6 +53,7 @@ class StateSource:
     has_optimizer: bool
     read: Callable[[str], torch.Tensor]
     tokenizer: Mapping[str, Path] = field(default_factory=dict)
+    consumed_samples: int | None = None
 
 
 def refuse_adapters(checkpoint: Checkpoint, *, fix: str) -> None:

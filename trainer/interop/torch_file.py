@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from trainer.errors import CheckpointError
+
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
 
 class Unread:
@@ -21,18 +23,45 @@ class Unread:
         pass
 
 
-def open_torch_file(path: Path) -> Mapping[Any, Any]:
+class PlainObject:
+    """Placeholder for an object of a class that torch does not admit, with its content as plain data.
+
+    Attributes:
+        values: the arguments that the class was called with; that of an enumeration's member is its value.
+        attributes: its attributes by name, as of an `argparse.Namespace`.
+    """
+
+    values: tuple[object, ...]
+    attributes: Mapping[str, Any]
+
+    def __new__(cls, *values: object) -> PlainObject:
+        found = super().__new__(cls)
+        found.values, found.attributes = values, {}
+        return found
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, Mapping):
+            self.attributes = {name: value for name, value in state.items() if isinstance(name, str)}
+
+    def __repr__(self) -> str:
+        return ", ".join(map(repr, self.values)) or "an object of a class that is not admitted"
+
+
+def open_torch_file(path: Path, placeholder: type[Unread] | type[PlainObject] = Unread) -> Mapping[Any, Any]:
     """Return the dictionary in a file; its tensors are memory-mapped.
 
-    torch unpickles it with `weights_only=True`. Every class that this does not admit is replaced by `Unread`, so that
-    no module is imported and no function of the file's choice is called.
+    torch unpickles it with `weights_only=True`. Every class that this does not admit is replaced by `placeholder`, so
+    that no module is imported and no function of the file's choice is called.
 
     Raises:
         CheckpointError: if it is damaged, or does not hold a dictionary.
     """
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        with torch.serialization.safe_globals([(Unread, name) for name in unknown]):
+        with torch.serialization.safe_globals([(placeholder, name) for name in unknown]):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a damaged pickle may raise anything; handed on
         if isinstance(error, OSError) and error.filename is not None:
@@ -41,6 +70,14 @@ def open_torch_file(path: Path) -> Mapping[Any, Any]:
     if not isinstance(found, Mapping):
         raise _unreadable(path, f"an object of {type(found).__name__}")
     return found
+
+
+def is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    """Return whether a tensor is dense floating point with all its numbers in the file."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+        return False
+    is_there = value.device.type == "cpu" and value.dtype in _FLOATS
+    return is_there and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _telling(text: str) -> str:

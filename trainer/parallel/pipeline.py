@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,7 @@ class Pipeline:
         form: WindowForm,
         takes_mean: bool = True,
     ) -> None:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+        from torch.distributed.pipelining import PipelineStage
 
         pp, rank = mesh.size(), mesh.get_local_rank()
         stages = [
@@ -101,35 +101,26 @@ class Pipeline:
             for index, part in enumerate(parts)
         ]
         self._is_first, self._is_last = rank == 0, rank == pp - 1
-        self._samples = shape.micro_batches * shape.micro_batch_size
+        self._samples, self._micro_batch_size = shape.micro_batches * shape.micro_batch_size, shape.micro_batch_size
+        self._stages, self._takes_mean = stages, takes_mean
         self._loss = loss
         self._form = form
         self._look: Callable[[torch.Tensor], None] | None = None
-        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
-        if len(stages) == 1:
-            self._schedule = Schedule1F1B(
-                stages[0], shape.micro_batches, loss_fn=self._seen_loss, scale_grads=takes_mean
-            )
-        else:
-            self._schedule = ScheduleInterleaved1F1B(
-                stages,  # type: ignore[arg-type]
-                shape.micro_batches,
-                loss_fn=self._seen_loss,
-                scale_grads=takes_mean,
-            )
+        # By the number of micro batches; they share the stages, which keep what they receive of each.
+        self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
 
     def forward_backward(self, windows: torch.Tensor, keys: torch.Tensor) -> list[torch.Tensor]:
         """Accumulate the gradients of the loss; return the loss of each micro batch on the last stage, else [].
 
         Args:
-            windows: int64 [global samples of this coordinate, seq_length + 1].
+            windows: int64 [samples of this coordinate, seq_length + 1], a multiple of the micro batch size.
             keys: int64 [micro batches], the dropout keys.
         """
-        return self._run(self._schedule.step, windows, {"dropout_key": keys})
+        return self._run(self._schedule_of(windows).step, windows, {"dropout_key": keys})
 
     def evaluate(self, windows: torch.Tensor) -> list[torch.Tensor]:
         """Return the loss of each micro batch on the last stage, else []. Windows have the shape of training."""
-        return self._run(self._schedule.eval, windows, {})
+        return self._run(self._schedule_of(windows).eval, windows, {})
 
     def logits(self, window: torch.Tensor, at: int) -> torch.Tensor | None:
         """Return the logits [1, local rows] at position `at` of one window on the last stage, else None.
@@ -149,6 +140,22 @@ class Pipeline:
         finally:
             self._look = None
         return found[0] if found else None
+
+    def _schedule_of(self, windows: torch.Tensor) -> PipelineScheduleSingle | PipelineScheduleMulti:
+        """Return the schedule of a batch, and prepare the stages for its number of micro batches."""
+        from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+
+        count = windows.shape[0] // self._micro_batch_size
+        if count not in self._schedules:
+            shared: dict[str, Any] = {"loss_fn": self._seen_loss, "scale_grads": self._takes_mean}
+            self._schedules[count] = (
+                Schedule1F1B(self._stages[0], count, **shared)
+                if len(self._stages) == 1
+                else ScheduleInterleaved1F1B(self._stages, count, **shared)  # type: ignore[arg-type]
+            )
+        for stage in self._stages:
+            stage.chunks = count  # torch sets it at a schedule's first step only
+        return self._schedules[count]
 
     def _seen_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self._look is not None:

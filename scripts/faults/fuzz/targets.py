@@ -158,7 +158,7 @@ class Inputs:
         state = json_file.parse(data, where=STATE)
         settle(differences(state, _STATE, run_record.RULES), flags=_FLAGS, where=STATE)
         run_record.saved_progress(state, seq_length=32, where=STATE)
-        run_record.saved_schedule(state, OptimizerSection(), where=STATE)[0].at(5)
+        run_record.saved_schedule(state, OptimizerSection(), where=STATE)[0].at(5, 40)
 
     def _try_tokens(self, data: bytes) -> None:
         self.tokens.write_bytes(data)

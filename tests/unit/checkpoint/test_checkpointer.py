@@ -357,9 +357,9 @@ class Room(Files):
     def free_bytes(self, path: Path) -> int | None:
         return self._free_bytes
 
-    def allocated_bytes(self, path: Path) -> int:
-        assert path.name.endswith(".partial")
-        return super().allocated_bytes(path) + self._taken_bytes
+    def allocated_bytes(self, *paths: Path) -> int:
+        assert paths[0].name.endswith(".partial")
+        return super().allocated_bytes(*paths) + self._taken_bytes
 
 
 def needed_bytes(root: Path) -> int:

@@ -10,7 +10,7 @@ import pytest
 from models.config import Family, ModelConfig
 from trainer.compatibility import Verdict
 from trainer.config.checks import unused_keys, validate
-from trainer.config.schema import CheckpointSection, Config, Dtype, NewRows, OptimizerName
+from trainer.config.schema import CheckpointSection, Config, Dtype, NewRows, OptimizerName, length_of
 from trainer.data.section import DataKind
 from trainer.errors import ConfigError
 from trainer.optimizers import no_decay_names
@@ -180,7 +180,7 @@ def test_all_problems_are_one_message() -> None:
 def test_the_record_has_a_rule_for_every_field() -> None:
     found = config()
     found.train.dtype = Dtype.bfloat16
-    schedule = resolve(found.schedule, found.train.train_iters, found.optimizer.lr)
+    schedule = resolve(found.schedule, length_of(found.train), found.optimizer.lr)
     description = describe(
         found, schedule=schedule, topology=Topology(1, 2, 1), fingerprint="ab", environment={"threads": 1}
     )

@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness import compose
 from trainer.config.saved import FORMAT, is_secret, saved_config, saved_values, with_schedule, without_keys
-from trainer.config.schema import Config
+from trainer.config.schema import Config, TrainSection, length_of
 from trainer.config.values import from_environment
 from trainer.errors import CheckpointError, MismatchError
 from trainer.schedule import resolve
@@ -50,9 +50,9 @@ def test_a_longer_run_keeps_the_schedule() -> None:
 
 
 def test_a_schedule_taken_from_a_checkpoint_is_written_out() -> None:
-    taken = replace(resolve(CONFIG.schedule, 70, 0.5), warmup_iters=3, wsd_decay_iters=9)
+    taken = replace(resolve(CONFIG.schedule, length_of(CONFIG.train), 0.5), warmup=3, wsd_decay=9)
     config = with_schedule(CONFIG, taken)
-    assert resolve(config.schedule, 1, config.optimizer.lr) == taken
+    assert resolve(config.schedule, length_of(TrainSection(train_iters=1)), config.optimizer.lr) == taken
 
 
 @pytest.mark.parametrize("key", ["hub.token", "hf_token", "wandb.api_key", "db.password", "x.client_secret"])

@@ -31,9 +31,37 @@ class Attempt:
         return self.folder.partial(self.iteration, self.name)
 
     @property
+    def old(self) -> Path | None:
+        """Return the discarded checkpoint of this host whose files this attempt overwrites; None if there is none."""
+        return next(iter(self.folder.discarded(self.name)), None)
+
+    @property
     def mark(self) -> Path:
         """Return the file that every rank must see before it reports, where there are several ranks."""
         return self.folder.mark_of(self.iteration, self.name)
+
+
+@dataclass(slots=True)
+class AttemptNames:
+    """The names of the attempts: equal on all ranks, and unique in the life of the folder.
+
+    Args:
+        earlier: on leaders, those of which a partial folder or messages may be left, by iteration and name.
+    """
+
+    nonce: str
+    count: int = 0
+    earlier: list[tuple[int, str]] = field(default_factory=list)
+
+    def next(self) -> str:
+        """Return the name of the next one."""
+        self.count += 1
+        return f"{self.nonce}-{self.count}"
+
+    @property
+    def following(self) -> str:
+        """Return the name that `next` will return."""
+        return f"{self.nonce}-{self.count + 1}"
 
 
 class Copying(Protocol):

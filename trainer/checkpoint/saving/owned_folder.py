@@ -140,9 +140,13 @@ class OwnedFolder:
         self.agree(problem)
 
     def release(self) -> None:
-        """Let go of the lock."""
-        if self.lock is not None:
-            self.lock.release()
+        """Remove what the next save would have overwritten, and let go of the lock."""
+        if self.lock is None:
+            return
+        for path in self.folder.discarded(self._nonce):
+            with contextlib.suppress(OSError):  # the next start sweeps it
+                self.folder.files.remove_tree(path)
+        self.lock.release()
 
     def agree(self, problem: TrainerError | None) -> None:
         """Let every rank go on only if none has a problem; see `StoreChannel.agree`."""

@@ -36,19 +36,31 @@ def decide_expired(
     return retention.expired(committed, pinned={*pinned, *held, *unknown}, losses=losses), committed
 
 
-def delete(folder: CheckpointFolder, iterations: Sequence[int], *, attempt: str, lock: FolderLock | None) -> list[int]:
+def delete(
+    folder: CheckpointFolder,
+    iterations: Sequence[int],
+    *,
+    attempt: str,
+    lock: FolderLock | None,
+    successor: str | None = None,
+) -> list[int]:
     """Delete committed iterations and return those that are gone; a line of the log names the others. Rank 0 only.
 
     Args:
         attempt: names the folders on their way out; unique in the life of the folder.
         lock: looked at again before each of them.
+        successor: the attempt that overwrites the files of the last of them in place, which therefore stay until then;
+            None if there is no such attempt.
     """
     gone = []
     for iteration in iterations:
         try:
             if lock is not None:
                 lock.check()
-            folder.files.remove_tree(folder.discard(iteration, attempt))
+            if successor is not None and iteration == iterations[-1]:
+                folder.discard(iteration, successor)
+            else:
+                folder.files.remove_tree(folder.discard(iteration, attempt))
             gone.append(iteration)
         except (OSError, LockError) as error:
             _log.error("iteration %d could not be deleted: %s", iteration, error)
@@ -102,7 +114,7 @@ def require_room(
     try:
         free = files.free_bytes(folder.root)
         # Looked at afterwards: what other ranks reserve meanwhile may count twice, but is never missing.
-        taken = files.allocated_bytes(folder.partial(attempt.iteration, attempt.name))
+        taken = files.allocated_bytes(attempt.partial, *folder.discarded(attempt.name))
     except OSError as error:
         raise cannot_write(folder.root, error) from error
     if free is not None and free + taken < needed:

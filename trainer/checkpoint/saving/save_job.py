@@ -55,6 +55,8 @@ class SaveJob:
         local_ranks: the ranks of this host, for columns that become whole rows in memory that they share.
         may_share: whether this rank has the memory for that.
         local: where each host has a folder of its own, what their leaders share; None for a shared folder.
+        next_name: the attempt after this one, which writes into the files of a checkpoint that retention gives up: new
+            memory of a tmpfs costs more than the copy into it. None makes all files anew.
         earlier: the attempts before this one, by iteration and name, of which a partial folder or messages may be left.
             `run` removes them on leaders, and the messages on rank 0 only once all reports are in: by then every rank
             is past these attempts or has aborted them.
@@ -74,6 +76,7 @@ class SaveJob:
     local_ranks: LocalRanks
     may_share: bool = False
     local: LocalSaves | None = None
+    next_name: str | None = None
     earlier: Sequence[tuple[int, str]] = ()
     committed_at: float | None = None
     inventory: Inventory = field(init=False)
@@ -135,10 +138,11 @@ class SaveJob:
             raise
         finally:
             self._remove_earlier(with_messages=commit.has_all_reports)
+            self._remove_discarded()
         if is_durable:  # on leaders alone
             pinned = {*self.pinned, attempt.iteration, *(() if local is None else local.copying.pinned)}
             expired, _ = decide_expired(attempt.folder, self.retention, pinned=pinned)
-            delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock)
+            delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock, successor=self.next_name)
             if local is not None:  # the memory or the small disk of a host holds what a restart needs, and no more
                 for path in attempt.folder.superseded():
                     self._remove(path)
@@ -163,6 +167,7 @@ class SaveJob:
                     leads=self._leads,
                     is_sparse=self.local is not None,
                     sharing=sharing,
+                    old=None if self.next_name is None else attempt.old,
                 )
                 written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
                 self.snapshot.check()
@@ -261,6 +266,12 @@ class SaveJob:
                 self.earlier = ()
             except LaunchError as error:
                 _log.error("messages of earlier saves stay in the store: %s", error)
+
+    def _remove_discarded(self) -> None:
+        """Remove what this attempt has not taken over, and what was meant for one that was not made."""
+        if self._leads and self.next_name is not None:
+            for path in self.attempt.folder.discarded(self.next_name.rpartition("-")[0]):
+                self._remove(path)
 
     def _remove(self, partial: Path) -> None:
         if not self._leads:

@@ -43,6 +43,7 @@ class Writer:
         leads: whether this rank writes the headers; it makes every file, whether or not it writes data to it.
         is_sparse: whether the files keep holes where other hosts write.
         sharing: assembles columns into whole rows; None writes them row by row.
+        old: a folder that nobody needs, whose files of equal names and sizes are overwritten in place; None for none.
     """
 
     folder: Path
@@ -53,6 +54,7 @@ class Writer:
     leads: bool = True
     is_sparse: bool = False
     sharing: Sharing | None = None
+    old: Path | None = None
 
     def write(
         self, pieces: Sequence[Piece], chunks: Mapping[str, Sequence[Sequence[Chunk]]], snapshot: Snapshot
@@ -227,6 +229,7 @@ class _Target:
         self.path = writer.folder / file.name
         self._folder, self._files, self._file = writer.folder, writer.files, file
         self._writes_header, self._is_sparse = writer.leads, writer.is_sparse
+        self._old = None if writer.old is None else writer.old / file.name
         self._lock = threading.Lock()
         self._users = 0
         self._cached: int | None = None
@@ -268,6 +271,8 @@ class _Target:
             self._files.make_folder(self._folder)  # never its parent: if that is gone, the save must fail
             if self.path.parent != self._folder:
                 self._files.make_folder(self.path.parent)
+            if self._old is not None:
+                self._files.take_over(self._old, self.path, self._file.total_bytes)
         self._cached = self._files.open_for_writing(self.path)
         self._direct = None if self._refuses_direct else self._files.open_direct(self.path)
         if not self._is_reserved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -69,6 +70,15 @@ class Files(FileCalls):
         if os.fstat(descriptor).st_size < total_bytes:
             os.ftruncate(descriptor, total_bytes)
 
+    def take_over(self, old: Path, path: Path, total_bytes: int) -> None:
+        """Make `path` a second name of `old`, a file that nobody needs, so that its blocks are overwritten in place.
+
+        Nothing changes if `path` exists, if `old` has another size, or if the file system cannot do that.
+        """
+        with contextlib.suppress(OSError):  # the file is then made anew, and that reports what is wrong
+            if os.lstat(old).st_size == total_bytes:
+                os.link(old, path, follow_symlinks=False)
+
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
         """Fill `buffer` from `offset`; return the number of bytes read, fewer only at the end of the file."""
         filled = 0
@@ -111,10 +121,10 @@ class Files(FileCalls):
         status = os.statvfs(path)
         return status.f_favail if status.f_files else None
 
-    def allocated_bytes(self, path: Path) -> int:
-        """Return the bytes allocated to the files below `path`; 0 if there are none."""
-        paths = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
-        return sum(os.lstat(file).st_blocks * _BLOCK_BYTES for file in paths)
+    def allocated_bytes(self, *paths: Path) -> int:
+        """Return the bytes allocated to the files below `paths`, to a file of several names once; 0 without files."""
+        found = [os.lstat(os.path.join(f, name)) for path in paths for f, _, names in os.walk(path) for name in names]
+        return sum({(status.st_dev, status.st_ino): status.st_blocks * _BLOCK_BYTES for status in found}.values())
 
 
 def describe_free_space(files: Files, path: Path) -> str:

@@ -25,6 +25,7 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _ANY_ITERATION = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
 _SUPERSEDED = "iter_*.superseded-"
 _LEFTOVER = re.compile(r"\.iter_\d{7,}\..*\.(partial|deleting)")
+_DELETING = re.compile(r"\.iter_\d{7,}\.(.*)\.deleting")
 _MARK = re.compile(r"\.shared\..+\.mark")
 _PARTIAL = re.compile(r"\.iter_(\d{7,})\.(.*)\.partial")
 _REPLACED = re.compile(r"\.(iter_\d{7,})\..*\.replaced")
@@ -184,6 +185,17 @@ class CheckpointFolder:
         self.files.rename(self.iteration(iteration), target)
         self.files.sync_folder(self.root)
         return target
+
+    def discarded(self, name: str) -> list[Path]:
+        """Return the folders that were discarded under the name of an attempt, or by any attempt of a nonce.
+
+        None where the root cannot be listed.
+        """
+        try:
+            matches = [(path, _DELETING.fullmatch(path.name)) for path in sorted(self.root.iterdir())]
+        except OSError:
+            return []
+        return [path for path, match in matches if match and f"{match[1]}-".startswith(f"{name}-")]
 
     def sweep(self) -> list[Path]:
         """Remove the leftovers of dead attempts and interrupted deletions, and return them. Only under the lock.

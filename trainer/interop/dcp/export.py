@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
-from tqdm import tqdm
 
 from models.config import ModelConfig
 from models.families import aliases, generation_config, hf_config, stored_tensors
@@ -26,8 +16,9 @@ from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.config.schema import OptimizerSection
-from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerError
+from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.dcp.names import MOMENTS, STEP
+from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder
 from trainer.interop.formats import ExportOptions
 from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
@@ -36,11 +27,9 @@ from trainer.optimizers import no_decay_names
 from trainer.progress import Progress
 from trainer.run_record import saved_frozen, saved_schedule
 
-_FILE_BYTES = 256 << 20
-
 
 @dataclass(frozen=True, slots=True)
-class _Adam:
+class SavedAdam:
     """The AdamW settings of a parameter group.
 
     `no_decay` names the parameters of the second group, `frozen` those of none.
@@ -72,17 +61,28 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
             fix="Leave --dtype and --tokenizer out: dcp.load casts to the dtype of the tensors it fills.",
         )
     files, source = Files(), of_checkpoint(checkpoint)
-    adam = _saved_adam(checkpoint, source.model) if source.has_optimizer else None
-    counters = _counters(checkpoint)
+    adam = saved_adam(checkpoint, source.model) if source.has_optimizer else None
+    counters = saved_counters(checkpoint)
     with new_output(out, files) as partial:
         files.make_folder(partial)
-        _save(source, _state(source.model, adam, counters), partial)
+        state = _state(source.model, adam, counters)
+        planner = StreamingPlanner(lambda index: _read(source, state.names.get(index.fqn)))
+        write_folder(partial, state.nested, planner, total_bytes=state.total_bytes)
         for name, document in _documents(source.model).items():
             files.write_whole(partial / name, json_file.to_bytes(document))
-        _sync(files, partial)
+        sync_folder(files, partial)
 
 
-def _counters(checkpoint: Checkpoint) -> dict[str, int]:
+def _read(source: StateSource, name: str | None) -> torch.Tensor | None:
+    return None if name is None else source.read(name).to(torch.float32)
+
+
+def saved_counters(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the iteration, and the samples and tokens consumed.
+
+    Raises:
+        CheckpointError: if the state file has none.
+    """
     try:
         progress = Progress.from_record(checkpoint.state)
     except (LookupError, TypeError, ValueError) as error:
@@ -91,13 +91,22 @@ def _counters(checkpoint: Checkpoint) -> dict[str, int]:
     return {name: getattr(progress, name) for name in ("iteration", "consumed_samples", "consumed_tokens")}
 
 
-def _saved_adam(checkpoint: Checkpoint, config: ModelConfig) -> _Adam:
+def saved_adam(checkpoint: Checkpoint, config: ModelConfig, *, to: str = "DCP") -> SavedAdam:
+    """Return the settings of a checkpoint's optimizer.
+
+    Args:
+        to: the format, for messages.
+
+    Raises:
+        CheckpointError: if the state file lacks them.
+        MismatchError: if it is not AdamW.
+    """
     where = checkpoint.path / STATE
     optimizer = checkpoint.state.get("optimizer")
     name = optimizer.get("name") if isinstance(optimizer, Mapping) else None
     if name not in (None, "AdamW"):
         raise MismatchError(
-            "Only the state of AdamW is exported to DCP",
+            f"Only the state of AdamW is exported to {to}",
             where=where,
             expected="AdamW",
             found=name,
@@ -110,21 +119,11 @@ def _saved_adam(checkpoint: Checkpoint, config: ModelConfig) -> _Adam:
         raise CheckpointError("A state file has no learning rate", where=where, found=str(error)) from error
     betas = (adam.adam_beta1, adam.adam_beta2)
     frozen = saved_frozen(checkpoint.state, config, where=where)
-    return _Adam(lr, betas, adam.adam_eps, adam.weight_decay, no_decay_names(config), frozen)
+    return SavedAdam(lr, betas, adam.adam_eps, adam.weight_decay, no_decay_names(config), frozen)
 
 
 def _documents(model: ModelConfig) -> dict[str, dict[str, object]]:
     return {"config.json": hf_config(model), "generation_config.json": generation_config(model)}
-
-
-def _sync(files: Files, folder: Path) -> None:
-    """Make every file durable: torch syncs its metadata before its last buffer is flushed."""
-    for path in sorted(folder.iterdir()):
-        descriptor = files.open_for_reading(path)
-        try:
-            files.sync(descriptor)
-        finally:
-            files.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ class _State:
     total_bytes: int
 
 
-def _state(config: ModelConfig, adam: _Adam | None, counters: Mapping[str, int]) -> _State:
+def _state(config: ModelConfig, adam: SavedAdam | None, counters: Mapping[str, int]) -> _State:
     stored, other = stored_tensors(config), aliases(config)
     names = {f"model.{name}": name for name in stored} | {f"model.{name}": ours for name, ours in other.items()}
     model = {name: _empty(stored[other.get(name, name)].shape) for name in (*stored, *other)}
@@ -159,7 +158,7 @@ def _empty(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
-def _groups(names: list[str], adam: _Adam) -> list[dict[str, Any]]:
+def _groups(names: list[str], adam: SavedAdam) -> list[dict[str, Any]]:
     """Return our two parameter groups with every setting of the installed torch's AdamW.
 
     A torch scheduler adds `initial_lr` to a group: loading with a scheduler requires it, without one it is ignored.
@@ -172,72 +171,3 @@ def _groups(names: list[str], adam: _Adam) -> list[dict[str, Any]]:
         {**settings, "weight_decay": decay, "params": members}
         for decay, members in ((adam.weight_decay, decays), (0.0, rest))
     ]
-
-
-class _Streaming(DefaultSavePlanner):
-    """Gives torch's writer the real tensor of a key only when it writes that key."""
-
-    def __init__(self, read: Callable[[str], torch.Tensor], names: Mapping[str, str], bar: Any) -> None:
-        super().__init__()
-        self._read, self._names, self._bar = read, names, bar
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        name = self._names.get(index.fqn)
-        if name is None:
-            return super().lookup_object(index)
-        tensor = self._read(name).to(torch.float32)
-        self._bar.update(tensor.nbytes)
-        return tensor
-
-
-class _Writer(FileSystemWriter):
-    """Writes several files, one after the other: torch holds the tensors of a file in memory until it is written."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        prefix, results = plan.storage_data, list[WriteResult]()
-        for number, items in enumerate(_bundles(plan.items)):
-            part = replace(plan, items=items, storage_data=replace(prefix, prefix=f"{prefix.prefix}{number}_"))
-            results += super().write_data(part, planner).wait()
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-
-def _bundles(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield the items that are not tensors, then bundles of tensors of at most `_FILE_BYTES` or a single larger one."""
-    yield [item for item in items if item.tensor_storage_size() is None]
-    bundle, bundle_bytes = list[WriteItem](), 0
-    for item in items:
-        item_bytes = item.tensor_storage_size()
-        if item_bytes is None:
-            continue
-        if bundle and bundle_bytes + item_bytes > _FILE_BYTES:
-            yield bundle
-            bundle, bundle_bytes = [], 0
-        bundle.append(item)
-        bundle_bytes += item_bytes
-    if bundle:
-        yield bundle
-
-
-def _save(source: StateSource, state: _State, folder: Path) -> None:
-    with (
-        tqdm(total=state.total_bytes, desc=folder.name, unit="B", unit_scale=True, disable=None, leave=False) as bar,
-        warnings.catch_warnings(),
-    ):
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            planner = _Streaming(source.read, state.names, bar)
-            save(state.nested, storage_writer=_Writer(folder), planner=planner, no_dist=True)
-        except CheckpointException as error:
-            failed, _ = next(iter(error.failures.values()))
-            raise _reason(failed, folder) from None
-
-
-def _reason(failed: BaseException, folder: Path) -> BaseException:
-    """Return the root cause: for a full disk torch only reports an unexpected file position."""
-    reason: BaseException | None = failed
-    while reason is not None and not isinstance(reason, OSError | TrainerError):
-        reason = reason.__cause__ or reason.__context__
-    message = f"{type(failed).__name__}: {failed}"
-    return reason or CheckpointError("Writing failed", where=folder, found=message, fix="Nothing was written.")

@@ -1,22 +1,15 @@
-"""A torch.distributed.checkpoint folder: its metadata, and its values one by one, by key.
-
-The metadata is a pickle. It is read by an unpickler that admits the classes of torch's own metadata and no others.
-"""
+"""A torch.distributed.checkpoint folder: its metadata, and its values one by one, by key."""
 
 from __future__ import annotations
 
 import io
-import math
-import pathlib
-import pickle
-import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,58 +21,18 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from trainer.checkpoint.format.box import Box, intersect
-from trainer.errors import CheckpointError, MismatchError
+from trainer.errors import CheckpointError
+from trainer.interop.dcp.metadata import read_metadata, unsound
 
 METADATA = ".metadata"
 _BLOCK_BYTES = 4 << 20
-_MOST_METADATA_BYTES = 4 << 30  # 200 bytes for each chunk: room for twenty million
-
-_ADMITTED = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-}
-# Older torch writes the folder's own path, which is not used, as a class of the system that wrote it.
-_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
-
-
-class _ForeignClass(pickle.UnpicklingError):
-    """A class that is not admitted."""
-
-
-class _Unpickler(pickle._Unpickler):
-    """Admits the classes of DCP's metadata, `torch.Size`, dtypes and paths, and refuses every other name.
-
-    It is Python's own unpickler written in Python: the one in C allocates memory for any number of values a damaged
-    file names.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch":
-            found = getattr(torch, name, None)
-            if found is torch.Size or isinstance(found, torch.dtype):
-                return found
-        elif module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return pathlib.PurePath
-        elif name in _ADMITTED.get(module, ()):
-            return super().find_class(module, name)
-        raise _ForeignClass(f"{module}.{name}, which is no part of DCP's metadata")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +75,25 @@ class DcpFolder:
         self._load(key, {key: target}, DefaultLoadPlanner())
         return target
 
+    def read_box(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Return a box of a tensor on the CPU, assembled from the chunks that it meets with one in memory at a time.
+
+        Raises:
+            CheckpointError: if a chunk is damaged, or does not hold a tensor.
+        """
+        box = Box(tuple(offset), tuple(shape))
+        self._check_chunks(key, box)
+        target = torch.empty(box.shape, dtype=self.tensors[key].dtype)
+        if target.numel():
+            self._load(key, {key: target}, _BoxPlanner(box, target))
+        return target
+
+    def fragments(self, key: str) -> tuple[int, ...]:
+        """Return the number of distinct offsets of a tensor's chunks in each dimension."""
+        entry = self._metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        return tuple(len({chunk.offsets[dim] for chunk in entry.chunks}) for dim in range(len(entry.size)))
+
     def read_value(self, key: str) -> object:
         """Return a value that is not a tensor, or a 0-d tensor as a number.
 
@@ -134,11 +106,17 @@ class DcpFolder:
         self._load(key, {key: None}, planner)
         return planner.value
 
-    def _check_chunks(self, key: str) -> None:
-        """Compare the checksums in the files of a tensor, which torch writes but ignores when it loads."""
+    def _check_chunks(self, key: str, box: Box | None = None) -> None:
+        """Compare the checksums in the files of a tensor, which torch writes but ignores when it loads.
+
+        Args:
+            box: the part of the tensor whose chunks are meant; by default all of it.
+        """
         entry = self._metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         for chunk in entry.chunks:
+            if box is not None and not intersect(Box(tuple(chunk.offsets), tuple(chunk.sizes)), box).numel:
+                continue
             info = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
             if info.transform_descriptors:
                 continue  # compressed or encrypted: what undoes that checks it
@@ -182,6 +160,28 @@ class _Reader(FileSystemReader):
         return self._shown
 
 
+class _BoxPlanner(DefaultLoadPlanner):
+    """Reads a box of the only key: torch's own planner reads whole tensors."""
+
+    def __init__(self, box: Box, target: torch.Tensor) -> None:
+        super().__init__()
+        self._box, self._target = box, target
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        chunk = ChunkStorageMetadata(torch.Size(self._box.offset), torch.Size(self._box.shape))
+        found = [
+            item
+            for key, entry in self.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+            for item in create_read_items_for_chunk_list(key, entry, [chunk])
+        ]
+        return LoadPlan(found)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._target
+
+
 class _PlainValue(DefaultLoadPlanner):
     """Reads values that are not tensors with `weights_only=True`, unlike torch's own planner: that runs no code."""
 
@@ -217,8 +217,11 @@ def _damaged_part(data: bytes) -> str | None:
     return None
 
 
-def open_folder(path: Path, *, trust_pickle: bool) -> DcpFolder:
+def open_folder(path: Path, *, trust_pickle: bool, with_plans: bool = False) -> DcpFolder:
     """Read and validate the metadata of a DCP folder, and check that all its files exist.
+
+    Args:
+        with_plans: whether the metadata may hold plans of the save, as Megatron-Core's does.
 
     Raises:
         CheckpointError: if `path` is not such a folder, `trust_pickle` is not set, or anything is missing or damaged.
@@ -233,8 +236,8 @@ def open_folder(path: Path, *, trust_pickle: bool) -> DcpFolder:
             fix="If you trust who wrote it, say so with --trust-pickle. Even then nothing is admitted but the classes "
             "of torch's own metadata.",
         )
-    metadata = _read_metadata(file)
-    found = [*_unsound(metadata), *_missing_files(path, metadata)]
+    metadata = read_metadata(file, with_plans=with_plans)
+    found = [*unsound(metadata), *_missing_files(path, metadata)]
     if found:
         shown = "".join(f"\n  {problem}" for problem in found[:20])
         raise CheckpointError("A DCP folder is not whole", where=path, found=f"{len(found)} problems:{shown}")
@@ -259,116 +262,6 @@ def _no_folder(path: Path) -> CheckpointError:
     elif any(path.glob("*.safetensors")):
         fix = "It holds safetensors files: import it as `hf`."
     return CheckpointError("A folder is no DCP checkpoint", where=path, expected=f"a file {METADATA}", fix=fix)
-
-
-def _read_metadata(file: Path) -> Metadata:
-    size = file.stat().st_size
-    if size > _MOST_METADATA_BYTES:
-        raise CheckpointError("A DCP metadata file is too large", where=file, found=f"{size} B")
-    try:
-        with file.open("rb") as stream:
-            metadata = _Unpickler(stream).load()
-    except OSError as error:
-        raise CheckpointError("A DCP metadata file cannot be read", where=file, found=error.strerror) from error
-    except _ForeignClass as error:
-        raise MismatchError(
-            "A DCP metadata file holds more than torch's own classes",
-            where=file,
-            expected="a pickle of torch.distributed.checkpoint.metadata.Metadata and nothing else",
-            found=str(error),
-            fix="Another program than torch wrote it, or a release of torch that is not known here, or it is damaged. "
-            "Where that program can save a Hugging Face folder, import that as `hf`.",
-        ) from None
-    except (
-        pickle.UnpicklingError,
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        EOFError,
-        ImportError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        struct.error,
-    ) as error:
-        raise CheckpointError(
-            "A DCP metadata file cannot be read",
-            where=file,
-            expected="a pickle of torch.distributed.checkpoint.metadata.Metadata",
-            found=f"{str(error) or type(error).__name__}" if size else "an empty file",
-            fix="It is damaged, or its writer was killed; import another checkpoint.",
-        ) from None
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError("A DCP metadata file holds something else", where=file, found=type(metadata).__name__)
-    return metadata
-
-
-def _unsound(metadata: Metadata) -> Iterable[str]:
-    """Yield problems of the metadata: types, and tensors that their chunks do not fill."""
-    table, storage = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
-    if not isinstance(table, dict) or not isinstance(storage, dict):
-        yield "the metadata has no tables of values and of where they lie"
-        return
-    for key, entry in table.items():
-        if not isinstance(key, str):
-            yield f"a key is no string: {key!r}"
-        elif isinstance(entry, TensorStorageMetadata):
-            problem = _unsound_tensor(key, entry, storage)
-            if problem is not None:
-                yield f"{key}: {problem}"
-        elif not isinstance(entry, BytesStorageMetadata):
-            yield f"{key}: neither a tensor nor bytes"
-        elif MetadataIndex(key) not in storage:
-            yield f"{key}: lies nowhere"
-
-
-def _unsound_tensor(key: str, entry: TensorStorageMetadata, storage: dict[Any, Any]) -> str | None:
-    size, chunks = getattr(entry, "size", None), getattr(entry, "chunks", None)
-    properties = getattr(entry, "properties", None)
-    if not (_is_size(size) and isinstance(chunks, list) and isinstance(properties, TensorProperties)):
-        return "no size, chunks or properties"
-    if not isinstance(getattr(properties, "dtype", None), torch.dtype):
-        return "no dtype"
-    filled = dict[tuple[int, ...], tuple[int, ...]]()
-    for chunk in chunks:
-        offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
-        if not (isinstance(chunk, ChunkStorageMetadata) and _is_size(offsets) and _is_size(sizes)):
-            return "a chunk without an offset and a size"
-        inside = zip(offsets, sizes, size, strict=False)
-        if not len(offsets) == len(sizes) == len(size) or any(o + s > n for o, s, n in inside):
-            return f"a chunk at {list(offsets)} of shape {list(sizes)} is not inside {list(size)}"
-        if MetadataIndex(key, offsets) not in storage:
-            return f"the chunk at {list(offsets)} lies nowhere"
-        filled[tuple(offsets)] = tuple(sizes)
-    held = sum(math.prod(sizes) for sizes in filled.values())
-    if held != math.prod(size):
-        return f"its chunks hold {held} of {math.prod(size)} elements"
-    return "its chunks overlap" if _overlap(filled) else None
-
-
-def _overlap(boxes: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Return whether boxes, sizes by offset, share an element.
-
-    Boxes are compared that a sweep over one dimension meets at once; it is the dimension with the most distinct
-    offsets.
-    """
-    if len(boxes) < 2:
-        return False
-    dim = max(range(len(next(iter(boxes)))), key=lambda d: len({offset[d] for offset in boxes}))
-    open_boxes = list[Box]()
-    for box in sorted((Box(*pair) for pair in boxes.items() if math.prod(pair[1])), key=lambda b: b.offset[dim]):
-        open_boxes = [other for other in open_boxes if other.end[dim] > box.offset[dim]]
-        if any(intersect(box, other).numel for other in open_boxes):
-            return True
-        open_boxes.append(box)
-    return False
-
-
-def _is_size(value: object) -> TypeGuard[torch.Size]:
-    return isinstance(value, torch.Size) and all(0 <= n < 2**62 for n in value)
 
 
 def _missing_files(path: Path, metadata: Metadata) -> Iterable[str]:

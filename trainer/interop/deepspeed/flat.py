@@ -21,11 +21,11 @@ import torch
 from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, take
 from trainer.interop.deepspeed.numbered import Numbered, names_of
+from trainer.interop.torch_file import is_plain
 from trainer.json_value import step_count
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = "weights"
-_FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
 Chain = Sequence[torch.Tensor]
 
@@ -288,14 +288,6 @@ def _shapes(table: Table, key: str, where: object) -> list[dict[str, tuple[int, 
     if any(size < 0 for group in found for shape in group.values() for size in shape):
         raise _damaged(where, key, "a size below 0")
     return found
-
-
-def is_plain(value: object) -> bool:
-    """Return whether a tensor is dense floating point with all its numbers in the file."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
-        return False
-    is_there = value.device.type == "cpu" and value.dtype in _FLOATS
-    return is_there and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _tensors(table: Table, key: str, where: object) -> list[torch.Tensor]:

@@ -58,7 +58,7 @@ def open_saved(path: Path) -> DeepSpeedCheckpoint:
         CheckpointError: if files are missing, damaged, or of several saves.
         MismatchError: if it was saved in an unsupported way.
     """
-    folder = _tag(path)
+    folder = tag_of(path)
     names = sorted(entry.name for entry in folder.iterdir())
     _refuse_foreign(folder, names)
     shards = {kind: _ranks(folder, names, kind) for kind in ("model", "optim")}
@@ -75,7 +75,7 @@ def open_saved(path: Path) -> DeepSpeedCheckpoint:
     optimizers = [take(table, "optimizer_state_dict", dict, folder) for table in files]
     if shards["model"] and single:
         raise CheckpointError("A folder holds files of two saves", where=folder, found=f"{single[0]} and shards of it")
-    _check_complete(folder, models, files, {kind: set(found) for kind, found in shards.items()})
+    check_complete(folder, models, files, {kind: set(found) for kind, found in shards.items()})
     return DeepSpeedCheckpoint(folder, models, optimizers, bool(shards["model"]))
 
 
@@ -97,8 +97,13 @@ def take(table: Table, key: object, kind: type[T], where: object) -> T:
     return found
 
 
-def _tag(path: Path) -> Path:
-    """Return the folder of the requested tag."""
+def tag_of(path: Path) -> Path:
+    """Return the folder of the requested tag: `path` itself, or the one named in its file `latest`.
+
+    Raises:
+        CheckpointError: if it is not there.
+        MismatchError: if there is only a universal checkpoint.
+    """
     if not path.is_dir():
         raise no_folder(path)
     latest = path / "latest"
@@ -140,10 +145,17 @@ def _ranks(folder: Path, names: Sequence[str], kind: str) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def _check_complete(
+def check_complete(
     folder: Path, models: Sequence[Table], files: Sequence[Table], ranks: Mapping[str, set[int]]
 ) -> None:
-    """Refuse a folder that lacks a rank's file, or holds files of several versions or runs."""
+    """Refuse a folder that lacks a rank's file, or holds files of several versions or runs.
+
+    Args:
+        ranks: the data-parallel ranks that have a file of each kind, `model` and `optim`.
+
+    Raises:
+        CheckpointError: naming the ranks or versions.
+    """
     counts = [models[0].get("dp_world_size")]
     for table in files:
         counts += _partition_counts(take(table, "optimizer_state_dict", dict, folder))

@@ -12,14 +12,18 @@ import torch
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from trainer.checkpoint.format import json_file
+from trainer.config.schema import batch_schedule_of
 from trainer.errors import CheckpointError, ConfigError, MismatchError
-from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Whole, is_plain, locate
-from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, open_saved, take
+from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Whole, locate
+from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, open_saved, tag_of, take
+from trainer.interop.deepspeed.megatron import is_megatron, read_megatron
 from trainer.interop.finite import require_finite
 from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.hf.config import read_model
 from trainer.interop.hf.folder import CONFIG
+from trainer.interop.megatron.state import as_source
 from trainer.interop.source import StateSource
+from trainer.interop.torch_file import is_plain
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +40,8 @@ _KNOWN = frozenset(
 
 
 def read_source(path: Path, asked: ImportOptions) -> StateSource:
-    """Open a DeepSpeed checkpoint of a model under transformers' names, with at most one prefix.
+    """Open a DeepSpeed checkpoint of a model under transformers' names, with at most one prefix, or one of
+    Megatron-DeepSpeed.
 
     The model is that of the `config.json` beside the tag's folder, as left by transformers' Trainer, otherwise the
     configured one. Weights are the optimizer's float32 copies, otherwise the model's own. Frozen parameters get zero
@@ -58,6 +63,10 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
             fix="If you know who wrote them, add --trust-pickle: torch unpickles them with weights_only=True.",
         )
     try:
+        folder = tag_of(path)
+        if is_megatron(folder):
+            state, described = read_megatron(folder, asked)
+            return as_source(state, described, where=folder)
         saved = open_saved(path)
         model = _model(saved, asked)
         whole = Whole(_whole(saved), _shared(saved))
@@ -214,10 +223,10 @@ def _names(saved: DeepSpeedCheckpoint, shared: Mapping[str, str], model: ModelCo
 
 def _tell_position(samples: object, iteration: int, asked: ImportOptions) -> None:
     """Warn if DeepSpeed counted other samples than a run of ours would at this iteration."""
-    expected = iteration * asked.config.train.global_batch_size
+    expected = batch_schedule_of(asked.config.train).consumed_after(iteration)
     if isinstance(samples, int) and samples != expected:
         _log.warning(
-            f"DeepSpeed counted {samples} samples in {iteration} iterations, where train.global_batch_size makes "
+            f"DeepSpeed counted {samples} samples in {iteration} iterations, where its batch size makes "
             f"{expected}: --consumed-samples={samples} begins behind them"
         )
 
@@ -263,5 +272,8 @@ def _first(names: Collection[str]) -> str:
 
 
 FORMAT = Format(
-    "a folder of DeepSpeed's save_checkpoint, ZeRO stages 0 to 3", read_source, names_model=True, numbers_moments=True
+    "a folder of DeepSpeed's save_checkpoint, ZeRO stages 0 to 3, or of Megatron-DeepSpeed",
+    read_source,
+    names_model=True,
+    numbers_moments=True,
 )

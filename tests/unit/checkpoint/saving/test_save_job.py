@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.fakes import all_ranks
 from tests.unit.checkpoint.commit.test_protocol import contents
@@ -65,6 +69,18 @@ class CountingFiles(Files):
         super().remove_tree(path)
 
 
+class FailingSync(Files):
+    """Files that cannot be synced in one attempt."""
+
+    def __init__(self, attempt: str) -> None:
+        self._attempt = attempt
+
+    def sync(self, descriptor: int) -> None:
+        if f".{self._attempt}.partial" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync(descriptor)
+
+
 def saver(
     channel: StoreChannel, root: Path, nonce: str, *, deaf_to: str = "", files: Files | None = None
 ) -> Checkpointer:
@@ -119,7 +135,7 @@ def test_a_save_costs_no_more_than_the_one_before(tmp_path: Path) -> None:
     def call(channel: StoreChannel) -> list[int]:
         files, counts = CountingFiles(), list[int]()
         checkpointer = saver(channel, tmp_path, "n", files=files)
-        for iteration in range(1, 6):
+        for iteration in range(1, 7):
             files.removed.clear()
             checkpointer.save(iteration, contents(channel.rank, iteration))
             counts.append(len(files.removed))
@@ -127,7 +143,63 @@ def test_a_save_costs_no_more_than_the_one_before(tmp_path: Path) -> None:
         return counts
 
     for counts in all_ranks(2, call):
-        assert len(set(counts[1:])) == 1
+        assert len(set(counts[2:])) == 1  # the third removes the first folder whose files were taken over
+
+
+def test_a_save_overwrites_the_files_of_the_one_it_replaces(tmp_path: Path) -> None:
+    def call(channel: StoreChannel) -> list[dict[str, int]]:
+        checkpointer, found = saver(channel, tmp_path, "n"), list[dict[str, int]]()
+        for iteration in range(1, 6):
+            report = checkpointer.save(iteration, contents(channel.rank, iteration))
+            assert report is not None
+            assert report.error is None
+            found.append({path.name: path.stat().st_ino for path in report.path.glob("*.safetensors")})
+        checkpointer.close()
+        return found
+
+    inodes = all_ranks(2, call)
+    for host, (first, second, third, fourth, fifth) in enumerate(inodes):
+        assert first
+        assert (first, second) == (third, fourth) == (fifth, second)
+        assert not set(first.values()) & set(second.values())
+        assert [path.name for path in (tmp_path / str(host)).iterdir() if path.is_dir()] == ["iter_0000005"]
+        (ours,) = contents(host, 5).live
+        found = load_file(tmp_path / f"{host}/iter_0000005/model.safetensors")[ours.spec.name]
+        rows = slice(ours.box.offset[0], ours.box.end[0])
+        assert torch.equal(found[rows], ours.local)
+
+
+def test_a_failed_save_leaves_no_files_to_take_over(tmp_path: Path) -> None:
+    def call(channel: StoreChannel) -> list[bool]:
+        checkpointer, found = saver(channel, tmp_path, "n", files=FailingSync("n-3")), list[bool]()
+        for iteration in range(1, 6):
+            report = checkpointer.save(iteration, contents(channel.rank, iteration))
+            found.append(report is not None and report.error is None)
+            left = [path for path in (tmp_path / str(channel.rank)).iterdir() if path.name.endswith(".deleting")]
+            assert len(left) == (iteration in (2, 4, 5)), left
+        checkpointer.close()
+        return found
+
+    assert all_ranks(2, call) == [[True, True, False, True, True]] * 2
+
+
+def test_a_shared_folder_takes_no_files_over(tmp_path: Path) -> None:
+    class NoLinks(Files):
+        def take_over(self, old: Path, path: Path, total_bytes: int) -> None:
+            raise AssertionError(path)
+
+    def call(channel: StoreChannel) -> None:
+        policy = SavePolicy(tmp_path, retention=Retention(1))
+        checkpointer = Checkpointer(policy, channel, nonce="n", files=NoLinks())
+        checkpointer.start()
+        for iteration in range(1, 4):
+            report = checkpointer.save(iteration, contents(channel.rank, iteration))
+            assert report is not None
+            assert report.error is None
+        assert not list(tmp_path.glob("*.deleting"))
+        checkpointer.close()
+
+    all_ranks(2, call)
 
 
 def test_files_count_as_sent_only_once_all_have_them() -> None:

@@ -1,4 +1,4 @@
-"""Recognizes checkpoints of Megatron-LM, Megatron-Core and NeMo, which cannot be imported."""
+"""Recognizes checkpoints of Megatron-LM, Megatron-Core and NeMo where another format is expected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def refuse_megatron(path: Path) -> None:
     """Refuse a Megatron checkpoint, or a folder of them, recognized by its files alone: no pickle is read.
 
     Raises:
-        MismatchError: if it is one, with the way to export its weights.
+        MismatchError: if it is one, with the command that imports it.
     """
     if not path.is_dir():
         return
@@ -28,11 +28,10 @@ def refuse_megatron(path: Path) -> None:
         return
     more = f"; and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
     raise MismatchError(
-        "The folder holds a Megatron checkpoint, which this program does not read",
+        "The folder holds a Megatron checkpoint, which has to be imported first",
         where=path,
         found="; ".join(named[:_MOST_NAMED]) + more,
-        fix="This is no sign of damage. Export its weights as a Hugging Face folder with Megatron Bridge "
-        "(AutoBridge.export_ckpt), then run `import hf` on that folder. Moments do not come along.",
+        fix=f"Run `reprise convert import megatron {path} FOLDER --trust-pickle`, and load FOLDER.",
     )
 
 

@@ -1,0 +1,427 @@
+"""Writes a state as Megatron-LM's format `torch` and Megatron-DeepSpeed lay it out over ranks, without either.
+
+Sources: `generate_state_dict` and `get_checkpoint_name` of `megatron/training/checkpointing.py`;
+`_compute_per_buffer_param_layout` and `get_parameter_state_dp_zero` of `megatron/core/optimizer/distrib_optimizer.py`;
+`state_dict_for_save_checkpoint` of `megatron/model/language_model.py`. A tensor of the whole model comes from
+`names.py`, which the tests of `torch_dist` compare with files of Megatron-Core itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.config import Activation, Family, ModelConfig
+from tests.interop import deepspeed_layout
+from trainer.interop.megatron.names import Correspondence, correspondences
+from trainer.interop.source import StateSource
+
+KEYS = ("param", "exp_avg", "exp_avg_sq")
+# The order in which a layer's modules hold their parameters, by their names in Megatron-Core, and their names.
+_NORMS = ("self_attention.linear_qkv.layer_norm", "mlp.linear_fc1.layer_norm")
+_ATTENTION, _MLP = ("self_attention.linear_proj", "self_attention.linear_qkv"), ("mlp.linear_fc1", "mlp.linear_fc2")
+ORDERS = {
+    "local": (_NORMS[0], *_ATTENTION, _NORMS[1], *_MLP),
+    "te": (_ATTENTION[0], _NORMS[0], _ATTENTION[1], _NORMS[1], *_MLP),
+    "newer": (_NORMS[0], *reversed(_ATTENTION), _NORMS[1], *_MLP),
+    "older": (_NORMS[0], *reversed(_ATTENTION), _NORMS[1], *_MLP),
+}
+_OLDER_NORMS = {f"{_NORMS[0]}_": "input_layernorm.", f"{_NORMS[1]}_": "post_attention_layernorm."}
+NAMES = {
+    "local": dict(zip((f"{norm}_" for norm in _NORMS), ("input_layernorm.", "pre_mlp_layernorm."), strict=True)),
+    "te": {},
+    "newer": {
+        f"{_NORMS[0]}_": "input_norm.",
+        f"{_NORMS[1]}_": "post_attention_norm.",
+        "self_attention.linear_qkv.": "self_attention.query_key_value.",
+        "self_attention.linear_proj.": "self_attention.dense.",
+        "linear_fc1.": "dense_h_to_4h.",
+        "linear_fc2.": "dense_4h_to_h.",
+        "final_layernorm.": "final_norm.",
+    },
+    "older": {
+        **_OLDER_NORMS,
+        "self_attention.linear_qkv.": "attention.query_key_value.",
+        "self_attention.linear_proj.": "attention.dense.",
+        "linear_fc1.": "dense_h_to_4h.",
+        "linear_fc2.": "dense_4h_to_h.",
+    },
+}
+# Megatron-DeepSpeed's.
+NAMES["mds"] = {old: new for old, new in (NAMES["newer"] | _OLDER_NORMS).items() if old != "final_layernorm."}
+ORDERS["mds"] = ORDERS["newer"]
+Wholes = Mapping[str, tuple[Correspondence, dict[str, Tensor]]]
+Chunk = Mapping[str, Mapping[str, Tensor]]
+
+
+class Backend(enum.Enum):
+    """A class that is not admitted, as `args` have some."""
+
+    auto = 5
+
+
+@dataclass(frozen=True)
+class Way:
+    """How Megatron was set to train.
+
+    Args:
+        names: `local` and `te` are Megatron-Core's two specs, `newer` and `older` Megatron-LM's own model.
+        version: `checkpoint_version`; the order of the rows of `query_key_value` depends on it.
+        is_distributed: whether the optimizer's state is in flat buckets.
+        bucket: elements after which a bucket ends.
+        form: how the buckets are stored: `coalesced` since April 2024, before as a list with padding.
+        alignment: elements to a multiple of which a parameter begins.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    dp: int = 1
+    names: str = "local"
+    version: float = 3.0
+    is_distributed: bool = True
+    dtype: torch.dtype = torch.float32
+    bucket: int = 1 << 30
+    form: str = "coalesced"
+    alignment: int = 64
+    rows: int = 0
+
+
+def write(folder: Path, source: StateSource, way: Way, **others: Any) -> Path:
+    """Write `folder/iter_<iteration>` and the file that names it; return the former."""
+    path = folder / f"iter_{source.iteration:07d}"
+    wholes = _wholes(source, way)
+    for tp in range(way.tp):
+        for pp in range(way.pp):
+            rank = path / (f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if way.pp > 1 else ""))
+            rank.mkdir(parents=True)
+            chunks = [_chunk(wholes, source.model, way, tp, pp, vpp) for vpp in range(way.vpp)]
+            saved = {
+                "args": _args(source, way, others),
+                "checkpoint_version": way.version,
+                "iteration": source.iteration,
+            }
+            for number, chunk in enumerate(chunks):
+                model = {name: values["param"].to(way.dtype) for name, values in chunk.items()}
+                saved["model" if way.vpp == 1 else f"model{number}"] = _named(
+                    model, way, is_tied=source.model.tie_word_embeddings
+                )
+            saved["optimizer"] = _groups(source) if way.is_distributed else _plain(chunks, source, way)
+            saved["opt_param_scheduler"] = {"max_lr": 0.1, "num_steps": 12}
+            saved["rng_state"] = [{"random_rng_state": (3, (1, 2), None)}]
+            torch.save(saved, rank / "model_optim_rng.pt")
+            if way.is_distributed:
+                torch.save(_buffers(chunks, source.model, way, pp), rank / "distrib_optim.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(source.iteration))
+    return path
+
+
+def _args(source: StateSource, way: Way, others: Mapping[str, Any]) -> argparse.Namespace:
+    model, is_gpt2 = source.model, source.model.family is Family.gpt2
+    return argparse.Namespace(
+        **{
+            "num_layers": model.n_layer,
+            "hidden_size": model.n_embd,
+            "ffn_hidden_size": model.intermediate_size,
+            "num_attention_heads": model.n_head,
+            "num_query_groups": model.n_kv_head,
+            "group_query_attention": model.n_kv_head != model.n_head,
+            "max_position_embeddings": model.max_position_embeddings,
+            "vocab_size": model.vocab_size,
+            "padded_vocab_size": way.rows or model.vocab_size,
+            "norm_epsilon" if way.names != "older" else "layernorm_epsilon": model.norm_eps,
+            "init_method_std": model.initializer_range,
+            "position_embedding_type": "learned_absolute" if is_gpt2 else "rope",
+            "normalization": "LayerNorm" if is_gpt2 else "RMSNorm",
+            "swiglu": not is_gpt2,
+            "add_bias_linear": is_gpt2,
+            "bias_gelu_fusion": model.activation is Activation.gelu_tanh,
+            "rotary_base": int(model.rope_theta),
+            "use_rope_scaling": False,
+            "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "tensor_model_parallel_size": way.tp,
+            "pipeline_model_parallel_size": way.pp,
+            "consumed_train_samples": 12 * source.iteration,
+            "attention_backend": Backend.auto,
+            "params_dtype": way.dtype,
+            **others,
+        }
+    )
+
+
+def _wholes(source: StateSource, way: Way) -> dict[str, tuple[Correspondence, dict[str, Tensor]]]:
+    """Return Megatron's tensors of the whole model by numbered names, each with its moments."""
+    generator, found = torch.Generator().manual_seed(7), {}
+    for one in correspondences(source.model, way.rows or None):
+        values = {}
+        for key in KEYS:
+            ours = [source.read(name if key == "param" else f"{key}.{name}") for name in one.names]
+            tensor = one.join(ours)
+            missing = one.tensor.shape[0] - tensor.shape[0]
+            if missing:  # padding of the vocabulary takes part in training
+                tensor = torch.cat([tensor, torch.rand(missing, tensor.shape[1], generator=generator)])
+            values[key] = tensor.contiguous()
+        found[one.tensor.numbered] = (one, values)
+    if source.model.tie_word_embeddings and way.pp > 1:
+        one, values = found["embedding.word_embeddings.weight"]
+        found["output_layer.weight"] = (one, values)
+    return found
+
+
+def _chunk(
+    wholes: Mapping[str, tuple[Correspondence, dict[str, Tensor]]],
+    model: ModelConfig,
+    way: Way,
+    tp: int,
+    pp: int,
+    vpp: int,
+) -> dict[str, dict[str, Tensor]]:
+    """Return the parts of a rank's chunk in the order of its modules, under its own numbers of layers."""
+    count = model.n_layer // way.pp // way.vpp
+    first = vpp * (model.n_layer // way.vpp) + pp * count
+    names = list(wholes)
+    mine = [name for name in names if name.startswith("embedding.") and (pp, vpp) == (0, 0)]
+    for layer in range(first, first + count):
+        prefix = f"decoder.layers.{layer}."
+        for module in ORDERS[way.names]:
+            mine += [n for n in names if n.startswith(prefix) and _module(n.removeprefix(prefix)) == module]
+    if (pp, vpp) == (way.pp - 1, way.vpp - 1):
+        mine += [name for name in names if name.startswith(("decoder.final_layernorm", "output_layer"))]
+    found = {}
+    for name in mine:
+        one, values = wholes[name]
+        parts = name.split(".")
+        if name.startswith("decoder.layers."):
+            parts[2] = str(int(parts[2]) - first)
+        cut = one.tensor.cut
+        found[".".join(parts)] = {
+            key: _regrouped(_part(value, cut, one.tensor.is_gated, way.tp, tp), name, model, way)
+            for key, value in values.items()
+        }
+    return found
+
+
+def _module(name: str) -> str:
+    """Return the part of a name that says which module it is of: `linear_qkv` and its fused norm are two."""
+    return name.rsplit("_" if "layer_norm_" in name else ".", 1)[0]
+
+
+def _part(tensor: Tensor, cut: int | None, is_gated: bool, tp: int, rank: int) -> Tensor:
+    if cut is None:
+        return tensor
+    if is_gated:
+        return torch.cat([half.chunk(tp)[rank] for half in tensor.chunk(2)])
+    return tensor.chunk(tp, dim=cut)[rank]
+
+
+def _regrouped(tensor: Tensor, name: str, model: ModelConfig, way: Way) -> Tensor:
+    """Return the rows of a fused projection in the order of older versions."""
+    if way.version >= 2 or not name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
+        return tensor.contiguous()
+    heads = tensor.reshape(-1, 3, model.head_width, *tensor.shape[1:])  # q, k, v of each head
+    turned = heads.transpose(0, 1) if way.version == 0 else heads.transpose(1, 2)
+    return turned.reshape(tensor.shape).contiguous()
+
+
+def _named(chunk: Mapping[str, Tensor], way: Way, *, is_tied: bool) -> dict[str, Any]:
+    """Return a chunk as the model's own dictionary."""
+    if way.names in ("local", "te"):
+        found = OrderedDict[str, Any]()
+        for name, tensor in chunk.items():
+            found[_replaced(name, way)] = tensor
+            if name.endswith("linear_proj.weight"):
+                found[name.replace("weight", "_extra_state")] = None
+        return found
+    language: dict[str, Any] = {}
+    top: dict[str, Any] = {"language_model": language}
+    for name, tensor in chunk.items():
+        if name.startswith("embedding."):
+            _, table, kind = name.split(".")
+            language.setdefault("embedding", {})[table] = OrderedDict({kind: tensor})
+        elif name.startswith("decoder."):
+            encoder = "transformer" if way.names == "older" else "encoder"
+            own = _replaced(name.removeprefix("decoder."), way)
+            language.setdefault(encoder, OrderedDict())[own] = tensor
+        elif is_tied:
+            top["word_embeddings_for_head"] = OrderedDict(weight=tensor)
+        else:
+            language["output_layer"] = OrderedDict(weight=tensor)
+    return top
+
+
+def _replaced(name: str, way: Way) -> str:
+    for old, new in NAMES[way.names].items():
+        if old in name:
+            return name.replace(old, new)
+    return name
+
+
+def _order(chunks: Sequence[Chunk]) -> list[list[Mapping[str, Tensor]]]:
+    """Return the parameters of each group of the optimizer: with decay, without."""
+    every = [(name, values) for chunk in chunks for name, values in chunk.items()]
+    decays = [v for n, v in every if v["param"].dim() > 1 and not n.endswith(".bias")]
+    return [decays, [v for n, v in every if v["param"].dim() == 1 or n.endswith(".bias")]]
+
+
+def _plain(chunks: Sequence[Chunk], source: StateSource, way: Way) -> dict[str, Any]:
+    groups, state, tables = _order(chunks), {}, []
+    step = float(source.iteration)
+    for group, decay in zip(groups, (1.0, 0.0), strict=True):
+        numbers = list(range(len(state), len(state) + len(group)))
+        tables.append({"wd_mult": decay, "lr": 0.1, "params": numbers})
+        for number, values in zip(numbers, group, strict=True):
+            state[number] = {"step": torch.tensor(step), **{key: values[key] for key in KEYS[1:]}}
+    found: dict[str, Any] = {"state": state, "param_groups": tables}
+    if way.dtype is torch.float32:
+        return found
+    return {"optimizer": found, "fp32_from_fp16_params": [[values["param"] for values in group] for group in groups]}
+
+
+def _groups(source: StateSource) -> dict[str, Any]:
+    step = float(source.iteration)
+    return {"optimizer": {"param_groups": [{"wd_mult": wd, "lr": 0.1, "step": step} for wd in (1.0, 0.0)]}}
+
+
+def _buffers(chunks: Sequence[Chunk], model: ModelConfig, way: Way, pp: int) -> dict[Any, Any]:
+    """Return `distrib_optim.pt`: for each chunk a buffer of buckets, gathered from the data-parallel ranks."""
+    saved: dict[Any, Any] = {"buckets_coalesced": True} if way.form == "coalesced" else {"per_bucket_numel": []}
+    for number, chunk in enumerate(chunks):
+        buffers: dict[str, Any] = {}
+        for key in KEYS:
+            padded, unpadded = _buckets(chunk, key, model, way)
+            gathered = [torch.cat(bucket.chunk(way.dp)) for bucket in padded]  # the shards of dp ranks
+            if way.form == "coalesced":
+                buffers[key] = torch.cat([b[:size] for b, size in zip(gathered, unpadded, strict=True)])
+                buffers["numel_unpadded"] = sum(unpadded)
+            else:
+                buffers[key] = gathered
+        name = torch.float32 if way.form == "older" else (way.dtype, torch.float32)
+        saved[number] = {name: buffers}
+    return saved
+
+
+def _buckets(chunk: Chunk, key: str, model: ModelConfig, way: Way) -> tuple[list[Tensor], list[int]]:
+    """Return a chunk's buckets with padding, and their numbers of elements without."""
+    padded, unpadded = [], []
+    parts, size = list[Tensor](), 0
+
+    def finish() -> None:
+        nonlocal parts, size
+        end = -size % math.lcm(way.dp, 128)
+        padded.append(torch.cat([*parts, torch.zeros(end)]))
+        unpadded.append(size)
+        parts, size = [], 0
+
+    for name, values in reversed(chunk.items()):
+        is_shared = model.tie_word_embeddings and way.pp > 1 and values["param"].dim() == 2 and "word_emb" in name
+        is_shared |= model.tie_word_embeddings and name == "output_layer.weight"
+        gap = -size % way.alignment
+        parts.append(torch.zeros(gap))
+        size += gap
+        if is_shared and size:
+            finish()
+        parts.append(values[key].reshape(-1))
+        size += values[key].numel()
+        if size >= way.bucket or is_shared:
+            finish()
+    if size:
+        finish()
+    return padded, unpadded
+
+
+def write_deepspeed(folder: Path, source: StateSource, way: Way, *, is_pipe: bool = True, **others: Any) -> Path:
+    """Write `folder/global_step<iteration>` as Megatron-DeepSpeed does at ZeRO 1 or 2; return it.
+
+    Args:
+        is_pipe: whether the model is a `PipelineModule`, which it is unless `--no-pipeline-parallel` was given.
+    """
+    path = folder / f"global_step{source.iteration}"
+    path.mkdir(parents=True)
+    (folder / "latest").write_text(path.name)
+    wholes, prefix = _wholes(source, way), "bf16_" if way.dtype is torch.bfloat16 else ""
+    ours = {"layernorm_epsilon": source.model.norm_eps, "num_experts": [1], "rope_theta": source.model.rope_theta}
+    ours |= {"normalization": "layernorm" if source.model.family is Family.gpt2 else "rmsnorm"}
+    ours |= {"num_key_value_heads": source.model.n_kv_head, "num_query_groups": None, "rotary_base": None}
+    args = _args(source, way, {**ours, **others})
+    for pp in range(way.pp):
+        for tp in range(way.tp):
+            rank = f"mp_rank_{pp * way.tp + tp:02d}"
+            chunk = _chunk(wholes, source.model, way, tp, pp, 0)
+            named = _pipe_names(chunk, source.model, way, pp) if is_pipe else _nested_names(chunk)
+            state = _deepspeed_state(named, source)
+            for name, values in named.items() if is_pipe else ():
+                if not (name.startswith("tied") and pp):  # the first stage alone saves a tied layer
+                    number, rest = ("1", name.split(".", 2)[2]) if name.startswith("tied") else name.split(".", 1)
+                    file = path / f"layer_{int(number):02d}-model_{tp:02d}-model_states.pt"
+                    layer = torch.load(file) if file.exists() else OrderedDict()
+                    torch.save(OrderedDict(layer, **{rest: values["param"].to(way.dtype)}), file)
+            cut = deepspeed_layout.Way(1, way.dp, way.dtype, aligns=way.alignment > 1)
+            groups = deepspeed_layout.groups_of(state, cut)
+            shapes = [OrderedDict((name, state.weights[name].shape) for name in group) for group in groups]
+            own = {name: values["param"].to(way.dtype) for name, values in chunk.items()}
+            table = {
+                "module": None if is_pipe else _named(own, way, is_tied=source.model.tie_word_embeddings),
+                "param_shapes": shapes,
+                "global_steps": source.iteration,
+                "dp_world_size": way.dp,
+                "ds_version": deepspeed_layout.VERSION,
+                "args": args,
+                "checkpoint_version": way.version,
+                "iteration": source.iteration,
+            }
+            torch.save(table, path / f"{rank}_model_states.pt")
+            for dp in range(way.dp):
+                flat = deepspeed_layout.cut_together(state, groups, cut, dp)
+                saved = {"optimizer_state_dict": flat, "ds_version": deepspeed_layout.VERSION}
+                torch.save(saved, path / f"{prefix}zero_pp_rank_{dp}_{rank}_optim_states.pt")
+    return path
+
+
+def _deepspeed_state(named: Chunk, source: StateSource) -> deepspeed_layout.State:
+    weights, *moments = ({name: values[key] for name, values in named.items()} for key in KEYS)
+    step = float(source.iteration)
+    return deepspeed_layout.State(weights, dict(zip(KEYS[1:], moments, strict=True)), step, source.iteration)
+
+
+def _nested_names(chunk: Chunk) -> dict[str, Mapping[str, Tensor]]:
+    """Return a stage under the names of `GPTModel`."""
+    newer = Way(names="mds")
+    found = {}
+    for name, values in chunk.items():
+        own = name.replace("decoder.", "language_model.encoder.", 1)
+        own = f"language_model.{own}" if own.startswith(("embedding.", "output_layer.")) else own
+        found[_replaced(own, newer)] = values
+    return found
+
+
+def _pipe_names(chunk: Chunk, model: ModelConfig, way: Way, pp: int) -> dict[str, Mapping[str, Tensor]]:
+    """Return a stage under the names of `GPTModelPipe`, whose module 0 is a function."""
+    found, first = dict[str, Mapping[str, Tensor]](), 2 + pp * (model.n_layer // way.pp)
+    embedding = "tied_modules.embed." if model.tie_word_embeddings else "1."
+    for name, values in chunk.items():
+        parts = _replaced(name, Way(names="mds")).split(".")
+        if parts[0] == "embedding":
+            found[embedding + ".".join(parts[1:])] = values
+        elif parts[1] == "layers":
+            found[".".join([str(first + int(parts[2])), *parts[3:]])] = values
+        elif parts[1] == "final_layernorm":
+            found[f"{model.n_layer + 2}.{parts[2]}"] = values
+        elif model.tie_word_embeddings:  # the last stage has the whole tied module, with positions that it does not use
+            found["tied_modules.embed.word_embeddings.weight"] = values
+            if model.family is Family.gpt2:
+                shape = (model.max_position_embeddings, model.n_embd)
+                found["tied_modules.embed.position_embeddings.weight"] = dict.fromkeys(KEYS, torch.full(shape, 0.5))
+        else:
+            found[f"{model.n_layer + 3}.lm_head.weight"] = values
+    return found

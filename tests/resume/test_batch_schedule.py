@@ -1,0 +1,101 @@
+"""Runs whose global batch grows, stopped before, on and after each border."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.harness import TINY, curve, launch, run_ok
+
+# Iterations of 4, 4, 4 | 8, 8 | 12, 12, 12 samples: no border is a multiple of a size before it but the first.
+RAMP = ["train.batch_schedule=0:4 12:8 27:12", "train.global_batch_size=12"]
+CONSUMED = [4, 8, 12, 20, 28, 40, 52, 64]
+RUN = [*TINY, "model=gpt2_tiny", *RAMP, "checkpoint.save_interval=1", "checkpoint.max_checkpoint_keep=0"]
+PP2 = ["parallel.pipeline_model_parallel_size=2", "train.micro_batch_size=1"]
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    return [row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "loss_hex" in row]
+
+
+@pytest.mark.parametrize(
+    ("topology", "ranks"),
+    [
+        ([], 1),
+        pytest.param(["parallel.zero_stage=2"], 2, marks=pytest.mark.slow),
+        pytest.param([*PP2, "train.eval_interval=3"], 2, marks=pytest.mark.slow),
+    ],
+    ids=["1 rank", "dp2", "pp2 with evaluations"],
+)
+def test_a_stop_around_a_border_changes_no_bit(tmp_path: Path, topology: list[str], ranks: int) -> None:
+    run = [*RUN, *topology, "train.train_iters=8", "schedule.lr_decay_samples=60", "schedule.lr_warmup_samples=10"]
+    run = [override for override in run if not override.startswith("schedule.lr_warmup_iters")]
+    run_ok(tmp_path / "whole", run, ranks=ranks)
+    whole = curve(tmp_path / "whole")
+    assert [row["consumed_samples"] for row in lines(tmp_path / "whole")] == CONSUMED
+    for stop in (2, 3, 4, 5, 6):
+        run_ok(tmp_path / "stopped", [*run, f"train.exit_interval={stop}"], ranks=ranks)
+        assert len(curve(tmp_path / "stopped")) == stop
+    run_ok(tmp_path / "stopped", run, ranks=ranks)
+    assert curve(tmp_path / "stopped") == whole
+
+
+@pytest.mark.slow
+def test_stages_train_the_curve_of_one_rank(tmp_path: Path) -> None:
+    losses = []
+    for name, topology, ranks in (("one", ["train.micro_batch_size=1"], 1), ("pp2", PP2, 2)):
+        run_ok(tmp_path / name, [*RUN, *topology, "train.train_iters=6"], ranks=ranks)
+        losses.append([row["loss"] for row in lines(tmp_path / name)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_change_at_a_border_and_every_sample_comes_once(tmp_path: Path) -> None:
+    run = [*RUN, "train.batch_schedule=0:12 24:24", "train.global_batch_size=24", "train.train_iters=5"]
+    run_ok(tmp_path / "whole", run, ranks=2)
+    run_ok(tmp_path / "moved", [*run, "train.exit_interval=2"], ranks=2)
+    run_ok(tmp_path / "moved", [*run, "checkpoint.reshard=true"], ranks=3)
+    whole, moved = lines(tmp_path / "whole"), lines(tmp_path / "moved")
+    assert [row["consumed_samples"] for row in moved] == [12, 24, 48, 72, 96]
+    # The samples are the same, so the losses are, within rounding.
+    assert [row["loss"] for row in moved] == pytest.approx([row["loss"] for row in whole], rel=1e-5)
+
+
+def test_a_run_is_as_long_as_its_samples(tmp_path: Path) -> None:
+    run = [override for override in RUN if not override.startswith("schedule.lr_warmup_iters")]
+    run += ["train.train_samples=60", "schedule.lr_warmup_samples=10"]
+    ended = run_ok(tmp_path, [*run, "train.train_iters=3"])
+    assert [row["consumed_samples"] for row in lines(tmp_path)] == CONSUMED[:7]
+    assert "step     7/7" in ended.text
+    assert "the global batch size is 8 after iteration 3, it was 4" in ended.text
+    # Another schedule from here on: 60 - 52 samples are left.
+    changed = [*run, "train.batch_schedule=0:4", "train.global_batch_size=4"]
+    refused = launch(tmp_path, changed)
+    assert not refused.ok
+    assert re.search(r"batch.batch_schedule +saved 0:4 12:8 27:12  current 0:4", refused.text)
+    ended = run_ok(tmp_path, [*changed, "checkpoint.override_batch_size=true"])
+    assert [row["consumed_samples"] for row in lines(tmp_path)] == [*CONSUMED[:7], 56, 60]
+    assert "step     9/9" in ended.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["train.batch_schedule=0:4 12:6"], "train.global_batch_size=12: must be 6, the last size"),
+        (
+            ["train.batch_schedule=0:3 12:12"],
+            "train.batch_schedule=0:3: must be a multiple of train.micro_batch_size=2",
+        ),
+        (["train.batch_schedule=0:4 4:x"], "'4:x' is not SAMPLES:SIZE"),
+        (["parallel.invariant_ranks=2", "train.batch_schedule=0:4 12:12"], "not with parallel.invariant_ranks=2"),
+        (["train.train_samples=3"], "train.train_samples=3: must be at least the 4 samples of one iteration"),
+    ],
+)
+def test_sizes_that_cannot_be_are_named_before_the_start(tmp_path: Path, overrides: list[str], problem: str) -> None:
+    ended = launch(tmp_path, [*RUN, *overrides])
+    assert not ended.ok
+    assert problem in ended.text
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -1,0 +1,218 @@
+"""The metadata of a torch.distributed.checkpoint folder, which is a pickle.
+
+It is read by an unpickler that admits the classes of torch's own metadata and no others.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import pickle
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from trainer.checkpoint.format.box import Box, intersect
+from trainer.errors import CheckpointError, MismatchError
+
+_MOST_METADATA_BYTES = 4 << 30  # 200 bytes for each chunk: room for twenty million
+
+_ADMITTED = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+}
+# Older torch writes the folder's own path, which is not used, as a class of the system that wrote it.
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
+
+
+class _ForeignClass(pickle.UnpicklingError):
+    """A class that is not admitted."""
+
+
+class _Unpickler(pickle._Unpickler):
+    """Admits the classes of DCP's metadata, `torch.Size`, dtypes and paths, and refuses every other name.
+
+    It is Python's own unpickler written in Python: the one in C allocates memory for any number of values a damaged
+    file names.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch":
+            found = getattr(torch, name, None)
+            if found is torch.Size or isinstance(found, torch.dtype):
+                return found
+        elif module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return pathlib.PurePath
+        elif name in _ADMITTED.get(module, ()):
+            return super().find_class(module, name)
+        raise _ForeignClass(f"{module}.{name}, which is no part of DCP's metadata")
+
+
+# Classes of the plans that Megatron stores beside the metadata: not needed, and replaced by a placeholder.
+_PLAN_MODULES = ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch")
+_PLANS = {"BytesIOWriteData", "MCoreSavePlan", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}
+
+
+class _Discarded:
+    """Placeholder for a plan of a save; its content is discarded."""
+
+    def __new__(cls, *_: object, **__: object) -> _Discarded:
+        return super().__new__(cls)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+class _PlansUnpickler(_Unpickler):
+    """Admits the metadata of Megatron-Core too: plans of the save, and its subclass of `Metadata`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _PLAN_MODULES and name in _PLANS:
+            return _Discarded
+        if (module, name) == (_PLAN_MODULES[1], "MCoreMetadata"):
+            return Metadata
+        return super().find_class(module, name)
+
+
+def read_metadata(file: Path, *, with_plans: bool = False) -> Metadata:
+    """Return the metadata in a file.
+
+    Args:
+        with_plans: whether the plans of the save may lie beside it, as Megatron-Core stores them.
+
+    Raises:
+        CheckpointError: if it is damaged or holds something else.
+        MismatchError: if it names other classes.
+    """
+    unpickler: type[_Unpickler] = _PlansUnpickler if with_plans else _Unpickler
+    size = file.stat().st_size
+    if size > _MOST_METADATA_BYTES:
+        raise CheckpointError("A DCP metadata file is too large", where=file, found=f"{size} B")
+    try:
+        with file.open("rb") as stream:
+            metadata = unpickler(stream).load()
+    except OSError as error:
+        raise CheckpointError("A DCP metadata file cannot be read", where=file, found=error.strerror) from error
+    except _ForeignClass as error:
+        raise MismatchError(
+            "A DCP metadata file holds more than torch's own classes",
+            where=file,
+            expected="a pickle of torch.distributed.checkpoint.metadata.Metadata and nothing else",
+            found=str(error),
+            fix="Another program than torch wrote it, or a release of torch that is not known here, or it is damaged. "
+            "Where that program can save a Hugging Face folder, import that as `hf`.",
+        ) from None
+    except (
+        pickle.UnpicklingError,
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        EOFError,
+        ImportError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as error:
+        raise CheckpointError(
+            "A DCP metadata file cannot be read",
+            where=file,
+            expected="a pickle of torch.distributed.checkpoint.metadata.Metadata",
+            found=f"{str(error) or type(error).__name__}" if size else "an empty file",
+            fix="It is damaged, or its writer was killed; import another checkpoint.",
+        ) from None
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError("A DCP metadata file holds something else", where=file, found=type(metadata).__name__)
+    return metadata
+
+
+def unsound(metadata: Metadata) -> Iterable[str]:
+    """Yield problems of the metadata: types, and tensors that their chunks do not fill."""
+    table, storage = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
+    if not isinstance(table, dict) or not isinstance(storage, dict):
+        yield "the metadata has no tables of values and of where they lie"
+        return
+    for key, entry in table.items():
+        if not isinstance(key, str):
+            yield f"a key is no string: {key!r}"
+        elif isinstance(entry, TensorStorageMetadata):
+            problem = _unsound_tensor(key, entry, storage)
+            if problem is not None:
+                yield f"{key}: {problem}"
+        elif not isinstance(entry, BytesStorageMetadata):
+            yield f"{key}: neither a tensor nor bytes"
+        elif MetadataIndex(key) not in storage:
+            yield f"{key}: lies nowhere"
+
+
+def _unsound_tensor(key: str, entry: TensorStorageMetadata, storage: dict[Any, Any]) -> str | None:
+    size, chunks = getattr(entry, "size", None), getattr(entry, "chunks", None)
+    properties = getattr(entry, "properties", None)
+    if not (_is_size(size) and isinstance(chunks, list) and isinstance(properties, TensorProperties)):
+        return "no size, chunks or properties"
+    if not isinstance(getattr(properties, "dtype", None), torch.dtype):
+        return "no dtype"
+    filled = dict[tuple[int, ...], tuple[int, ...]]()
+    for chunk in chunks:
+        offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+        if not (isinstance(chunk, ChunkStorageMetadata) and _is_size(offsets) and _is_size(sizes)):
+            return "a chunk without an offset and a size"
+        inside = zip(offsets, sizes, size, strict=False)
+        if not len(offsets) == len(sizes) == len(size) or any(o + s > n for o, s, n in inside):
+            return f"a chunk at {list(offsets)} of shape {list(sizes)} is not inside {list(size)}"
+        if MetadataIndex(key, offsets) not in storage:
+            return f"the chunk at {list(offsets)} lies nowhere"
+        filled[tuple(offsets)] = tuple(sizes)
+    held = sum(math.prod(sizes) for sizes in filled.values())
+    if held != math.prod(size):
+        return f"its chunks hold {held} of {math.prod(size)} elements"
+    return "its chunks overlap" if _overlap(filled) else None
+
+
+def _overlap(boxes: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Return whether boxes, sizes by offset, share an element.
+
+    Boxes are compared that a sweep over one dimension meets at once; it is the dimension with the most distinct
+    offsets.
+    """
+    if len(boxes) < 2:
+        return False
+    dim = max(range(len(next(iter(boxes)))), key=lambda d: len({offset[d] for offset in boxes}))
+    open_boxes = list[Box]()
+    for box in sorted((Box(*pair) for pair in boxes.items() if math.prod(pair[1])), key=lambda b: b.offset[dim]):
+        open_boxes = [other for other in open_boxes if other.end[dim] > box.offset[dim]]
+        if any(intersect(box, other).numel for other in open_boxes):
+            return True
+        open_boxes.append(box)
+    return False
+
+
+def _is_size(value: object) -> TypeGuard[torch.Size]:
+    return isinstance(value, torch.Size) and all(0 <= n < 2**62 for n in value)

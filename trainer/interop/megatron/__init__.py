@@ -1,0 +1,1 @@
+"""Import and export of checkpoints of Megatron-LM and Megatron-Core."""

@@ -1,0 +1,290 @@
+"""Describes the model of a Megatron checkpoint from the arguments of the program that saved it. Pure.
+
+Megatron-LM saves its parsed command line, `args`, in every checkpoint. Much of a model is in no tensor: the number of
+heads, the form of the GELU, the base of the rotary frequencies, the part of the vocabulary that is padding. Source:
+`megatron/training/arguments.py` (`core_transformer_config_from_args`) of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from models import families
+from models.config import Activation, Family, ModelConfig, RopeScaling
+from trainer.errors import MismatchError
+from trainer.interop.formats import ImportOptions
+
+# Fields of ours and the argument of the same meaning. All must be known, from `args` or from overrides.
+_SIZES = {
+    "n_layer": "num_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
+_NUMBERS = {"norm_eps": "norm_epsilon", "initializer_range": "init_method_std"}
+_GPT2_POSITIONS, _ROTARY = "learned_absolute", "rope"
+_ROTARY_BASE = 10000.0  # Megatron's default
+_NONE = (None, 0, False)
+# Options that none of our models has, with the values that mean that the model has no such thing.
+_LACKING: Mapping[str, tuple[object, ...]] = {
+    "num_experts": _NONE,
+    "multi_latent_attention": _NONE,
+    "apply_residual_connection_post_layernorm": _NONE,
+    "squared_relu": _NONE,
+    "quick_geglu": _NONE,
+    "mtp_num_layers": _NONE,
+    "window_size": _NONE,
+    "softmax_type": (None, "vanilla"),
+    "qk_l2_norm": _NONE,
+    "is_hybrid_model": _NONE,
+    "hybrid_override_pattern": (None, ""),
+    "heterogeneous_layers_config_path": _NONE,
+    "activation_func_clamp_value": _NONE,
+    "glu_linear_offset": _NONE,
+    "attention_output_gate": _NONE,
+    "experimental_attention_variant": _NONE,
+    "no_rope_freq": _NONE,
+    "use_mup": _NONE,
+    "rotary_interleaved": _NONE,
+    "rotary_percent": (None, 1, 1.0),
+    "rotary_seq_len_interpolation_factor": (None, 1, 1.0),
+}
+# The same for options that one family has and the other has not. The first value is the one to expect.
+_GPT2: Mapping[str, tuple[object, ...]] = {
+    "normalization": ("LayerNorm",),
+    "swiglu": (False,),
+    "add_bias_linear": (True,),
+    "qk_layernorm": _NONE,
+    "use_rope_scaling": _NONE,
+}
+_LLAMA: Mapping[str, tuple[object, ...]] = {
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
+    "add_bias_linear": (False,),
+    "add_qkv_bias": _NONE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedModel:
+    """A model of ours that computes as Megatron's does.
+
+    Args:
+        padded_vocab_size: rows of Megatron's embedding, at least `model.vocab_size`.
+        adds_one: whether weights of norms are stored minus 1 (`apply_layernorm_1p`).
+        notes: log lines on differences that the import allows.
+    """
+
+    model: ModelConfig
+    padded_vocab_size: int
+    adds_one: bool = False
+    notes: tuple[str, ...] = field(default=())
+
+
+def describe(args: Mapping[str, Any], rows: int, asked: ImportOptions, *, where: object) -> DescribedModel:
+    """Return the model that `args` describe.
+
+    Fields that `args` lack, as those of programs other than Megatron-LM do, are taken from the overrides
+    `model=...` and `model.KEY=...`.
+
+    Args:
+        args: the attributes of `args`; empty if the checkpoint has none.
+        rows: rows of the embedding in the checkpoint, with padding.
+
+    Raises:
+        MismatchError: listing every option that our models do not have, and every field that nothing names.
+    """
+    family, problems = _family(args, asked)
+    if family is not None:
+        problems += _unsupported(args, family)
+        problems += _unnamed(args, asked)
+    if problems or family is None:
+        raise _refused(problems, where=where)
+    notes = list[str]()
+    vocab_size = _vocab_size(args, rows, asked, notes)
+    model = replace(
+        asked.config.model,
+        family=family,
+        **{ours: args[theirs] for ours, theirs in (_SIZES | _NUMBERS).items() if args.get(theirs) is not None},
+        **_heads(args, asked.config.model),
+        **_positions(args, family, asked),
+        vocab_size=vocab_size,
+    )
+    if "untie_embeddings_and_output_weights" in args:
+        model = replace(model, tie_word_embeddings=not args["untie_embeddings_and_output_weights"])
+    if family is Family.gpt2:
+        model = replace(model, n_kv_head=_groups(args, model), activation=_activation(args, asked, notes))
+    else:
+        model = replace(model, activation=Activation.gelu_tanh)
+    if family is not Family.qwen3:
+        model = replace(model, head_dim=None)
+    model = _tokens(_dropout(model, args, asked, notes), asked, notes)
+    if found := [*families.problems(model), *_width(args, model)]:
+        raise _refused(found, where=where)
+    return DescribedModel(model, rows, bool(args.get("apply_layernorm_1p")), tuple(notes))
+
+
+def _family(args: Mapping[str, Any], asked: ImportOptions) -> tuple[Family | None, list[str]]:
+    positions = args.get("position_embedding_type")
+    if args.get("use_rotary_position_embeddings"):  # the older spelling
+        positions = _ROTARY
+    if positions is None and _is_named(asked, "family"):
+        return asked.config.model.family, []
+    if positions == _GPT2_POSITIONS:
+        return Family.gpt2, []
+    if positions == _ROTARY:
+        return Family.qwen3 if args.get("qk_layernorm") else Family.llama3, []
+    expected = f"{_GPT2_POSITIONS} (GPT-2) or {_ROTARY} (LLaMA-3)"
+    if positions is None:
+        return None, [f"args have no position_embedding_type, {expected}: name the model with model=..."]
+    return None, [f"position_embedding_type={_shown(positions)}: ours are {expected}"]
+
+
+def _unsupported(args: Mapping[str, Any], family: Family) -> Iterator[str]:
+    for name, allowed in {**_LACKING, **(_GPT2 if family is Family.gpt2 else _LLAMA)}.items():
+        if name in args and args[name] not in allowed:
+            wanted = "none of our models has it" if allowed[0] is None else f"{family.value} has {allowed[0]}"
+            yield f"{name}={_shown(args[name])}: {wanted}"
+
+
+def _unnamed(args: Mapping[str, Any], asked: ImportOptions) -> Iterator[str]:
+    """Yield the fields that neither `args` nor overrides name."""
+    rest = {"norm_eps": "norm_epsilon", "tie_word_embeddings": "untie_embeddings_and_output_weights"}
+    for ours, theirs in (_SIZES | rest).items():
+        if args.get(theirs) is None and not _is_named(asked, ours):
+            yield f"args have no {theirs}: set model.{ours}"
+
+
+def _is_named(asked: ImportOptions, key: str) -> bool:
+    """Return whether an override names a field of the model, or a whole model."""
+    names = {override.partition("=")[0].lstrip("+") for override in asked.overrides}
+    return "model" in names or f"model.{key}" in names
+
+
+def _is_set(asked: ImportOptions, key: str) -> bool:
+    """Return whether an override names this field of the model itself."""
+    return any(override.partition("=")[0].lstrip("+") == f"model.{key}" for override in asked.overrides)
+
+
+def _vocab_size(args: Mapping[str, Any], rows: int, asked: ImportOptions, notes: list[str]) -> int:
+    """Return the tokens of our vocabulary, and note the rows that are padding."""
+    named = args.get("vocab_size")
+    true = named if isinstance(named, int) and 0 < named <= rows else None
+    if _is_set(asked, "vocab_size"):
+        chosen = asked.config.model.vocab_size
+        size = chosen if 0 < chosen <= rows else rows  # another one is refused where the two models are compared
+    elif true is None:
+        notes.append(
+            f"args name no vocabulary: all {rows} rows of the embedding are kept, as they took part in Megatron's "
+            "softmax; if some are padding, model.vocab_size=N keeps the first N"
+        )
+        return rows
+    else:
+        size = true
+    if size < rows:
+        notes.append(
+            f"{rows - size} of the embedding's {rows} rows are padding and are dropped; they took part in Megatron's "
+            f"softmax, so a loss is that of Megatron only where they have no probability. model.vocab_size={rows} "
+            "keeps them"
+        )
+    return size
+
+
+def _heads(args: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    found = dict[str, Any]()
+    if (heads := args.get("num_attention_heads")) is not None:
+        groups = args.get("num_query_groups")
+        found["n_kv_head"] = groups if groups and args.get("group_query_attention", True) else heads
+    if args.get("kv_channels") is not None:
+        found["head_dim"] = args["kv_channels"]
+    elif args.get("hidden_size") and heads:
+        found["head_dim"] = args["hidden_size"] // heads
+    else:
+        found["head_dim"] = model.head_dim
+    return found
+
+
+def _groups(args: Mapping[str, Any], model: ModelConfig) -> int:
+    """Return the query groups of a model that must have one for each head; `problems` refuses any other number."""
+    return model.n_kv_head if args.get("num_attention_heads") is not None else model.n_head
+
+
+def _width(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
+    channels = args.get("kv_channels")
+    if channels is not None and channels != model.head_width:
+        yield f"kv_channels={channels}: {model.family.value} has hidden_size / num_attention_heads={model.head_width}"
+
+
+def _positions(args: Mapping[str, Any], family: Family, asked: ImportOptions) -> dict[str, Any]:
+    if family is Family.gpt2:
+        return {"rope_scaling": None}
+    found = dict[str, Any]()
+    if args.get("rotary_base") is not None:
+        found["rope_theta"] = float(args["rotary_base"])
+    elif not _is_named(asked, "rope_theta"):
+        found["rope_theta"] = _ROTARY_BASE
+    if "use_rope_scaling" in args:
+        scaled = RopeScaling(factor=float(args.get("rope_scaling_factor") or 8.0))
+        found["rope_scaling"] = scaled if args["use_rope_scaling"] else None
+    return found
+
+
+def _activation(args: Mapping[str, Any], asked: ImportOptions, notes: list[str]) -> Activation:
+    """Return the form of the GELU: Megatron-Core computes the tanh form where it fuses it with the bias."""
+    if "bias_gelu_fusion" not in args and "openai_gelu" not in args:
+        chosen = asked.config.model.activation
+        if not _is_set(asked, "activation"):
+            notes.append(
+                f"args do not name the form of the GELU: taken as model.activation={chosen.value}. Megatron computes "
+                "gelu_tanh where it fuses bias and GELU (its default), else gelu"
+            )
+        return chosen
+    is_tanh = args.get("bias_gelu_fusion") or (args.get("openai_gelu") and args.get("use_legacy_models"))
+    return Activation.gelu_tanh if is_tanh else Activation.gelu
+
+
+def _dropout(model: ModelConfig, args: Mapping[str, Any], asked: ImportOptions, notes: list[str]) -> ModelConfig:
+    """Return the model with Megatron's dropout, or with that of an override."""
+    hidden, attention = args.get("hidden_dropout"), args.get("attention_dropout")
+    if model.family is not Family.gpt2:
+        if hidden or attention:
+            notes.append(f"hidden_dropout={hidden}, attention_dropout={attention} are not carried: {_NO_DROPOUT}")
+        return replace(model, dropout=0.0)
+    if hidden is None or _is_set(asked, "dropout"):
+        return model
+    if attention not in (None, hidden):
+        notes.append(f"model.dropout={hidden} is hidden_dropout; attention_dropout={attention} is not carried")
+    return replace(model, dropout=float(hidden))
+
+
+_NO_DROPOUT = "the family has no dropout here"
+# Of a vocabulary of this size: the tokens that begin and end a document.
+_TOKENS = {128256: (128000, 128001)}
+
+
+def _tokens(model: ModelConfig, asked: ImportOptions, notes: list[str]) -> ModelConfig:
+    """Return the model with tokens of its vocabulary that begin and end a document: those of overrides, or the last."""
+    begin, end = _TOKENS.get(model.vocab_size, (model.vocab_size - 1,) * 2)
+    chosen: dict[str, Any] = {
+        "bos_token_id": asked.config.model.bos_token_id if _is_set(asked, "bos_token_id") else begin,
+        "eos_token_id": asked.config.model.eos_token_id if _is_set(asked, "eos_token_id") else end,
+    }
+    if not (_is_set(asked, "bos_token_id") and _is_set(asked, "eos_token_id")):
+        listed = " ".join(f"model.{name}={token}" for name, token in chosen.items())
+        notes.append(f"args do not name the tokens that begin and end a document: taken as {listed}")
+    return replace(model, **chosen)
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:80]
+
+
+def _refused(problems: Sequence[str], *, where: object) -> MismatchError:
+    return MismatchError(
+        "A Megatron checkpoint holds a model that is not one of ours, or does not describe it",
+        where=where,
+        found=f"{len(problems)} problems:\n" + "\n".join(f"  {problem}" for problem in problems),
+    )

@@ -1,0 +1,128 @@
+"""Finds parameters in the flat buffers of Megatron's distributed optimizer, which have no names.
+
+A buffer holds the parameters of a stage in the reverse order of `model.parameters()`, in buckets. A parameter begins at
+a multiple of 64 elements of its bucket, or right behind the one before it in older versions. Buckets are stored one by
+one or end to end, with the padding at their ends or without it. Their size is that of a run's settings, so no offset is
+computed here: the master weights in the buffer, rounded, must be the model's own weights, parameter by parameter.
+Moments lie at the offsets of the master weights.
+
+Sources: `_compute_per_buffer_param_layout` and `get_parameter_state_dp_zero` of `distrib_optimizer.py`, and
+`param_and_grad_buffer.py`, in `megatron/core`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from trainer.errors import CheckpointError, MismatchError
+from trainer.interop.finite import require_finite
+from trainer.interop.megatron.shards import RankPiece
+
+_ALIGNMENT = 64  # elements
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of a parameter: the number of a bucket, and its first element there."""
+
+    bucket: int
+    offset: int
+
+    def take(self, buckets: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        """Return a view of the parameter's numbers in the buckets of a key."""
+        return buckets[self.bucket][self.offset : self.offset + prod(shape)].view(*shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A state of the search: the end of a parameter in a bucket, and where the run's bucket begins, modulo 64."""
+
+    bucket: int
+    offset: int
+    base: int
+
+    def next(self, buckets: Sequence[torch.Tensor]) -> list[_End]:
+        """Return the places where the next parameter may begin."""
+        aligned = self.offset + (self.base - self.offset) % _ALIGNMENT
+        found = [_End(self.bucket, aligned, self.base)]
+        if aligned != self.offset:  # a bucket of the run ends here, or nothing is aligned
+            found.append(_End(self.bucket, self.offset, self.offset % _ALIGNMENT))
+        if self.bucket + 1 < len(buckets) and self.offset:
+            found.append(_End(self.bucket + 1, 0, 0))
+        return found
+
+
+def locate(
+    parameters: Mapping[str, RankPiece], buckets: Sequence[torch.Tensor], *, is_padded: bool, where: object
+) -> dict[str, Slot]:
+    """Return the place of every parameter in the buckets of master weights.
+
+    Args:
+        parameters: the parameters of a stage on one rank, in the order of `model.parameters()`.
+        buckets: 1-d tensors of float32 master weights, in order; of one buffer.
+        is_padded: whether numbers that belong to no parameter may follow the last one.
+
+    Raises:
+        CheckpointError: if the numbers at each possible place of a parameter are not its weights.
+        MismatchError: if several places have its weights, so that its moments are not certain.
+    """
+    backwards = list(parameters.items())[::-1]
+    reached: dict[_End, tuple[Slot, ...]] = {_End(0, 0, 0): ()}
+    for name, piece in backwards:
+        weights = piece.read().reshape(-1)
+        begun = dict[_End, list[tuple[Slot, ...]]]()
+        for end, slots in reached.items():
+            for start in end.next(buckets):
+                begun.setdefault(start, []).append((*slots, Slot(start.bucket, start.offset)))
+        found = {start: slots for start, slots in begun.items() if _holds(buckets, start, weights)}
+        if not found:
+            require_finite(weights, where=name)  # NaN is never equal to itself
+            raise CheckpointError(
+                "The optimizer's buffer does not hold the weights of a parameter where it has to",
+                where=f"{where}, {name}",
+                expected=f"{weights.numel()} numbers that round to the model's, at {_listed(begun)}",
+                fix="The files are of several saves, or of a version that lays the buffer out in another way. Take the "
+                "weights alone with --weights-only.",
+            )
+        if any(len(slots) > 1 for slots in found.values()):
+            raise _not_certain(where, name)
+        count = weights.numel()
+        reached = {_End(s.bucket, s.offset + count, s.base): slots[0] for s, slots in found.items()}
+    ends = [slots for end, slots in reached.items() if is_padded or _is_end(buckets, end)]
+    if not ends:
+        raise CheckpointError(
+            "The optimizer's buffer is longer than its parameters",
+            where=where,
+            expected=f"{sum(prod(piece.shape) for piece in parameters.values())} numbers and the gaps between them",
+            found=sum(bucket.numel() for bucket in buckets),
+            fix="The files are of several saves. Take the weights alone with --weights-only.",
+        )
+    if len(ends) > 1:
+        raise _not_certain(where, backwards[-1][0])
+    return {name: slot for (name, _), slot in zip(backwards, ends[0], strict=True)}
+
+
+def _holds(buckets: Sequence[torch.Tensor], start: _End, weights: torch.Tensor) -> bool:
+    found = buckets[start.bucket][start.offset : start.offset + weights.numel()]
+    return found.numel() == weights.numel() and torch.equal(found.to(weights.dtype), weights)
+
+
+def _is_end(buckets: Sequence[torch.Tensor], end: _End) -> bool:
+    return end.bucket == len(buckets) - 1 and end.offset == buckets[end.bucket].numel()
+
+
+def _listed(starts: Mapping[_End, object]) -> str:
+    return " or ".join(f"{start.offset} of bucket {start.bucket}" for start in starts)
+
+
+def _not_certain(where: object, name: str) -> MismatchError:
+    return MismatchError(
+        "It is not certain where the optimizer's buffer holds a parameter",
+        where=f"{where}, {name}",
+        found="the same weights at several possible places",
+        fix="Take the weights alone with --weights-only.",
+    )

@@ -1,0 +1,258 @@
+"""Writes a folder that megatron-core's `dist_checkpointing` loads into a `GPTModel` and its distributed optimizer."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from models.config import Activation, Family, ModelConfig
+from trainer.checkpoint.format import json_file
+from trainer.checkpoint.format.names import STATE
+from trainer.checkpoint.loading.reader import Checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.config.schema import OptimizerSection
+from trainer.errors import ConfigError, MismatchError
+from trainer.interop.dcp.export import SavedAdam, saved_adam, saved_counters
+from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder
+from trainer.interop.formats import ExportOptions
+from trainer.interop.megatron.names import LAYERS, Correspondence, correspondences
+from trainer.interop.megatron.state import MOMENTS
+from trainer.interop.megatron.torch_dist import BACKEND, COMMON, METADATA, TORCH_DIST
+from trainer.interop.new_output import new_output
+from trainer.interop.source import StateSource, of_checkpoint
+from trainer.run_record import saved_schedule
+from trainer.schedule import Schedule
+
+_log = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_SHARDING = "fully_reshardable"
+_MASTERS = "param"  # the optimizer's copy of a weight, in this form of sharding
+_SCALED_FROM = (1.0, 4.0, 8192)  # constants of Megatron's rotary scaling
+# Modules with a state besides tensors; it is empty, but `load` asks for it.
+_EXTRA = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+_Place = tuple[str, tuple[int, ...]]  # a key, and the offset of a chunk
+
+
+def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
+    """Write `out`, a folder of Megatron-LM with one iteration, atomically and with one file's tensors in memory.
+
+    Weights and moments are float32, stacked by layer, without padded vocabulary rows: `load` fills a padded table from
+    the first row on. The optimizer is that of `--use-distributed-optimizer`, in the fully reshardable form.
+
+    Raises:
+        ConfigError: if a dtype other than float32, or a tokenizer, is requested.
+        MismatchError: if Megatron has no such model, or the optimizer is not AdamW.
+        CheckpointError: if `out` exists, the checkpoint is damaged, or the file system fails.
+    """
+    if wanted.dtype is not torch.float32 or wanted.tokenizer is not None:
+        raise ConfigError(
+            "A Megatron folder is written in float32 and without a tokenizer",
+            where=out,
+            fix="Leave --dtype and --tokenizer out: Megatron casts to the dtype of its parameters.",
+        )
+    files, source = Files(), of_checkpoint(checkpoint)
+    _refuse_scaling(source.model, where=checkpoint.path)
+    adam = saved_adam(checkpoint, source.model, to="Megatron") if source.has_optimizer else None
+    where = checkpoint.path / STATE
+    schedule, _ = saved_schedule(checkpoint.state, OptimizerSection(), where=where)
+    counters = saved_counters(checkpoint)
+    common = _common(source.model, adam, schedule, counters)
+    planner = _Planner(source, adam)
+    with new_output(out, files) as partial:
+        folder = partial / f"iter_{counters['iteration']:07d}"
+        files.make_folder(partial)
+        files.make_folder(folder)
+        write_folder(folder, {}, planner, total_bytes=planner.total_bytes)
+        buffer = io.BytesIO()
+        torch.save(common, buffer)
+        files.write_whole(folder / COMMON, buffer.getvalue())
+        files.write_whole(folder / METADATA, json_file.to_bytes(_METADATA))
+        files.write_whole(partial / TRACKER, str(counters["iteration"]).encode())
+        sync_folder(files, folder)
+
+
+_METADATA = {
+    BACKEND: TORCH_DIST,
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def _refuse_scaling(model: ModelConfig, *, where: object) -> None:
+    scaling = model.rope_scaling
+    found = scaling and (
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_max_position_embeddings,
+    )
+    if found and found != _SCALED_FROM:
+        raise MismatchError(
+            "Megatron has no rotary scaling of this form",
+            where=where,
+            expected=f"model.rope_scaling with the constants of LLaMA 3.1, {_SCALED_FROM}",
+            found=found,
+        )
+
+
+class _Planner(StreamingPlanner):
+    """Plans a chunk for every layer of every tensor, and reads each when it is written."""
+
+    def __init__(self, source: StateSource, adam: SavedAdam | None) -> None:
+        super().__init__(self._value, flatten_state_dict=False)
+        self._source = source
+        self._frozen = adam.frozen if adam is not None else frozenset()
+        self._places = dict[_Place, tuple[str, Correspondence]]()
+        self._items = list(self._planned(source.model, (_MASTERS, *MOMENTS) if adam is not None else ()))
+        chunks = [item.tensor_data.chunk for item in self._items if item.tensor_data is not None]
+        self.total_bytes = sum(4 * prod(chunk.sizes) for chunk in chunks)
+        if self._frozen:
+            _log.warning(f"{len(self._frozen)} parameters were frozen: their moments are written as zeros")
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(self._items)
+        return self.plan
+
+    def _planned(self, model: ModelConfig, kinds: tuple[str, ...]) -> Iterator[WriteItem]:
+        found = correspondences(model)
+        for kind in ("", *kinds):
+            root = f"optimizer.state.{kind}." if kind else ""
+            for one in found:
+                layer, shape = one.tensor.layer, one.tensor.shape
+                first = () if layer is None else (layer,)
+                offset = (*first, *(0 for _ in shape))
+                full = shape if layer is None else (model.n_layer, *shape)
+                key = root + one.tensor.stacked
+                self._places[key, offset] = kind, one
+                yield _item(key, offset, (*(1 for _ in first), *shape), full)
+        for layer in range(model.n_layer):
+            for module in _EXTRA:
+                key = f"{LAYERS}.{module}._extra_state/shard_{layer}_{model.n_layer}"
+                yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+
+    def _value(self, index: MetadataIndex) -> Any:
+        if index.offset is None:
+            return [None]
+        offset = tuple(index.offset)
+        kind, one = self._places[index.fqn, offset]
+        tensor = one.join([self._ours(kind, name) for name in one.names])
+        return tensor.reshape(1, *tensor.shape) if one.tensor.layer is not None else tensor
+
+    def _ours(self, kind: str, name: str) -> torch.Tensor:
+        if kind in ("", _MASTERS):
+            return self._source.read(name).to(torch.float32)
+        if name in self._frozen:
+            return torch.zeros_like(self._source.read(name), dtype=torch.float32)
+        return self._source.read(f"{kind}.{name}").to(torch.float32)
+
+
+def _item(key: str, offset: tuple[int, ...], sizes: tuple[int, ...], full: tuple[int, ...]) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=torch.float32), torch.Size(full))
+    return WriteItem(MetadataIndex(key, torch.Size(offset)), WriteItemType.SHARD, tensor_data=data)
+
+
+def _common(
+    model: ModelConfig, adam: SavedAdam | None, schedule: Schedule, counters: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the content of `common.pt`."""
+    iteration, samples = counters["iteration"], counters["consumed_samples"]
+    found: dict[str, Any] = {
+        "args": argparse.Namespace(**_arguments(model), iteration=iteration, consumed_train_samples=samples),
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+    }
+    if adam is None:
+        return found
+    found["content_metadata"]["distrib_optim_sharding_type"] = _SHARDING
+    found["optimizer"] = {
+        "optimizer": {"param_groups": [_group(adam, schedule, iteration, multiple) for multiple in (1.0, 0.0)]},
+        "param_state_sharding_type": _SHARDING,
+    }
+    in_samples = 1.0 if schedule.is_in_samples or not iteration else samples / iteration
+    found["opt_param_scheduler"] = {
+        "max_lr": schedule.lr,
+        "min_lr": schedule.min_lr,
+        "lr_warmup_steps": round(schedule.warmup * in_samples),
+        "lr_decay_steps": round(schedule.decay * in_samples),
+        "lr_decay_style": "WSD" if schedule.style == "wsd" else schedule.style,
+        "num_steps": samples,
+        "start_wd": adam.weight_decay,
+        "end_wd": adam.weight_decay,
+        "wd_incr_steps": 0,
+        "wd_incr_style": "constant",
+    }
+    return found
+
+
+def _group(adam: SavedAdam, schedule: Schedule, iteration: int, wd_mult: float) -> dict[str, Any]:
+    """Return a parameter group with the settings of torch's AdamW and Megatron's own."""
+    settings = dict(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(()))]).param_groups[0])
+    del settings["params"]
+    return {
+        **settings,
+        "lr": adam.lr,
+        "betas": adam.betas,
+        "eps": adam.eps,
+        "weight_decay": adam.weight_decay * wd_mult,
+        "wd_mult": wd_mult,
+        "lr_mult": 1.0,
+        "is_expert_parallel": False,
+        "is_decoupled_lr": False,
+        "default_config": True,
+        "max_lr": schedule.lr,
+        "min_lr": schedule.min_lr,
+        "step": float(iteration),
+    }
+
+
+def _arguments(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of Megatron-LM that describe a model; `arguments.describe` reads them back."""
+    is_gpt2 = model.family is Family.gpt2
+    scaling = model.rope_scaling
+    return {
+        "num_layers": model.n_layer,
+        "hidden_size": model.n_embd,
+        "ffn_hidden_size": model.intermediate_size,
+        "num_attention_heads": model.n_head,
+        "group_query_attention": model.n_kv_head != model.n_head,
+        "num_query_groups": model.n_kv_head,
+        "kv_channels": model.head_width,
+        "max_position_embeddings": model.max_position_embeddings,
+        "position_embedding_type": "learned_absolute" if is_gpt2 else "rope",
+        "add_position_embedding": True,
+        "rotary_base": int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": scaling is not None,
+        "rope_scaling_factor": 8.0 if scaling is None else scaling.factor,
+        "normalization": "LayerNorm" if is_gpt2 else "RMSNorm",
+        "norm_epsilon": model.norm_eps,
+        "apply_layernorm_1p": False,
+        "swiglu": not is_gpt2,
+        "bias_gelu_fusion": is_gpt2 and model.activation is Activation.gelu_tanh,
+        "add_bias_linear": is_gpt2,
+        "add_qkv_bias": False,
+        "qk_layernorm": model.family is Family.qwen3,
+        "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
+        "vocab_size": model.vocab_size,
+        "padded_vocab_size": model.vocab_size,
+        "hidden_dropout": model.dropout,
+        "attention_dropout": model.dropout,
+        "init_method_std": model.initializer_range,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "use_distributed_optimizer": True,
+        "consumed_valid_samples": 0,
+    }

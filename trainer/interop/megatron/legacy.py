@@ -1,0 +1,309 @@
+"""Reads Megatron-LM's format `torch`: a folder `mp_rank_TT[_PPP]` for each rank of tensor and pipeline parallelism.
+
+Sources: `get_checkpoint_name`, `save_checkpoint` and `generate_state_dict` of `megatron/training/checkpointing.py`,
+`save_parameter_state` of `megatron/core/optimizer/distrib_optimizer.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import CheckpointError, MismatchError
+from trainer.interop.formats import ImportOptions
+from trainer.interop.megatron.arguments import DescribedModel, describe
+from trainer.interop.megatron.buckets import locate
+from trainer.interop.megatron.joined import EMBEDDING, MASTERS, Pieces, joined_state
+from trainer.interop.megatron.legacy_names import in_newest_order_of_all, stage_of
+from trainer.interop.megatron.numbered import groups_of, named_state, step_of
+from trainer.interop.megatron.shards import RankPiece, Stage, by_global_name, joined_shape, stage_order
+from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, tell
+from trainer.interop.torch_file import PlainObject, is_plain, open_torch_file
+from trainer.json_value import integer
+
+_log = logging.getLogger(__name__)
+
+Table = Mapping[Any, Any]
+
+_RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?")
+_MODEL, _FLAT = "model_optim_rng.pt", "distrib_optim.pt"
+# Of the distributed optimizer before May 2023: the model beside a folder for each data-parallel rank.
+_SPLIT, _OF_DATA_RANK = "model_rng.pt", "optim.pt"
+_CHUNK = re.compile(r"model(\d*)")
+_MASTER_KEY = "param"
+_MOST_NAMED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """The files of a rank: its model file, and the buffers of the distributed optimizer if it wrote any.
+
+    Args:
+        chunks: the parameters of each virtual stage, in the order of `model.parameters()`, as the file has them.
+    """
+
+    path: Path
+    model: Table
+    flat: Table | None
+    chunks: Sequence[Stage] = field(default=())
+
+
+def is_legacy(path: Path) -> bool:
+    """Return whether a folder is one of an iteration in the format `torch`."""
+    return path.is_dir() and any(_RANK.match(child.name) for child in path.iterdir())
+
+
+def read_legacy(path: Path, asked: ImportOptions) -> tuple[MegatronState, DescribedModel]:
+    """Open the folder of one iteration in the format `torch`. The files are mapped.
+
+    Raises:
+        CheckpointError: if files are missing, damaged, or of several saves.
+        MismatchError: if the model is none of ours, or moments cannot be assigned with certainty.
+    """
+    ranks = _ranks(path, asked)
+    first = ranks[0][0].model
+    args = _arguments(first)
+    stages = [[rank.chunks[chunk] for rank in ranks[stage]] for stage, chunk in _stages(ranks)]
+    weights = by_global_name(stages, where=path)
+    if EMBEDDING not in weights:
+        found = ", ".join(list(weights)[:_MOST_NAMED])
+        raise CheckpointError("The first stage has no embedding", where=path, expected=EMBEDDING, found=found)
+    described = describe(args, joined_shape(weights[EMBEDDING], 0)[0], asked, where=path)
+    kept, step = ({}, None) if asked.weights_only else _optimizer(ranks, path)
+    iteration = _iteration(first, path) if kept else 0
+    if kept and step is None:
+        step = float(iteration)
+        _log.warning(f"the optimizer names no step: taken as that of the iteration, {iteration}")
+    head, version = described.model.head_width, first.get("checkpoint_version")
+    fixed = {
+        key: in_newest_order_of_all(pieces, version, head, where=path) for key, pieces in {"": weights, **kept}.items()
+    }
+    _tell(ranks, path, has_optimizer=bool(kept))
+    tell(first, described)
+    samples = consumed_samples(first, args)
+    state = joined_state(
+        fixed.pop(""), fixed, described, step=step or 0.0, iteration=iteration, consumed_samples=samples, where=path
+    )
+    return state, described
+
+
+def _iteration(table: Table, path: Path) -> int:
+    try:
+        return integer(table.get("iteration"))
+    except ValueError as error:
+        raise CheckpointError("A Megatron checkpoint has no iteration", where=path, found=str(error)) from error
+
+
+# ---- files
+
+
+def _ranks(path: Path, asked: ImportOptions) -> list[list[_Rank]]:
+    """Return the ranks of each stage, by tensor-parallel rank."""
+    names = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("mp_rank_"))
+    split = [name for name in names if (path / name / _OF_DATA_RANK).is_file()]
+    if split and not asked.weights_only:
+        raise MismatchError(
+            "The moments of Megatron-LM's distributed optimizer before May 2023 are not read",
+            where=path / split[0] / _OF_DATA_RANK,
+            fix="Load and save it once with a later version of Megatron-LM, or take the weights alone with "
+            "--weights-only.",
+        )
+    folders = [name for name in names if name not in split]
+    if beyond := [name for name in folders if not _RANK.fullmatch(name)]:
+        raise MismatchError(
+            "A folder is not that of a rank of tensor and pipeline parallelism",
+            where=path / beyond[0],
+            expected="mp_rank_TT or mp_rank_TT_PPP",
+            fix="Experts, whose ranks have a third number, are not read.",
+        )
+    found = {(int(m[1]), int(m[2] or 0)): name for name in folders if (m := _RANK.fullmatch(name))}
+    opened = {place: _open(path / name, with_optimizer=not asked.weights_only) for place, name in found.items()}
+    args = _arguments(opened[(0, 0)].model) if (0, 0) in opened else {}
+    sizes = [
+        max(int(args.get(f"{kind}_model_parallel_size") or 1), 1 + max((place[axis] for place in found), default=0))
+        for axis, kind in enumerate(("tensor", "pipeline"))
+    ]
+    lacking = [(tp, pp) for pp in range(sizes[1]) for tp in range(sizes[0]) if (tp, pp) not in opened]
+    if lacking:
+        shown = ", ".join(
+            f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if sizes[1] > 1 else "") for tp, pp in lacking[:_MOST_NAMED]
+        )
+        raise CheckpointError(
+            "Files of a Megatron checkpoint are missing",
+            where=path,
+            expected=f"those of {sizes[0]} tensor-parallel ranks in each of {sizes[1]} stages",
+            found=f"no {shown}{', ...' if lacking[_MOST_NAMED:] else ''}",
+            fix="Every node writes those of its own ranks: bring them all into this folder.",
+        )
+    ranks = [[opened[(tp, pp)] for tp in range(sizes[0])] for pp in range(sizes[1])]
+    _check_one_save(ranks, path)
+    return ranks
+
+
+def _open(folder: Path, *, with_optimizer: bool) -> _Rank:
+    file = folder / _MODEL
+    if not file.is_file() and (folder / _SPLIT).is_file():
+        file = folder / _SPLIT
+    table = open_torch_file(file, PlainObject)
+    numbered = {match[1]: value for key, value in table.items() if (match := _CHUNK.fullmatch(str(key)))}
+    if not numbered or not all(isinstance(value, Mapping) for value in numbered.values()):
+        raise CheckpointError(
+            "A file of Megatron holds no model",
+            where=file,
+            expected="the dictionary model, or model0, model1, ...",
+            found=", ".join(map(str, list(table)[:_MOST_NAMED])),
+        )
+    ordered = sorted(numbered.items(), key=lambda one: int(one[0] or 0))
+    chunks = [stage_of(value, where=file) for _, value in ordered]
+    has_flat = with_optimizer and (folder / _FLAT).is_file()
+    flat = open_torch_file(folder / _FLAT, PlainObject) if has_flat else None
+    return _Rank(folder, table, flat, chunks)
+
+
+def _check_one_save(ranks: Sequence[Sequence[_Rank]], path: Path) -> None:
+    every = [rank for stage in ranks for rank in stage]
+    for key in ("iteration", "checkpoint_version"):
+        values = {repr(rank.model.get(key)) for rank in every}
+        if len(values) > 1:
+            raise CheckpointError(
+                "The files of a Megatron checkpoint are of several saves", where=path, found=f"{key} {sorted(values)}"
+            )
+    counts = {len(rank.chunks) for rank in every}
+    if len(counts) > 1:
+        raise CheckpointError("Two ranks have another number of virtual stages", where=path, found=sorted(counts))
+    if len({rank.flat is None for rank in every}) > 1:
+        lacking = [rank.path.name for rank in every if rank.flat is None]
+        raise CheckpointError(f"Some ranks lack {_FLAT}", where=path, found=", ".join(lacking[:_MOST_NAMED]))
+
+
+def _stages(ranks: Sequence[Sequence[_Rank]]) -> list[tuple[int, int]]:
+    return stage_order(len(ranks), len(ranks[0][0].chunks))
+
+
+def _arguments(table: Table) -> dict[str, Any]:
+    """Return the attributes of `args`, with the defaults of versions that did not have an argument yet."""
+    args = table.get("args")
+    found = dict(args.attributes) if isinstance(args, PlainObject) else {}
+    if not found:
+        return {}
+    if "norm_epsilon" not in found and "layernorm_epsilon" in found:
+        found["norm_epsilon"] = found["layernorm_epsilon"]
+    older = {"position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False}
+    return {**older, **found}
+
+
+# ---- the optimizer
+
+
+def _optimizer(ranks: Sequence[Sequence[_Rank]], path: Path) -> tuple[dict[str, Pieces], float | None]:
+    """Return the pieces of master weights and moments by global name, and the number of steps."""
+    first = ranks[0][0]
+    if first.model.get("optimizer") is None and first.flat is None:
+        _log.warning(f"{path}: there is no optimizer's state (--no-save-optim); the weights alone are carried")
+        return {}, None
+    found = [[_of_rank(rank) for rank in stage] for stage in ranks]
+    steps = {_step(rank) for stage in ranks for rank in stage}
+    if len(steps) > 1:
+        raise CheckpointError(
+            "The ranks' optimizers made other numbers of steps", where=path, found=sorted(map(str, steps))
+        )
+    kept = dict[str, Pieces]()
+    for key in found[0][0][0]:
+        stages = [[of_rank[chunk][key] for of_rank in found[stage]] for stage, chunk in _stages(ranks)]
+        kept[key] = by_global_name(stages, where=f"{path}, {key}")
+    return kept, steps.pop()
+
+
+def _of_rank(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
+    """Return the pieces of master weights and moments of each chunk of a rank, by name."""
+    if rank.flat is not None:
+        return _of_buffers(rank)
+    return named_state(_optimizer_entry(rank), rank.chunks, where=rank.path / _MODEL)
+
+
+def _optimizer_entry(rank: _Rank) -> Table:
+    found = rank.model.get("optimizer")
+    if not isinstance(found, Mapping):
+        raise MismatchError(
+            "The optimizer's state is not one that is read",
+            where=rank.path / _MODEL,
+            expected="a dictionary",
+            found=type(found).__name__,
+            fix="Several chained optimizers are not read. Take the weights alone with --weights-only.",
+        )
+    return found
+
+
+def _of_buffers(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
+    """Return the pieces in the flat buffers: one buffer for each chunk."""
+    assert rank.flat is not None
+    where = rank.path / _FLAT
+    buffers = [value for key, value in sorted((k, v) for k, v in rank.flat.items() if isinstance(k, int))]
+    if len(buffers) != len(rank.chunks) or not all(isinstance(b, Mapping) and len(b) == 1 for b in buffers):
+        raise MismatchError(
+            "The distributed optimizer has other buffers than one for each chunk of the model",
+            where=where,
+            expected=len(rank.chunks),
+            found=len(buffers),
+            fix="Parameters of several dtypes are not read. Take the weights alone with --weights-only.",
+        )
+    found = []
+    for chunk, (buffer,) in zip(rank.chunks, (tuple(b.values()) for b in buffers), strict=True):
+        flats = {key: _buckets(buffer, key, where) for key in (_MASTER_KEY, *MOMENTS)}
+        masters = flats.pop(_MASTER_KEY)
+        for key, others in flats.items():
+            if [b.numel() for b in others] != [b.numel() for b in masters]:
+                raise CheckpointError("A buffer of moments is not as long as that of weights", where=f"{where}, {key}")
+        slots = locate(chunk, masters, is_padded="numel_unpadded" not in buffer, where=where)
+        one = {MASTERS: masters, **flats}
+        found.append(
+            {
+                key: {n: RankPiece.of(slot.take(buckets, chunk[n].shape)) for n, slot in _in_order(slots, chunk)}
+                for key, buckets in one.items()
+            }
+        )
+    return found
+
+
+def _in_order(slots: Mapping[str, Any], chunk: Stage) -> Iterator[tuple[str, Any]]:
+    return ((name, slots[name]) for name in chunk)
+
+
+def _buckets(buffer: Table, key: str, where: Path) -> list[torch.Tensor]:
+    """Return a buffer's buckets, or what has all of them end to end."""
+    found = buffer.get(key)
+    every = list(found) if isinstance(found, list) else [found]
+    tensors = [tensor for tensor in every if is_plain(tensor) and tensor.dim() == 1]
+    if len(tensors) != len(every):
+        raise CheckpointError(
+            "The distributed optimizer's file lacks a buffer, or the optimizer is not Adam",
+            where=where,
+            expected=f"1-d tensors {key}",
+            found=", ".join(map(str, buffer)),
+            fix="Take the weights alone with --weights-only.",
+        )
+    return tensors
+
+
+def _step(rank: _Rank) -> float | None:
+    entry = _optimizer_entry(rank)
+    inner = entry["optimizer"] if isinstance(entry.get("optimizer"), Mapping) else entry
+    state = inner.get("state")
+    entries = [one for one in state.values() if isinstance(one, Mapping)] if isinstance(state, Mapping) else []
+    return step_of(groups_of(inner, where=rank.path / _MODEL), entries, where=rank.path / _MODEL)
+
+
+def _tell(ranks: Sequence[Sequence[_Rank]], path: Path, *, has_optimizer: bool) -> None:
+    """Log the layout of the checkpoint."""
+    chunks = len(ranks[0][0].chunks)
+    virtual = f", {chunks} virtual stages each" if chunks > 1 else ""
+    kind = "the distributed optimizer" if ranks[0][0].flat is not None else "an unsharded optimizer"
+    carried = f"weights and moments of {kind}" if has_optimizer else "weights alone"
+    sizes = f"{len(ranks[0])} tensor-parallel ranks, {len(ranks)} stages{virtual}"
+    _log.info(f"{path}: Megatron's format torch, {sizes}: {carried}")

@@ -1,0 +1,160 @@
+"""Names the state of Megatron's optimizer without `--use-distributed-optimizer`, which goes by numbers.
+
+A rank's parameters are in two groups: with weight decay, and without, which has biases and vectors. Within a group the
+order is that of `model.parameters()`, chunk by chunk. Source: `_get_param_groups` of `megatron/core/optimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainer.errors import CheckpointError, MismatchError
+from trainer.interop.megatron.joined import MASTERS
+from trainer.interop.megatron.shards import RankPiece, Stage
+from trainer.interop.megatron.state import MOMENTS
+from trainer.interop.torch_file import is_plain
+from trainer.json_value import step_count
+
+Table = Mapping[Any, Any]
+
+_STEP = "step"
+_MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
+
+
+def named_state(optimizer: Table, chunks: Sequence[Stage], *, where: object) -> list[dict[str, dict[str, RankPiece]]]:
+    """Return, for each chunk of a rank, its moments and master weights by name.
+
+    Args:
+        optimizer: the rank's entry `optimizer`.
+        chunks: the rank's weights, a chunk for each virtual stage.
+
+    Raises:
+        CheckpointError: if an entry is missing or malformed.
+        MismatchError: if the numbers do not have the shapes of the parameters, or are of another optimizer than Adam.
+    """
+    inner = optimizer["optimizer"] if isinstance(optimizer.get("optimizer"), Mapping) else optimizer
+    groups, state = groups_of(inner, where=where), inner.get("state")
+    if not isinstance(state, Mapping):
+        raise _damaged(where, "state", type(state).__name__)
+    every = [(number, name) for number, chunk in enumerate(chunks) for name in chunk]
+    ordered = _ordered(groups, state, every, chunks, where=where)
+    found: list[dict[str, dict[str, RankPiece]]] = [{key: {} for key in MOMENTS} for _ in chunks]
+    for number, (chunk, name) in ordered.items():
+        for key in MOMENTS:
+            found[chunk][key][name] = RankPiece.of(state[number][key])
+    masters = next((optimizer[key] for key in _MASTERS if key in optimizer), None)
+    if masters is not None:
+        copies = _copies(masters, groups, where=where)
+        for one in found:
+            one[MASTERS] = {}
+        for number, (chunk, name) in ordered.items():
+            copy = copies.get(number)
+            # A parameter that is float32 itself has no copy.
+            found[chunk][MASTERS][name] = chunks[chunk][name] if copy is None else RankPiece.of(copy)
+    return found
+
+
+def groups_of(inner: Table, *, where: object) -> list[Table]:
+    """Return the groups of parameters of an optimizer.
+
+    Raises:
+        CheckpointError: if they are no list of dictionaries.
+    """
+    groups = inner.get("param_groups")
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, Mapping) for group in groups):
+        raise _damaged(where, "param_groups", type(groups).__name__)
+    return groups
+
+
+def step_of(groups: Sequence[Table], entries: Sequence[Table], *, where: object) -> float | None:
+    """Return the number of steps, which torch keeps for each parameter and Apex for each group; None if neither.
+
+    Raises:
+        CheckpointError: if there are several.
+    """
+    found = set()
+    for table in (*groups, *entries):
+        step = table.get(_STEP)
+        if step is None:
+            continue
+        try:
+            found.add(step_count(step.item() if isinstance(step, torch.Tensor) else step))
+        except (ValueError, RuntimeError) as error:
+            raise _damaged(where, _STEP, repr(step)) from error
+    if len(found) > 1:
+        raise _damaged(where, _STEP, f"several: {sorted(found)}")
+    return found.pop() if found else None
+
+
+def _ordered(
+    groups: Sequence[Table],
+    state: Table,
+    every: Sequence[tuple[int, str]],
+    chunks: Sequence[Stage],
+    *,
+    where: object,
+) -> dict[int, tuple[int, str]]:
+    """Return the chunk and name of every numbered parameter: the only order that fits groups and shapes."""
+    numbers = [list(group.get("params", ())) for group in groups]
+    entries = {n: state.get(n) for group in numbers for n in group}
+    if odd := [n for n, entry in entries.items() if not _is_adam(entry)]:
+        raise MismatchError(
+            "The optimizer has no moments of some parameters, or is not Adam",
+            where=where,
+            expected=" and ".join(MOMENTS),
+            found=f"{len(odd)} of {len(entries)} without them, the first is number {odd[0]}",
+            fix="Take the weights alone with --weights-only.",
+        )
+    decayed = [one for one in every if _decays(one[1], chunks[one[0]][one[1]])]
+    others = [one for one in every if not _decays(one[1], chunks[one[0]][one[1]])]
+    filled = [members for members in numbers if members]
+    # Both orders of the groups occur; a matrix and a vector never have one shape.
+    for groupings in ([decayed, others], [others, decayed], [every]):
+        order = dict(zip(entries, (one for group in groupings for one in group), strict=False))
+        sizes = [len(group) for group in groupings if group]
+        if sizes == [len(members) for members in filled] and all(
+            tuple(state[number][key].shape) == chunks[chunk][name].shape
+            for number, (chunk, name) in order.items()
+            for key in MOMENTS
+        ):
+            return order
+    raise MismatchError(
+        "It is not certain which moments belong to which parameter: Megatron keeps them by number",
+        where=where,
+        expected=f"two groups: {len(decayed)} matrices, {len(others)} biases and vectors, in the shapes of the model",
+        found=f"groups of {' and '.join(str(len(members)) for members in numbers)}",
+        fix="Parameters were frozen or grouped in another way. Take the weights alone with --weights-only.",
+    )
+
+
+def _decays(name: str, piece: RankPiece) -> bool:
+    return len(piece.shape) > 1 and not name.endswith("bias")
+
+
+def _is_adam(entry: object) -> bool:
+    return isinstance(entry, Mapping) and all(is_plain(entry.get(key)) for key in MOMENTS)
+
+
+def _copies(masters: object, groups: Sequence[Table], *, where: object) -> dict[int, torch.Tensor]:
+    """Return the master weights by number."""
+    if not isinstance(masters, list) or len(masters) != len(groups):
+        raise _damaged(where, _MASTERS[0], "not as many groups as the optimizer has")
+    found = dict[int, torch.Tensor]()
+    for group, tensors in zip(groups, masters, strict=True):
+        numbers = list(group.get("params", ()))
+        if len(tensors) not in (0, len(numbers)) or not all(map(is_plain, tensors)):
+            raise _damaged(where, _MASTERS[0], f"{len(tensors)} copies of {len(numbers)} parameters")
+        found |= dict(zip(numbers, (tensor.detach() for tensor in tensors), strict=False))
+    return found
+
+
+def _damaged(where: object, key: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        "An entry of Megatron's optimizer makes no sense",
+        where=f"{where}, {key}",
+        found=found,
+        fix="Take the weights alone with --weights-only.",
+    )

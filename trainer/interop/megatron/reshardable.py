@@ -1,0 +1,252 @@
+"""Reads the optimizer's state of the format `dp_reshardable`: buckets of flat buffers, without names.
+
+For each rank of tensor and pipeline parallelism, and for each chunk of a virtual pipeline, a buffer holds the
+parameters of the stage, in buckets. They lie in the reverse order of `model.parameters()`, each from a multiple of 64
+elements on. The sizes of the buckets are known, so the offsets follow from the order of the parameters, of which there
+are two: that of the local modules, and that of TransformerEngine's, whose norms are part of the linear layers behind
+them. The order is the one whose master weights, rounded, are the model's own; every other parameter is compared when it
+is read.
+
+Source: `sharded_param_state_dp_reshardable` of `megatron/core/optimizer/distrib_optimizer.py`, and
+`megatron/core/distributed/param_and_grad_buffer.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from trainer.errors import CheckpointError, MismatchError
+from trainer.interop.dcp.folder import DcpFolder
+from trainer.interop.megatron.arguments import DescribedModel
+from trainer.interop.megatron.buckets import Slot
+from trainer.interop.megatron.names import MegatronTensor, Shape
+from trainer.interop.megatron.shards import RankPiece, join, stage_order
+
+_KEY = re.compile(
+    r"optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\.dtype_(?P<dtype>\(.+\))"
+    r"\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>\w+)"
+)
+_MASTERS = "param"
+_ALIGNMENTS = (64, 1)  # elements; older versions do not align
+_TABLE, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def is_bucket(key: str) -> bool:
+    """Return whether a key is that of a bucket."""
+    return _KEY.fullmatch(key) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """The buckets of a buffer, in order: the part of the key before the kind, and the number of elements."""
+
+    keys: tuple[str, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The places of all parameters in the buckets of a folder.
+
+    Args:
+        places: for each parameter, by `MegatronTensor.numbered`: its buffer on each tensor-parallel rank, and its place
+            there, the same for all of them.
+    """
+
+    dcp: DcpFolder
+    places: Mapping[str, tuple[Sequence[_Buffer], Slot]]
+
+    @classmethod
+    def open(
+        cls,
+        dcp: DcpFolder,
+        described: DescribedModel,
+        weights: Callable[[MegatronTensor], torch.Tensor],
+        tensors: Sequence[MegatronTensor],
+    ) -> Buckets:
+        """Find every parameter.
+
+        Args:
+            weights: returns a weight of the model, to compare with.
+            tensors: all tensors of the model, in the order of the local modules.
+
+        Raises:
+            MismatchError: if the buckets do not hold the model's parameters in one of the known orders.
+        """
+        table = next(key for key in dcp.tensors if key.endswith(_TABLE))
+        tp = dcp.fragments(table)[0]
+        buffers = _buffers(dcp)
+        if len(buffers) % tp or len({len(group) for group in buffers}) != 1:
+            raise _unknown_layout(dcp, f"{len(buffers)} model-parallel ranks, {tp} of tensor parallelism")
+        stages = len(buffers) // tp
+        tried = list[str]()
+        for order in (_local_order, _fused_order):
+            for alignment in _ALIGNMENTS:
+                found = _places(buffers, order(tensors), described, tp=tp, stages=stages, alignment=alignment)
+                if found is None:
+                    continue
+                buckets = cls(dcp, found)
+                odd = next((t for t in _samples(tensors) if not buckets.matches(t, weights(t))), None)
+                if odd is None:
+                    return buckets
+                tried.append(f"{order.__name__.strip('_')}: other values at {odd.numbered}")
+        raise _unknown_layout(dcp, "; ".join(dict.fromkeys(tried)) or "sizes that no division of the layers explains")
+
+    def read(self, kind: str, tensor: MegatronTensor) -> torch.Tensor:
+        """Return a whole tensor of a kind, joined over tensor parallelism.
+
+        Raises:
+            CheckpointError: if copies on several ranks differ.
+        """
+        buffers, slot = self.places[tensor.numbered]
+        shape = _shard(tensor, len(buffers))
+        pieces = [RankPiece(shape, lambda b=buffer: self._read(b, slot, kind, shape)) for buffer in buffers]  # type: ignore[misc]
+        where = f"{self.dcp.path}, {kind} of {tensor.numbered}"
+        return join(pieces, cut=tensor.cut, is_gated=tensor.is_gated, where=where)
+
+    def _read(self, buffer: _Buffer, slot: Slot, kind: str, shape: Shape) -> torch.Tensor:
+        return self.dcp.read_box(f"{buffer.keys[slot.bucket]}.{kind}", (slot.offset,), (prod(shape),)).view(shape)
+
+    def matches(self, tensor: MegatronTensor, weight: torch.Tensor) -> bool:
+        """Return whether the master weights of a parameter round to the model's own."""
+        try:
+            return torch.equal(self.read(_MASTERS, tensor).to(weight.dtype), weight)
+        except CheckpointError:  # copies differ, as they do at a wrong offset
+            return False
+
+
+def _buffers(dcp: DcpFolder) -> list[list[_Buffer]]:
+    """Return the buffers of each model-parallel rank, one for each chunk of a virtual pipeline."""
+    found = dict[tuple[int, int], dict[int, tuple[str, int]]]()
+    for key, stored in dcp.tensors.items():
+        match = _KEY.fullmatch(key)
+        if match is None or match["kind"] != _MASTERS:
+            continue
+        root = key.removesuffix(f".{_MASTERS}")
+        lacking = [kind for kind in ("exp_avg", "exp_avg_sq") if f"{root}.{kind}" not in dcp.tensors]
+        if lacking or len(stored.shape) != 1:
+            raise _unknown_layout(dcp, f"{root} without {' and '.join(lacking) or 'a flat shape'}")
+        found.setdefault((int(match["group"]), int(match["buffer"])), {})[int(match["bucket"])] = root, stored.shape[0]
+    groups = list[list[_Buffer]]()
+    for (group, buffer), buckets in sorted(found.items()):
+        if group == len(groups):
+            groups.append([])
+        if group != len(groups) - 1 or buffer != len(groups[-1]) or sorted(buckets) != list(range(len(buckets))):
+            raise _unknown_layout(dcp, f"gaps in the numbers of buckets, at group {group}, buffer {buffer}")
+        keys, counts = zip(*(buckets[number] for number in sorted(buckets)), strict=True)
+        groups[-1].append(_Buffer(keys, counts))
+    return groups
+
+
+def _local_order(tensors: Sequence[MegatronTensor]) -> list[MegatronTensor]:
+    return list(tensors)
+
+
+def _fused_order(tensors: Sequence[MegatronTensor]) -> list[MegatronTensor]:
+    """Return the order of TransformerEngine's modules: the first norm of a layer is behind the output projection."""
+    found = list[MegatronTensor]()
+    norms = list[MegatronTensor]()
+    for tensor in tensors:
+        if tensor.name.startswith("self_attention.linear_qkv.layer_norm_"):
+            norms.append(tensor)
+            continue
+        if norms and tensor.name == "self_attention.linear_qkv.weight":
+            found += norms
+            norms = []
+        found.append(tensor)
+    return found
+
+
+def _places(
+    buffers: Sequence[Sequence[_Buffer]],
+    tensors: Sequence[MegatronTensor],
+    described: DescribedModel,
+    *,
+    tp: int,
+    stages: int,
+    alignment: int,
+) -> dict[str, tuple[Sequence[_Buffer], Slot]] | None:
+    """Return the place of every parameter, or None if the sizes of the buckets are not those of this order."""
+    first, found, n_layer = 0, dict[str, tuple[Sequence[_Buffer], Slot]](), described.model.n_layer
+    order = stage_order(stages, len(buffers[0]))
+    for number, (stage, chunk) in enumerate(order):
+        ranks = [buffers[stage * tp + rank][chunk] for rank in range(tp)]
+        if len({rank.counts for rank in ranks}) != 1:
+            return None
+        ends = number == 0, number == len(order) - 1
+        for layers in range(n_layer - first, -1, -1) if not ends[1] else [n_layer - first]:
+            members = _stage(tensors, range(first, first + layers), ends, is_cut=stages > 1)
+            slots = _slots([prod(_shard(tensor, tp)) for tensor in members], ranks[0].counts, alignment)
+            if slots is not None:
+                break
+        else:
+            return None
+        for tensor, slot in zip(reversed(members), slots, strict=True):
+            found.setdefault(tensor.numbered, (ranks, slot))
+        first += layers
+    return found
+
+
+def _stage(
+    tensors: Sequence[MegatronTensor], layers: range, ends: tuple[bool, bool], *, is_cut: bool
+) -> list[MegatronTensor]:
+    """Return the parameters of a stage; the last one of several has a copy of a tied embedding as its output layer."""
+    found = list[MegatronTensor]()
+    for tensor in tensors:
+        if tensor.layer is not None:
+            is_here = tensor.layer in layers
+        else:
+            is_here = ends[0] if tensor.name.startswith("embedding.") else ends[1]
+        if is_here:
+            found.append(tensor)
+    if is_cut and ends[1] and not any(tensor.name == _OUTPUT for tensor in tensors):
+        found.append(next(tensor for tensor in tensors if tensor.name == _TABLE))
+    return found
+
+
+def _slots(counts: Sequence[int], buckets: Sequence[int], alignment: int) -> list[Slot] | None:
+    """Return the place of each parameter, from the last to the first, or None if the buckets do not end where one does.
+
+    Args:
+        counts: elements of the parameters in the order of `model.parameters()`.
+    """
+    found, bucket, at = list[Slot](), 0, 0
+    for count in reversed(counts):
+        begin = -(-at // alignment) * alignment
+        if begin + count > buckets[bucket]:
+            if buckets[bucket] not in (at, begin) or bucket + 1 == len(buckets):
+                return None
+            bucket, begin = bucket + 1, 0
+            if count > buckets[bucket]:
+                return None
+        found.append(Slot(bucket, begin))
+        at = begin + count
+    aligned = -(-at // alignment) * alignment
+    return found if bucket == len(buckets) - 1 and buckets[bucket] in (at, aligned) else None
+
+
+def _shard(tensor: MegatronTensor, tp: int) -> Shape:
+    """Return the shape of a tensor on one rank of tensor parallelism."""
+    return tuple(size // tp if dim == tensor.cut else size for dim, size in enumerate(tensor.shape))
+
+
+def _samples(tensors: Sequence[MegatronTensor]) -> Iterator[MegatronTensor]:
+    """Yield the parameters to compare before anything is written: of the first and the last layer, and of the ends."""
+    last = max(tensor.layer or 0 for tensor in tensors)
+    return (tensor for tensor in tensors if tensor.layer in (0, last, None))
+
+
+def _unknown_layout(dcp: DcpFolder, found: str) -> MismatchError:
+    return MismatchError(
+        "The buckets of Megatron's optimizer do not hold the parameters of the model in a known order",
+        where=dcp.path,
+        expected="master weights that round to the model's own, in the order of the local or of TransformerEngine's "
+        "modules",
+        found=found,
+        fix="Save it with --dist-ckpt-optim-fully-reshardable, or take the weights alone with --weights-only.",
+    )

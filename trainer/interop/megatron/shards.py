@@ -1,0 +1,137 @@
+"""Joins the tensors of Megatron's ranks: from those of tensor and pipeline parallelism to those of the whole model.
+
+Sources: `megatron/core/tensor_parallel/layers.py`, `transformer/mlp.py` and `get_transformer_layer_offset` of
+`transformer/transformer_layer.py`. A rank numbers the layers of a stage from 0. With virtual stages, stage p of chunk v
+comes before stage p + 1, and all stages of chunk v before those of chunk v + 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer.errors import CheckpointError
+
+Shape = tuple[int, ...]
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_MOST_NAMED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RankPiece:
+    """A rank's part of a tensor.
+
+    Args:
+        shape: of the part.
+        read: returns it; a view of a mapped file where possible, so that nothing stays in memory.
+    """
+
+    shape: Shape
+    read: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> RankPiece:
+        """Return a piece that is a tensor, usually one of a mapped file."""
+        return cls(tuple(tensor.shape), lambda: tensor)
+
+
+# The tensors of one rank's stage, by the names that they have there.
+Stage = Mapping[str, RankPiece]
+
+
+def stage_order(stages: int, chunks: int) -> list[tuple[int, int]]:
+    """Return the pairs of a pipeline rank and its chunk in the order of the layers that they hold."""
+    return [(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
+
+
+def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[str, list[RankPiece]]:
+    """Return the pieces of every tensor of the model, by tensor-parallel rank, with layers numbered through the model.
+
+    Args:
+        stages: for each stage, in the order of the layers, the tensors of each tensor-parallel rank, under the names of
+            Megatron-Core's `GPTModel`, whose layers are `decoder.layers.N`.
+
+    Raises:
+        CheckpointError: if the ranks of a stage hold other tensors, layers are missing, or two stages hold one tensor.
+    """
+    found, first = dict[str, list[RankPiece]](), 0
+    for number, ranks in enumerate(stages):
+        names = set(ranks[0])
+        for rank, other in enumerate(ranks):
+            if odd := sorted(names ^ set(other)):
+                raise CheckpointError(
+                    "Two tensor-parallel ranks of a stage hold other tensors",
+                    where=f"{where}, stage {number}, ranks 0 and {rank}",
+                    found=", ".join(odd[:_MOST_NAMED]),
+                    fix="The files are of several saves.",
+                )
+        layers = {int(match[1]) for name in names if (match := _LAYER.fullmatch(name))}
+        if layers != set(range(len(layers))):
+            raise CheckpointError(
+                "Layers of a stage are missing", where=f"{where}, stage {number}", found=f"layers {sorted(layers)}"
+            )
+        for name in ranks[0]:
+            match = _LAYER.fullmatch(name)
+            full = f"decoder.layers.{first + int(match[1])}.{match[2]}" if match else name
+            if full in found:
+                raise CheckpointError("Two stages hold one tensor", where=f"{where}, stage {number}", found=full)
+            found[full] = [rank[name] for rank in ranks]
+        first += len(layers)
+    return found
+
+
+def joined_shape(pieces: Sequence[RankPiece], cut: int | None) -> Shape:
+    """Return the shape of a tensor cut along dimension `cut`; None if every rank holds all of it."""
+    shape = list(pieces[0].shape)
+    if cut is not None and cut < len(shape):
+        shape[cut] = sum(piece.shape[cut] for piece in pieces)
+    return tuple(shape)
+
+
+def join(pieces: Sequence[RankPiece], *, cut: int | None, is_gated: bool, where: object) -> torch.Tensor:
+    """Return a whole tensor from the parts of the tensor-parallel ranks; a view of the first if one part is all of it.
+
+    Args:
+        cut: the dimension along which it is cut; None if every rank holds all of it.
+        is_gated: whether each part is a part of the gate above one of the up projection.
+
+    Raises:
+        CheckpointError: if ranks that hold all of it differ.
+    """
+    if len(pieces) == 1:
+        return pieces[0].read()
+    if cut is None:
+        first = pieces[0].read()
+        for rank, piece in enumerate(pieces[1:], start=1):
+            require_equal(first, piece.read(), what=f"ranks 0 and {rank} of tensor parallelism", where=where)
+        return first
+    parts = [piece.read() for piece in pieces]
+    if is_gated:
+        halves = [part.chunk(2) for part in parts]
+        parts = [half[side] for side in (0, 1) for half in halves]
+    return torch.cat(parts, dim=cut)
+
+
+def require_equal(one: torch.Tensor, other: torch.Tensor, *, what: str, where: object) -> None:
+    """Refuse two copies of a tensor that differ in a bit that is not the sign of a zero.
+
+    Raises:
+        CheckpointError: naming the number of differences.
+    """
+    if one.shape != other.shape or one.dtype != other.dtype:
+        found = f"{list(one.shape)} of {one.dtype}, {list(other.shape)} of {other.dtype}"
+    elif torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num()):
+        return
+    else:
+        found = f"{int((one != other).count_nonzero())} of {one.numel()} numbers differ"
+    raise CheckpointError(
+        f"The copies of a tensor on {what} differ",
+        where=where,
+        expected="the same bits on each",
+        found=found,
+        fix="The ranks of that run drifted apart, or the files are of several saves.",
+    )

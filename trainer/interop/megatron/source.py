@@ -1,0 +1,86 @@
+"""Reads checkpoints of Megatron-LM and Megatron-Core, without either."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.checkpoint.loading.choose import no_folder
+from trainer.errors import CheckpointError, ConfigError, MismatchError
+from trainer.interop.formats import Format, ImportOptions
+from trainer.interop.megatron import export
+from trainer.interop.megatron.export import TRACKER
+from trainer.interop.megatron.legacy import is_legacy, read_legacy
+from trainer.interop.megatron.state import as_source
+from trainer.interop.megatron.torch_dist import METADATA, read_torch_dist
+from trainer.interop.source import StateSource
+
+_RELEASE = "release"
+
+
+def read_source(path: Path, asked: ImportOptions) -> StateSource:
+    """Open a Megatron checkpoint.
+
+    The model is the one that the saved arguments describe; fields that they lack are those of the overrides.
+
+    Args:
+        path: an `iter_` folder, or a folder of them, for the iteration named in `latest_checkpointed_iteration.txt`.
+
+    Raises:
+        ConfigError: if pickles are not trusted.
+        CheckpointError: if files are missing or damaged.
+        MismatchError: if it holds another model, or was saved in an unsupported way.
+    """
+    folder = newest(path)
+    if not asked.trusts_pickle:
+        raise ConfigError(
+            "Megatron's files are pickles",
+            where=folder,
+            fix="If you know who wrote them, add --trust-pickle: no class of theirs is imported and no code is run.",
+        )
+    try:
+        read = read_legacy if is_legacy(folder) else read_torch_dist
+        state, described = read(folder, asked)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            "A Megatron checkpoint has a form that is not known",
+            where=folder,
+            found=repr(error),
+            fix="It is damaged, or its version of Megatron lays it out in another way.",
+        ) from error
+    return as_source(state, described, where=folder)
+
+
+def newest(path: Path) -> Path:
+    """Return the folder of the iteration that a tracker file names, or `path` itself where there is none.
+
+    Raises:
+        CheckpointError: if there is no such folder.
+    """
+    if not path.is_dir():
+        raise no_folder(path)
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        if not (path / METADATA).is_file() and not is_legacy(path):
+            raise MismatchError(
+                "A folder holds no Megatron checkpoint",
+                where=path,
+                expected=f"{TRACKER}, or {METADATA} or mp_rank_00 of an iteration",
+                found=", ".join(sorted(child.name for child in path.iterdir())[:10]) or "nothing",
+            )
+        return path
+    text = tracker.read_bytes()[:100].decode("utf-8", "replace").strip()
+    name = text if text == _RELEASE else f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else None
+    if name is None or not (path / name).is_dir():
+        raise CheckpointError(
+            "The newest iteration of a Megatron folder is not there",
+            where=tracker,
+            expected=f"a number or {_RELEASE!r}, and its folder",
+            found=repr(text),
+            fix="Copy that iteration too, or name the folder of another one.",
+        )
+    return path / name
+
+
+FORMAT = Format(
+    "a checkpoint of Megatron-LM or Megatron-Core (torch_dist, torch)", read_source, export.write, names_model=True
+)

@@ -1,0 +1,135 @@
+"""The state of a Megatron run with its ranks joined, and the same state under our names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from models.families import stored_tensors
+from trainer.errors import CheckpointError
+from trainer.interop.finite import require_finite
+from trainer.interop.megatron.arguments import DescribedModel
+from trainer.interop.megatron.names import MegatronTensor, by_our_name, correspondences, is_norm
+from trainer.interop.source import StateSource
+
+_log = logging.getLogger(__name__)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronState:
+    """Tensors of a Megatron run, each joined over the ranks.
+
+    Args:
+        weights: returns a weight in the model's dtype.
+        masters: returns the optimizer's copy of a weight; None if it has none.
+        moments: returns a moment of a weight by its kind, one of `MOMENTS`; None without the state of an optimizer.
+        step: of the optimizer, the same for all parameters.
+        consumed_samples: samples trained on; None if the checkpoint does not name it.
+    """
+
+    weights: Callable[[MegatronTensor], torch.Tensor]
+    masters: Callable[[MegatronTensor], torch.Tensor] | None
+    moments: Callable[[str, MegatronTensor], torch.Tensor] | None
+    step: float
+    iteration: int
+    consumed_samples: int | None = None
+
+
+def as_source(state: MegatronState, described: DescribedModel, *, where: object) -> StateSource:
+    """Return a state of Megatron as one of ours.
+
+    Weights are the optimizer's copies, which must round to the model's own. At most two of Megatron's tensors are in
+    memory at a time, beside ours.
+    """
+    model = described.model
+    found = by_our_name(correspondences(model, described.padded_vocab_size))
+    names = stored_tensors(model)
+
+    def read(name: str) -> torch.Tensor:
+        if name in names:
+            one = found[name]
+            weight = one.take(name, _weight(state, one.tensor, where=where))
+            return weight.to(torch.float32) + 1 if described.adds_one and is_norm(one.tensor) else weight
+        kind, _, rest = name.partition(".")
+        if kind == _STEP:
+            return torch.tensor(float(state.step))
+        assert state.moments is not None
+        return found[rest].take(rest, state.moments(kind, found[rest].tensor))
+
+    if state.moments is None:
+        return StateSource(model, 0, has_optimizer=False, read=read)
+    return StateSource(model, state.iteration, has_optimizer=True, read=read, consumed_samples=state.consumed_samples)
+
+
+def _weight(state: MegatronState, tensor: MegatronTensor, *, where: object) -> torch.Tensor:
+    own = state.weights(tensor)
+    if state.masters is None:
+        return own
+    master = state.masters(tensor)
+    if not torch.equal(master.to(own.dtype), own):
+        name = f"{where}, {tensor.numbered}"
+        require_finite(master, where=name)  # NaN is never equal to itself
+        require_finite(own, where=name)
+        raise CheckpointError(
+            "The optimizer's copy of a weight differs from the model's",
+            where=name,
+            expected=f"the same numbers, rounded to {own.dtype}",
+            found=f"{int((master.to(own.dtype) != own).count_nonzero())} of {own.numel()} differ",
+            fix="The files are of several saves, or the optimizer's state is laid out in another way.",
+        )
+    return master
+
+
+def consumed_samples(table: Mapping[str, Any], args: Mapping[str, Any]) -> int | None:
+    """Return the samples trained on: those of the arguments, otherwise those of the schedule, which counts samples."""
+    schedule = table.get("opt_param_scheduler")
+    counted = schedule.get("num_steps") if isinstance(schedule, Mapping) else None
+    named = [args.get("consumed_train_samples"), counted]
+    return next((count for count in named if type(count) is int and count >= 0), None)
+
+
+def tell(table: Mapping[str, Any], described: DescribedModel) -> None:
+    """Log the notes on the model, the schedule, which is not carried, and the order of samples, which is not either.
+
+    Args:
+        table: the unsharded part of a checkpoint: `common.pt`, or a rank's file of the format `torch`.
+    """
+    for note in described.notes:
+        _log.warning(note)
+    for line in _settings(table):
+        _log.info(line)
+    _log.warning(
+        "The order of samples is not carried: a run counts on from Megatron's consumed samples, in an order of its own"
+    )
+
+
+def _settings(table: Mapping[str, Any]) -> Iterator[str]:
+    schedule = table.get("opt_param_scheduler")
+    if isinstance(schedule, Mapping):
+        names = ("lr_decay_style", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps")
+        listed = ", ".join(f"{name} {schedule[name]}" for name in names if name in schedule)
+        yield f"the schedule was {listed}, in samples: not carried, the run that continues has its own, schedule.*"
+    for group in sorted({_group(group) for group in parameter_groups(table.get("optimizer"))}):
+        yield f"a group of the optimizer was set to {group}: not carried, see optimizer.*"
+
+
+def _group(group: Mapping[str, Any]) -> str:
+    keys = ("lr", "betas", "eps", "weight_decay")
+    return ", ".join(f"{key} {group[key]}" for key in keys if key in group)
+
+
+def parameter_groups(optimizer: object) -> list[Mapping[str, Any]]:
+    """Return the parameter groups in an optimizer's state, which may be nested."""
+    if not isinstance(optimizer, Mapping):
+        return []
+    groups = optimizer.get("param_groups")
+    if isinstance(groups, list):
+        return [group for group in groups if isinstance(group, Mapping)]
+    return parameter_groups(optimizer.get("optimizer"))

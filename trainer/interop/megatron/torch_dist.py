@@ -1,0 +1,296 @@
+"""Reads the format `torch_dist` of megatron-core's `dist_checkpointing`: a DCP folder beside a file `common.pt`.
+
+Tensors are joined over tensor and pipeline parallelism in the file. The state of the optimizer is under the names of
+the parameters, as full tensors or, of older versions, as flattened ones; or it is in buckets without names
+(`reshardable`). Source: `megatron/core/dist_checkpointing` and `optimizer/distrib_optimizer.py`, release 0.16.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.format import json_file
+from trainer.errors import CheckpointError, MismatchError
+from trainer.interop.dcp.folder import DcpFolder, open_folder
+from trainer.interop.formats import ImportOptions
+from trainer.interop.megatron.arguments import DescribedModel, describe
+from trainer.interop.megatron.names import LAYERS, MegatronTensor, Shape, correspondences
+from trainer.interop.megatron.reshardable import Buckets, is_bucket
+from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, parameter_groups, tell
+from trainer.interop.torch_file import PlainObject, open_torch_file
+from trainer.json_value import step_count
+
+_log = logging.getLogger(__name__)
+
+METADATA, COMMON, BACKEND, TORCH_DIST = "metadata.json", "common.pt", "sharded_backend", "torch_dist"
+_TABLE = "embedding.word_embeddings.weight"
+_STATE = "optimizer.state."
+_MASTERS = ("param", "fp32_param")  # fully_reshardable; the other optimizers
+_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+_MOST_NAMED = 20
+
+
+def read_torch_dist(folder: Path, asked: ImportOptions) -> tuple[MegatronState, DescribedModel]:
+    """Open an `iter_` folder.
+
+    Raises:
+        CheckpointError: if files are missing or damaged, or pickles are not trusted.
+        MismatchError: if it holds another model, or was saved in an unsupported way.
+    """
+    backend = json_file.read(folder / METADATA).get(BACKEND)
+    if backend != TORCH_DIST:
+        raise MismatchError(
+            "A Megatron checkpoint has a form that is not read",
+            where=folder / METADATA,
+            expected=f"{BACKEND} {TORCH_DIST}",
+            found=backend,
+            fix=f"Save it with --ckpt-format {TORCH_DIST}.",
+        )
+    dcp = open_folder(folder, trust_pickle=asked.trusts_pickle, with_plans=True)
+    common = _common(folder)
+    args = common["args"].attributes if isinstance(common.get("args"), PlainObject) else {}
+    prefix = _prefix(dcp)
+    described = describe(args, dcp.tensors[prefix + _TABLE].shape[0], asked, where=folder)
+    files = _Files(dcp, prefix, _is_stacked(dcp, prefix))
+    tensors = [one.tensor for one in correspondences(described.model, described.padded_vocab_size)]
+    _check_model(files, tensors)
+    masters, moments, groups = _optimizer(files, tensors, described, common, asked)
+    tell(common, described)
+    iteration = _iteration(common, folder)
+    state = MegatronState(
+        files.weight,
+        masters,
+        moments,
+        _step(groups, common, iteration, where=folder) if moments is not None else 0.0,
+        iteration,
+        consumed_samples(common, args),
+    )
+    return state, described
+
+
+def _common(folder: Path) -> Mapping[str, Any]:
+    if not (folder / COMMON).is_file():
+        raise CheckpointError(
+            "A file of a Megatron checkpoint is missing",
+            where=folder / COMMON,
+            fix="It holds the iteration and the arguments, and is written by rank 0; copy it too.",
+        )
+    return open_torch_file(folder / COMMON, PlainObject)
+
+
+def _iteration(common: Mapping[str, Any], folder: Path) -> int:
+    found = common.get("iteration")
+    if type(found) is not int or found < 0:
+        raise CheckpointError("A Megatron checkpoint names no iteration", where=folder / COMMON, found=repr(found))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The tensors of a folder, by the model's tensors.
+
+    Args:
+        prefix: of the model's names, such as `module.`.
+        is_stacked: whether all layers of a name are one tensor.
+    """
+
+    dcp: DcpFolder
+    prefix: str
+    is_stacked: bool
+
+    def weight(self, tensor: MegatronTensor) -> torch.Tensor:
+        return self.read("", tensor)
+
+    def key(self, root: str, tensor: MegatronTensor) -> str:
+        return root + self.prefix + (tensor.stacked if self.is_stacked else tensor.numbered)
+
+    def expected(self, tensor: MegatronTensor, layers: int) -> Shape:
+        return (layers, *tensor.shape) if self.is_stacked and tensor.layer is not None else tensor.shape
+
+    def read(self, root: str, tensor: MegatronTensor) -> torch.Tensor:
+        """Return a tensor, one layer of it where layers are stacked, joined from flattened parts where it has such."""
+        key = self.key(root, tensor)
+        is_layer = self.is_stacked and tensor.layer is not None
+        stored = self.dcp.tensors[key].shape
+        if is_layer:
+            assert tensor.layer is not None
+            inner = stored[1:]
+            found = self.dcp.read_box(key, (tensor.layer, *(0 for _ in inner)), (1, *inner)).reshape(inner)
+        else:
+            inner, found = stored, self.dcp.read_tensor(key)
+        return found if inner == tensor.shape else _unflattened(found, tensor.shape)
+
+
+def _unflattened(parts: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return a tensor of `shape` from its parts of a regular grid, each flattened along the last dimension.
+
+    Args:
+        parts: [parts of dimension 0, parts of dimension 1, ..., numbers of a part].
+    """
+    grid = parts.shape[:-1]
+    inner = [size // count for size, count in zip(shape, grid, strict=True)]
+    dims = len(shape)
+    order = [axis for dim in range(dims) for axis in (dim, dims + dim)]
+    return parts.reshape(*grid, *inner).permute(order).reshape(shape)
+
+
+def _is_flattened(stored: Shape, shape: Shape) -> bool:
+    if len(stored) != len(shape) + 1 or prod(stored) != prod(shape):
+        return False
+    return all(count and size % count == 0 for size, count in zip(shape, stored, strict=False))
+
+
+def _prefix(dcp: DcpFolder) -> str:
+    """Return the prefix of the model's names."""
+    found = sorted(key.removesuffix(_TABLE) for key in dcp.tensors if key.endswith(_TABLE) and not _is_optimizers(key))
+    if len(found) != 1:
+        listed = ", ".join(sorted(dcp.tensors)[:5])
+        raise MismatchError(
+            "A Megatron checkpoint holds several models" if found else "A Megatron checkpoint holds no GPT model",
+            where=dcp.path,
+            expected=f"one tensor {_TABLE}, with any prefix",
+            found=", ".join(f"{prefix}{_TABLE}" for prefix in found) or f"{len(dcp.tensors)} tensors: {listed} ...",
+        )
+    return found[0]
+
+
+def _is_optimizers(key: str) -> bool:
+    return key.startswith(("optimizer.", "chained_"))
+
+
+def _is_stacked(dcp: DcpFolder, prefix: str) -> bool:
+    return f"{prefix}{LAYERS}.self_attention.linear_proj.weight" in dcp.tensors
+
+
+def _check_model(files: _Files, tensors: Sequence[MegatronTensor]) -> None:
+    """Refuse a folder with tensors missing, unexpected, or of another shape or kind."""
+    problems = list(_differences(files, "", tensors))
+    expected = {files.key("", tensor) for tensor in tensors}
+    problems += [f"not of the model: {key}" for key in files.dcp.tensors.keys() - expected if not _is_optimizers(key)]
+    if problems:
+        raise MismatchError(
+            "A Megatron checkpoint holds another model",
+            where=files.dcp.path,
+            found=_listed(sorted(problems)),
+            fix="Choose its model by overrides, such as model.n_layer=N or model.tie_word_embeddings=false, where its "
+            "arguments do not.",
+        )
+
+
+def _differences(
+    files: _Files, root: str, tensors: Sequence[MegatronTensor], *, may_be_flat: bool = False
+) -> Iterator[str]:
+    layers, seen = 1 + max(tensor.layer or 0 for tensor in tensors), set[str]()
+    for tensor in tensors:
+        key, shape = files.key(root, tensor), files.expected(tensor, layers)
+        if key in seen:
+            continue
+        seen.add(key)
+        stored = files.dcp.tensors.get(key)
+        if stored is None:
+            yield f"missing: {key}"
+        elif stored.shape != shape and not (may_be_flat and _is_flattened(stored.shape, shape)):
+            yield f"{key}: shape {list(stored.shape)}, expected {list(shape)}"
+        elif stored.dtype not in _FLOATS:
+            yield f"{key}: {stored.dtype}"
+
+
+def _listed(problems: Sequence[str]) -> str:
+    more = ["..."] if len(problems) > _MOST_NAMED else []
+    return f"{len(problems)} differences:\n" + "\n".join(f"  {line}" for line in [*problems[:_MOST_NAMED], *more])
+
+
+def _optimizer(
+    files: _Files,
+    tensors: Sequence[MegatronTensor],
+    described: DescribedModel,
+    common: Mapping[str, Any],
+    asked: ImportOptions,
+) -> tuple[Any, Any, list[Mapping[str, Any]]]:
+    """Return the readers of master weights and of moments, and the parameter groups; None for what there is not."""
+    dcp = files.dcp
+    if asked.weights_only:
+        if any(map(_is_optimizers, dcp.tensors)):
+            _log.warning("not carried, as --weights-only asks: the optimizer's state; the weights are the model's own")
+        return None, None, []
+    if any(key.startswith(f"{_STATE}{MOMENTS[0]}.") for key in dcp.tensors):
+        masters = [kind for kind in _MASTERS if f"{_STATE}{kind}.{files.prefix}{_TABLE}" in dcp.tensors][:1]
+        problems = [
+            problem
+            for kind in (*MOMENTS, *masters)
+            for problem in _differences(files, f"{_STATE}{kind}.", tensors, may_be_flat=True)
+        ]
+        if problems:
+            raise _partial_optimizer(dcp.path, _listed(problems))
+        return (
+            partial(files.read, f"{_STATE}{masters[0]}.") if masters else None,
+            lambda kind, tensor: files.read(f"{_STATE}{kind}.", tensor),
+            parameter_groups(common.get("optimizer")),
+        )
+    if any(is_bucket(key) for key in dcp.tensors):
+        buckets = Buckets.open(dcp, described, files.weight, tensors)
+        return partial(buckets.read, _MASTERS[0]), buckets.read, _saved_groups(dcp)
+    _refuse_others(dcp)
+    return None, None, []
+
+
+def _saved_groups(dcp: DcpFolder) -> list[Mapping[str, Any]]:
+    """Return the parameter groups of an optimizer whose settings are stored for each model-parallel rank."""
+    found = list[Mapping[str, Any]]()
+    for key in sorted(dcp.values):
+        if re.fullmatch(r"optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_0_1", key):
+            value = dcp.read_value(key)
+            for table in value if isinstance(value, list) else [value]:
+                found += parameter_groups(table)
+    return found
+
+
+def _refuse_others(dcp: DcpFolder) -> None:
+    """Refuse the state of an optimizer in a form that is not read."""
+    others = sorted(key for key in (*dcp.tensors, *dcp.values) if _is_optimizers(key))
+    if others:
+        raise _partial_optimizer(dcp.path, f"{len(others)} entries: {', '.join(others[:5])} ...")
+    _log.warning("The checkpoint has no state of the optimizer: the weights are imported alone, as iteration 0")
+
+
+def _partial_optimizer(path: Path, found: str) -> MismatchError:
+    return MismatchError(
+        "A Megatron checkpoint holds the state of its optimizer in a form that is not read",
+        where=path,
+        expected="exp_avg and exp_avg_sq of every parameter by name, or buckets of dp_reshardable",
+        found=found,
+        fix="Save it with --dist-ckpt-optim-fully-reshardable and one Adam for all parameters, or take the weights "
+        "alone with --weights-only.",
+    )
+
+
+def _step(groups: Sequence[Mapping[str, Any]], common: Mapping[str, Any], iteration: int, *, where: object) -> float:
+    """Return the optimizer's steps: one number for all parameters."""
+    found = [group["step"] for group in groups if group.get("step") is not None] + _common_steps(common)
+    try:
+        steps = {step_count(value.item() if isinstance(value, torch.Tensor) else value) for value in found}
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError("A step is no natural number", where=where, found=repr(found)[:200]) from error
+    if len(steps) > 1:
+        raise MismatchError("The steps of a Megatron optimizer differ", where=where, found=sorted(steps))
+    if not steps:
+        _log.warning(f"The optimizer names no step: taken as {iteration}, the iteration")
+    return steps.pop() if steps else float(iteration)
+
+
+def _common_steps(table: object) -> list[Any]:
+    """Return `common_step` of an optimizer that is not distributed."""
+    if not isinstance(table, Mapping):
+        return []
+    state = table.get("state")
+    own = [state["common_step"]] if isinstance(state, Mapping) and "common_step" in state else []
+    return own or _common_steps(table.get("optimizer"))
