@@ -18,7 +18,6 @@ from trainer.compatibility import Difference, Rule, Verdict
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import CheckpointSection, Config, OptimizerSection, batch_schedule_of
 from trainer.data.documents import DocumentMarks
-from trainer.data.section import SampleCut
 from trainer.data_origin import data_record
 from trainer.errors import CheckpointError
 from trainer.json_value import finite_number, integer
@@ -244,9 +243,7 @@ def describe(
         },
         "data": {
             "fingerprint": fingerprint,
-            **data_record(weights or {}),
-            **_cut_record(config),
-            **({} if marks is None else {"document_mask": "index" if marks.end_of_text is None else marks.end_of_text}),
+            **data_record(config.data, weights or {}, marks, micro_batch_size=train.micro_batch_size),
             **({"valid_fingerprint": valid_fingerprint} if valid_fingerprint else {}),
         },
         "evaluation": _evaluation(config),
@@ -259,16 +256,6 @@ def describe(
         "precision": {"dtype": train.dtype.value},
         "environment": environment,
     }
-
-
-def _cut_record(config: Config) -> Json:
-    """Return the cut of samples where it is not the usual one.
-
-    The loss of a micro batch of padded samples is the mean over its targets, so its size is a part of the data too.
-    """
-    if config.data.samples is SampleCut.across_documents:
-        return {}
-    return {"samples": config.data.samples.value, "micro_batch_size": config.train.micro_batch_size}
 
 
 def _evaluation(config: Config) -> Json:
