@@ -35,7 +35,7 @@ from trainer.config.schema import (
     topology_of,
 )
 from trainer.data.batches import BlendedSamples, Samples
-from trainer.data.blend import MOST_PERIOD, Blend
+from trainer.data.blend import Blend
 from trainer.data.loader import BatchLoader
 from trainer.data.section import SampleCut
 from trainer.data.text import open_encoder, prompt_tokens
@@ -242,12 +242,15 @@ def _build_loaders(
 
 
 def _build_blend(data: RunData, cluster: Cluster) -> Blend:
-    blend = Blend(list(data.weights.values()))
-    if not blend.is_exact and cluster.rank == 0:
-        shares = ", ".join(f"{share.numerator}/{share.denominator}" for share in blend.shares)
-        _log.warning(
-            f"data.train: the weights have no common period of {MOST_PERIOD} samples, so the shares are {shares}"
-        )
+    """Return the blend of the sources, and log the share of each."""
+    blend = Blend([source.weight for source in data.train])
+    if cluster.rank:
+        return blend
+    if not blend.is_exact:
+        _log.warning(f"data.train: weights are rounded to parts of {blend.period}, see docs/data.md")
+    for source, share in zip(data.train, blend.shares, strict=True):
+        more = f" and {len(source.files) - 1} more files" if len(source.files) > 1 else ""
+        _log.info(f"source {source.fingerprint}: {float(share):.6f} of the samples, {source.files[0].path}{more}")
     return blend
 
 
