@@ -138,6 +138,7 @@ def build_context(
         reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
         grad_norm_shares=_grad_norm_shares(state, cluster.rank),
         form=window_form(config.data),
+        waits_in_passes=topology.tp * topology.pp > 1 or (dp_mesh is not None and config.parallel.zero_stage > 0),
     )
 
 

@@ -33,6 +33,7 @@ class ParallelContext:
         grad_norm_shares: this rank's parameters that count in the gradient norm, each with the number of this rank
             among those that hold the same rows, and their count.
         form: of the windows of micro batches.
+        waits_in_passes: whether ranks exchange messages within the forward and backward pass.
     """
 
     reduction: GradientReduction
@@ -45,6 +46,7 @@ class ParallelContext:
     reports_loss: bool
     grad_norm_shares: Sequence[tuple[nn.Parameter, int, int]]
     form: WindowForm
+    waits_in_passes: bool = False
 
     @property
     def grad_norm_parameters(self) -> list[nn.Parameter]:
