@@ -20,7 +20,7 @@ PRESENT = $(shell if [ -e $(BIN)/python ] || [ -L $(BIN)/python ]; then \
 	$(BIN)/python -c '$(IS_USABLE)' >/dev/null 2>&1 && echo usable || echo unusable; fi)
 NOT_RUNNING = $(VENV)/bin/python does not run or is older than 3.11 (`make clean` removes $(VENV))
 
-.PHONY: setup demo test test-slow test-interop test-soak test-cuda bench bench-cuda check format clean
+.PHONY: setup demo test test-slow test-interop test-soak test-cuda bench bench-cuda tables check format clean
 
 setup: $(STAMP)
 
@@ -65,6 +65,10 @@ bench-cuda: $(if $(CUDA_PYTHON),,setup)
 # Some minutes, 8 GB of memory and 10 GB of disk: best with nothing beside it.
 bench: setup
 	$(BIN)/python -m scripts.bench.checkpoint
+
+# Some minutes: resumes from topology to topology, written to docs/support.md.
+tables: setup
+	$(BIN)/python -m scripts.make_tables
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -110,15 +110,15 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
     """Train one iteration, record it and the finished saves, and return the control flags of all ranks."""
     saving_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
     is_saving = any(saver.is_saving for saver in run.all_savers)
-    tokens = run.state.progress.consumed_tokens
+    samples = run.state.progress.consumed_samples
     start = time.perf_counter()
     with run.profiler.around(run.state.progress.iteration + 1), run.profiler.watching_memory():
         result = iterate(run)
     held_back_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
     seconds = time.perf_counter() - start - held_back_s
     slowdown.add(seconds, is_saving=is_saving)
-    tokens = run.state.progress.consumed_tokens - tokens
-    _record(run, result, tokens=tokens, seconds=seconds, blocked_s=saving_s + held_back_s)
+    samples = run.state.progress.consumed_samples - samples
+    _record(run, result, samples=samples, seconds=seconds, blocked_s=saving_s + held_back_s)
     for saver in run.all_savers:
         _record_saves(run, saver, saver.reports(), slowdown)
     return ControlFlags.of(result.flags)
@@ -153,7 +153,7 @@ def iterate(run: Run) -> StepResult:
     return result
 
 
-def _record(run: Run, result: StepResult, *, tokens: int, seconds: float, blocked_s: float) -> None:
+def _record(run: Run, result: StepResult, *, samples: int, seconds: float, blocked_s: float) -> None:
     progress = run.state.progress
     if result.skipped is not None and run.cluster.rank == 0:
         skipped = result.skipped
@@ -166,9 +166,10 @@ def _record(run: Run, result: StepResult, *, tokens: int, seconds: float, blocke
                 grad_norm=result.grad_norm,
                 lr=_lr(run),
                 consumed_samples=progress.consumed_samples,
-                tokens=tokens,
+                tokens=samples * run.config.train.seq_length,
                 seconds=seconds,
                 checkpoint_seconds=blocked_s,
+                global_batch_size=samples if len(run.batch_schedule.sizes) > 1 else None,
                 is_skipped=result.skipped is not None,
             ),
             result.rank_times,

@@ -222,7 +222,7 @@ def describe(
         marks: the documents of `data.document_mask`; None without it.
     """
     train = config.train
-    frozen = frozen_names(config.model, train.freeze)
+    frozen, sizes = frozen_names(config.model, train.freeze), batch_schedule_of(train)
     return {
         "model": model_record(config.model),
         "topology": {
@@ -239,7 +239,7 @@ def describe(
             "global_batch_size": train.global_batch_size,
             "seq_length": train.seq_length,
             "micro_batch_size": train.micro_batch_size,
-            **({"batch_schedule": str(batch_schedule_of(train))} if train.batch_schedule is not None else {}),
+            **({"batch_schedule": str(sizes)} if len(sizes.sizes) > 1 else {}),
         },
         "data": {
             "fingerprint": fingerprint,

@@ -18,7 +18,9 @@ class DecayStyle(Enum):
 
 @dataclass
 class ScheduleSection:
-    """The learning-rate schedule, over iterations or, with a key in samples or `train.train_samples`, over samples.
+    """The learning-rate schedule, over iterations or over consumed samples.
+
+    It is over samples with a key in samples, and with `train.train_samples` unless `lr_decay_iters` is set.
 
     Args:
         lr_decay_style: shape of the decay after warm-up; `wsd` holds the peak rate and then decays linearly.
@@ -130,7 +132,7 @@ def resolve(section: ScheduleSection, length: RunLength, lr: float) -> Schedule:
 
 
 def section_of(schedule: Schedule) -> ScheduleSection:
-    """Return a section that resolves to a schedule, whatever the length of the run."""
+    """Return a section that resolves to a schedule, whatever the length of the run and its unit."""
     wsd = schedule.wsd_decay if schedule.style == DecayStyle.wsd.value else None
     wsd = None if wsd == schedule.decay // 10 else wsd
     section = ScheduleSection(lr_decay_style=DecayStyle(schedule.style), min_lr=schedule.min_lr)
@@ -163,7 +165,9 @@ class _Counts:
 
     @staticmethod
     def of(section: ScheduleSection, length: RunLength) -> _Counts:
-        is_in_samples = length.is_in_samples or bool(_set_keys(section, "samples"))
+        is_in_samples = bool(
+            _set_keys(section, "samples") or (length.is_in_samples and not _set_keys(section, "iters"))
+        )
         unit = "samples" if is_in_samples else "iters"
         warmup, decay, wsd = (getattr(section, f"lr_{name}_{unit}") for name in COUNTS)
         whole = length.samples if is_in_samples else length.iters
@@ -183,9 +187,15 @@ def problems(section: ScheduleSection, length: RunLength, lr: float) -> list[str
     """Return every problem of a section, each with its key and value."""
     found = []
     in_samples, in_iters = (_set_keys(section, unit) for unit in ("samples", "iters"))
-    if in_iters and (in_samples or length.is_in_samples):
-        other = f"schedule.{in_samples[0]}" if in_samples else "train.train_samples"
+    if in_iters and in_samples:
+        other = f"schedule.{in_samples[0]}"
         return [f"schedule.{key}: counts iterations, while {other} counts samples; set one unit" for key in in_iters]
+    if in_iters and length.is_in_samples and section.lr_decay_iters is None:
+        return [
+            f"schedule.{key}: counts iterations, while train.train_samples counts samples; set schedule.lr_decay_iters "
+            "too, or samples"
+            for key in in_iters
+        ]
     counts = _Counts.of(section, length)
     decay, warmup, wsd = (f"schedule.lr_{name}_{counts.unit}" for name in ("decay", "warmup", "wsd_decay"))
     if counts.has_decay and counts.decay < 1:
@@ -193,7 +203,7 @@ def problems(section: ScheduleSection, length: RunLength, lr: float) -> list[str
     if counts.warmup < 0:
         found.append(f"{warmup}={counts.warmup}: must be 0 or more")
     if counts.has_warmup and counts.warmup > counts.length:
-        found.append(f"{warmup}={counts.warmup}: longer than the run, {_length_key(length, counts)}={counts.length}")
+        found.append(f"{warmup}={counts.warmup}: longer than the run, {_length_text(length, counts)}")
     elif counts.warmup > counts.decay:
         found.append(f"{warmup}={counts.warmup}: longer than {decay}={counts.decay}")
     if not 0 <= section.min_lr <= lr:
@@ -206,7 +216,9 @@ def problems(section: ScheduleSection, length: RunLength, lr: float) -> list[str
     return found
 
 
-def _length_key(length: RunLength, counts: _Counts) -> str:
-    if counts.unit == "iters":
-        return "train.train_iters"
-    return "train.train_samples" if length.is_in_samples else "the samples of train.train_iters"
+def _length_text(length: RunLength, counts: _Counts) -> str:
+    """Return the length of a run in the unit of a schedule, with the key that gives it."""
+    own = "samples" if length.is_in_samples else "iters"
+    if counts.unit == own:
+        return f"train.train_{own}={counts.length}"
+    return f"the {counts.length} {'samples' if counts.unit == 'samples' else 'iterations'} of train.train_{own}"

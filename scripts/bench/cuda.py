@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,15 +121,26 @@ def _run_group(name: str, options: argparse.Namespace, clock: Clock, folder: Pat
     command += ["--device", options.device, "--folder", str(own), "--seconds", f"{seconds:.0f}"]
     command += ["--results", str(results), *(["--sides", ";".join(options.sides)] if options.sides else [])]
     print(f"{time.strftime('%H:%M:%S')} {name}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
+    reason = _run(command, seconds + _GRACE_S)
+    rows = [{"group": name, **row} for row in read_rows(results)]
+    shutil.rmtree(own)
+    return [*rows, *([_left_out(name, reason, side="the rest")] if reason else [])]
+
+
+def _run(command: Sequence[str], seconds: float) -> str:
+    """Run a command, with whatever it starts, for a time; return how it failed, or nothing."""
+    process = subprocess.Popen(command, start_new_session=True)
     reason = ""
     try:
-        status = subprocess.run(command, timeout=seconds + _GRACE_S, check=False).returncode
+        status = process.wait(seconds)
         reason = f"its process ended with status {status}" if status else ""
     except subprocess.TimeoutExpired:
-        reason = f"ended after {seconds + _GRACE_S:.0f} s"
-    rows = [{"group": name, **row} for row in read_rows(results)]
-    subprocess.run(["rm", "-rf", str(own)], check=True)
-    return [*rows, *([_left_out(name, reason, side="the rest")] if reason else [])]
+        reason = f"ended after {seconds:.0f} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return reason
 
 
 def _left_out(name: str, reason: str, *, side: str = "all") -> dict[str, object]:

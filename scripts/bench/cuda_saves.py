@@ -111,7 +111,7 @@ def _cost(saving: Saving, begin: Callable[[int], Begun]) -> Figures:
     following, found = saving.setting.following, Figures()
     (optimizer,) = subject.optimizers()
     for number in (1, 2):
-        peak, begun = PeakMemory(), list[Begun]()
+        peak, begun = _peak_memory(), list[Begun]()
         handle = optimizer.register_step_pre_hook(lambda *_, begun=begun: begun[0].hold())
         saving.device.synchronize()
         saving.device.reset_peak()
@@ -135,9 +135,18 @@ def _cost(saving: Saving, begin: Callable[[int], Begun]) -> Figures:
             f"{prefix}durable_s": durable_s,
             f"{prefix}call_s": returned_s,
         }
-        found["host_peak_bytes"] = max(found.get("host_peak_bytes", 0.0), float(peak.grown_bytes()))
+        if peak is not None:
+            found["host_peak_bytes"] = max(found.get("host_peak_bytes", 0.0), float(peak.grown_bytes()))
         found["device_peak_bytes"] = saving.device.peak_bytes()
     return {**found, "step_s": quiet_s}
+
+
+def _peak_memory() -> PeakMemory | None:
+    """Return a measurement of the host's memory, or None on a kernel that has none, such as gVisor's."""
+    try:
+        return PeakMemory()
+    except OSError:
+        return None
 
 
 def _ours(saving: Saving) -> Figures:

@@ -51,8 +51,10 @@ def _load(row: Row) -> str:
 def _save(row: Row) -> str:
     if "cost_s" not in row:
         return f"{row['stall_s']:.3f} s, {row['state_bytes'] / row['stall_s'] / 1e9:.1f} GB/s"
-    peaks = f"host {row['host_peak_bytes'] / 1e9:.1f} GB" + (
-        f", device {row['device_peak_bytes'] / 1e9:.1f} GB" if row["device_peak_bytes"] else ""
+    peaks = ", ".join(
+        f"{place} {row[f'{place}_peak_bytes'] / 1e9:.1f} GB"
+        for place in ("host", "device")
+        if row.get(f"{place}_peak_bytes")
     )
     return (
         f"stall {row['stall_s']:.3f} s (the first {row['first_stall_s']:.3f}), cost {row['cost_s']:.3f} s, "

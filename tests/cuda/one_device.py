@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ def train(arguments: list[str]) -> None:
 def train_over_nccl(arguments: list[str]) -> None:
     """Run the trainer's command as a rank that shares the first device with the others, over nccl."""
     share_device()
+    os.environ["NCCL_DEBUG"] = "WARN"  # which prints the reason of a refusal
     sys.argv = ["trainer", *arguments]
     trainer.__main__.main()
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.harness import tensor_files
 from trainer.checkpoint import AsyncSaver, load, save
+from trainer.checkpoint.saving import staging
 from trainer.checkpoint.saving.snapshot import Snapshot
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.arena import Arena, map_memory, pin
@@ -142,6 +143,29 @@ def test_with_little_staging_memory_a_step_waits(tmp_path: Path, device: torch.d
         saver.save(1, training.net, training.optimizer)
         for _ in range(3):
             training.step()
+    found = Training(device, 128)
+    load(tmp_path / "saves", found.net, found.optimizer)
+    assert differing(found.values(), expected) == []
+
+
+def test_without_staging_memory_a_step_waits(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The host has no memory left that could be pinned: a save takes longer, and has the same bytes."""
+
+    def refuse(total_bytes: int, *, is_pinned: bool) -> Arena:
+        if total_bytes:
+            raise CheckpointError("The staging memory cannot be pinned", found=f"CUDA error 2 for {total_bytes} B")
+        return Arena(0, is_pinned=False)
+
+    monkeypatch.setattr(staging, "Arena", refuse)
+    training = Training(device, 128)
+    training.step()
+    with AsyncSaver(tmp_path / "saves") as saver:
+        expected = training.values()
+        saver.save(1, training.net, training.optimizer)
+        training.step()
+    assert "steps will wait for the disk: The staging memory cannot be pinned, found CUDA error 2" in caplog.text
     found = Training(device, 128)
     load(tmp_path / "saves", found.net, found.optimizer)
     assert differing(found.values(), expected) == []

@@ -14,6 +14,7 @@ from tests.harness import TINY, curve, launch, run_ok
 RAMP = ["train.batch_schedule=0:4 12:8 27:12", "train.global_batch_size=12"]
 CONSUMED = [4, 8, 12, 20, 28, 40, 52, 64]
 RUN = [*TINY, "model=gpt2_tiny", *RAMP, "checkpoint.save_interval=1", "checkpoint.max_checkpoint_keep=0"]
+VPP2 = ["parallel.num_virtual_stages_per_pipeline_rank=2", "model.n_layer=4"]
 PP2 = ["parallel.pipeline_model_parallel_size=2", "train.micro_batch_size=1"]
 
 
@@ -21,22 +22,32 @@ def lines(folder: Path) -> list[dict[str, object]]:
     return [row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "loss_hex" in row]
 
 
+AROUND = (2, 3, 4, 5, 6)  # before, on and after both borders, which act after iterations 3 and 5
+SOAK = [pytest.mark.slow, pytest.mark.soak]
+
+
 @pytest.mark.parametrize(
-    ("topology", "ranks"),
+    ("topology", "ranks", "stops"),
     [
-        ([], 1),
-        pytest.param(["parallel.zero_stage=2"], 2, marks=pytest.mark.slow),
-        pytest.param([*PP2, "train.eval_interval=3"], 2, marks=pytest.mark.slow),
+        ([], 1, AROUND),
+        pytest.param(["parallel.zero_stage=2"], 2, AROUND, marks=SOAK),
+        pytest.param([*PP2, "train.eval_interval=3"], 2, (3, 5), marks=pytest.mark.slow),
+        pytest.param([*PP2, "train.eval_interval=3"], 2, AROUND, marks=SOAK),
+        pytest.param([*PP2, *VPP2, "train.eval_interval=3"], 2, AROUND, marks=SOAK),
+        pytest.param([*PP2, "parallel.zero_stage=2"], 4, AROUND, marks=SOAK),
     ],
-    ids=["1 rank", "dp2", "pp2 with evaluations"],
+    ids=["1 rank", "dp2", "pp2 on borders", "pp2", "pp2 vpp2", "pp2 dp2"],
 )
-def test_a_stop_around_a_border_changes_no_bit(tmp_path: Path, topology: list[str], ranks: int) -> None:
+def test_a_stop_around_a_border_changes_no_bit(
+    tmp_path: Path, topology: list[str], ranks: int, stops: tuple[int, ...]
+) -> None:
     run = [*RUN, *topology, "train.train_iters=8", "schedule.lr_decay_samples=60", "schedule.lr_warmup_samples=10"]
     run = [override for override in run if not override.startswith("schedule.lr_warmup_iters")]
     run_ok(tmp_path / "whole", run, ranks=ranks)
     whole = curve(tmp_path / "whole")
     assert [row["consumed_samples"] for row in lines(tmp_path / "whole")] == CONSUMED
-    for stop in (2, 3, 4, 5, 6):
+    assert [row["global_batch_size"] for row in lines(tmp_path / "whole")] == [4, 4, 4, 8, 8, 12, 12, 12]
+    for stop in stops:
         run_ok(tmp_path / "stopped", [*run, f"train.exit_interval={stop}"], ranks=ranks)
         assert len(curve(tmp_path / "stopped")) == stop
     run_ok(tmp_path / "stopped", run, ranks=ranks)
@@ -75,7 +86,7 @@ def test_a_run_is_as_long_as_its_samples(tmp_path: Path) -> None:
     changed = [*run, "train.batch_schedule=0:4", "train.global_batch_size=4"]
     refused = launch(tmp_path, changed)
     assert not refused.ok
-    assert re.search(r"batch.batch_schedule +saved 0:4 12:8 27:12  current 0:4", refused.text)
+    assert re.search(r"batch.batch_schedule +saved 0:4 12:8 27:12  current nothing", refused.text)
     ended = run_ok(tmp_path, [*changed, "checkpoint.override_batch_size=true"])
     assert [row["consumed_samples"] for row in lines(tmp_path)] == [*CONSUMED[:7], 56, 60]
     assert "step     9/9" in ended.text

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
+import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.harness import TINY, compose
 from trainer.batch_schedule import BatchSchedule, parse_batch_schedule
+from trainer.config.schema import Config, batch_schedule_of, micro_batches_of, topology_of
+from trainer.data.batches import Samples
+from trainer.data.loader import BatchLoader
 
 
 @st.composite
@@ -52,3 +59,37 @@ def test_the_closed_forms_agree_with_counting(schedule: BatchSchedule, iteration
         assert schedule.iterations(first, consumed[-1]) == iterations - begun
         assert schedule.iterations(first, consumed[-1] + schedule.at(consumed[-1]) - 1) == iterations - begun
     assert schedule.iterations(consumed[-1] + 1, consumed[-1]) == 0
+
+
+class Positions(Samples):
+    """Samples that are their own positions."""
+
+    def __init__(self) -> None:
+        pass
+
+    def shuffled(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        return positions[:, None]
+
+
+@cache
+def growing(pp: int) -> Config:
+    sizes = ["train.batch_schedule=0:24 50:48 120:72 200:24 250:48", "train.global_batch_size=48"]
+    return compose(["model=gpt2_tiny", *TINY, *sizes, f"parallel.pipeline_model_parallel_size={pp}"])
+
+
+@settings(deadline=None)  # the first example composes a configuration
+@given(st.lists(st.sampled_from([1, 2, 3, 6]), min_size=12, max_size=12), st.sampled_from([1, 2]))
+def test_ranks_change_anywhere_and_every_sample_comes_once(ranks: list[int], pp: int) -> None:
+    run = growing(pp)
+    schedule, found = batch_schedule_of(run.train), list[int]()
+    for dp in ranks:
+        topology, consumed = topology_of(run, dp * pp), len(found)
+        size = schedule.at(consumed)
+        for rank in range(dp):
+            numbers = micro_batches_of(run, topology, rank, max(schedule.sizes))
+            loader = BatchLoader(Positions(), max(schedule.sizes), 2, numbers, torch.device("cpu"))
+            batches = loader.train_batch(consumed, seed=0, size=size)
+            assert len(loader.numbers_of(size)) == len(batches) == size // (2 * dp)
+            found += torch.cat(batches).flatten().tolist()
+        assert sorted(found) == list(range(consumed + size))
+    assert len(found) == schedule.consumed_after(len(ranks))

@@ -271,6 +271,14 @@ def test_other_invariant_ranks_need_no_flag(saved: int, current: int) -> None:
     ]
 
 
+def test_a_schedule_of_one_size_is_no_schedule() -> None:
+    assert description("train.batch_schedule=0:16") == description()
+    changed = description("train.batch_schedule='0:8 4k:16'")
+    assert changed["batch"]["batch_schedule"] == "0:8 4000:16"
+    (found,) = effects(description(), changed).values()
+    assert (found.field, found.rule.flag) == ("batch.batch_schedule", "checkpoint.override_batch_size")
+
+
 def test_a_record_without_invariant_ranks_has_none() -> None:
     older = description()
     assert effects(older, description()) == {}

@@ -100,6 +100,10 @@ def test_an_impossible_schedule_is_named(changes: dict[str, object], key: str) -
         ({"lr_warmup_samples": 801}, "longer than the run, train.train_samples=800"),
         ({"lr_warmup_samples": 60, "lr_decay_samples": 50}, "longer than schedule.lr_decay_samples=50"),
         ({"lr_warmup_iters": 5}, "schedule.lr_warmup_iters: counts iterations, while train.train_samples"),
+        (
+            {"lr_decay_iters": 50, "lr_warmup_iters": 101},
+            "longer than the run, the 100 iterations of train.train_samples",
+        ),
         ({"lr_decay_iters": 5, "lr_warmup_samples": 5}, "schedule.lr_warmup_samples counts samples"),
         ({"lr_decay_style": DecayStyle.wsd, "lr_wsd_decay_samples": 801}, "must fit between"),
     ],
@@ -108,7 +112,8 @@ def test_an_impossible_schedule_of_samples_is_named(changes: dict[str, object], 
     length = RunLength(100, 800, True, 8)
     found = problems(ScheduleSection(**changes), length, 1.0)  # type: ignore[arg-type]
     assert any(key in problem for problem in found), found
-    assert problems(ScheduleSection(), length, 1.0) == []
+    for possible in (ScheduleSection(), ScheduleSection(lr_decay_iters=50)):
+        assert problems(possible, length, 1.0) == []
 
 
 @pytest.mark.parametrize("style", DecayStyle)
@@ -130,4 +135,5 @@ def test_defaults_in_samples_are_those_of_iterations() -> None:
 def test_a_section_gives_back_its_schedule(unit: str, wsd: int | None) -> None:
     changes = {f"lr_warmup_{unit}": 3, f"lr_decay_{unit}": 60, f"lr_wsd_decay_{unit}": wsd}
     found = resolve(ScheduleSection(lr_decay_style=DecayStyle.wsd, **changes), ITERS, 0.5)  # type: ignore[arg-type]
-    assert resolve(section_of(found), RunLength(1, 1, False, 1), 0.5) == found
+    for length in (RunLength(1, 1, False, 1), RunLength(1, 1, True, 1)):
+        assert resolve(section_of(found), length, 0.5) == found

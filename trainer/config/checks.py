@@ -176,7 +176,7 @@ def _length_problems(config: Config) -> list[str]:
             f"train.global_batch_size={train.global_batch_size}: must be {sizes.last}, the last size of "
             f"train.batch_schedule={train.batch_schedule}"
         )
-    if train.batch_schedule is not None and config.parallel.invariant_ranks:
+    if len(sizes.sizes) > 1 and config.parallel.invariant_ranks:
         found.append(
             f"train.batch_schedule={train.batch_schedule}: not with parallel.invariant_ranks="
             f"{config.parallel.invariant_ranks}, whose lanes divide one size"

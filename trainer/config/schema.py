@@ -259,7 +259,7 @@ class CheckpointSection:
         reshard: allow another topology than the one that saved: number of ranks, parallel sizes, ZeRO stage.
         override_scheduler: allow another learning-rate schedule or other optimizer settings than the saved ones.
         use_checkpoint_scheduler: take the schedule and the optimizer settings from the checkpoint.
-        override_batch_size: allow another global_batch_size or seq_length than the saved one.
+        override_batch_size: allow another global_batch_size, batch_schedule or seq_length than the saved one.
         override_data: allow other data or another seed than the saved ones.
         override_freeze: allow other frozen parameters than the saved ones; those that are trained only from now on
             begin with zero moments.

@@ -33,7 +33,12 @@ _VALID_LOSS = "valid/loss"
 
 
 def figure(
-    name: str | None = None, *, curve: str | None = None, is_exact: bool = False, digits: int | None = None
+    name: str | None = None,
+    *,
+    curve: str | None = None,
+    is_exact: bool = False,
+    digits: int | None = None,
+    is_optional: bool = False,
 ) -> Any:
     """Declare a field of `IterationRecord` that is logged.
 
@@ -42,8 +47,10 @@ def figure(
         curve: tag of its TensorBoard curve; None for no curve.
         is_exact: also write it as `<name>_hex`, which keeps every bit.
         digits: decimals in `metrics.jsonl`; None for all.
+        is_optional: whether the field is None by default, and is then not logged.
     """
-    return field(metadata={"name": name, "curve": curve, "is_exact": is_exact, "digits": digits})
+    metadata = {"name": name, "curve": curve, "is_exact": is_exact, "digits": digits}
+    return field(default=None, metadata=metadata) if is_optional else field(metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class IterationRecord:
     Args:
         seconds: duration of the iteration, without `checkpoint_seconds`.
         checkpoint_seconds: time during which a save blocked training.
+        global_batch_size: samples of the iteration, in runs where they change.
         is_skipped: whether loss or gradients were not finite, so that the parameters were not updated.
     """
 
@@ -64,6 +72,7 @@ class IterationRecord:
     tokens: int = figure("tokens_per_second", curve="train/tokens_per_second", digits=1)
     seconds: float = figure(digits=6)
     checkpoint_seconds: float = figure(curve="checkpoint/blocked_seconds", digits=6)
+    global_batch_size: int | None = figure(curve="train/global_batch_size", is_optional=True)
     is_skipped: bool = False
 
     @property
@@ -74,9 +83,10 @@ class IterationRecord:
         """Return the members of its line in `metrics.jsonl`."""
         members = dict[str, object]()
         for declared in fields(self):
-            if how := declared.metadata:
-                name = how["name"] or declared.name
-                value = getattr(self, name)
+            how = declared.metadata
+            name = how.get("name") or declared.name
+            value = getattr(self, name)
+            if how and value is not None:
                 members[name] = value if how["digits"] is None else round(value, how["digits"])
                 if how["is_exact"]:
                     members[f"{name}_hex"] = value.hex()
@@ -84,11 +94,12 @@ class IterationRecord:
 
     def curves(self) -> dict[str, float]:
         """Return its points by the tags of TensorBoard's curves."""
-        return {
+        found = {
             declared.metadata["curve"]: getattr(self, declared.metadata["name"] or declared.name)
             for declared in fields(self)
             if declared.metadata.get("curve")
         }
+        return {curve: value for curve, value in found.items() if value is not None}
 
 
 class Slowdown:
@@ -191,13 +202,14 @@ class RunLog:
         if self._bar is not None:
             self._bar.show(loss=record.loss, tokens_per_second=record.tokens_per_second)
         if record.iteration % self._log_interval == 0 or record.iteration == self.train_iters:
-            slowest = self._slow_ranks.take()
             mfu = "" if self._mfu_scale is None else f" | mfu {record.tokens_per_second * self._mfu_scale:.1%}"
             _log.info(
                 f"step {record.iteration:5d}/{self.train_iters} | train loss {record.loss:.6f} | "
                 f"norm {record.grad_norm:.4f} | lr {record.lr:.4e} | {record.seconds * 1e3:.1f} ms | "
-                f"{record.tokens_per_second:.0f} tok/s{mfu}{slowest and f' | {slowest}'}"
+                f"{record.tokens_per_second:.0f} tok/s{mfu}"
             )
+            if slowest := self._slow_ranks.take():
+                _log.info(f"step {record.iteration:5d}/{self.train_iters} | {slowest}")
 
     def evaluation(self, iteration: int, loss: float, best: float | None) -> None:
         """Log an evaluation."""

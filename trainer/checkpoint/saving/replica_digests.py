@@ -146,7 +146,9 @@ class _Sums:
         is_on_device = found.device.type != "cpu"
         self._totals = torch.empty(found.shape, dtype=found.dtype, pin_memory=is_on_device)
         self._totals.copy_(found, non_blocking=True)
-        self._event = torch.accelerator.current_stream(found.device).record_event() if is_on_device else None
+        self._event: torch.Event | None = None
+        if is_on_device:
+            self._event = torch.get_device_module(found.device).current_stream(found.device).record_event()
 
     def all(self) -> dict[DigestBlock, bytes]:
         """Wait for the copy and return the checksums. Any thread."""

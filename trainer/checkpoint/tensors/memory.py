@@ -86,7 +86,8 @@ class Sources:
             packed = tensor.local.detach().clone(memory_format=torch.contiguous_format)
             copies[tensor.spec.name] = self._memory(packed, is_private=True)
         if self._stream is not None:
-            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+            assert self._device is not None
+            self._stream.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
         return {**self._steady, **copies}
 
     @property

@@ -1,0 +1,83 @@
+"""docs/from_megatron.md: its flags are Megatron-LM's, its keys are ours, its commands compose."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from scripts.make_options import page as options_page
+from tests.harness import compose
+from tests.interop.megatron_flags import known
+from trainer.batch_schedule import parse_batch_schedule
+from trainer.config.checks import validate
+
+PAGE = (Path(__file__).parents[2] / "docs" / "from_megatron.md").read_text(encoding="utf-8")
+ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `--")]
+OURS = {"--trust-pickle", "--nproc-per-node"}  # not Megatron-LM's, but of the commands that the page shows
+KEYS = set(re.findall(r"^\| `([\w.]+)` \|", options_page(), flags=re.M))
+
+
+def test_every_flag_of_the_page_is_one_of_megatron_lm() -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", PAGE)) - OURS
+    assert len(named) > 150
+    assert sorted(named - known()) == []
+
+
+def test_every_key_of_the_page_is_one_of_ours() -> None:
+    sections = {key.partition(".")[0] for key in KEYS}
+    names = re.findall(r"(?<![\w/(])(\w+\.[\w.]*\w)", re.sub(r"\(\S+\)", "", PAGE))
+    named = {name for name in names if name.partition(".")[0] in sections}
+    assert len(named) > 70
+    assert sorted(named - KEYS) == []
+
+
+def test_a_row_names_flags_and_then_keys_or_none() -> None:
+    assert len(ROWS) > 90
+    for flags, keys, *_ in ROWS:
+        assert re.fullmatch(r"`--[\w-]+`(, `--[\w-]+`)*", flags), flags
+        assert keys == "none" or re.fullmatch(r"`[\w.]+`(, `[\w.]+`)*", keys), keys
+    flags = [flag for row in ROWS for flag in re.findall(r"--[\w-]+", row[0])]
+    assert len(flags) == len(set(flags)), "a flag has two rows"
+
+
+def test_its_commands_compose() -> None:
+    blocks = re.findall(r"^ *```\n(.*?)^ *```", PAGE, flags=re.M | re.S)
+    commands = [
+        shlex.split(block.replace("\\\n", " ")) for block in blocks if re.match(r" *(reprise|torchrun) ", block)
+    ]
+    assert len(commands) == 2
+    for command in commands:
+        overrides = [word for word in command if re.match(r"[a-z_.]+=", word)]
+        assert len(overrides) >= 4
+        described = ["model=gpt2_124m"] if command[0] == "reprise" else []  # an import takes it from the checkpoint
+        validate(compose([*described, *overrides]), world_size=1 if described else 8)
+
+
+def test_the_program_for_a_ramp_up_prints_megatron_s_sizes() -> None:
+    ((program, shown),) = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)\n```", PAGE, flags=re.M | re.S)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(compile(program, "from_megatron.md", "exec"), {})  # noqa: S102 - our own document
+    assert printed.getvalue().strip() == shown
+
+
+@pytest.mark.parametrize("ramp", [(16, 8, 300, 64), (4, 4, 1000, 32), (1, 1, 7, 5), (8, 8, 100, 16)])
+def test_the_program_agrees_with_megatron_everywhere(ramp: tuple[int, int, int, int]) -> None:
+    start, increment, samples, last = ramp
+    (program,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
+    head, body = program.split("\n", 1)
+    assert head == "start, increment, samples, last = 16, 8, 300_000, 64"
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(compile(body, "from_megatron.md", "exec"), dict(zip(head.split(" = ")[0].split(", "), ramp, strict=True)))  # noqa: S102
+    schedule = parse_batch_schedule(printed.getvalue())
+    for consumed in range(samples + 10):
+        # RampupBatchsizeNumMicroBatchesCalculator.update of earlier versions of megatron/core.
+        share = samples / ((last - start) / increment)
+        expected = last if consumed > samples else start + int(consumed / share) * increment
+        assert schedule.at(consumed) == expected, consumed
