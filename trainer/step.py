@@ -14,7 +14,6 @@ from models.adapters import saved_tensors
 from models.families import aliases
 from trainer import exact_sum
 from trainer.checkpoint.tensors.live import local_of
-from trainer.data.documents import ModelInputs
 from trainer.errors import NonFiniteError
 from trainer.launch.process_group import Cluster
 from trainer.metrics.slow_ranks import OwnTime, RankTime
@@ -180,7 +179,7 @@ def forward_backward(
     model, losses = state.parts[0].model, []
     for number, (windows, key) in enumerate(zip(micro_batches, keys, strict=True)):
         reduction.before_backward(number, count)
-        inputs = ModelInputs.of(windows, masks_documents=context.masks_documents)
+        inputs = context.form.split(windows)
         loss = context.loss(model(inputs.tokens, dropout_key=key, **inputs.keywords()), inputs.targets) / divisor
         loss.backward()  # type: ignore[no-untyped-call]
         reduction.after_backward(number)

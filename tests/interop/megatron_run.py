@@ -222,7 +222,15 @@ class Trainer:
         state["optimizer"] = self.optimizer.sharded_state_dict(state["model"], is_loading=True, metadata=metadata)
         found = dist_checkpointing.load(state, path)
         self.raw.load_state_dict(found["model"])
+        optimizer = self.optimizer.chained_optimizers[0]
+        fill = optimizer._set_main_param_and_optimizer_states
+        # megatron-core expects Adam of TransformerEngine or Apex. torch's own has a step for each parameter too, which
+        # megatron-core neither loads nor keeps apart.
+        step = torch.tensor(found["optimizer"]["optimizer"]["param_groups"][0]["step"])
+        optimizer._set_main_param_and_optimizer_states = lambda one, state: fill(one, {**state, "step": step})
         self.optimizer.load_state_dict(found["optimizer"])
+        for state in optimizer.optimizer.state.values():
+            state["step"] = step.clone()
 
     def in_memory(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return this rank's parameters and moments, by its own names; without data parallelism."""
@@ -246,6 +254,8 @@ def work(folder: Path) -> None:
     windows = torch.from_numpy(np.load(folder / "windows.npy"))
     trainer = Trainer(job)
     if job["load"]:
+        trainer.step(windows[0])  # torch's Adam has no state to load into before its first step
+        trainer.losses.clear()
         trainer.load(job["load"])
         torch.save(trainer.logits(windows[0][:, :-1]), folder / "logits.pt")
     for number, batch in enumerate(windows):

@@ -266,6 +266,9 @@ def test_files_that_are_missing_or_damaged_are_named(small: tuple[list[str], Sta
     read_all(opened(path, overrides, weights_only=True))
     flat.unlink()
     assert "Some ranks lack distrib_optim.pt" in refusal(path, overrides)
+    for other in path.glob("*/distrib_optim.pt"):
+        other.unlink()
+    assert "expected distrib_optim.pt" in refusal(path, overrides)
     shutil.rmtree(flat.parent)
     assert "no mp_rank_01_001" in refusal(path, overrides)
     (path / "mp_rank_00_000_001").mkdir()

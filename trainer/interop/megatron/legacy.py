@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,7 +237,16 @@ def _of_rank(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
         return _of_buffers(rank)
     if rank.of_data_ranks:
         return state_of_data_ranks(rank.of_data_ranks, rank.chunks, where=rank.path)
-    return named_state(_entry(rank.model, rank.path), rank.chunks, where=rank.path / _MODEL)
+    entry = _entry(rank.model, rank.path)
+    if all("params" not in group for group in groups_of(entry.get("optimizer", entry), where=rank.path / _MODEL)):
+        raise CheckpointError(
+            "The state of the distributed optimizer is missing",
+            where=rank.path,
+            expected=_FLAT,
+            found="groups without numbers in " + _MODEL,
+            fix="Copy it too, or take the weights alone with --weights-only.",
+        )
+    return named_state(entry, rank.chunks, where=rank.path / _MODEL)
 
 
 def _entry(table: Table, where: Path) -> Table:
@@ -277,15 +286,11 @@ def _of_buffers(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
         one = {MASTERS: masters, **flats}
         found.append(
             {
-                key: {n: RankPiece.of(slot.take(buckets, chunk[n].shape)) for n, slot in _in_order(slots, chunk)}
+                key: {name: RankPiece.of(slots[name].take(buckets, piece.shape)) for name, piece in chunk.items()}
                 for key, buckets in one.items()
             }
         )
     return found
-
-
-def _in_order(slots: Mapping[str, Any], chunk: Stage) -> Iterator[tuple[str, Any]]:
-    return ((name, slots[name]) for name in chunk)
 
 
 def _buckets(buffer: Table, key: str, where: Path) -> list[torch.Tensor]:
