@@ -20,7 +20,7 @@ PRESENT = $(shell if [ -e $(BIN)/python ] || [ -L $(BIN)/python ]; then \
 	$(BIN)/python -c '$(IS_USABLE)' >/dev/null 2>&1 && echo usable || echo unusable; fi)
 NOT_RUNNING = $(VENV)/bin/python does not run or is older than 3.11 (`make clean` removes $(VENV))
 
-.PHONY: setup demo test test-slow test-interop test-soak bench check format clean
+.PHONY: setup demo test test-slow test-interop test-soak test-cuda bench bench-cuda tables check format clean
 
 setup: $(STAMP)
 
@@ -54,9 +54,21 @@ test-interop: setup
 test-soak: setup
 	$(BIN)/python -m pytest -m soak
 
+# On a machine with a CUDA device, up to 9 minutes each. CUDA_PYTHON=python3 takes an interpreter that has what
+# docs/benchmarks.md lists, and installs nothing.
+test-cuda: $(if $(CUDA_PYTHON),,setup)
+	$(or $(CUDA_PYTHON),$(BIN)/python) -m pytest -m cuda tests/cuda --durations=10 -rs
+
+bench-cuda: $(if $(CUDA_PYTHON),,setup)
+	$(or $(CUDA_PYTHON),$(BIN)/python) -m scripts.bench.cuda
+
 # Some minutes, 8 GB of memory and 10 GB of disk: best with nothing beside it.
 bench: setup
 	$(BIN)/python -m scripts.bench.checkpoint
+
+# Some minutes: resumes from topology to topology, written to docs/support.md.
+tables: setup
+	$(BIN)/python -m scripts.make_tables
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -56,7 +56,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("trainer.muon",),
     ("trainer.state",),
-    ("trainer.evaluate", "trainer.generate", "trainer.parallelize", "trainer.step"),
+    ("trainer.batch_loaders", "trainer.evaluate", "trainer.generate", "trainer.parallelize", "trainer.step"),
     ("trainer.build", "trainer.dry_run"),
     ("trainer.beginning", "trainer.fitting"),
     ("trainer.interop",),

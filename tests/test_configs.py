@@ -289,7 +289,7 @@ IMPOSSIBLE: list[tuple[int, list[str], list[str]]] = [
     (1, ["train.seq_length=257"], ["train.seq_length=257", "model.max_position_embeddings=256"]),
     (1, ["train.clip_grad=-1"], ["train.clip_grad=-1"]),
     (1, ["train.eval_interval=-1"], ["train.eval_interval=-1"]),
-    (1, ["train.device=tpu"], ["train.device=tpu", "auto, cpu or cuda"]),
+    (1, ["train.device=tpu"], ["train.device=tpu", "auto, cpu, cuda or xpu"]),
     (1, ["logging.log_interval=0"], ["logging.log_interval=0"]),
     (1, ["parallel.zero_stage=4"], ["parallel.zero_stage=4"]),
     (1, ["optimizer.adam_beta2=1"], ["optimizer.adam_beta2=1"]),

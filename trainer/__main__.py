@@ -308,10 +308,9 @@ def _train(
     signals: SignalHandler,
     times: StartTimes,
 ) -> None:
-    import torch
-
     from trainer.build import build
     from trainer.config.saved import without_keys
+    from trainer.launch.device import CPU, memory_bytes
     from trainer.launch.run_folder import hold_run_folder
 
     expected = cluster.channel.broadcast("config", resolved.encode()).decode()
@@ -319,8 +318,8 @@ def _train(
     problem = None if is_same else ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
     cluster.channel.agree("config", problem)
     times.end(Phase.rendezvous)
-    if cluster.device.type == "cuda":
-        total_bytes = torch.cuda.get_device_properties(cluster.device).total_memory
+    if cluster.device.type != CPU:
+        total_bytes = memory_bytes(cluster.device)
         where = str(cluster.device)
         require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=where, is_host=False)
     built = build(config, cluster, signals, times)

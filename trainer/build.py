@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from models import families
 from models.network import Model
 from trainer import run_record
+from trainer.batch_loaders import build_loaders
 from trainer.batch_schedule import BatchSchedule
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Json
@@ -30,33 +30,29 @@ from trainer.config.schema import (
     Config,
     batch_schedule_of,
     length_of,
-    micro_batches_of,
     save_folder,
     topology_of,
 )
-from trainer.data.batches import BlendedSamples, Samples
-from trainer.data.blend import MOST_PERIOD, Blend
 from trainer.data.loader import BatchLoader
 from trainer.data.text import open_encoder, prompt_tokens
-from trainer.data.token_file import TokenFile
 from trainer.data.tokenizer_files import tokenizer_files
 from trainer.errors import TrainerError
 from trainer.generate.during_training import Sampler
 from trainer.launch.control import ControlRules, RunControl
+from trainer.launch.device import device_name
 from trainer.launch.process_group import Cluster, thread_count
 from trainer.launch.signals import SignalHandler
 from trainer.launch.start_times import Phase, StartTimes
+from trainer.metrics.profile import Profiler
 from trainer.metrics.run_log import RunLog, peak_flops
+from trainer.metrics.slow_ranks import OwnTime
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
 from trainer.parallelize import build_context, build_grid, build_models
-from trainer.run_data import RunData, look_alone, open_data
+from trainer.run_data import look_alone, open_data
 from trainer.schedule import Schedule, resolve
 from trainer.state import TrainerState, build_part
-from trainer.topology import Topology
 from trainer.versions import commit, versions
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -87,6 +83,8 @@ class Run:
     description: Json
     tokenizer: Mapping[str, bytes]
     saved_config: Json
+    own_time: OwnTime
+    profiler: Profiler
     start_times: StartTimes = field(default_factory=StartTimes)
 
     @property
@@ -140,7 +138,7 @@ def build(
     times.end(Phase.build)
     data = open_data(config, cluster)
     times.end(Phase.data)
-    train, valid = _build_loaders(config, cluster, topology, data)
+    train, valid = build_loaders(config, cluster, topology, data)
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     state = _build_state(config, stages, build_grid(topology, mesh))
@@ -176,6 +174,8 @@ def build(
         description=description,
         tokenizer=_read_tokenizer(config, cluster),
         saved_config=run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None),
+        own_time=OwnTime(cluster.device),
+        profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank, device=cluster.device),
         start_times=times,
     )
 
@@ -217,35 +217,6 @@ def _build_state(config: Config, stages: Sequence[Model], grid: Grid) -> Trainer
         for stage in stages
     ]
     return TrainerState(config.model, parts, grid, optimizer=config.optimizer.name, frozen=frozen)
-
-
-def _build_loaders(
-    config: Config, cluster: Cluster, topology: Topology, data: RunData
-) -> tuple[BatchLoader, BatchLoader | None]:
-    train = config.train
-    dp_rank = topology.coordinate(cluster.rank).dp
-
-    def samples(files: Sequence[TokenFile]) -> Samples:
-        return Samples(files, seq_length=train.seq_length, marks=data.marks)
-
-    def loader(found: Samples | BlendedSamples, size: int) -> BatchLoader:
-        numbers = micro_batches_of(config, topology, dp_rank, size)
-        return BatchLoader(found, size, train.micro_batch_size, numbers, cluster.device)
-
-    sources = [samples(source.files) for source in data.train]
-    blended = sources[0] if len(sources) == 1 else BlendedSamples(sources, _build_blend(data, cluster))
-    valid = loader(samples(data.valid), train.global_batch_size) if train.eval_interval else None
-    return loader(blended, max(batch_schedule_of(train).sizes)), valid
-
-
-def _build_blend(data: RunData, cluster: Cluster) -> Blend:
-    blend = Blend(list(data.weights.values()))
-    if not blend.is_exact and cluster.rank == 0:
-        shares = ", ".join(f"{share.numerator}/{share.denominator}" for share in blend.shares)
-        _log.warning(
-            f"data.train: the weights have no common period of {MOST_PERIOD} samples, so the shares are {shares}"
-        )
-    return blend
 
 
 def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
@@ -368,7 +339,7 @@ def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | No
 
 def _build_log(config: Config, cluster: Cluster) -> RunLog:
     device = cluster.device
-    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peak = peak_flops(device_name(device))
     flops = families.flops_per_token(config.model, config.train.seq_length)
     return RunLog(
         Path(config.run.dir),
@@ -382,7 +353,7 @@ def _build_log(config: Config, cluster: Cluster) -> RunLog:
 def _environment(config: Config, device: torch.device, threads: int) -> Json:
     """Return the software and hardware on which bits depend, besides the configuration."""
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": device_name(device),
         "threads": threads,
         "torch": str(torch.__version__),
         "optimizer_implementation": "fused",

@@ -1,4 +1,4 @@
-"""Where a blend of sources begins after another one, from the record in `trainer_state.json`. Pure.
+"""The record of the data in `trainer_state.json`, and where a blend of sources begins after another one. Pure.
 
 A blend is a function of the position since its beginning. When the data of a run changes, the position and the samples
 that each source has consumed until then are recorded, so that every source goes on where it was.
@@ -12,6 +12,8 @@ from fractions import Fraction
 
 from trainer.checkpoint.format.json_file import Json
 from trainer.data.blend import Blend
+from trainer.data.documents import DocumentMarks
+from trainer.data.section import DataSection, SampleCut
 from trainer.errors import CheckpointError
 from trainer.json_value import integer
 from trainer.progress import Progress
@@ -38,9 +40,25 @@ class DataOrigin:
         return {"position": self.position, "consumed": dict(sorted(self.consumed.items()))}
 
 
-def data_record(weights: Mapping[str, Fraction]) -> Json:
-    """Return the shares of several sources by fingerprint as a member of `data`; empty for one source."""
-    return {"weights": {name: str(weights[name]) for name in sorted(weights)}} if len(weights) > 1 else {}
+def data_record(
+    section: DataSection, weights: Mapping[str, Fraction], marks: DocumentMarks | None, *, micro_batch_size: int
+) -> Json:
+    """Return the optional members of `data` in a description: of a blend, of document masks, of padded samples.
+
+    Args:
+        weights: the share of each source by its fingerprint.
+        marks: the documents of `data.document_mask`; None without it.
+        micro_batch_size: the loss of a micro batch of padded samples is the mean over its targets, so its size is a
+            part of their data.
+    """
+    found: Json = {}
+    if len(weights) > 1:
+        found["weights"] = {name: str(weights[name]) for name in sorted(weights)}
+    if marks is not None:
+        found["document_mask"] = "index" if marks.end_of_text is None else marks.end_of_text
+    if section.samples is not SampleCut.across_documents:
+        found |= {"samples": section.samples.value, "micro_batch_size": micro_batch_size}
+    return found
 
 
 def sources_in(state: Json) -> dict[str, Fraction]:

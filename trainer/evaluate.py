@@ -8,7 +8,6 @@ import torch
 
 from trainer import exact_sum
 from trainer.checkpoint.tensors.live import free_gathered_parameters
-from trainer.data.documents import ModelInputs
 from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext
 from trainer.state import TrainerState
@@ -54,5 +53,5 @@ def _losses(state: TrainerState, micro_batches: Sequence[torch.Tensor], context:
     if context.pipeline is not None:
         return context.pipeline.evaluate(torch.cat(list(micro_batches)))
     model = state.parts[0].model
-    batches = (ModelInputs.of(windows, masks_documents=context.masks_documents) for windows in micro_batches)
+    batches = (context.form.split(windows) for windows in micro_batches)
     return [context.loss(model(inputs.tokens, **inputs.keywords()), inputs.targets) for inputs in batches]

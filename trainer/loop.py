@@ -71,6 +71,7 @@ def train(run: Run) -> None:
             if due:
                 _save(run, due, slowdown)
             _save_weights(run, slowdown)
+    run.profiler.close()
     _save_at_end(run, slowdown, is_stopped=is_stopped)
 
 
@@ -111,7 +112,8 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
     is_saving = any(saver.is_saving for saver in run.all_savers)
     samples = run.state.progress.consumed_samples
     start = time.perf_counter()
-    result = iterate(run)
+    with run.profiler.around(run.state.progress.iteration + 1), run.profiler.watching_memory():
+        result = iterate(run)
     held_back_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
     seconds = time.perf_counter() - start - held_back_s
     slowdown.add(seconds, is_saving=is_saving)
@@ -127,7 +129,8 @@ def iterate(run: Run) -> StepResult:
     state, settings = run.state, run.config.train
     progress = state.progress
     iteration, size = progress.iteration + 1, run.batch_schedule.at(progress.consumed_samples)
-    micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed, size)
+    with run.own_time.loading():
+        micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed, size)
     numbers = run.train_data.numbers_of(size)
     keys = [dropout_key(settings.seed, iteration, micro_batch=number) for number in numbers]
     lr = run.schedule.at(iteration, progress.consumed_samples + size)
@@ -141,6 +144,7 @@ def iterate(run: Run) -> StepResult:
         cluster=run.cluster,
         flags=lambda: run.control.now(failed_saves=run.main_saver.results.failed_saves).flags(),
         skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip,
+        own_time=run.own_time,
     )
     state.progress = progress.after_iteration(size, size * settings.seq_length)
     following = run.batch_schedule.at(state.progress.consumed_samples)
@@ -167,7 +171,8 @@ def _record(run: Run, result: StepResult, *, samples: int, seconds: float, block
                 checkpoint_seconds=blocked_s,
                 global_batch_size=samples if len(run.batch_schedule.sizes) > 1 else None,
                 is_skipped=result.skipped is not None,
-            )
+            ),
+            result.rank_times,
         )
 
 

@@ -13,11 +13,12 @@ from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config, batch_schedule_of, rounded_itemsize, topology_of
 from trainer.errors import ConfigError
 from trainer.optimizers import state_tensors
+from trainer.topology import ACCELERATORS
 
 _GIB = 1 << 30
 _FLOAT_BYTES = 4  # of weights, gradients and moments
 _TOKEN_BYTES = 8
-_GPU_NODE = Path("/dev/nvidiactl")
+_GPU_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))  # of CUDA and ROCm
 
 
 def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int:
@@ -71,7 +72,7 @@ def require_host_memory(config: Config, world_size: int, local_world_size: int) 
         ConfigError: naming both sizes.
     """
     device = config.train.device
-    if device == "cuda" or (device == "auto" and _GPU_NODE.exists()):
+    if device in ACCELERATORS or (device == "auto" and any(node.exists() for node in _GPU_NODES)):
         return
     available = host_bytes(_text(Path("/proc/meminfo")), _text(Path("/sys/fs/cgroup/memory.max")))
     if available is not None:

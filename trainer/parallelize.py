@@ -21,6 +21,7 @@ from trainer.checkpoint.tensors.live import Grid, local_of, with_memory
 from trainer.checkpoint.tensors.memory import memory_of
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config, Dtype, lanes_of, reduces_lanes_over_ranks
+from trainer.data.documents import window_form
 from trainer.errors import CheckpointError
 from trainer.launch.process_group import Cluster
 from trainer.optim import stored_names
@@ -136,7 +137,8 @@ def build_context(
         embedding_group=embedding_group,
         reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
         grad_norm_shares=_grad_norm_shares(state, cluster.rank),
-        masks_documents=config.data.document_mask,
+        form=window_form(config.data),
+        waits_in_passes=topology.tp * topology.pp > 1 or (dp_mesh is not None and config.parallel.zero_stage > 0),
     )
 
 
@@ -201,7 +203,7 @@ def _build_pipeline(
         device=device,
         loss=loss,
         takes_mean=lanes_of(config) is None,
-        masks_documents=config.data.document_mask,
+        form=window_form(config.data),
     )
 
 

@@ -54,6 +54,13 @@ RULES: tuple[Rule, ...] = (
     Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
     Rule("data.weights", Verdict.FLAG, "checkpoint.override_data", "every source goes on at its consumed count"),
     Rule("data.document_mask", Verdict.FLAG, "checkpoint.override_data", "the loss curve will differ"),
+    Rule(
+        "data.micro_batch_size",
+        Verdict.FLAG,
+        "checkpoint.override_data",
+        says="the loss curve will differ",
+        hint="the loss is the mean over the targets of each micro batch",
+    ),
     Rule("data.valid_fingerprint", Verdict.LOGGED, says=_LOSSES, is_optional=True),
     Rule("evaluation", Verdict.LOGGED, says=_LOSSES, is_optional=True),
     Rule(
@@ -236,8 +243,7 @@ def describe(
         },
         "data": {
             "fingerprint": fingerprint,
-            **data_record(weights or {}),
-            **({} if marks is None else {"document_mask": "index" if marks.end_of_text is None else marks.end_of_text}),
+            **data_record(config.data, weights or {}, marks, micro_batch_size=train.micro_batch_size),
             **({"valid_fingerprint": valid_fingerprint} if valid_fingerprint else {}),
         },
         "evaluation": _evaluation(config),

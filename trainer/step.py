@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from models.adapters import saved_tensors
 from models.families import aliases
 from trainer import exact_sum
 from trainer.checkpoint.tensors.live import local_of
-from trainer.data.documents import ModelInputs
 from trainer.errors import NonFiniteError
 from trainer.launch.process_group import Cluster
+from trainer.metrics.slow_ranks import OwnTime, RankTime
 from trainer.optim import clip_gradients, exact_squared_norm, set_learning_rate, squared_norm, stored_names
 from trainer.parallel.context import ParallelContext
 from trainer.state import TrainerState
@@ -30,12 +31,14 @@ class StepResult:
         grad_norm: L2 norm of all gradients before clipping.
         flags: the element-wise maximum of the flags of all ranks.
         skipped: the error that made the iteration leave the parameters unchanged (`skips_nonfinite`), or None.
+        rank_times: the seconds that each rank worked alone.
     """
 
     loss: float
     grad_norm: float
     flags: tuple[float, ...] = ()
     skipped: NonFiniteError | None = None
+    rank_times: tuple[RankTime, ...] = ()
 
 
 def train_step(
@@ -49,6 +52,7 @@ def train_step(
     cluster: Cluster,
     flags: Callable[[], Sequence[float]] = tuple,
     skips_nonfinite: bool = False,
+    own_time: OwnTime | None = None,
 ) -> StepResult:
     """Run one iteration on this rank's micro batches and step the optimizers. A collective call.
 
@@ -57,46 +61,58 @@ def train_step(
         keys: the dropout key of each micro batch.
         flags: called after the backward pass; returns numbers to reduce over the ranks, equally many on each.
         skips_nonfinite: if loss or gradient norm is not finite, leave the parameters unchanged instead of raising.
+        own_time: what this rank has done alone since the last iteration; the work of this one is added.
 
     Raises:
         NonFiniteError: on every rank, before any parameter changes, if loss or gradient norm is not finite.
     """
     for part in state.parts:
         part.optimizer.zero_grad(set_to_none=True)
-    with context.loss_context():
+    own_time = own_time or OwnTime(cluster.device)
+    with context.loss_context(), contextlib.nullcontext() if context.waits_in_passes else own_time.working():
         losses = forward_backward(state, micro_batches, keys, context)
     context.reduction.finish()
-    mean_loss, grad_norm, agreed = _reduce_figures(losses, flags(), context, cluster)
+    mean_loss, grad_norm, agreed, times = _reduce_figures(losses, flags(), context, cluster, own_time)
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         poisoned = _poisoned(state, mean_loss, grad_norm, cluster)
         if not skips_nonfinite:
             raise poisoned
-        return StepResult(mean_loss, grad_norm, agreed, skipped=poisoned)
-    clip_gradients(state.parameters(), grad_norm, clip_grad)
-    for part in state.parts:
-        set_learning_rate(part.optimizer, lr)
-        part.optimizer.step()
-    return StepResult(mean_loss, grad_norm, agreed)
+        return StepResult(mean_loss, grad_norm, agreed, skipped=poisoned, rank_times=times)
+    with own_time.working():
+        clip_gradients(state.parameters(), grad_norm, clip_grad)
+        for part in state.parts:
+            set_learning_rate(part.optimizer, lr)
+            part.optimizer.step()
+    return StepResult(mean_loss, grad_norm, agreed, rank_times=times)
 
 
 def _reduce_figures(
-    losses: Sequence[torch.Tensor], flags: Sequence[float], context: ParallelContext, cluster: Cluster
-) -> tuple[float, float, tuple[float, ...]]:
-    """Return the mean loss, the gradient norm and the maximum of the flags, in one message. A collective call."""
+    losses: Sequence[torch.Tensor],
+    flags: Sequence[float],
+    context: ParallelContext,
+    cluster: Cluster,
+    own_time: OwnTime,
+) -> tuple[float, float, tuple[float, ...], tuple[RankTime, ...]]:
+    """Return the mean loss, the gradient norm, the maximum of the flags and the times of all ranks, in one message.
+
+    A collective call.
+    """
     if context.lanes is None:
         loss = float(sum(losses, torch.zeros((), dtype=torch.float64)))
-        own = _Figures((loss,), float(context.reports_loss), (float(squared_norm(context.grad_norm_parameters)),))
+        squares: tuple[float, ...] = (float(squared_norm(context.grad_norm_parameters)),)
+        own = _Figures((loss,), float(context.reports_loss), squares, own_time.take())
     else:
         squares = exact_squared_norm(context.grad_norm_shares)
-        own = _Figures(exact_sum.parts(_stacked(losses)), float(context.reports_loss), squares)
+        own = _Figures(exact_sum.parts(_stacked(losses)), float(context.reports_loss), squares, own_time.take())
     rows, all_flags = _gather(cluster, own, flags)
     agreed = tuple(max(column) for column in zip(*all_flags, strict=True))
+    times = tuple(row.time for row in rows)
     reporting = [row for row in rows if row.reports_loss]
     if context.lanes is None:
         mean_loss = sum(row.loss[0] for row in reporting) / len(reporting)
-        return mean_loss, math.sqrt(sum(row.squared_norm[0] for row in rows)), agreed
+        return mean_loss, math.sqrt(sum(row.squared_norm[0] for row in rows)), agreed, times
     mean_loss = exact_sum.total(part for row in reporting for part in row.loss) / context.lanes.micro_batches
-    return mean_loss, math.sqrt(exact_sum.total(part for row in rows for part in row.squared_norm)), agreed
+    return mean_loss, math.sqrt(exact_sum.total(part for row in rows for part in row.squared_norm)), agreed, times
 
 
 def _stacked(losses: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -113,14 +129,18 @@ class _Figures(NamedTuple):
     loss: tuple[float, ...]
     reports_loss: float
     squared_norm: tuple[float, ...]
+    time: RankTime
 
 
 def _gather(cluster: Cluster, own: _Figures, flags: Sequence[float]) -> tuple[list[_Figures], list[Sequence[float]]]:
     """Return the figures and the flags of every rank. A collective call."""
-    rows = cluster.gather([*own.loss, own.reports_loss, *own.squared_norm, *flags])
+    rows = cluster.gather([*own.loss, own.reports_loss, *own.squared_norm, *own.time, *flags])
     parts = len(own.loss)
     end = 2 * parts + 1
-    return [_Figures(tuple(r[:parts]), r[parts], tuple(r[parts + 1 : end])) for r in rows], [row[end:] for row in rows]
+    figures = [
+        _Figures(tuple(r[:parts]), r[parts], tuple(r[parts + 1 : end]), RankTime(*r[end : end + 2])) for r in rows
+    ]
+    return figures, [row[end + 2 :] for row in rows]
 
 
 def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Cluster) -> NonFiniteError:
@@ -159,7 +179,7 @@ def forward_backward(
     model, losses = state.parts[0].model, []
     for number, (windows, key) in enumerate(zip(micro_batches, keys, strict=True)):
         reduction.before_backward(number, count)
-        inputs = ModelInputs.of(windows, masks_documents=context.masks_documents)
+        inputs = context.form.split(windows)
         loss = context.loss(model(inputs.tokens, dropout_key=key, **inputs.keywords()), inputs.targets) / divisor
         loss.backward()  # type: ignore[no-untyped-call]
         reduction.after_backward(number)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
+# The types of accelerators that `train.device` may name, as torch does; a device of ROCm is a `cuda` one.
+ACCELERATORS = ("cuda", "xpu")
 # More threads of one rank than any host has cores; OpenMP would fail to start them.
 MOST_THREADS = 4096
 

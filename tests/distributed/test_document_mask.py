@@ -14,7 +14,7 @@ import torch
 
 import trainer.__main__
 from tests.harness import TINY, call_on_ranks, curve, launch, run_ok, tensor_files
-from trainer.data.documents import ModelInputs
+from trainer.data.documents import ModelInputs, WindowForm
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.token_file import write_token_file
 
@@ -65,17 +65,17 @@ def write_data(folder: Path) -> None:
 
 def train_on_last_documents(arguments: list[str]) -> None:
     """Train and evaluate with the targets of all documents except the last of each window left out."""
-    whole = ModelInputs.of
+    whole = WindowForm.split
 
-    def last_only(windows: torch.Tensor, *, masks_documents: bool) -> ModelInputs:
-        inputs = whole(windows, masks_documents=masks_documents)
+    def last_only(form: WindowForm, windows: torch.Tensor) -> ModelInputs:
+        inputs = whole(form, windows)
         tokens = windows.remainder(1 << 32)
         positions = torch.arange(1, LENGTH + 1)
         last = torch.where(tokens[:, :LENGTH] == END, positions, 0).amax(1, keepdim=True)
         targets = tokens[:, 1:].where(positions > last, -100)
         return ModelInputs(inputs.tokens, targets, inputs.starts)
 
-    ModelInputs.of = staticmethod(last_only)  # type: ignore[method-assign]
+    WindowForm.split = last_only  # type: ignore[method-assign]
     trainer.__main__.main(arguments)
 
 

@@ -55,14 +55,14 @@ def overrides_of(family: str) -> list[str]:
     return {"gpt2": GPT2, "llama": LLAMA, "llama-tied": [*LLAMA, "model.tie_word_embeddings=true"]}[family]
 
 
-def batches(config: Config) -> list[torch.Tensor]:
+def batches(config: Config, count: int = TOTAL) -> list[torch.Tensor]:
     """Return the global batches of the first iterations in our order, int64 [samples, seq_length + 1]."""
     train = config.train
     corpus = prepare(config.data, cache=default_cache(os.environ, Path.home()))
     samples = Samples([open_token_file(path) for path in corpus.train], seq_length=train.seq_length)
     size = train.global_batch_size
     feed = BatchLoader(samples, size, size, [0], torch.device("cpu"))
-    return [feed.train_batch(number * size, train.seed)[0] for number in range(TOTAL)]
+    return [feed.train_batch(number * size, train.seed)[0] for number in range(count)]
 
 
 def make(config: ModelConfig, *, seed: int = 1) -> Any:

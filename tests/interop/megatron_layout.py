@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import io
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +80,8 @@ class Way:
         version: `checkpoint_version`; the order of the rows of `query_key_value` depends on it.
         is_distributed: whether the optimizer's state is in flat buckets.
         bucket: elements after which a bucket ends.
-        form: how the buckets are stored: `coalesced` since April 2024, before as a list with padding.
+        form: how the state is stored: `coalesced` buckets since April 2024, before a `list` with padding (`older`:
+            under other keys); `data ranks` before May 2023, each its own part.
         alignment: elements to a multiple of which a parameter begins.
     """
 
@@ -115,11 +118,15 @@ def write(folder: Path, source: StateSource, way: Way, **others: Any) -> Path:
                 saved["model" if way.vpp == 1 else f"model{number}"] = _named(
                     model, way, is_tied=source.model.tie_word_embeddings
                 )
-            saved["optimizer"] = _groups(source) if way.is_distributed else _plain(chunks, source, way)
+            if way.form == "data ranks":
+                _write_data_ranks(rank, chunks, source, way)
+            else:
+                saved["optimizer"] = _groups(source) if way.is_distributed else _plain(chunks, source, way)
             saved["opt_param_scheduler"] = {"max_lr": 0.1, "num_steps": 12}
-            saved["rng_state"] = [{"random_rng_state": (3, (1, 2), None)}]
-            torch.save(saved, rank / "model_optim_rng.pt")
-            if way.is_distributed:
+            saved["rng_state"] = [{"np_rng_state": np.random.get_state(), "rng_tracker_states": {}}]
+            is_split = way.form == "data ranks"
+            torch.save(saved, rank / ("model_rng.pt" if is_split else "model_optim_rng.pt"))
+            if way.is_distributed and not is_split:
                 torch.save(_buffers(chunks, source.model, way, pp), rank / "distrib_optim.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text(str(source.iteration))
     return path
@@ -241,7 +248,7 @@ def _named(chunk: Mapping[str, Tensor], way: Way, *, is_tied: bool) -> dict[str,
         for name, tensor in chunk.items():
             found[_replaced(name, way)] = tensor
             if name.endswith("linear_proj.weight"):
-                found[name.replace("weight", "_extra_state")] = None
+                found[name.replace("weight", "_extra_state")] = io.BytesIO(b"fp8")
         return found
     language: dict[str, Any] = {}
     top: dict[str, Any] = {"language_model": language}
@@ -286,6 +293,35 @@ def _plain(chunks: Sequence[Chunk], source: StateSource, way: Way) -> dict[str, 
     if way.dtype is torch.float32:
         return found
     return {"optimizer": found, "fp32_from_fp16_params": [[values["param"] for values in group] for group in groups]}
+
+
+def _write_data_ranks(rank: Path, chunks: Sequence[Chunk], source: StateSource, way: Way) -> None:
+    """Write `optim.pt` of each data-parallel rank: its equal part of a chunk's numbers, from the last parameter on."""
+    for dp in range(way.dp):
+        parts: list[tuple[str, Tensor, dict[str, Tensor]]] = []
+        for chunk in chunks:
+            total = sum(values["param"].numel() for values in chunk.values())
+            share = math.ceil(total / way.dp)
+            mine = torch.zeros(total, dtype=torch.bool)
+            mine[dp * share : (dp + 1) * share] = True
+            for name, values in chunk.items():
+                total -= values["param"].numel()
+                here = mine[total : total + values["param"].numel()]
+                if here.any():
+                    parts.append((name, values["param"], {key: values[key].reshape(-1)[here] for key in KEYS}))
+        of_decay = [part for name, whole, part in parts if whole.dim() > 1 and not name.endswith(".bias")]
+        others = [part for name, whole, part in parts if whole.dim() == 1 or name.endswith(".bias")]
+        state, tables = {}, []
+        for group in (of_decay, others):
+            numbers = list(range(len(state), len(state) + len(group)))
+            tables.append({"lr": 0.1, "step": source.iteration, "params": numbers})
+            state |= {n: {key: part[key] for key in KEYS[1:]} for n, part in zip(numbers, group, strict=True)}
+        is_fp32 = way.dtype is torch.float32
+        copies = [[] if is_fp32 else [part["param"] for part in group] for group in (of_decay, others)]
+        optimizer = {"optimizer": {"state": state, "param_groups": tables}, "shard_fp32_from_float16_groups": copies}
+        folder = rank.parent / f"{rank.name}_{dp:03d}"
+        folder.mkdir()
+        torch.save({"optimizer": optimizer}, folder / "optim.pt")
 
 
 def _groups(source: StateSource) -> dict[str, Any]:

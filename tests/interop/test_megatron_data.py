@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from models.layers import attention_mask, document_positions
 from scripts.faults.run_files import curve_of
-from tests.harness import TINY, run_ok
+from tests.harness import TINY, launch, run_ok
+from trainer.data.batches import Samples
+from trainer.data.documents import DocumentMarks, WindowForm
 from trainer.data.indexed_file import open_indexed_file, write_indexed_file
 from trainer.data.token_file import write_token_file
 
@@ -49,6 +54,59 @@ def test_megatron_reads_the_documents_we_write(tmp_path: Path, megatron: Any) ->
     theirs = megatron.IndexedDataset(str(tmp_path / "ours"), mmap=True)
     assert [theirs[n].tolist() for n in range(len(theirs))] == [document.tolist() for document in documents()]
     assert theirs.document_indices.tolist() == list(range(len(documents()) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("seq_length", [7, 64, 1000])
+def test_samples_are_those_of_gpt_dataset(
+    tmp_path: Path, megatron: Any, monkeypatch: pytest.MonkeyPatch, seq_length: int
+) -> None:
+    """Without Megatron's two shuffles its samples of one epoch are ours, in order."""
+    from megatron.core.datasets import gpt_dataset
+    from megatron.core.datasets.utils import Split
+
+    monkeypatch.setattr(gpt_dataset, "_build_document_index", lambda documents, *_: np.asarray(documents, np.int32))
+    monkeypatch.setattr(gpt_dataset, "_build_shuffle_index", lambda _, total, *__: np.arange(total, dtype=np.uint32))
+    write_indexed_file(tmp_path / "ours.bin", documents(), dtype=np.dtype(np.uint16), end_of_text=END)
+    tokenizer = SimpleNamespace(eod=END, pad=None, vocab_size=257, unique_identifiers={"class": "none"})
+    config = gpt_dataset.GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=seq_length,
+        blend=([str(tmp_path / "ours")], None),
+        split="1",
+        path_to_cache=None,
+        tokenizer=tokenizer,
+        reset_position_ids=True,
+        reset_attention_mask=True,
+        eod_mask_loss=False,
+    )
+    indexed = megatron.IndexedDataset(str(tmp_path / "ours"), mmap=True)
+    theirs = gpt_dataset.GPTDataset(indexed, str(tmp_path / "ours"), np.arange(len(indexed)), None, Split.train, config)
+    file = open_indexed_file(tmp_path / "ours.bin")
+    samples = Samples([file], seq_length=seq_length, marks=DocumentMarks(None))
+    assert len(theirs) == samples.count
+    inputs = WindowForm(masks_documents=True).split(torch.from_numpy(samples.windows(np.arange(samples.count))))
+    assert inputs.starts is not None
+    mask = attention_mask(inputs.starts)
+    for number in range(samples.count):
+        sample = theirs[number]
+        assert sample["tokens"].tolist() == inputs.tokens[number].tolist()
+        assert sample["labels"].tolist() == inputs.targets[number].tolist()
+        assert sample["position_ids"].tolist() == document_positions(inputs.starts)[number].tolist()
+        assert torch.equal(~sample["attention_mask"], mask[number])  # theirs is True where it hides
+
+
+def test_a_run_trains_by_document(tmp_path: Path) -> None:
+    write_indexed_file(tmp_path / "ours.bin", documents(), dtype=np.dtype(np.uint16), end_of_text=END)
+    data = ["data=megatron", f"data.train={tmp_path}/ours", "data.samples=per_document"]
+    options = [*TINY, *data, f"data.valid={tmp_path}/ours", "train.eval_interval=3", "train.eval_iters=1"]
+    run_ok(tmp_path / "whole", [*options, "train.train_iters=6"])
+    run_ok(tmp_path / "run", [*options, "train.train_iters=6", "train.exit_interval=3"])
+    refused = launch(tmp_path / "run", [*options, "train.train_iters=6", "train.micro_batch_size=4"])
+    assert "data.micro_batch_size  saved 2  current 4" in refused.text
+    run_ok(tmp_path / "run", [*options, "train.train_iters=6"])
+    assert curve_of(tmp_path / "run") == curve_of(tmp_path / "whole")
 
 
 def test_a_run_trains_as_on_a_token_file(tmp_path: Path) -> None:

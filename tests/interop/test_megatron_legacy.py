@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,11 +64,24 @@ WAYS = {
     "pp4 legacy": Way(pp=4, dp=2, names="newer", bucket=4000),
     "tp2 pp2 legacy plain bf16": Way(tp=2, pp=2, names="newer", is_distributed=False, dtype=BF16),
     "tp2 legacy, lists of buckets": Way(tp=2, dp=2, names="newer", form="list", bucket=3000),
+    "tp2 pp2 dp2 of 2023": Way(tp=2, pp=2, dp=2, names="newer", form="data ranks", dtype=BF16),
+    "tp2 vpp2 dp3 of 2023": Way(tp=2, vpp=2, dp=3, names="newer", form="data ranks"),
     "pp2 legacy, nothing aligned": Way(pp=2, dp=3, names="newer", form="older", alignment=1, bucket=3000),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+def of_both_models(ways: Iterable[str]) -> pytest.MarkDecorator:
+    """Run a test for each layout and model; in the gate, each layout is that of one of the two models."""
+    dear = [pytest.mark.slow, pytest.mark.soak]
+    cases = [
+        pytest.param(model, way, marks=dear if (number + other) % 2 else ())
+        for other, model in enumerate(MODELS)
+        for number, way in enumerate(ways)
+    ]
+    return pytest.mark.parametrize(("trained", "way"), cases, indirect=["trained"])
+
+
+@of_both_models(WAYS)
 def test_every_layout_gives_the_bytes_it_was_made_from(
     trained: tuple[list[str], Path], tmp_path: Path, way: str
 ) -> None:
@@ -103,7 +116,7 @@ DEEPSPEED = {
 }
 
 
-@pytest.mark.parametrize("way", DEEPSPEED)
+@of_both_models(DEEPSPEED)
 def test_megatron_deepspeed_gives_the_bytes_it_was_made_from(
     trained: tuple[list[str], Path], tmp_path: Path, way: str
 ) -> None:
@@ -253,12 +266,24 @@ def test_files_that_are_missing_or_damaged_are_named(small: tuple[list[str], Sta
     read_all(opened(path, overrides, weights_only=True))
     flat.unlink()
     assert "Some ranks lack distrib_optim.pt" in refusal(path, overrides)
+    for other in path.glob("*/distrib_optim.pt"):
+        other.unlink()
+    assert "expected distrib_optim.pt" in refusal(path, overrides)
     shutil.rmtree(flat.parent)
     assert "no mp_rank_01_001" in refusal(path, overrides)
     (path / "mp_rank_00_000_001").mkdir()
     assert "mp_rank_00_000_001" in refusal(path, overrides)
-    (path / "mp_rank_00_000_001/optim.pt").touch()
-    assert "before May 2023" in refusal(path, overrides)
+
+
+def test_a_data_parallel_rank_that_is_missing_is_named(small: tuple[list[str], StateSource], tmp_path: Path) -> None:
+    overrides, source = small
+    path = write(tmp_path, source, Way(dp=3, form="data ranks"))
+    shutil.rmtree(path / "mp_rank_00_002")
+    assert "does not hold its parts of the parameters" in refusal(path, overrides)
+    read_all(opened(path, overrides, weights_only=True))
+    path = write(tmp_path / "counted", source, Way(dp=3, form="data ranks"), data_parallel_size=3)
+    shutil.rmtree(path / "mp_rank_00_002")
+    assert "expected 3 folders mp_rank_00_DDD" in refusal(path, overrides)
 
 
 def test_code_in_a_file_of_megatron_does_not_run(small: tuple[list[str], StateSource], tmp_path: Path) -> None:

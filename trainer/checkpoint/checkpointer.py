@@ -200,16 +200,13 @@ class Checkpointer:
         plan = self._staging.plan(contents)
         attempt = Attempt(iteration, name, self._owned.folder, plan.layout, self._hosts)
         if self._stuck is not None and not self._stuck.is_done:
-            self._refuse(attempt)
+            self._refuse(attempt, _stalled(attempt))
         else:
             self._stuck = None
-            save_job = self._new_job(self._owned, attempt, contents, plan)
-            hooks = []
-            if self._is_async:
-                hooks = [self._hold_back(optimizer, save_job) for optimizer in contents.optimizers]
-            job = self._worker.submit(save_job.run)
-            self._staging.touch()
-            self._started = _Started(save_job, job, hooks, start, start - asked, time.perf_counter() - start)
+            try:
+                self._started = self._start(self._new_job(self._owned, attempt, contents, plan), asked, start)
+            except torch.OutOfMemoryError as error:  # what is copied on the device finds no room there
+                self._refuse(attempt, _no_memory(attempt, error))
             if not self._is_async:
                 self.wait()
         self.results.blocked_s += time.perf_counter() - asked
@@ -285,11 +282,19 @@ class Checkpointer:
     def _is_async(self) -> bool:
         return self._policy.async_save
 
+    def _start(self, save_job: SaveJob, asked: float, start: float) -> _Started:
+        """Let the background thread run a save, and the next steps of its optimizers wait until they may begin."""
+        optimizers = save_job.contents.optimizers if self._is_async else ()
+        hooks = [self._hold_back(optimizer, save_job) for optimizer in optimizers]
+        job = self._worker.submit(save_job.run)
+        self._staging.touch()
+        return _Started(save_job, job, hooks, start, start - asked, time.perf_counter() - start)
+
     def _new_job(self, owned: OwnedFolder, attempt: Attempt, contents: Contents, plan: Plan) -> SaveJob:
-        earlier, self._attempts.earlier = self._attempts.earlier, []
         interval = self._policy.check_replicas
         compares = interval > 0 and self._attempts.count % interval == 0
         snapshot, replicas = self._staging.begin(plan, with_replicas=compares)
+        earlier, self._attempts.earlier = self._attempts.earlier, []
         return SaveJob(
             attempt=attempt,
             contents=contents,
@@ -308,9 +313,8 @@ class Checkpointer:
             earlier=earlier,
         )
 
-    def _refuse(self, attempt: Attempt) -> None:
-        """Fail an attempt at once: the thread that would write it still hangs in one before."""
-        error = _stalled(attempt)
+    def _refuse(self, attempt: Attempt, error: CheckpointError) -> None:
+        """Fail an attempt at once, before anything of it is written."""
         self._abort(attempt, error, self._new_shared_state())
         self._keep([(attempt.iteration, attempt.name)])
         self._ended(SaveReport(attempt.iteration, attempt.folder.iteration(attempt.iteration), 0, 0.0, error=error))
@@ -369,6 +373,15 @@ def _stalled(attempt: Attempt) -> CheckpointError:
         where=attempt.folder.root,
         expected="a chunk within the time in which a training step may wait for it",
         fix="Training continues and committed checkpoints are untouched; look at the file system.",
+    )
+
+
+def _no_memory(attempt: Attempt, error: torch.OutOfMemoryError) -> CheckpointError:
+    return CheckpointError(
+        "A save found no memory on the device for copies of tensors that may change at any time",
+        where=attempt.folder.iteration(attempt.iteration),
+        found=str(error).splitlines()[0],
+        fix="Training continues and committed checkpoints are untouched; a smaller train.micro_batch_size leaves room.",
     )
 
 

@@ -34,6 +34,7 @@ from trainer.checkpoint.tensors.arena import map_memory
 from trainer.commands.arguments import local_path
 from trainer.errors import TrainerError
 from trainer.launch import process_group
+from trainer.launch.device import device_name
 from trainer.launch.environment import Environment
 from trainer.launch.process_group import Cluster
 
@@ -167,12 +168,14 @@ def machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
     yield Finding("cores for this process", FINE, f"{cores} of {os.cpu_count()}")
     yield Finding("memory", FINE, f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = ", ".join(torch.cuda.get_device_name(number) for number in range(count))
-    yield Finding("CUDA devices", FINE if count else WORSE, names or "none: train.device=cpu")
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = 0 if kind is None else torch.accelerator.device_count()
+    names = [device_name(torch.device(kind.type, number)) for number in range(count) if kind is not None]
+    yield Finding("accelerators", FINE if count else WORSE, ", ".join(names) or "none: train.device=cpu")
     yield Finding("backend gloo", FINE if dist.is_gloo_available() else BAD, "for ranks on CPUs, and messages")
-    if count:
-        yield Finding("backend nccl", FINE if dist.is_nccl_available() else BAD, "for ranks on CUDA devices")
+    if kind is not None:
+        backend = dist.get_default_backend_for_device(kind)
+        yield Finding(f"backend {backend}", FINE if dist.is_backend_available(backend) else BAD, f"for {kind} devices")
     yield _shared_memory()
 
 

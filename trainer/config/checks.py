@@ -26,7 +26,7 @@ from trainer.data.section import problems as data_problems
 from trainer.errors import ConfigError
 from trainer.lanes import invariant_ranks_problems
 from trainer.schedule import problems as schedule_problems
-from trainer.topology import MOST_THREADS, Topology
+from trainer.topology import ACCELERATORS, MOST_THREADS, Topology
 
 # Clocks, timers and torch's stores count in 64 bits of small units: 30 years are enough.
 _MOST_SECONDS, _MOST_MINUTES = 1e9, 1e7
@@ -74,7 +74,7 @@ def unused_keys(config: Config) -> list[str]:
 def loose_threads(config: Config) -> list[str]:
     """Return a line about `train.threads` if the bits that `invariant_ranks` keeps depend on it and it is not set."""
     lanes, train = config.parallel.invariant_ranks, config.train
-    if lanes == 0 or train.threads > 0 or train.device == "cuda":
+    if lanes == 0 or train.threads > 0 or train.device in ACCELERATORS:
         return []
     return [
         f"train.threads is 0, so a rank has its share of the cores of its host: parallel.invariant_ranks={lanes} keeps "
@@ -146,8 +146,11 @@ def _train_problems(config: Config) -> list[str]:
     if train.seq_length > config.model.max_position_embeddings:
         limit = config.model.max_position_embeddings
         found.append(f"train.seq_length={train.seq_length}: above model.max_position_embeddings={limit}")
-    if train.device not in ("auto", "cpu", "cuda"):
-        found.append(f"train.device={train.device}: must be auto, cpu or cuda")
+    if train.device not in ("auto", "cpu", *ACCELERATORS):
+        found.append(f"train.device={train.device}: must be auto, cpu, {' or '.join(ACCELERATORS)}")
+    steps = train.profile_steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        found.append(f"train.profile_steps={steps}: must be empty, or a first and a last iteration as in [10,13]")
     if config.logging.log_interval < 1:
         found.append(f"logging.log_interval={config.logging.log_interval}: must be at least 1")
     if train.eval_interval and config.data.kind in TOKEN_KINDS and config.data.valid is None:

@@ -30,6 +30,7 @@ _LEFT_OUT = (
     "data.cache",
     "train.exit_interval",
     "train.exit_duration_in_mins",
+    "train.profile_steps",
     "train.dry_run",
     "train.dry_run_ranks",
     "checkpoint.save",

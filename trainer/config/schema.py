@@ -86,15 +86,13 @@ class TrainSection:
         deterministic: restrict torch to deterministic kernels; those of a CPU always are.
         threads: compute threads of each rank, on which bits depend on a CPU; 0 takes OMP_NUM_THREADS, else the rank's
             share of the cores of its host.
-        activation_checkpointing: keep only the inputs of transformer blocks and recompute the blocks in the backward
-            pass.
+        activation_checkpointing: keep only the inputs of transformer blocks and recompute these in the backward pass.
         eval_interval: iterations between evaluations on the validation data; 0 never evaluates.
         eval_iters: global batches per evaluation.
         sample_interval: iterations between texts sampled from the model, shown in the log and in TensorBoard; 0 never
             samples. Sampling changes no bit of the training.
         sample_prompt: text that a sample begins with; empty begins a document.
-        sample_tokens: maximum tokens of a sample beyond its prompt; each costs one forward pass or, with a pipeline, as
-            many as an iteration.
+        sample_tokens: most tokens of a sample beyond its prompt; each costs a forward pass, in a pipeline an iteration.
         exit_interval: save and exit at the next multiple of so many iterations; 0 never.
         exit_duration_in_mins: save and exit after so many minutes; 0 never.
         exit_signal_save_seconds: seconds that a run has to save and exit after SIGTERM, SIGINT or SIGUSR1 reaches any
@@ -105,7 +103,8 @@ class TrainSection:
             addition to those at saves; a difference ends the run. 0 never compares.
         distributed_timeout_minutes: minutes that a rank waits for the others in a collective or for a message, and
             after which a silent rank counts as lost.
-        device: `cpu`, `cuda`, or `auto`: CUDA where there is a device, else the CPU.
+        device: `cpu`, `cuda` (ROCm too), `xpu`, or `auto`: the accelerator where there is one, else the CPU.
+        profile_steps: first and last iteration of a trace by torch.profiler, as in `[10,13]`; one per rank is written.
         dry_run: train nothing; print what each of `dry_run_ranks` ranks would hold and write.
         dry_run_ranks: number of ranks that a dry run describes.
     """
@@ -136,6 +135,7 @@ class TrainSection:
     check_replicas_interval: int = 0
     distributed_timeout_minutes: float = 10.0
     device: str = "auto"
+    profile_steps: list[int] = field(default_factory=list)
     dry_run: bool = False
     dry_run_ranks: int = 1
 

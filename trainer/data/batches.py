@@ -9,41 +9,57 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.blend import Blend
-from trainer.data.documents import DocumentMarks
+from trainer.data.documents import PADDED, DocumentMarks
 from trainer.data.order import sample_ids_at
 from trainer.data.token_file import TokenFile
 from trainer.errors import DataError
 
 
 class Samples:
-    """Windows of ``seq_length + 1`` tokens that start every ``seq_length`` tokens within each file.
+    """Windows of ``seq_length + 1`` tokens that start every ``seq_length`` tokens within each file, or each document.
 
-    The last token of a window is the first of the next, so every token except a file's first is a target once. Windows
-    never cross files; tokens at the end of a file that do not fill a window are not used.
+    The last token of a window is the first of the next, so every token except the first is a target once. Windows
+    never cross files. Tokens at the end of a file that do not fill a window are not used. With `per_document` windows
+    begin with the documents of a file and never cross their ends: the last window of a document is padded, and its
+    padding, which `trainer.data.documents` marks, is no target.
 
     Args:
         marks: marks the begins of documents in the windows; None leaves them as they are.
+        per_document: cut documents, which the files must have an index of. It takes 24 bytes for each.
 
     Raises:
-        DataError: not one window fits any file.
+        DataError: not one window fits any file, or an index cannot be read.
         ValueError: ``seq_length`` is not positive.
     """
 
-    __slots__ = ("_bounds", "_files", "_marks", "_seq_length")
+    __slots__ = ("_begins", "_bounds", "_ends", "_files", "_firsts", "_marks", "_seq_length")
 
-    def __init__(self, files: Sequence[TokenFile], *, seq_length: int, marks: DocumentMarks | None = None) -> None:
+    def __init__(
+        self,
+        files: Sequence[TokenFile],
+        *,
+        seq_length: int,
+        marks: DocumentMarks | None = None,
+        per_document: bool = False,
+    ) -> None:
         if seq_length < 1:
             raise ValueError(f"expected a positive seq_length, found {seq_length}")
-        counts = [max(0, file.count - 1) // seq_length for file in files]
+        borders = [_borders(file) if per_document else np.array([0, file.count], np.int64) for file in files]
         self._files, self._marks = tuple(files), marks
         self._seq_length = seq_length
-        # The samples of file i are bounds[i] to bounds[i + 1] - 1.
-        self._bounds = np.cumsum(np.array([0, *counts], dtype=np.int64))
-        if not any(counts):
+        # Samples lie within extents of tokens, which are files or documents. The extents of file i are
+        # firsts[i] to firsts[i + 1] - 1, the samples of extent j are bounds[j] to bounds[j + 1] - 1.
+        self._firsts = np.cumsum([0, *(found.size - 1 for found in borders)])
+        self._begins = np.concatenate([np.empty(0, np.int64), *(found[:-1] for found in borders)])
+        self._ends = np.concatenate([np.empty(0, np.int64), *(found[1:] for found in borders)])
+        targets = np.maximum(self._ends - self._begins - 1, 0)
+        self._bounds = np.append(0, np.cumsum((targets + seq_length - 1 if per_document else targets) // seq_length))
+        if not self.count:
+            expected = f"a file of at least {seq_length + 1} tokens (seq_length + 1)"
             raise DataError(
                 "there is not one sample in the data",
                 where=", ".join(str(file.path) for file in files) or "no files",
-                expected=f"a file of at least {seq_length + 1} tokens (seq_length + 1)",
+                expected="a document of at least 2 tokens" if per_document else expected,
                 found=f"at most {max((file.count for file in files), default=0)} tokens",
                 fix="Give more data or a smaller seq_length.",
             )
@@ -82,14 +98,21 @@ class Samples:
         """
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.count):
             raise IndexError(f"expected samples in range({self.count}), found {int(ids.min())} to {int(ids.max())}")
-        numbers = np.searchsorted(self._bounds, ids, side="right") - 1
-        starts = (ids - self._bounds[numbers]) * self._seq_length
-        out = np.empty((ids.size, self._seq_length + 1), dtype=np.int64)
-        for row, (number, start) in enumerate(zip(numbers.tolist(), starts.tolist(), strict=True)):
-            out[row] = self._files[number].read(start, start + self._seq_length + 1)
+        extents = np.searchsorted(self._bounds, ids, side="right") - 1
+        starts = self._begins[extents] + (ids - self._bounds[extents]) * self._seq_length
+        stops = np.minimum(starts + self._seq_length + 1, self._ends[extents])
+        numbers = np.searchsorted(self._firsts, extents, side="right") - 1
+        out = np.full((ids.size, self._seq_length + 1), PADDED, dtype=np.int64)
+        for row, number, start, stop in zip(out, numbers.tolist(), starts.tolist(), stops.tolist(), strict=True):
+            row[: stop - start] = self._files[number].read(start, stop)
             if self._marks is not None:
-                self._marks.mark(out[row], self._files[number], start)
+                self._marks.mark(row[: stop - start], self._files[number], start)
         return out
+
+
+def _borders(file: TokenFile) -> npt.NDArray[np.int64]:
+    assert file.documents is not None, "only files with an index are cut by document"
+    return file.documents.borders()
 
 
 class BlendedSamples:

@@ -19,11 +19,12 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.section import MOST_SOURCES
+
 Ints = npt.NDArray[np.int64]
 
 # A start schedules a period in Python, about 0.5 us for each position.
 MOST_PERIOD = 2**17
-MOST_SOURCES = 4096
 
 
 class Blend:

@@ -1,7 +1,8 @@
-"""Documents within windows: where they begin, as one bit of the tokens, so that a window stays one tensor.
+"""Documents within windows: where they begin and end, as bits of the tokens, so that a window stays one tensor.
 
-A token that begins a document has `BEGINS` added, which is above every token. Micro batches of a run with
-`data.document_mask` have these bits wherever they are split or sent, and `ModelInputs.of` takes them off for a model.
+A token that begins a document has `BEGINS` added, and one behind the end of the document of its window is `PADDED`.
+Both are above every token. Micro batches have these bits wherever they are split or sent, and `WindowForm.split` takes
+them off for a model.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainer.data.section import DataSection, SampleCut
 from trainer.data.token_file import TokenFile
 
 BEGINS = 1 << 32  # tokens are uint16 or uint32
+PADDED = 1 << 33
+_TOKEN = BEGINS - 1
+IGNORED = -100  # the target that `models.layers.token_loss` leaves out
 
 
 class ModelInputs(NamedTuple):
@@ -23,27 +28,46 @@ class ModelInputs(NamedTuple):
 
     Args:
         tokens: int64 [b, t].
-        targets: int64 [b, t].
+        targets: int64 [b, t]; `IGNORED` where there is none.
         starts: int64 [b, t], the position at which the document of each token begins; None without document masks.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
-    starts: torch.Tensor | None
-
-    @staticmethod
-    def of(windows: torch.Tensor, *, masks_documents: bool) -> ModelInputs:
-        """Split windows [b, t + 1] into inputs and targets."""
-        if not masks_documents:
-            return ModelInputs(windows[:, :-1], windows[:, 1:], None)
-        tokens = windows & (BEGINS - 1)
-        positions = torch.arange(windows.shape[1] - 1, device=windows.device)
-        starts = torch.where(windows[:, :-1] >= BEGINS, positions, 0).cummax(dim=1).values
-        return ModelInputs(tokens[:, :-1], tokens[:, 1:], starts)
+    starts: torch.Tensor | None = None
 
     def keywords(self) -> dict[str, torch.Tensor]:
         """Return the arguments of a model beside the tokens and the dropout key."""
         return {} if self.starts is None else {"starts": self.starts}
+
+
+@dataclass(frozen=True, slots=True)
+class WindowForm:
+    """The bits that the windows of a run may have.
+
+    Args:
+        masks_documents: attention and positions stay within documents.
+        is_padded: windows end with their documents.
+    """
+
+    masks_documents: bool = False
+    is_padded: bool = False
+
+    def split(self, windows: torch.Tensor) -> ModelInputs:
+        """Split windows [b, t + 1] into inputs and targets."""
+        if not (self.masks_documents or self.is_padded):
+            return ModelInputs(windows[:, :-1], windows[:, 1:])
+        tokens, starts = windows & _TOKEN, None
+        targets = tokens[:, 1:].where(windows[:, 1:] < PADDED, IGNORED)
+        if self.masks_documents:
+            positions = torch.arange(windows.shape[1] - 1, device=windows.device)
+            starts = torch.where(windows[:, :-1] & BEGINS != 0, positions, 0).cummax(dim=1).values
+        return ModelInputs(tokens[:, :-1], targets, starts)
+
+
+def window_form(section: DataSection) -> WindowForm:
+    """Return the form of the windows of a run."""
+    return WindowForm(section.document_mask, is_padded=section.samples is SampleCut.per_document)
 
 
 @dataclass(frozen=True, slots=True)

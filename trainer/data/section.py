@@ -8,8 +8,9 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any
 
-from trainer.data.blend import MOST_SOURCES
 from trainer.regular_file import is_url
+
+MOST_SOURCES = 4096  # of a blend
 
 
 class DataKind(Enum):
@@ -19,6 +20,13 @@ class DataKind(Enum):
     text = "text"
     token_file = "token_file"
     megatron = "megatron"
+
+
+class SampleCut(Enum):
+    """How samples are cut from the documents of a file."""
+
+    across_documents = "across_documents"
+    per_document = "per_document"
 
 
 class DigestSource(Enum):
@@ -45,6 +53,8 @@ class DataSection:
             sum.
         valid: validation tokens, a path like `train`, or a list of paths, which are read one after the other; null
             leaves nothing to evaluate on.
+        samples: `across_documents` cuts the next tokens of a file, whatever document they are of; `per_document`
+            (`megatron` only) begins at the begin of each document and pads its last sample, without targets there.
         document_mask: keep attention and positions within the documents of a sample, which ends a document behind every
             end-of-text token, or where the index of `megatron` ends it.
         end_of_text: the token that ends a document, for `document_mask`; null takes the tokenizer's, and with
@@ -63,6 +73,7 @@ class DataSection:
     tokenizer: str | None = None
     train: Any = None
     valid: Any = None
+    samples: SampleCut = SampleCut.across_documents
     document_mask: bool = False
     end_of_text: int | None = None
     valid_fraction: float = 0.05
@@ -147,6 +158,8 @@ def problems(section: DataSection) -> list[str]:
             found += _blend_problems(value)
         elif key in ("train", "valid") and value is not None:
             found += _path_problems(key, value)
+    if section.samples is SampleCut.per_document and section.kind is not DataKind.megatron:
+        found.append("data.samples=per_document: needs data.kind=megatron, whose index has the documents")
     if section.end_of_text is not None and (section.end_of_text < 0 or not section.document_mask):
         found.append(f"data.end_of_text={section.end_of_text}: must be a token, and serves data.document_mask only")
     elif section.document_mask and _NEEDED_KEY.get(section.kind) == "train" and not _knows_documents(section):

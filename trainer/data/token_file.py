@@ -54,6 +54,9 @@ class Documents(Protocol):
     def begins(self, start: int, stop: int) -> Sequence[int]:
         """Return the positions in range(start, stop) at which a document begins, in ascending order."""
 
+    def borders(self) -> npt.NDArray[np.int64]:
+        """Return the positions at which documents begin, and the end of the last one, int64 and ascending."""
+
 
 class TokenFile:
     """One open token file of `count` tokens, uint16 or uint32.

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.errors import LaunchError
+from trainer.launch.device import CPU, choose_device
 from trainer.launch.environment import Environment
 from trainer.launch.relaunch import Launch, identify
 from trainer.launch.rendezvous import rendezvous
@@ -83,8 +84,8 @@ def start(
     environment = Environment.read(variables)
     threads = thread_count(threads, variables, environment.local_world_size)
     torch.set_num_threads(threads)
-    chosen = _device(device, environment.local_rank)
-    if chosen.type == "cpu":
+    chosen = choose_device(device, environment.local_rank)
+    if chosen.type == CPU:
         _keep_freed_memory()
     if deterministic:
         _make_deterministic(chosen)
@@ -153,24 +154,6 @@ def destroy(cluster: Cluster) -> None:
         dist.destroy_process_group()
 
 
-def _device(name: str, local_rank: int) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
-        raise LaunchError(
-            "This rank has no CUDA device",
-            where=f"local rank {local_rank}",
-            expected=f"at least {local_rank + 1} devices",
-            found=torch.cuda.device_count(),
-            fix="Set train.device=cpu or launch fewer ranks per node.",
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _keep_freed_memory() -> None:
     """Make the allocator keep freed blocks of up to 32 MiB, since the next step allocates the same sizes again.
 
@@ -188,7 +171,7 @@ def _make_deterministic(device: torch.device) -> None:
     if device.type == "cuda":
         # https://docs.nvidia.com/cuda/cublas/#results-reproducibility
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True)  # the compiler takes no kernel by its time then: orders of sums differ
 
 
 @contextmanager
@@ -258,12 +241,12 @@ def _form_group(
     """Form the process group after the rendezvous; if it fails, the ranks find out which ranks are missing."""
     try:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            dist.get_default_backend_for_device(device),  # gloo for a CPU, nccl for CUDA and ROCm, xccl for XPU
             store=store,
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
+            device_id=None if device.type == CPU else device,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         channel.fail(str(error))

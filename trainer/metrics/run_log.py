@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
@@ -19,6 +19,7 @@ from trainer.launch.run_folder import run_folder_failed
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.jsonl_file import JsonlFile, cut_after
 from trainer.metrics.progress_bar import RunBar
+from trainer.metrics.slow_ranks import RankTime, SlowRanks
 from trainer.metrics.tensorboard_files import cut_events, put_before
 
 _log = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class RunLog:
         self._mfu_scale = mfu_scale
         self._lines: JsonlFile | None = None
         self._bar: RunBar | None = None
+        self._slow_ranks = SlowRanks()
         self._writer: Any = None
         self._purge_step = 1
         self._has_lost_points = False
@@ -191,8 +193,9 @@ class RunLog:
         self._first["start"] = {phase: round(seconds, 3) for phase, seconds in times.seconds().items()}
         _log.info(str(times))
 
-    def iteration(self, record: IterationRecord) -> None:
-        """Log one iteration."""
+    def iteration(self, record: IterationRecord, rank_times: Sequence[RankTime] = ()) -> None:
+        """Log one iteration, and at the log interval the rank that was slowest since the line before."""
+        self._slow_ranks.add(rank_times)
         self._write(record.line() | self._first)
         self._first = {}
         self._scalars(record.iteration, record.curves())
@@ -205,6 +208,8 @@ class RunLog:
                 f"norm {record.grad_norm:.4f} | lr {record.lr:.4e} | {record.seconds * 1e3:.1f} ms | "
                 f"{record.tokens_per_second:.0f} tok/s{mfu}"
             )
+            if slowest := self._slow_ranks.take():
+                _log.info(f"step {record.iteration:5d}/{self.train_iters} | {slowest}")
 
     def evaluation(self, iteration: int, loss: float, best: float | None) -> None:
         """Log an evaluation."""

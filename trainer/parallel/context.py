@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.data.documents import WindowForm
 from trainer.lanes import Lanes
 from trainer.parallel.pipeline import Pipeline
 from trainer.parallel.reduction import GradientReduction
@@ -31,7 +32,8 @@ class ParallelContext:
         reports_loss: whether this rank's losses count in the mean; of replicas, one rank does.
         grad_norm_shares: this rank's parameters that count in the gradient norm, each with the number of this rank
             among those that hold the same rows, and their count.
-        masks_documents: whether attention and positions stay within the documents of a window.
+        form: of the windows of micro batches.
+        waits_in_passes: whether ranks exchange messages within the forward and backward pass.
     """
 
     reduction: GradientReduction
@@ -43,7 +45,8 @@ class ParallelContext:
     embedding_group: dist.ProcessGroup | None
     reports_loss: bool
     grad_norm_shares: Sequence[tuple[nn.Parameter, int, int]]
-    masks_documents: bool = False
+    form: WindowForm
+    waits_in_passes: bool = False
 
     @property
     def grad_norm_parameters(self) -> list[nn.Parameter]:

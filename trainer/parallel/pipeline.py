@@ -19,7 +19,7 @@ from models.config import Stage
 from models.families import aliases
 from models.network import Model
 from trainer.checkpoint.tensors.live import local_of
-from trainer.data.documents import ModelInputs
+from trainer.data.documents import WindowForm
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
@@ -70,7 +70,7 @@ class Pipeline:
     Args:
         loss: called on the last stage with the logits and targets of one micro batch.
         takes_mean: whether gradients are divided by the number of this rank's micro batches after the last one.
-        masks_documents: see `ParallelContext`. Every rank has the windows, so each stage gets their documents from its
+        form: see `ParallelContext`. Every rank has the windows, so each stage gets their documents from its
             own rank.
     """
 
@@ -82,8 +82,8 @@ class Pipeline:
         *,
         device: torch.device,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        form: WindowForm,
         takes_mean: bool = True,
-        masks_documents: bool = False,
     ) -> None:
         from torch.distributed.pipelining import PipelineStage
 
@@ -104,7 +104,7 @@ class Pipeline:
         self._samples, self._micro_batch_size = shape.micro_batches * shape.micro_batch_size, shape.micro_batch_size
         self._stages, self._takes_mean = stages, takes_mean
         self._loss = loss
-        self._masks_documents = masks_documents
+        self._form = form
         self._look: Callable[[torch.Tensor], None] | None = None
         # By the number of micro batches; they share the stages, which keep what they receive of each.
         self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
@@ -166,7 +166,7 @@ class Pipeline:
         self, call: Callable[..., object], windows: torch.Tensor, extra: dict[str, torch.Tensor]
     ) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
-        inputs = ModelInputs.of(windows, masks_documents=self._masks_documents)
+        inputs = self._form.split(windows)
         arguments = (inputs.tokens,) if self._is_first else ()
         extra = extra | inputs.keywords()
         if self._is_last:

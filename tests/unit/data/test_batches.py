@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import tokens_in_memory
 from trainer.data.batches import Samples, micro_batch_positions
+from trainer.data.documents import WindowForm
+from trainer.data.indexed_file import open_indexed_file, write_indexed_file
 from trainer.data.token_file import TokenFile, open_token_file, write_token_file
 from trainer.errors import DataError
 
@@ -86,3 +90,29 @@ def test_an_iteration_reads_each_position_once(consumed: int, count: int, size: 
 def test_impossible_micro_batches_are_refused(consumed: int, number: int, micro_batch_size: int) -> None:
     with pytest.raises(ValueError, match="impossible micro batch"):
         micro_batch_positions(consumed, number=number, micro_batch_size=micro_batch_size)
+
+
+@settings(deadline=None, max_examples=60)
+@given(files=st.lists(st.lists(st.integers(0, 20), max_size=6), min_size=1, max_size=3), seq_length=st.integers(1, 7))
+def test_windows_of_documents_cover_each_target_once(files: list[list[int]], seq_length: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        opened, expected = [], []
+        for number, sizes in enumerate(files):
+            # The last token of a document is its end of text, so sizes of 0 leave that alone.
+            documents = [np.append(np.arange(size) + 100 * number + 10, 9) for size in sizes]
+            write_indexed_file(Path(folder, f"{number}.bin"), documents, dtype=np.dtype(np.uint16), end_of_text=9)
+            opened.append(open_indexed_file(Path(folder, f"{number}.bin")))
+            for document in documents:
+                for start in range(0, len(document) - 1, seq_length):
+                    expected.append(document[start : start + seq_length + 1].tolist())
+        if not expected:
+            with pytest.raises(DataError, match="a document of at least 2 tokens"):
+                Samples(opened, seq_length=seq_length, per_document=True)
+            return
+        samples = Samples(opened, seq_length=seq_length, per_document=True)
+        windows = torch.from_numpy(samples.windows(np.arange(samples.count)))
+    inputs = WindowForm(is_padded=True).split(windows)
+    for window, tokens, targets in zip(expected, inputs.tokens.tolist(), inputs.targets.tolist(), strict=True):
+        rest = seq_length - (len(window) - 1)
+        assert targets == window[1:] + [-100] * rest
+        assert tokens[: len(window)] == (window if rest else window[:-1])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.data.corpus import Corpus, default_cache, prepare
-from trainer.data.section import DataKind, DataSection, problems
+from trainer.data.section import DataKind, DataSection, SampleCut, problems
 from trainer.data.text import TextSource, split_documents, stdlib_sources
 from trainer.data.token_file import open_token_file, write_token_file
 from trainer.errors import DataError
@@ -345,6 +345,24 @@ def test_a_larger_vocabulary_is_kept_and_a_smaller_one_refused(tmp_path: Path) -
         (DataSection(valid_fraction=0.0, vocab_size=0), ["data.valid_fraction", "data.vocab_size"]),
         (DataSection(valid_fraction=1.0), ["data.valid_fraction"]),
         (DataSection(valid_fraction=float("nan")), ["data.valid_fraction"]),
+        (DataSection(kind=DataKind.token_file, train=[{"path": "a", "weight": 0.1}], valid=["b", "c"]), []),
+        (DataSection(kind=DataKind.text, train=[{"path": "a", "weight": "1/3"}, {"path": "b", "weight": 2}]), []),
+        (DataSection(kind=DataKind.text, path="x", train=[{"path": "a", "weight": 1}]), ["data.path"]),
+        (DataSection(kind=DataKind.token_file, train=[]), ["data.train"]),
+        (DataSection(kind=DataKind.token_file, train=5, valid=[]), ["data.train", "data.valid"]),
+        (DataSection(kind=DataKind.token_file, train=["a"]), ["data.train[0]"]),
+        (DataSection(kind=DataKind.token_file, train=[{"path": "a", "weight": 0}]), ["data.train[0].weight"]),
+        (DataSection(kind=DataKind.token_file, train=[{"path": "s3://a", "weight": 1}]), ["data.train[0].path"]),
+        (DataSection(kind=DataKind.megatron, train=[{"path": "a", "weight": 1}] * 2), ["data.train[1].path"]),
+        (DataSection(train=[{"path": "a", "weight": 1}]), ["data.train"]),
+        (DataSection(document_mask=True), []),
+        (DataSection(kind=DataKind.megatron, train="a", document_mask=True), []),
+        (
+            DataSection(kind=DataKind.token_file, train="a", document_mask=True),
+            ["data.document_mask: needs data.end_of_text, or data.tokenizer, whose end of text ends documents"],
+        ),
+        (DataSection(kind=DataKind.token_file, train="a", end_of_text=5), ["data.end_of_text"]),
+        (DataSection(kind=DataKind.token_file, train="a", samples=SampleCut.per_document), ["data.samples"]),
     ],
 )
 def test_problems_name_the_keys_at_fault(section: DataSection, keys: list[str]) -> None:

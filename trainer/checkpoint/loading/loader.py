@@ -162,7 +162,7 @@ def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: Li
 def _synchronize(devices: Iterable[torch.device]) -> None:
     """Wait for pending work on devices: the filling threads do not copy on the caller's stream."""
     for device in devices:
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)
 
 
 def _check_covered(checkpoint: Checkpoint, target: Target, filled_bytes: int) -> None:

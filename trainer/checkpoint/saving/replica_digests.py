@@ -143,11 +143,12 @@ class _Sums:
         if not sums:
             return
         found = torch.stack(list(sums.values()))
-        self._totals = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
+        is_on_device = found.device.type != "cpu"
+        self._totals = torch.empty(found.shape, dtype=found.dtype, pin_memory=is_on_device)
         self._totals.copy_(found, non_blocking=True)
-        self._event = torch.cuda.Event() if found.is_cuda else None  # type: ignore[no-untyped-call]
-        if self._event is not None:
-            self._event.record()
+        self._event: torch.Event | None = None
+        if is_on_device:
+            self._event = torch.get_device_module(found.device).current_stream(found.device).record_event()
 
     def all(self) -> dict[DigestBlock, bytes]:
         """Wait for the copy and return the checksums. Any thread."""

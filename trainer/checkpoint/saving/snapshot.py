@@ -63,7 +63,7 @@ class Snapshot:
         self.blocked_s = 0.0
         self._changed = threading.Condition()
         self._states = {id(chunk): _State.LIVE for chunk in chunks}
-        self._staged: dict[int, tuple[Bytes, torch.cuda.Event | None]] = {}
+        self._staged: dict[int, tuple[Bytes, torch.Event | None]] = {}
         self._is_released = self._is_closed = self._is_aborted = False
         self._left = sum(not self._is_private(chunk) for chunk in chunks)  # chunks that still need live memory
         self._read_count = 0
@@ -191,7 +191,7 @@ class Snapshot:
         """Make the current stream wait for the copies, so that the host does not have to."""
         events = [event for _, event in self._staged.values() if event is not None]
         for event in events[-1:]:
-            torch.cuda.current_stream().wait_event(event)
+            event.wait()
 
     def _set(self, chunk: Chunk, state: _State) -> None:
         with self._changed:
@@ -224,7 +224,7 @@ class Snapshot:
     def _address(self, part: ChunkPart) -> int:
         return self._memory[part.piece.name].address + part.lo
 
-    def _gather(self, chunk: Chunk, target: Bytes) -> torch.cuda.Event | None:
+    def _gather(self, chunk: Chunk, target: Bytes) -> torch.Event | None:
         """Copy the bytes of a chunk to `target`; return the event after the last copy from a device, if any."""
         at = 0
         event = None

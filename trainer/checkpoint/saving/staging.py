@@ -79,7 +79,7 @@ class Staging:
         limit = self._policy.staging_bytes
         wanted = plan.staging_bytes if limit is None else min(limit, plan.staging_bytes)
         if plan.holds_steps and wanted > self.arena.total_bytes:
-            self._replace_arena(wanted, is_pinned=plan.sources.is_on_device)
+            self._replace_arena(wanted, is_pinned=plan.sources.can_pin)
 
     def _replace_arena(self, wanted: int, *, is_pinned: bool) -> None:
         """Have a larger arena; where there is no memory for it, steps wait for the disk instead."""

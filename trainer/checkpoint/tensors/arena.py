@@ -40,7 +40,7 @@ class Arena:
         self._used = 0
         self._is_pinned = is_pinned and total_bytes > 0
         if self._is_pinned:
-            _pin(self._memory)
+            pin(self._memory)
 
     def take(self, size: int, *, offset: int) -> Bytes | None:
         """Return `size` bytes at an address congruent to a file's `offset` modulo a page; None if the arena is full."""
@@ -96,12 +96,20 @@ def map_like_file(extents: Sequence[tuple[int, int]]) -> list[Bytes]:
     return [memory[start : start + size] for start, (_, size) in zip(starts, extents, strict=True)]
 
 
-def _pin(memory: Bytes) -> None:
-    result = _cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-    if int(result) != 0:
+def pin(memory: Bytes) -> None:
+    """Pin memory for copies from a CUDA device.
+
+    Raises:
+        CheckpointError: if the runtime refuses, as where the host has no more memory.
+    """
+    result = int(_cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+    if result != 0:
+        # The next launch of a kernel, whichever it is, would raise the error of this call: launch one for it.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
         raise CheckpointError(
             "The staging memory cannot be pinned",
-            found=f"CUDA error {int(result)} for {memory.nbytes} B",
+            found=f"CUDA error {result} for {memory.nbytes} B",
             fix="Lower checkpoint.staging_bytes.",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -23,7 +24,7 @@ class HostMemory:
         self.total_bytes = packed.nbytes
         self.is_private = is_private
 
-    def copy_to(self, target: Bytes, lo: int) -> torch.cuda.Event | None:
+    def copy_to(self, target: Bytes, lo: int) -> torch.Event | None:
         """Copy bytes from `lo` on without torch, because the training step needs torch's threads."""
         source = (ctypes.c_ubyte * target.nbytes).from_address(self.address + lo)
         np.copyto(target, np.ctypeslib.as_array(source))
@@ -31,24 +32,22 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """The packed image of a box on a CUDA device, copied on a stream of its own."""
+    """The packed image of a box on an accelerator, copied on a stream other than that of training."""
 
     is_on_device = True
     is_private = False
     address = 0
 
-    def __init__(self, packed: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    def __init__(self, packed: torch.Tensor, stream: torch.Stream) -> None:
         self.bytes = packed.reshape(-1).view(torch.uint8)
         self._stream = stream
         self.total_bytes = self.bytes.numel()
 
-    def copy_to(self, target: Bytes, lo: int) -> torch.cuda.Event | None:
+    def copy_to(self, target: Bytes, lo: int) -> torch.Event | None:
         """Start copying bytes from `lo` on; return the event recorded after the copy."""
-        with torch.cuda.stream(self._stream):
+        with torch.get_device_module(self.bytes.device).stream(self._stream):  # a stream's own context is no thread's
             torch.from_numpy(target).copy_(self.bytes[lo : lo + target.nbytes], non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-            return event
+            return self._stream.record_event()
 
 
 Memory = HostMemory | DeviceMemory
@@ -65,7 +64,7 @@ class Sources:
     def __init__(self, live: Sequence[LiveTensor], steady: Collection[int] | None) -> None:
         devices = [tensor.local.device for tensor in live if tensor.local.device.type != "cpu"]
         self._device = devices[0] if devices else None
-        self._stream = None if self._device is None else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream = None if self._device is None else _copy_stream(self._device)
         self._steady: dict[str, Memory] = {}
         self._copied: list[LiveTensor] = []
         for tensor in live:
@@ -76,8 +75,9 @@ class Sources:
                 self._copied.append(tensor)
 
     @property
-    def is_on_device(self) -> bool:
-        return self._device is not None
+    def can_pin(self) -> bool:
+        """Return whether copies go to the host from a device whose runtime pins memory: CUDA's, and ROCm's."""
+        return self._device is not None and self._device.type == "cuda"
 
     def begin(self) -> dict[str, Memory]:
         """Return the memory of every tensor by name, as it is now. Main thread, at the start of a save."""
@@ -86,7 +86,8 @@ class Sources:
             packed = tensor.local.detach().clone(memory_format=torch.contiguous_format)
             copies[tensor.spec.name] = self._memory(packed, is_private=True)
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            assert self._device is not None
+            self._stream.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
         return {**self._steady, **copies}
 
     @property
@@ -106,6 +107,13 @@ class Sources:
             return HostMemory(packed, is_private=is_private)
         assert self._stream is not None
         return DeviceMemory(packed, self._stream)
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.Stream:
+    """Return the stream of all copies from a device, so that none ends after a later one into the same memory."""
+    stream: torch.Stream = torch.get_device_module(device).Stream(device)
+    return stream
 
 
 def memory_of(local: torch.Tensor) -> memoryview:

@@ -168,7 +168,7 @@ def _common(
     """Return the content of `common.pt`."""
     iteration, samples = counters["iteration"], counters["consumed_samples"]
     found: dict[str, Any] = {
-        "args": argparse.Namespace(**_arguments(model), iteration=iteration, consumed_train_samples=samples),
+        "args": argparse.Namespace(**arguments_of(model), iteration=iteration, consumed_train_samples=samples),
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
@@ -217,7 +217,7 @@ def _group(adam: SavedAdam, schedule: Schedule, iteration: int, wd_mult: float) 
     }
 
 
-def _arguments(model: ModelConfig) -> dict[str, Any]:
+def arguments_of(model: ModelConfig) -> dict[str, Any]:
     """Return the arguments of Megatron-LM that describe a model; `arguments.describe` reads them back."""
     is_gpt2 = model.family is Family.gpt2
     scaling = model.rope_scaling

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.buckets import locate
+from trainer.interop.megatron.data_shards import state_of_data_ranks
 from trainer.interop.megatron.joined import EMBEDDING, MASTERS, Pieces, joined_state
 from trainer.interop.megatron.legacy_names import in_newest_order_of_all, stage_of
 from trainer.interop.megatron.numbered import groups_of, named_state, step_of
@@ -46,12 +47,14 @@ class _Rank:
 
     Args:
         chunks: the parameters of each virtual stage, in the order of `model.parameters()`, as the file has them.
+        of_data_ranks: the entry `optimizer` that each data-parallel rank saved, before May 2023.
     """
 
     path: Path
     model: Table
     flat: Table | None
-    chunks: Sequence[Stage] = field(default=())
+    chunks: Sequence[Stage]
+    of_data_ranks: Sequence[Table] = ()
 
 
 def is_legacy(path: Path) -> bool:
@@ -106,15 +109,9 @@ def _iteration(table: Table, path: Path) -> int:
 def _ranks(path: Path, asked: ImportOptions) -> list[list[_Rank]]:
     """Return the ranks of each stage, by tensor-parallel rank."""
     names = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("mp_rank_"))
-    split = [name for name in names if (path / name / _OF_DATA_RANK).is_file()]
-    if split and not asked.weights_only:
-        raise MismatchError(
-            "The moments of Megatron-LM's distributed optimizer before May 2023 are not read",
-            where=path / split[0] / _OF_DATA_RANK,
-            fix="Load and save it once with a later version of Megatron-LM, or take the weights alone with "
-            "--weights-only.",
-        )
-    folders = [name for name in names if name not in split]
+    # Before May 2023, a rank of the distributed optimizer had a folder of its own beside that of the model.
+    of_data_ranks = {name for name in names if (path / name / _OF_DATA_RANK).is_file()}
+    folders = [name for name in names if name not in of_data_ranks]
     if beyond := [name for name in folders if not _RANK.fullmatch(name)]:
         raise MismatchError(
             "A folder is not that of a rank of tensor and pipeline parallelism",
@@ -123,7 +120,10 @@ def _ranks(path: Path, asked: ImportOptions) -> list[list[_Rank]]:
             fix="Experts, whose ranks have a third number, are not read.",
         )
     found = {(int(m[1]), int(m[2] or 0)): name for name in folders if (m := _RANK.fullmatch(name))}
-    opened = {place: _open(path / name, with_optimizer=not asked.weights_only) for place, name in found.items()}
+    opened = {
+        place: _open(path / name, () if asked.weights_only else of_data_ranks, with_optimizer=not asked.weights_only)
+        for place, name in found.items()
+    }
     args = _arguments(opened[(0, 0)].model) if (0, 0) in opened else {}
     sizes = [
         max(int(args.get(f"{kind}_model_parallel_size") or 1), 1 + max((place[axis] for place in found), default=0))
@@ -146,7 +146,7 @@ def _ranks(path: Path, asked: ImportOptions) -> list[list[_Rank]]:
     return ranks
 
 
-def _open(folder: Path, *, with_optimizer: bool) -> _Rank:
+def _open(folder: Path, of_data_ranks: Collection[str], *, with_optimizer: bool) -> _Rank:
     file = folder / _MODEL
     if not file.is_file() and (folder / _SPLIT).is_file():
         file = folder / _SPLIT
@@ -163,7 +163,18 @@ def _open(folder: Path, *, with_optimizer: bool) -> _Rank:
     chunks = [stage_of(value, where=file) for _, value in ordered]
     has_flat = with_optimizer and (folder / _FLAT).is_file()
     flat = open_torch_file(folder / _FLAT, PlainObject) if has_flat else None
-    return _Rank(folder, table, flat, chunks)
+    names = sorted(name for name in of_data_ranks if re.fullmatch(rf"{folder.name}_\d\d\d", name))
+    count = _arguments(table).get("data_parallel_size")
+    if names and isinstance(count, int) and count != len(names):
+        raise CheckpointError(
+            f"Files {_OF_DATA_RANK} of data-parallel ranks are missing",
+            where=folder,
+            expected=f"{count} folders {folder.name}_DDD",
+            found=", ".join(names[:_MOST_NAMED]),
+            fix="Every rank, on every node, writes its own: bring them all into this folder.",
+        )
+    files = [open_torch_file(folder.parent / name / _OF_DATA_RANK, PlainObject) for name in names]
+    return _Rank(folder, table, flat, chunks, [_entry(file, folder) for file in files])
 
 
 def _check_one_save(ranks: Sequence[Sequence[_Rank]], path: Path) -> None:
@@ -204,7 +215,7 @@ def _arguments(table: Table) -> dict[str, Any]:
 def _optimizer(ranks: Sequence[Sequence[_Rank]], path: Path) -> tuple[dict[str, Pieces], float | None]:
     """Return the pieces of master weights and moments by global name, and the number of steps."""
     first = ranks[0][0]
-    if first.model.get("optimizer") is None and first.flat is None:
+    if first.model.get("optimizer") is None and first.flat is None and not first.of_data_ranks:
         _log.warning(f"{path}: there is no optimizer's state (--no-save-optim); the weights alone are carried")
         return {}, None
     found = [[_of_rank(rank) for rank in stage] for stage in ranks]
@@ -215,7 +226,7 @@ def _optimizer(ranks: Sequence[Sequence[_Rank]], path: Path) -> tuple[dict[str, 
         )
     kept = dict[str, Pieces]()
     for key in found[0][0][0]:
-        stages = [[of_rank[chunk][key] for of_rank in found[stage]] for stage, chunk in _stages(ranks)]
+        stages = [[of_rank[chunk].get(key, {}) for of_rank in found[stage]] for stage, chunk in _stages(ranks)]
         kept[key] = by_global_name(stages, where=f"{path}, {key}")
     return kept, steps.pop()
 
@@ -224,15 +235,26 @@ def _of_rank(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
     """Return the pieces of master weights and moments of each chunk of a rank, by name."""
     if rank.flat is not None:
         return _of_buffers(rank)
-    return named_state(_optimizer_entry(rank), rank.chunks, where=rank.path / _MODEL)
+    if rank.of_data_ranks:
+        return state_of_data_ranks(rank.of_data_ranks, rank.chunks, where=rank.path)
+    entry = _entry(rank.model, rank.path)
+    if all("params" not in group for group in groups_of(entry.get("optimizer", entry), where=rank.path / _MODEL)):
+        raise CheckpointError(
+            "The state of the distributed optimizer is missing",
+            where=rank.path,
+            expected=_FLAT,
+            found="groups without numbers in " + _MODEL,
+            fix="Copy it too, or take the weights alone with --weights-only.",
+        )
+    return named_state(entry, rank.chunks, where=rank.path / _MODEL)
 
 
-def _optimizer_entry(rank: _Rank) -> Table:
-    found = rank.model.get("optimizer")
+def _entry(table: Table, where: Path) -> Table:
+    found = table.get("optimizer")
     if not isinstance(found, Mapping):
         raise MismatchError(
             "The optimizer's state is not one that is read",
-            where=rank.path / _MODEL,
+            where=where,
             expected="a dictionary",
             found=type(found).__name__,
             fix="Several chained optimizers are not read. Take the weights alone with --weights-only.",
@@ -264,15 +286,11 @@ def _of_buffers(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
         one = {MASTERS: masters, **flats}
         found.append(
             {
-                key: {n: RankPiece.of(slot.take(buckets, chunk[n].shape)) for n, slot in _in_order(slots, chunk)}
+                key: {name: RankPiece.of(slots[name].take(buckets, piece.shape)) for name, piece in chunk.items()}
                 for key, buckets in one.items()
             }
         )
     return found
-
-
-def _in_order(slots: Mapping[str, Any], chunk: Stage) -> Iterator[tuple[str, Any]]:
-    return ((name, slots[name]) for name in chunk)
 
 
 def _buckets(buffer: Table, key: str, where: Path) -> list[torch.Tensor]:
@@ -292,18 +310,21 @@ def _buckets(buffer: Table, key: str, where: Path) -> list[torch.Tensor]:
 
 
 def _step(rank: _Rank) -> float | None:
-    entry = _optimizer_entry(rank)
-    inner = entry["optimizer"] if isinstance(entry.get("optimizer"), Mapping) else entry
-    state = inner.get("state")
-    entries = [one for one in state.values() if isinstance(one, Mapping)] if isinstance(state, Mapping) else []
-    return step_of(groups_of(inner, where=rank.path / _MODEL), entries, where=rank.path / _MODEL)
+    groups, entries = list[Table](), list[Table]()
+    for entry in rank.of_data_ranks or [_entry(rank.model, rank.path)]:
+        inner = entry["optimizer"] if isinstance(entry.get("optimizer"), Mapping) else entry
+        state = inner.get("state")
+        groups += groups_of(inner, where=rank.path)
+        entries += [one for one in state.values() if isinstance(one, Mapping)] if isinstance(state, Mapping) else []
+    return step_of(groups, entries, where=rank.path)
 
 
 def _tell(ranks: Sequence[Sequence[_Rank]], path: Path, *, has_optimizer: bool) -> None:
     """Log the layout of the checkpoint."""
     chunks = len(ranks[0][0].chunks)
     virtual = f", {chunks} virtual stages each" if chunks > 1 else ""
-    kind = "the distributed optimizer" if ranks[0][0].flat is not None else "an unsharded optimizer"
+    is_sharded = ranks[0][0].flat is not None or ranks[0][0].of_data_ranks
+    kind = "the distributed optimizer" if is_sharded else "an unsharded optimizer"
     carried = f"weights and moments of {kind}" if has_optimizer else "weights alone"
     sizes = f"{len(ranks[0])} tensor-parallel ranks, {len(ranks)} stages{virtual}"
     _log.info(f"{path}: Megatron's format torch, {sizes}: {carried}")

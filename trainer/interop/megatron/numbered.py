@@ -108,8 +108,8 @@ def _ordered(
             found=f"{len(odd)} of {len(entries)} without them, the first is number {odd[0]}",
             fix="Take the weights alone with --weights-only.",
         )
-    decayed = [one for one in every if _decays(one[1], chunks[one[0]][one[1]])]
-    others = [one for one in every if not _decays(one[1], chunks[one[0]][one[1]])]
+    decayed = [one for one in every if decays(one[1], chunks[one[0]][one[1]])]
+    others = [one for one in every if not decays(one[1], chunks[one[0]][one[1]])]
     filled = [members for members in numbers if members]
     # Both orders of the groups occur; a matrix and a vector never have one shape.
     for groupings in ([decayed, others], [others, decayed], [every]):
@@ -130,7 +130,8 @@ def _ordered(
     )
 
 
-def _decays(name: str, piece: RankPiece) -> bool:
+def decays(name: str, piece: RankPiece) -> bool:
+    """Return whether weight decay applies to a parameter."""
     return len(piece.shape) > 1 and not name.endswith("bias")
 
 

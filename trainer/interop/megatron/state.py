@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 
 from models.families import stored_tensors
 from trainer.errors import CheckpointError
@@ -45,7 +46,7 @@ class MegatronState:
 def as_source(state: MegatronState, described: DescribedModel, *, where: object) -> StateSource:
     """Return a state of Megatron as one of ours.
 
-    Weights are the optimizer's copies, which must round to the model's own. At most two of Megatron's tensors are in
+    Weights are the optimizer's copies, which must round to the model's own. One of Megatron's tensors is in
     memory at a time, beside ours.
     """
     model = described.model
@@ -69,22 +70,30 @@ def as_source(state: MegatronState, described: DescribedModel, *, where: object)
 
 
 def _weight(state: MegatronState, tensor: MegatronTensor, *, where: object) -> torch.Tensor:
+    """Return a weight, or the optimizer's copy of it; the two are compared by digests, so that one is in memory."""
     own = state.weights(tensor)
     if state.masters is None:
         return own
+    digest, dtype = _digest(own), own.dtype
+    del own
     master = state.masters(tensor)
-    if not torch.equal(master.to(own.dtype), own):
-        name = f"{where}, {tensor.numbered}"
+    if _digest(master.to(dtype)) != digest and not torch.equal(master.to(dtype), state.weights(tensor)):
+        own, name = state.weights(tensor), f"{where}, {tensor.numbered}"
         require_finite(master, where=name)  # NaN is never equal to itself
         require_finite(own, where=name)
         raise CheckpointError(
             "The optimizer's copy of a weight differs from the model's",
             where=name,
-            expected=f"the same numbers, rounded to {own.dtype}",
-            found=f"{int((master.to(own.dtype) != own).count_nonzero())} of {own.numel()} differ",
+            expected=f"the same numbers, rounded to {dtype}",
+            found=f"{int((master.to(dtype) != own).count_nonzero())} of {own.numel()} differ",
             fix="The files are of several saves, or the optimizer's state is laid out in another way.",
         )
     return master
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    data: memoryview = tensor.reshape(-1).contiguous().view(torch.uint8).numpy()  # type: ignore[assignment]
+    return xxhash.xxh3_128(data).digest()
 
 
 def consumed_samples(table: Mapping[str, Any], args: Mapping[str, Any]) -> int | None:

@@ -11,7 +11,7 @@ from models.config import Stage
 from models.layers import attention_mask
 from models.network import Model
 from tests.unit.model_samples import FAMILIES, fill, random_values
-from trainer.data.documents import BEGINS, ModelInputs
+from trainer.data.documents import BEGINS, ModelInputs, WindowForm
 
 BORDERS = (0, 13, 14, 30)  # of documents in the first window; the second is one document
 LENGTH = 40
@@ -31,7 +31,7 @@ def windows() -> Tensor:
 def marked(tokens: Tensor) -> ModelInputs:
     found = tokens.clone()
     found[0, list(BORDERS)] += BEGINS
-    return ModelInputs.of(found, masks_documents=True)
+    return WindowForm(masks_documents=True).split(found)
 
 
 def test_windows_are_split_into_tokens_targets_and_starts() -> None:
@@ -41,7 +41,7 @@ def test_windows_are_split_into_tokens_targets_and_starts() -> None:
     assert torch.equal(inputs.targets, windows()[:, 1:])
     assert inputs.starts[0].tolist() == [0] * 13 + [13] + [14] * 16 + [30] * 10
     assert inputs.starts[1].tolist() == [0] * LENGTH
-    assert ModelInputs.of(windows(), masks_documents=False).keywords() == {}
+    assert WindowForm().split(windows()).keywords() == {}
 
 
 def test_a_token_attends_to_its_document_up_to_itself() -> None:

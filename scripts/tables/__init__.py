@@ -1,0 +1,1 @@
+"""The runs and the page of docs/support.md."""

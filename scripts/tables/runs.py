@@ -1,0 +1,245 @@
+"""Trains at each topology, resumes at others, and compares the loaded tensors and the losses.
+
+A run of `SAVED + 5` iterations saves at iteration `SAVED` and trains on: the straight run. Each target topology loads
+that save twice: one run saves it again at once, for the comparison of bytes, and one trains the last five iterations.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count, product
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from scripts.faults.ranks import become_rank
+from scripts.faults.run_files import rows_of
+
+SAVED = 3
+STEPS = (1, 4, 5)  # after the load
+FAMILIES = ("gpt2", "llama3", "qwen3")
+DTYPES = ("float32", "bfloat16")
+
+# Ranks are forked from a process that has imported these: a run then starts in a fraction of a second.
+_PRELOAD = ["trainer.__main__", "trainer.loop", "trainer.restore", "trainer.parallel.tensor"]
+_PRELOAD += ["torch.distributed.pipelining"]
+_TURN_TIMEOUT_S = 60.0
+# Below the ports that Linux gives to connections: none of them takes a port between its choice and its use.
+_PORTS = count(20000)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A topology of the page: the number of ranks, and the keys that configure it."""
+
+    name: str
+    ranks: int
+    keys: tuple[str, ...]
+
+    def command(self, overrides: Sequence[str]) -> str:
+        """Return the command line that trains at this topology."""
+        program = "reprise train"
+        if self.ranks > 1:
+            program = f"torchrun --standalone --nproc-per-node {self.ranks} -m trainer"
+        return " ".join([program, *overrides])
+
+
+def _preset(name: str, ranks: int = 2) -> Launch:
+    return Launch(name, ranks, (f"parallel={name}",))
+
+
+SINGLE = _preset("single", 1)
+ALL_AXES = Launch("tp2_pp2", 4, ("parallel=tp2", "parallel.pipeline_model_parallel_size=2"))
+LAUNCHES = (
+    SINGLE,
+    *map(_preset, ("ddp", "zero1", "zero2", "zero3", "tp2", "tp2_sp", "pp2", "pp2_vpp2")),
+    ALL_AXES,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A family and the dtype of its activations."""
+
+    family: str
+    dtype: str
+
+
+SETTINGS = tuple(Setting(family, dtype) for family, dtype in product(FAMILIES, DTYPES))
+ALL_PAIRS = SETTINGS[0]
+
+
+def pairs(setting: Setting) -> list[tuple[Launch, Launch]]:
+    """Return the pairs of source and target that are run: all for `ALL_PAIRS`, else those with a hub on one side."""
+    hubs = {SINGLE, ALL_AXES}
+    return [pair for pair in product(LAUNCHES, LAUNCHES) if setting == ALL_PAIRS or hubs & {*pair}]
+
+
+def straight_folder(setting: Setting, source: Launch) -> str:
+    """Return the folder of a straight run, relative to the working directory."""
+    return f"runs/tables/{setting.family}-{setting.dtype}/{source.name}"
+
+
+def straight_keys(setting: Setting, source: Launch) -> list[str]:
+    """Return the overrides of a straight run."""
+    return [
+        *source.keys,
+        f"model={setting.family}_tiny",
+        f"train.dtype={setting.dtype}",
+        "train.seq_length=32",
+        "train.micro_batch_size=4",
+        "train.threads=1",
+        "logging.tensorboard=false",
+        f"train.train_iters={SAVED + STEPS[-1]}",
+        f"schedule.lr_decay_iters={SAVED + STEPS[-1]}",
+        f"checkpoint.save_interval={SAVED}",
+        f"run.dir={straight_folder(setting, source)}",
+    ]
+
+
+def resume_keys(setting: Setting, source: Launch, target: Launch) -> list[str]:
+    """Return the overrides of a run that loads the save of `source` and trains on; the last one is `NO_SAVE`."""
+    folder = straight_folder(setting, source)
+    return [
+        *target.keys,
+        f"run.dir={folder}-to-{target.name}",
+        f"checkpoint.load={folder}/checkpoints/iter_{SAVED:07d}",
+        "checkpoint.reshard=true",
+        NO_SAVE,
+    ]
+
+
+NO_SAVE = "checkpoint.save=null"
+SAVE_AGAIN = f"train.train_iters={SAVED}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The result of one pair: whether the loaded tensors have the saved bytes, and the losses at `STEPS`."""
+
+    is_bitwise: bool
+    losses: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Results:
+    """The losses of the straight runs at `STEPS`, and the result of each pair, by the names of the topologies."""
+
+    straight: dict[tuple[Setting, str], tuple[float, ...]] = field(default_factory=dict)
+    resumed: dict[tuple[Setting, str, str], Resumed] = field(default_factory=dict)
+
+
+def run_all(folder: Path, say: Callable[[str], None]) -> Results:
+    """Run every setting and pair.
+
+    Args:
+        folder: the working directory of the runs; each setting's runs are deleted after it.
+        say: gets one line per setting and topology.
+
+    Raises:
+        RuntimeError: if a run fails or takes too long; with the end of its output.
+    """
+    results = Results()
+    for setting in SETTINGS:
+        for source in LAUNCHES:
+            keys = straight_keys(setting, source)
+            run_in_turn(folder, source, [keys])
+            results.straight[setting, source.name] = _losses(folder / straight_folder(setting, source))
+            say(f"{setting.family} {setting.dtype}: trained at {source.name}")
+        for target in LAUNCHES:
+            sources = [source for source, other in pairs(setting) if other == target]
+            for source, resumed in zip(sources, _resume(folder, setting, sources, target), strict=True):
+                results.resumed[setting, source.name, target.name] = resumed
+            say(f"{setting.family} {setting.dtype}: resumed at {target.name} from {len(sources)} topologies")
+        shutil.rmtree(folder / "runs")
+    return results
+
+
+def _resume(folder: Path, setting: Setting, sources: Sequence[Launch], target: Launch) -> list[Resumed]:
+    turns = list[list[str]]()
+    for source in sources:
+        keys = resume_keys(setting, source, target)
+        again = [f"{key}-again" if key.startswith("run.dir=") else key for key in keys[:-1]]
+        turns += [[*again, SAVE_AGAIN], keys]
+    run_in_turn(folder, target, turns)
+    found = list[Resumed]()
+    for source in sources:
+        straight = folder / straight_folder(setting, source)
+        resumed = straight.with_name(f"{straight.name}-to-{target.name}")
+        saved, again = (_tensor_files(run) for run in (straight, resumed.with_name(f"{resumed.name}-again")))
+        found.append(Resumed(is_bitwise=saved == again, losses=_losses(resumed)))
+    return found
+
+
+def _losses(run: Path) -> tuple[float, ...]:
+    found = {row["iteration"] - SAVED: float.fromhex(row["loss_hex"]) for row in rows_of(run)}
+    return tuple(found[step] for step in STEPS)
+
+
+def _tensor_files(run: Path) -> dict[str, bytes]:
+    saved = run / "checkpoints" / f"iter_{SAVED:07d}"
+    return {str(path.relative_to(saved)): path.read_bytes() for path in sorted(saved.rglob("*.safetensors"))}
+
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def run_in_turn(folder: Path, launch: Launch, turns: Sequence[Sequence[str]]) -> None:
+    """Start the ranks of a topology once, and run the trainer with each list of overrides in turn.
+
+    Raises:
+        RuntimeError: if a rank fails or the runs take too long.
+    """
+    _context.set_forkserver_preload(_PRELOAD)
+    folder.mkdir(parents=True, exist_ok=True)
+    outputs = [folder / f"rank{rank}.log" for rank in range(launch.ranks)]
+    commands = [(_free_port(), list(turn)) for turn in turns]
+    ranks = [
+        _context.Process(target=_rank, args=(rank, launch.ranks, str(folder), str(output), commands))
+        for rank, output in enumerate(outputs)
+    ]
+    deadline = time.monotonic() + _TURN_TIMEOUT_S * (1 + len(turns))
+    try:
+        for process in ranks:
+            process.start()
+        running = ranks
+        while running and time.monotonic() < deadline and not any(process.exitcode for process in ranks):
+            wait([process.sentinel for process in running], timeout=1.0)
+            running = [process for process in ranks if process.exitcode is None]
+    finally:
+        for process in ranks:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+    if any(process.exitcode for process in ranks):
+        ends = "\n".join(output.read_text(encoding="utf-8")[-2000:] for output in outputs)
+        raise RuntimeError(f"{launch.command(turns[0])} (or one of the {len(turns) - 1} runs after it) failed:\n{ends}")
+
+
+def _free_port() -> int:
+    for port in _PORTS:
+        with socket.socket() as server:
+            try:
+                server.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("the count does not end")
+
+
+def _rank(rank: int, ranks: int, folder: str, output: str, commands: list[tuple[int, list[str]]]) -> None:
+    import trainer.__main__
+
+    os.chdir(folder)
+    Path(output).unlink(missing_ok=True)
+    become_rank(rank, ranks, port=commands[0][0], output=output)
+    for port, overrides in commands:
+        os.environ["MASTER_PORT"] = str(port)
+        sys.argv = ["trainer", *overrides]
+        trainer.__main__.main()

@@ -1,0 +1,258 @@
+"""Saves of a state on a device: the bytes of its iteration, equal to a CPU's, and memory that runs out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import tensor_files
+from trainer.checkpoint import AsyncSaver, load, save
+from trainer.checkpoint.saving import staging
+from trainer.checkpoint.saving.snapshot import Snapshot
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.tensors.arena import Arena, map_memory, pin
+from trainer.errors import CheckpointError
+
+# A device copies 1.2 GB in some 25 ms, and steps over it in 2: a step that did not wait would overtake the copy.
+WIDTHS = {"cpu": 64, "cuda": 7168}
+
+
+class Net(nn.Module):
+    """Two layers, and a buffer that every forward pass changes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [batch, width] for [batch, width], and count the call."""
+        self.count += 1
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+class Training:
+    """A model in training on a device, with values that do not depend on it."""
+
+    def __init__(self, device: torch.device, width: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.net = Net(width)
+        for parameter in self.net.parameters():
+            parameter.data.normal_(generator=generator)
+        self.net.to(device)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1, fused=True)
+        self._batch = torch.randn(4, width, generator=generator).to(device)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.net(self._batch).square().mean().backward()
+        self.optimizer.step()
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return a copy of every tensor on the host."""
+        state = {
+            f"{key}.{number}": value
+            for number, values in enumerate(self.optimizer.state.values())
+            for key, value in values.items()
+        }
+        return {name: value.detach().cpu().clone() for name, value in [*self.net.state_dict().items(), *state.items()]}
+
+    def to(self, device: torch.device) -> Training:
+        """Return the same state on another device."""
+        moved = Training(device, self.net.count.numel())
+        moved.net.load_state_dict(self.net.state_dict())
+        moved.optimizer.load_state_dict(self.optimizer.state_dict())
+        return moved
+
+
+class SlowDisk(Files):
+    """A disk on which no write ends before it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+        assert self.released.wait(30.0)
+        super().write(descriptor, buffers, offset=offset)
+
+
+def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name in found if not torch.equal(found[name], expected[name])]
+
+
+def save_during_steps(folder: Path, training: Training, device: torch.device, *, waits: bool) -> list[str]:
+    """Save while three steps follow; return the names of tensors whose saved bytes are not of the iteration saved.
+
+    Args:
+        waits: whether the disk goes on while the first step waits for it, and not after all of them.
+    """
+    training.step()
+    disk = SlowDisk()
+    with AsyncSaver(folder, files=disk, stall_timeout_s=30.0, max_checkpoint_keep=1) as saver:
+        for iteration in (1, 2):  # the second has its memory from the first
+            disk.released.clear()
+            expected = training.values()
+            saver.save(iteration, training.net, training.optimizer)
+            assert saver.is_saving
+            opening = threading.Timer(0.05, disk.released.set)
+            if waits:
+                opening.start()
+            for _ in range(3):
+                training.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            assert differing(training.values(), expected)
+            disk.released.set()
+            opening.cancel()
+            saver.wait()
+    found = Training(device, training.net.count.numel())
+    load(folder, found.net, found.optimizer)
+    return differing(found.values(), expected)
+
+
+def test_a_save_has_the_bytes_of_its_iteration(tmp_path: Path, device: torch.device) -> None:
+    training = Training(device, WIDTHS[device.type])
+    assert save_during_steps(tmp_path / "saves", training, device, waits=True) == []
+
+
+def test_without_the_hold_of_the_step_it_has_others(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutation that shows that the test above can fail: no step waits for the copies."""
+    monkeypatch.setattr(Snapshot, "release", lambda self: None)
+    training = Training(device, WIDTHS[device.type])
+    # A device copies in order, so that the first tensors may be copied in time, and the moments are not.
+    assert save_during_steps(tmp_path / "saves", training, device, waits=False)
+
+
+@pytest.mark.parametrize("staging_bytes", [0, 100_000])
+def test_with_little_staging_memory_a_step_waits(tmp_path: Path, device: torch.device, staging_bytes: int) -> None:
+    training = Training(device, 128)
+    training.step()
+    with AsyncSaver(tmp_path / "saves", staging_bytes=staging_bytes) as saver:
+        expected = training.values()
+        saver.save(1, training.net, training.optimizer)
+        for _ in range(3):
+            training.step()
+    found = Training(device, 128)
+    load(tmp_path / "saves", found.net, found.optimizer)
+    assert differing(found.values(), expected) == []
+
+
+def test_without_staging_memory_a_step_waits(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The host has no memory left that could be pinned: a save takes longer, and has the same bytes."""
+
+    def refuse(total_bytes: int, *, is_pinned: bool) -> Arena:
+        if total_bytes:
+            raise CheckpointError("The staging memory cannot be pinned", found=f"CUDA error 2 for {total_bytes} B")
+        return Arena(0, is_pinned=False)
+
+    monkeypatch.setattr(staging, "Arena", refuse)
+    training = Training(device, 128)
+    training.step()
+    with AsyncSaver(tmp_path / "saves") as saver:
+        expected = training.values()
+        saver.save(1, training.net, training.optimizer)
+        training.step()
+    assert "steps will wait for the disk: The staging memory cannot be pinned, found CUDA error 2" in caplog.text
+    found = Training(device, 128)
+    load(tmp_path / "saves", found.net, found.optimizer)
+    assert differing(found.values(), expected) == []
+
+
+def test_one_state_has_one_file_on_every_device(tmp_path: Path, device: torch.device) -> None:
+    """A state made on the CPU goes to the device and back, saved and loaded at every stop."""
+    here = Training(torch.device("cpu"), 96)
+    for _ in range(3):
+        here.step()
+    save(tmp_path / "cpu", here.net, here.optimizer, iteration=3)
+    there = here.to(device)
+    save(tmp_path / "device", there.net, there.optimizer, iteration=3)
+    loaded = Training(device, 96)
+    load(tmp_path / "cpu", loaded.net, loaded.optimizer)
+    with AsyncSaver(tmp_path / "loaded") as saver:
+        saver.save(3, loaded.net, loaded.optimizer)
+    back = Training(torch.device("cpu"), 96)
+    load(tmp_path / "loaded", back.net, back.optimizer)
+    assert differing(back.values(), here.values()) == []
+    expected = tensor_files(tmp_path / "cpu" / "iter_0000003")
+    assert expected
+    for name in ("device", "loaded"):
+        assert tensor_files(tmp_path / name / "iter_0000003") == expected
+
+
+def test_a_save_that_finds_no_device_memory_fails_alone(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer changes in every forward pass, so a save copies it at once: there is no memory for that."""
+    training = Training(device, WIDTHS[device.type])
+    training.step()
+    with AsyncSaver(tmp_path / "saves") as saver:
+        saver.save(1, training.net, training.optimizer)
+        saver.wait()
+        with monkeypatch.context() as patch:
+            _exhaust(device, patch)
+            saver.save(2, training.net, training.optimizer)
+        training.step()
+        with pytest.raises(CheckpointError, match="found no memory on the device"):
+            saver.wait()
+        expected = training.values()
+        saver.save(3, training.net, training.optimizer)
+        training.step()
+    assert sorted(path.name for path in (tmp_path / "saves").glob("iter_*")) == ["iter_0000001", "iter_0000003"]
+    found = Training(device, WIDTHS[device.type])
+    load(tmp_path / "saves", found.net, found.optimizer)
+    assert differing(found.values(), expected) == []
+
+
+def _exhaust(device: torch.device, patch: pytest.MonkeyPatch) -> None:
+    def clone(*_: object, **__: object) -> torch.Tensor:
+        if device.type == "cuda":  # torch's own error of its own allocator
+            return torch.empty(1 << 50, dtype=torch.uint8, device=device)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")
+
+    patch.setattr(torch.Tensor, "clone", clone)
+
+
+@pytest.mark.cuda
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind() -> None:
+    """A failed call of the runtime is raised by the next launch of a kernel, unless it is cleared."""
+    memory = map_memory(1 << 20)
+    pin(memory)
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be pinned.*CUDA error"):
+            pin(memory)  # a second time
+        assert float(torch.ones(1000, device="cuda").sum()) == 1000.0
+        torch.cuda.synchronize()
+    finally:
+        torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+
+
+@pytest.mark.cuda
+def test_copies_into_the_arena_do_not_block_the_host() -> None:
+    """torch copies from a device in the background only into memory that it knows to be pinned."""
+    arena = Arena(1 << 30, is_pinned=True)
+    memory = arena.take(1 << 30, offset=0)
+    assert memory is not None
+    source = torch.randint(256, (1 << 30,), dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # cycles of the device, 0.1 s
+        torch.from_numpy(memory).copy_(source, non_blocking=True)
+        event = stream.record_event()
+    assert not event.query()
+    event.synchronize()
+    assert np.array_equal(memory, source.cpu().numpy())
+    arena.close()

@@ -1,0 +1,288 @@
+"""Megatron-Core itself on the other side: a run goes on here with its losses, and there with ours.
+
+megatron-core has no CPU backend, so a copy of the installed package is patched: it names CUDA where it means the device
+of the tensors. The rest is its own: `GPTModel`, its optimizers, pipeline schedule and `dist_checkpointing`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from models.build import build_model
+from models.config import ModelConfig
+from models.families import stored_tensors
+from tests.harness import compose, curve, run_ok
+from tests.interop.dcp_producers import TRAINING, batches
+from trainer.checkpoint.loading.reader import open_checkpoint
+from trainer.checkpoint.storage.files import Files
+from trainer.commands import convert
+from trainer.interop.formats import ImportOptions
+from trainer.interop.megatron.export import arguments_of
+from trainer.interop.megatron.source import read_source
+from trainer.interop.source import StateSource, of_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
+
+NEXT, LATER, LOGITS = 1e-6, 1e-5, 1e-5
+SAVED, TOTAL = 3, 8
+SIZES = ["model.n_layer=4", "model.n_head=4", "model.n_embd=64", "model.intermediate_size=96", "model.vocab_size=264"]
+RUN = [*TRAINING, f"train.train_iters={TOTAL}", *SIZES, "model.bos_token_id=263", "model.eos_token_id=263"]
+LLAMA = ["model=llama3_tiny", "model.n_kv_head=2"]
+MODELS = {
+    "gpt2": ["model=gpt2_tiny", *RUN],
+    "llama": [*LLAMA, *RUN, "model.tie_word_embeddings=false"],
+    "llama-tied": [*LLAMA, *RUN, "model.tie_word_embeddings=true"],
+}
+DISTRIBUTED, PLAIN = ("fully_reshardable", "dp_reshardable", "torch"), ("plain", "torch")
+# Family, ranks of tensor, pipeline and data parallelism, and the forms in which the run is saved.
+JOBS: Mapping[str, tuple[str, int, int, int, tuple[str, ...]]] = {
+    "gpt2 1": ("gpt2", 1, 1, 1, DISTRIBUTED),
+    "gpt2 1 plain": ("gpt2", 1, 1, 1, PLAIN),
+    "llama 1": ("llama", 1, 1, 1, DISTRIBUTED),
+    "gpt2 tp2": ("gpt2", 2, 1, 1, DISTRIBUTED),
+    "gpt2 pp2": ("gpt2", 1, 2, 1, DISTRIBUTED),
+    "llama tp2": ("llama", 2, 1, 1, DISTRIBUTED),
+    "llama pp2": ("llama", 1, 2, 1, DISTRIBUTED),
+    "llama dp2": ("llama", 1, 1, 2, DISTRIBUTED),
+    "gpt2 tp2 pp2": ("gpt2", 2, 2, 1, DISTRIBUTED),
+    "llama tp2 pp2": ("llama", 2, 2, 1, DISTRIBUTED),
+    "llama-tied tp2 pp2 plain": ("llama-tied", 2, 2, 1, PLAIN),
+}
+CASES = [(job, form) for job, (*_, forms) in JOBS.items() for form in forms]
+_ROOT = Path(__file__).parents[2]
+_PROGRAM = Path(__file__).with_name("megatron_run.py")
+
+
+def windows_of(overrides: list[str]) -> Tensor:
+    """Return our global batches, int64 [iterations, samples, seq_length + 1]."""
+    return torch.stack(batches(compose(overrides), TOTAL))
+
+
+def write_job(folder: Path, overrides: list[str], windows: Tensor, **others: Any) -> None:
+    folder.mkdir(parents=True)
+    config = compose(overrides)
+    adam = config.optimizer
+    job = {
+        "args": arguments_of(config.model),
+        "lr": adam.lr,
+        "weight_decay": adam.weight_decay,
+        "betas": [adam.adam_beta1, adam.adam_beta2],
+        "eps": adam.adam_eps,
+        "saved": SAVED,
+        "load": None,
+        **others,
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    np.save(folder / "windows.npy", windows.numpy())
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of megatron-core that runs on a CPU."""
+    found = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
+    if found is None or found.origin is None:
+        pytest.skip("megatron-core is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(Path(found.origin).parent, folder / "megatron/core")
+    for path in (folder / "megatron").rglob("*.py"):
+        if "fsdp" in path.parts:
+            continue
+        text = path.read_text()
+        new = text.replace("torch.cuda.current_device()", "torch.device('cpu')").replace(".cuda()", ".cpu()")
+        new = re.sub(r"device=(['\"])cuda\1", "device='cpu'", new)
+        new = re.sub(r"torch\.cuda\.(Float|Half|BFloat16)Tensor", r"torch.\1Tensor", new)
+        if new != text:
+            path.write_text(new)
+    return folder
+
+
+def megatron(site: Path, ranks: int, *folders: Path) -> None:
+    """Run Megatron-Core on ranks of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        str(_PROGRAM),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*command, *map(str, folders)],
+        cwd=_ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def jobs(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of every job, trained and saved by Megatron-Core."""
+    folder = tmp_path_factory.mktemp("jobs")
+    by_ranks = dict[int, list[Path]]()
+    for name, (family, tp, pp, dp, forms) in JOBS.items():
+        by_ranks.setdefault(tp * pp * dp, []).append(folder / name)
+        shape = {"tp": tp, "pp": pp, "dp": dp, "shardings": forms, "distributed": forms != PLAIN}
+        write_job(folder / name, MODELS[family], windows_of(MODELS[family]), **shape)
+    for ranks, folders in by_ranks.items():
+        megatron(site, ranks, *folders)
+    return folder
+
+
+def in_memory(folder: Path, kind: str, tp: int, pp: int, layers: int) -> dict[str, Tensor]:
+    """Return the tensors of a job as its ranks had them, by Megatron's names, joined by the dimension that is cut."""
+    ranks = [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank_*.pt"))]
+    found = dict[str, Tensor]()
+    for stage in range(pp):
+        own = sorted((rank for rank in ranks if rank["pp"] == stage), key=lambda rank: rank["tp"])
+        for name in own[0]["state"]:
+            parts = [rank["state"][name][kind] for rank in own]
+            if name.endswith(("linear_qkv.weight", "linear_qkv.bias", "embeddings.weight", "output_layer.weight")):
+                joined = torch.cat(parts) if "position" not in name else parts[0]
+            elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+                joined = torch.cat(parts, dim=1)
+            elif "linear_fc1" in name:
+                halves = [part.chunk(2) for part in parts] if parts[0].shape[0] * tp == 192 else [(p,) for p in parts]
+                joined = torch.cat([half[side] for side in range(len(halves[0])) for half in halves])
+            else:
+                joined = parts[0]
+            words = name.split(".")
+            if words[:2] == ["decoder", "layers"]:
+                words[2] = str(int(words[2]) + stage * layers // pp)
+            found[".".join(words)] = joined
+    return found
+
+
+def ours(theirs: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Return the same tensors under our names, head by head."""
+    found = {}
+    head, groups, queries = 16, model.n_kv_head, model.n_head // model.n_kv_head
+    for name in stored_tensors(model):
+        if name in ENDS:
+            found[name] = theirs[ENDS[name]]
+            continue
+        layer, _, rest = name.removeprefix("transformer.h.").removeprefix("model.layers.").partition(".")
+        prefix = f"decoder.layers.{layer}."
+        if rest in PARTS:
+            tensor = theirs[prefix + PARTS[rest]]
+            found[name] = tensor.T if rest.startswith(("attn.", "mlp.c_")) and tensor.dim() == 2 else tensor
+        elif rest.startswith("mlp."):
+            found[name] = theirs[prefix + "mlp.linear_fc1.weight"].chunk(2)[rest == "mlp.up_proj.weight"]
+        else:
+            fused = theirs[prefix + f"self_attention.linear_qkv.{rest.rsplit('.', 1)[1]}"]
+            heads = list(fused.split(head))
+            rows: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
+            for _ in range(groups):
+                for letter, count in (("q", queries), ("k", 1), ("v", 1)):
+                    rows[letter] += heads[:count]
+                    del heads[:count]
+            if rest.startswith("attn."):
+                joined = torch.cat(rows["q"] + rows["k"] + rows["v"])
+                found[name] = joined.T if joined.dim() == 2 else joined
+            else:
+                found[name] = torch.cat(rows[rest.removeprefix("self_attn.")[0]])
+    return found
+
+
+ENDS = {
+    "transformer.wte.weight": "embedding.word_embeddings.weight",
+    "transformer.wpe.weight": "embedding.position_embeddings.weight",
+    "transformer.ln_f.weight": "decoder.final_layernorm.weight",
+    "transformer.ln_f.bias": "decoder.final_layernorm.bias",
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "lm_head.weight": "output_layer.weight",
+}
+PARTS = {
+    **{f"ln_1.{kind}": f"input_layernorm.{kind}" for kind in ("weight", "bias")},
+    **{f"ln_2.{kind}": f"pre_mlp_layernorm.{kind}" for kind in ("weight", "bias")},
+    **{f"attn.c_proj.{kind}": f"self_attention.linear_proj.{kind}" for kind in ("weight", "bias")},
+    **{f"mlp.c_fc.{kind}": f"mlp.linear_fc1.{kind}" for kind in ("weight", "bias")},
+    **{f"mlp.c_proj.{kind}": f"mlp.linear_fc2.{kind}" for kind in ("weight", "bias")},
+    "input_layernorm.weight": "input_layernorm.weight",
+    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+    "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+    "mlp.down_proj.weight": "mlp.linear_fc2.weight",
+}
+
+
+def opened(path: Path) -> StateSource:
+    tokens = ["model.bos_token_id=263", "model.eos_token_id=263"]
+    return read_source(path, ImportOptions(compose(tokens), trusts_pickle=True, overrides=tokens))
+
+
+@pytest.mark.parametrize(("job", "form"), [case for case in CASES if "dp2" not in case[0]])
+def test_every_number_of_megatrons_memory_is_carried(jobs: Path, job: str, form: str) -> None:
+    family, tp, pp, *_ = JOBS[job]
+    source, model = opened(jobs / job / form), compose(MODELS[family]).model
+    assert (source.model, source.iteration, source.has_optimizer) == (model, SAVED, True)
+    for prefix, kind in (("", "param"), ("exp_avg.", "exp_avg"), ("exp_avg_sq.", "exp_avg_sq")):
+        expected = ours(in_memory(jobs / job, kind, tp, pp, model.n_layer), model)
+        for name, tensor in expected.items():
+            assert torch.equal(source.read(prefix + name), tensor), prefix + name
+            assert source.read(f"step.{name}") == SAVED
+
+
+@pytest.mark.parametrize(("job", "form"), CASES)
+def test_an_import_goes_on_with_megatrons_losses(jobs: Path, tmp_path: Path, job: str, form: str) -> None:
+    overrides = MODELS[JOBS[job][0]]
+    arguments = ["import", "megatron", str(jobs / job / form), str(tmp_path / "checkpoints"), "--trust-pickle"]
+    samples = ["--consumed-samples", str(SAVED * compose(overrides).train.global_batch_size)]
+    assert convert.main([*arguments, *samples, *overrides]) == 0
+    run_ok(tmp_path, overrides)
+    found = [float.fromhex(row[1]) for row in curve(tmp_path)]
+    assert_same(found, json.loads((jobs / job / "losses.json").read_text())[SAVED:])
+
+
+def assert_same(found: list[float], expected: list[float]) -> None:
+    differences = [abs(a - b) for a, b in zip(found, expected, strict=True)]
+    print("differences", differences)
+    assert len(differences) == TOTAL - SAVED
+    assert differences[0] <= NEXT
+    assert max(differences) <= LATER
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_megatron_loads_an_export_and_goes_on(site: Path, tmp_path: Path, family: str) -> None:
+    overrides, windows = MODELS[family], windows_of(MODELS[family])
+    run_ok(tmp_path / "run", [*overrides, f"checkpoint.save_interval={SAVED}"])
+    saved = tmp_path / f"run/checkpoints/iter_{SAVED:07d}"
+    assert convert.main(["export", "megatron", str(saved), str(tmp_path / "out")]) == 0
+    job = {"load": str(tmp_path / f"out/iter_{SAVED:07d}"), "shardings": (), "distributed": True, "dp": 1, "pp": 1}
+    for tp in (1, 2):
+        write_job(tmp_path / f"tp{tp}", overrides, windows[SAVED:], tp=tp, **job)
+        megatron(site, tp, tmp_path / f"tp{tp}")
+        found = [float.fromhex(row[1]) for row in curve(tmp_path / "run")][SAVED:]
+        assert_same(json.loads((tmp_path / f"tp{tp}/losses.json").read_text()), found)
+    logits = torch.load(tmp_path / "tp1/logits.pt", weights_only=True)
+    difference = (logits - logits_of(saved, windows[SAVED][:, :-1])).abs().max().item()
+    print("logits", difference, "of", logits.abs().max().item())
+    assert difference <= LOGITS
+
+
+def logits_of(saved: Path, tokens: Tensor) -> Tensor:
+    source = of_checkpoint(open_checkpoint(saved, Files()))
+    model = build_model(source.model)
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in stored_tensors(source.model):
+            named[name].copy_(source.read(name).view(named[name].shape))
+        return model(tokens)

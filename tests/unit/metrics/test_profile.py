@@ -1,0 +1,65 @@
+"""Traces of chosen iterations, whose bits they do not move, and snapshots where memory runs out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import TINY, curve, run_ok
+from trainer.metrics.profile import Profiler
+
+CPU = torch.device("cpu")
+
+
+def test_each_rank_traces_the_iterations_and_no_bit_moves(tmp_path: Path) -> None:
+    arguments = ["model=gpt2_tiny", *TINY, "train.train_iters=5", "checkpoint.save=null"]
+    run_ok(tmp_path / "plain", arguments, ranks=2)
+    ended = run_ok(tmp_path / "traced", [*arguments, "train.profile_steps=[2,3]"], ranks=2)
+    assert curve(tmp_path / "traced") == curve(tmp_path / "plain")
+    assert f"rank 0: trace of iterations 2 to 3: {tmp_path / 'traced/profile'}" in ended.outputs[0]
+    for rank in range(2):
+        path = tmp_path / f"traced/profile/iterations_2-3.rank{rank}.json.gz"
+        assert path.exists(), ended.text
+        names = [event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
+        assert "aten::mm" in names or "aten::addmm" in names
+        assert sum("step" in str(name).lower() and "AdamW" in str(name) for name in names) == 2
+
+
+def test_a_run_that_ends_in_between_writes_its_trace(tmp_path: Path) -> None:
+    profiler = Profiler(tmp_path, [2, 9], rank=3, device=CPU)
+    for iteration in (1, 2, 3):
+        with profiler.around(iteration):
+            pass
+    assert not (tmp_path / "profile").exists()
+    profiler.close()
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["iterations_2-9.rank3.json.gz"]
+    profiler.close()
+
+
+def test_a_trace_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "profile").write_text("a file in the place of the folder")
+    profiler = Profiler(tmp_path, [1, 1], rank=0, device=CPU)
+    with profiler.around(1):
+        pass
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert f"The trace cannot be written to {tmp_path / 'profile'}" in caplog.text
+
+
+def test_a_snapshot_is_written_where_memory_runs_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    profiler = Profiler(tmp_path, [], rank=1, device=CPU)
+    path = tmp_path / "profile/memory.rank1.pickle"
+    with pytest.raises(torch.OutOfMemoryError), profiler.watching_memory(lambda name: Path(name).write_text("blocks")):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert path.read_text() == "blocks"
+    assert f"rank 1 ran out of memory; a snapshot for pytorch.org/memory_viz: {path}" in caplog.text
+    path.unlink()
+    with pytest.raises(torch.OutOfMemoryError), profiler.watching_memory():  # a CPU has no snapshot
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(ValueError, match="another"), profiler.watching_memory(lambda name: Path(name).write_text("")):
+        raise ValueError("another")
+    assert not path.exists()

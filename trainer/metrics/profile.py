@@ -1,0 +1,89 @@
+"""Traces of torch.profiler over some iterations, and a snapshot of a device's memory when it runs out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.atomic import make_folders
+from trainer.checkpoint.storage.files import Files
+
+_log = logging.getLogger(__name__)
+
+FOLDER = "profile"  # in the folder of the run
+
+
+class Profiler:
+    """Writes one trace per rank of the iterations `steps`, the first and the last, in Chrome's format.
+
+    A run that ends between them writes what it has. A trace that cannot be written is logged, and training continues.
+
+    Args:
+        folder: the folder of the run.
+        steps: two iterations; empty for no trace.
+    """
+
+    def __init__(self, folder: Path, steps: Sequence[int], *, rank: int, device: torch.device) -> None:
+        self._folder, self._steps, self._rank, self._device = folder / FOLDER, tuple(steps), rank, device
+        self._profile: Any = None
+        if self._steps and self._has_memory_history:
+            torch.cuda.memory._record_memory_history("state")
+
+    @contextmanager
+    def around(self, iteration: int) -> Iterator[None]:
+        """Trace the block if the iteration is one of those, and write the trace after the last one."""
+        if self._steps and self._steps[0] <= iteration <= self._steps[1] and self._profile is None:
+            from torch import profiler  # a second, that other runs do not spend
+
+            self._profile = profiler.profile()
+            self._profile.start()
+        yield
+        if self._steps and iteration == self._steps[1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write the trace that is under way, if any."""
+        if self._profile is None:
+            return
+        profile, self._profile = self._profile, None
+        profile.stop()
+        path = self._folder / f"iterations_{self._steps[0]}-{self._steps[1]}.rank{self._rank}.json.gz"
+        if self._is_written("The trace", path, lambda: profile.export_chrome_trace(str(path))):
+            _log.info(f"rank {self._rank}: trace of iterations {self._steps[0]} to {self._steps[1]}: {path}")
+
+    @contextmanager
+    def watching_memory(self, dump: Callable[[str], None] | None = None) -> Iterator[None]:
+        """Write a snapshot of the device's memory if the block raises `torch.OutOfMemoryError`, which is raised on.
+
+        The file is for https://pytorch.org/memory_viz; it has the stacks of allocations if `steps` are given.
+
+        Args:
+            dump: writes the snapshot to a path; None for torch's function, which only CUDA has.
+        """
+        if dump is None and self._has_memory_history:
+            dump = torch.cuda.memory._dump_snapshot
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            path = self._folder / f"memory.rank{self._rank}.pickle"
+            if dump is not None and self._is_written("The snapshot of the memory", path, lambda: dump(str(path))):
+                _log.error(f"rank {self._rank} ran out of memory; a snapshot for pytorch.org/memory_viz: {path}")
+            raise
+
+    @property
+    def _has_memory_history(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _is_written(self, noun: str, path: Path, write: Callable[[], None]) -> bool:
+        try:
+            make_folders(Files(), path.parent)
+            write()
+        except OSError as error:
+            _log.error("%s cannot be written to %s: %s", noun, path, error)
+            return False
+        return True
