@@ -38,6 +38,10 @@ class BatchSchedule:
         """Return the size of the iteration that begins after so many samples."""
         return self.steps[bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1][1]
 
+    def steps_from(self, consumed_samples: int) -> tuple[tuple[int, int], ...]:
+        """Return the steps in force from a count of consumed samples on; earlier ones will never be again."""
+        return self.steps[bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1 :]
+
     def consumed_after(self, iterations: int) -> int:
         """Return the samples that so many iterations from the beginning of a run consume."""
         consumed = 0

@@ -22,6 +22,7 @@ from trainer.checkpoint.storage.folder import TRACKER, CheckpointFolder
 from trainer.checkpoint.storage.patience import Patience, failed_read
 from trainer.checkpoint.tensors.live import LiveTensor, local_of
 from trainer.compatibility import differences, settle
+from trainer.config.checks import batch_problems
 from trainer.config.saved import saved_config, with_schedule
 from trainer.config.schema import CheckpointSection, Verify, save_folder
 from trainer.data_origin import origin_after, sources_in
@@ -58,6 +59,8 @@ def restore(run: Run) -> bool:
         load_base(run)
     launch, is_restarted = find_launch(run)
     origin = _agree_on_origin(run, is_restarted=is_restarted)
+    if origin is None or origin.weights is not None:
+        _check_batches(run, 0)
     if origin is None:
         model = run.config.model
         initial = adapter_initial_values(model) if is_adapted(model) else families.initial_values(model)
@@ -323,12 +326,27 @@ def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -
             fix="To continue with zero moments, set checkpoint.no_load_optim=true; to start at iteration 0 from its "
             "weights, set checkpoint.finetune=true.",
         )
+    samples = 0
     if not section.finetune:
         length = run.config.train.seq_length
         progress = run_record.saved_progress(checkpoint.state, seq_length=length, where=checkpoint.path)
         origin_after(checkpoint.state, run.description, progress, where=checkpoint.path)
+        samples = progress.consumed_samples
+    _check_batches(run, samples)
     if section.use_checkpoint_scheduler:
         run_record.saved_schedule(checkpoint.state, run.config.optimizer, where=checkpoint.path)
+
+
+def _check_batches(run: Run, consumed_samples: int) -> None:
+    """Refuse global batch sizes from a position on that the ranks cannot divide.
+
+    Raises:
+        MismatchError: on every rank, listing them.
+    """
+    found = batch_problems(run.config, run.cluster.world_size, consumed_samples)
+    if found:
+        lines = "\n".join(f"  {problem}" for problem in found)
+        raise MismatchError(f"The run cannot go on from sample {consumed_samples}:\n{lines}\nNothing was trained")
 
 
 def _take_schedule(run: Run, checkpoint: Checkpoint) -> None:

@@ -51,11 +51,11 @@ def test_its_commands_compose() -> None:
         shlex.split(block.replace("\\\n", " ")) for block in blocks if re.match(r" *(reprise|torchrun) ", block)
     ]
     assert len(commands) == 2
-    for command in commands:
-        overrides = [word for word in command if re.match(r"[a-z_.]+=", word)]
-        assert len(overrides) >= 4
-        described = ["model=gpt2_124m"] if command[0] == "reprise" else []  # an import takes it from the checkpoint
-        validate(compose([*described, *overrides]), world_size=1 if described else 8)
+    imported, launched = ([word for word in command if re.match(r"[a-z_.]+=", word)] for command in commands)
+    assert len(imported) == len(launched) == 4
+    described = ["model=gpt2_124m", *imported]  # an import takes the model from the checkpoint, a launch all of these
+    validate(compose(described), world_size=1)
+    validate(compose([*described, *launched]), world_size=8)
 
 
 def test_the_program_for_a_ramp_up_prints_megatron_s_sizes() -> None:

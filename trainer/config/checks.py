@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from models.adapters import adapter_problems, is_adapted
 from models.config import ModelConfig
 from models.families import parameter_count
@@ -45,7 +47,7 @@ def validate(config: Config, world_size: int) -> None:
         *_train_problems(config),
         *_length_problems(config),
         *_parallel_problems(config, world_size),
-        *_batch_problems(config, world_size),
+        *batch_problems(config, world_size, _first_known_position(config)),
         *_optimizer_problems(config.optimizer),
         *_checkpoint_problems(config),
     ]
@@ -228,7 +230,17 @@ _PARALLEL_SIZES = (
 )
 
 
-def _batch_problems(config: Config, world_size: int) -> list[str]:
+def _first_known_position(config: Config) -> int:
+    """Return the consumed samples at which a run begins; the largest number where only its checkpoint says so."""
+    begins_anew = config.checkpoint.load == "none" or config.train.dry_run
+    return 0 if begins_anew else sys.maxsize
+
+
+def batch_problems(config: Config, world_size: int, consumed_samples: int) -> list[str]:
+    """Return why iterations cannot have the global batch sizes from a count of consumed samples on.
+
+    Ranks may be more than an earlier size could be divided among.
+    """
     train = config.train
     sizes = [getattr(config.parallel, name) for name in _PARALLEL_SIZES]
     if min(train.micro_batch_size, train.global_batch_size, world_size, *sizes) < 1 or world_size % (
@@ -239,7 +251,7 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
     if train.batch_schedule is None:
         return _size_problems_of_batch(config, topology, train.global_batch_size, "train.global_batch_size={}")
     try:
-        steps = batch_schedule_of(train).steps
+        steps = batch_schedule_of(train).steps_from(consumed_samples)
     except ValueError:  # named by `_length_problems`
         return []
     return [

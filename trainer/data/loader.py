@@ -33,7 +33,9 @@ class BatchLoader:
 
     def numbers_of(self, size: int) -> Sequence[int]:
         """Return the numbers of this coordinate's micro batches in an iteration of `size` samples."""
-        return self.numbers[: len(self.numbers) * size // self.global_batch_size]
+        if size == self.global_batch_size:
+            return self.numbers
+        return [number for number in self.numbers if number < size // self.micro_batch_size]
 
     def train_batch(self, consumed_samples: int, seed: int, size: int | None = None) -> list[torch.Tensor]:
         """Return the micro batches of the iteration that begins at `consumed_samples`, int64 [b, seq_length + 1].

@@ -211,3 +211,19 @@ def test_the_flags_that_are_set_and_the_rules_that_apply() -> None:
     kept = {rule.field.split(".")[0] for rule in rules_for(CheckpointSection(use_checkpoint_scheduler=True))}
     assert not kept & {"schedule", "adam"}
     assert "topology" in kept
+
+
+def test_every_size_that_the_ranks_cannot_divide_is_named() -> None:
+    found = config()
+    found.train.micro_batch_size, found.train.global_batch_size = 2, 12
+    found.train.batch_schedule = "0:4 8:6 1k:10 24k:12"
+    validate(found, world_size=1)
+    validate(found, world_size=2)  # a resumed run may be past the sizes that its ranks cannot divide
+    found.checkpoint.load = "none"
+    with pytest.raises(ConfigError) as caught:
+        validate(found, world_size=2)
+    named = [line.strip() for line in str(caught.value).splitlines() if "train.batch_schedule" in line]
+    assert [line.partition(": must be")[0] for line in named] == [
+        "train.batch_schedule=8:6",
+        "train.batch_schedule=1000:10",
+    ]
