@@ -91,12 +91,28 @@ LAYOUTS = {
 }
 
 
+SLOW = {
+    "gpt2 fully",
+    "gpt2 plain",
+    "gpt2 buckets tp2 pp2 dp3",
+    "gpt2 flat tp2 dp3",
+    "llama fully tp2",
+    "llama plain bf16",
+    "llama buckets vpp2",
+    "llama tied flat, numbered",
+}
+
+
+def _marked(value: str, is_slow: bool) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow if is_slow else ())
+
+
 def padded(way: Way) -> Way:
     """Return a way whose rows divide by the ranks that cut them."""
     return replace(way, rows=264) if way.tp > 1 and not way.rows else way
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [_marked(name, name in SLOW) for name in LAYOUTS])
 def test_every_layout_gives_the_numbers_it_was_made_from(tmp_path: Path, layout: str) -> None:
     family, way, form = LAYOUTS[layout]
     state = state_of(family)
@@ -133,7 +149,9 @@ def test_gpt2_s_projections_are_turned_and_gate_is_above_up() -> None:
     assert gated.take("model.layers.3.mlp.up_proj.weight", both)[:, 0].tolist() == list(range(36, 72))
 
 
-@pytest.mark.parametrize("kind", ["fully", "buckets", "flat", "plain"])
+@pytest.mark.parametrize(
+    "kind", [_marked(kind, kind in ("flat", "plain")) for kind in ("fully", "buckets", "flat", "plain")]
+)
 def test_an_optimizer_of_another_save_is_refused(tmp_path: Path, kind: str) -> None:
     name = "transformer.h.1.mlp.c_fc.weight"
     state, other = state_of("gpt2"), state_of("gpt2", seed=2)
@@ -172,7 +190,7 @@ def test_buckets_that_no_known_order_explains_are_refused(tmp_path: Path) -> Non
     assert torch.equal(source.read("transformer.ln_f.bias"), other.read("transformer.ln_f.bias"))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "llama-tied", "qwen3"])
+@pytest.mark.parametrize("family", [_marked(family, family == "llama") for family in MODELS])
 def test_an_export_comes_back_with_the_same_bytes(tmp_path: Path, family: str) -> None:
     overrides = overrides_of(family)
     made = write_checkpoint(state_of(family), tmp_path / "made", compose(overrides), consumed_samples=31)
