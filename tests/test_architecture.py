@@ -166,7 +166,6 @@ OF_NO_MODULE = {
     "tests.unit.checkpoint.tensors.test_names_and_strangers": "files and folders that are not the checkpoint's",
     "tests.unit.checkpoint.test_golden": "the checkpoint in tests/golden",
     "tests.unit.config.test_odd_commands": "commands that must end in one message",
-    "tests.unit.models.test_document_mask": "document masks in every family",
     "tests.unit.models.test_dropout": "dropout in every family",
     "tests.unit.models.test_models": "every family against transformers",
     "tests.unit.test_makefile": "the Makefile",
