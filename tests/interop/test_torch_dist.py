@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 import shutil
@@ -349,6 +350,16 @@ def test_another_model_than_the_arguments_say_is_listed(tmp_path: Path) -> None:
     path = write(tmp_path / "tied", state_of("llama"), Way(), Form(), untie_embeddings_and_output_weights=False)
     with pytest.raises(MismatchError, match=r"not of the model: output_layer\.weight"):
         opened(path, [*ENDS, *ALONE])
+
+
+def test_a_group_gives_what_arguments_lack_and_no_more(tmp_path: Path) -> None:
+    path = write(tmp_path / "megatron", state_of("gpt2"), Way(), Form(), position_embedding_type=None)
+    command = ["import", "megatron", str(path), str(tmp_path / "ours"), "--trust-pickle", *ALONE]
+    assert convert.main(command) == 2  # neither GPT-2 nor LLaMA-3
+    assert convert.main([*command, "model=gpt2_tiny", "model.n_layer=3"]) == 2
+    assert convert.main([*command, "model=gpt2_tiny"]) == 0
+    state = json.loads((tmp_path / "ours/iter_0000003/trainer_state.json").read_text())
+    assert state["model"]["n_embd"] == 24
 
 
 def test_padded_rows_are_cut_or_kept_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

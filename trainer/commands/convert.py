@@ -59,8 +59,9 @@ def bring_in(options: argparse.Namespace) -> int:
     if options.format != MEGATRON:
         refuse_megatron(options.source)
     source = found.read(options.source, _asked(options))
-    model = model_overrides(source.model, options.overrides) if found.names_model else []
-    config = compose([*model, *options.overrides])
+    others = [word for word in options.overrides if not (found.completes_model and word.startswith("model="))]
+    model = model_overrides(source.model, others) if found.names_model else []
+    config = compose([*model, *others])
     path = write_checkpoint(source, options.folder, config, consumed_samples=options.consumed_samples)
     print(f"{path}: iteration {source.iteration}, {'weights and moments' if source.has_optimizer else 'weights'}")
     return FINE

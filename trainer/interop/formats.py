@@ -56,6 +56,8 @@ class Format:
         read: opens a path for import; None if the format is export only.
         write: writes a checkpoint of ours to a new path; None if the format is import only.
         names_model: whether the format describes the model, so that no override needs to.
+        completes_model: whether it takes what its files leave open from the configured model, so that a group
+            `model=NAME` is not what has to be found.
         merges: whether adapters can be merged with their base, so that `ExportOptions.merge` applies.
         numbers_moments: whether moments may be kept by number, so that `ImportOptions.optimizer_names` applies.
     """
@@ -64,5 +66,6 @@ class Format:
     read: Callable[[Path, ImportOptions], StateSource] | None = None
     write: Callable[[Checkpoint, Path, ExportOptions], None] | None = None
     names_model: bool = False
+    completes_model: bool = False
     merges: bool = False
     numbers_moments: bool = False

@@ -82,5 +82,9 @@ def newest(path: Path) -> Path:
 
 
 FORMAT = Format(
-    "a checkpoint of Megatron-LM or Megatron-Core (torch_dist, torch)", read_source, export.write, names_model=True
+    "a checkpoint of Megatron-LM or Megatron-Core (torch_dist, torch)",
+    read_source,
+    export.write,
+    names_model=True,
+    completes_model=True,
 )
