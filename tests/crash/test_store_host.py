@@ -63,6 +63,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("moment", "iteration"), MOMENTS)
 def test_a_stopped_rank_0_ends_all_ranks_and_the_run_resumes(
     unbroken: Path, tmp_path: Path, moment: str, iteration: int

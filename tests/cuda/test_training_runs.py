@@ -143,9 +143,9 @@ LAYOUTS = {
     "tp2": "parallel.tensor_model_parallel_size=2",
     "pp2": "parallel.pipeline_model_parallel_size=2",
 }
-_DEAR = [pytest.param(*CPU_IN_SOAK.values, layout, marks=CPU_IN_SOAK.marks) for layout in ("tp2", "pp2")]
+_DEAR = [pytest.param(*CPU_IN_SOAK.values, layout, marks=CPU_IN_SOAK.marks) for layout in LAYOUTS]
 _ON_CUDA = [pytest.param(*CUDA.values, layout, marks=CUDA.marks) for layout in LAYOUTS]
-PLACES = [("cpu", "zero3"), *_DEAR, *_ON_CUDA]
+PLACES = [*_DEAR, *_ON_CUDA]
 
 
 @pytest.mark.parametrize(("device", "layout"), PLACES, indirect=["device"])

@@ -42,6 +42,7 @@ def run_group(folder: Path, group: str, *sides: str) -> dict[str, dict[str, obje
     return rows
 
 
+@pytest.mark.slow
 def test_saves_and_loads_are_measured_beside_a_copy(tmp_path: Path) -> None:
     rows = run_group(tmp_path, SAVE, "pinned copy", "reprise", "reprise, load", "safetensors load_file")
     assert {"stall_s", "first_stall_s", "cost_s", "durable_s", "host_peak_bytes"} <= rows["reprise"].keys()
