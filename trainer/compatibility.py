@@ -64,8 +64,18 @@ def differences(saved: Json, current: Json, table: Sequence[Rule]) -> list[Diffe
     return sorted(found, key=lambda d: table.index(d.rule))
 
 
-def settle(found: Sequence[Difference], *, flags: Collection[str], where: object) -> list[str]:
+def settle(
+    found: Sequence[Difference],
+    *,
+    flags: Collection[str],
+    where: object,
+    problem: str = "The checkpoint belongs to another run",
+    fix: str = "Use the saved values, or start another run with checkpoint.load=none.",
+) -> list[str]:
     """Return the lines to log about allowed differences.
+
+    Args:
+        fix: what to do about differences that no flag allows.
 
     Raises:
         MismatchError: listing every difference that is refused or lacks its flag, with both values and the flag.
@@ -82,13 +92,10 @@ def settle(found: Sequence[Difference], *, flags: Collection[str], where: object
         ]
         flag_list = sorted({d.rule.flag for d in refused if d.rule.verdict is Verdict.FLAG})
         fixable = all(d.rule.verdict is Verdict.FLAG for d in refused)
-        fix = (
-            f"To continue anyway, set {' '.join(f'{flag}=true' for flag in flag_list)}."
-            if fixable
-            else ("Use the saved values, or start another run with checkpoint.load=none.")
-        )
+        if fixable:
+            fix = f"To continue anyway, set {' '.join(f'{flag}=true' for flag in flag_list)}."
         raise MismatchError(
-            "The checkpoint belongs to another run",
+            problem,
             where=where,
             found="these differences:\n" + "\n".join(rows),
             fix="\n" + fix,

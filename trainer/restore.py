@@ -55,12 +55,12 @@ def restore(run: Run) -> bool:
         run.local.start()
     if run.weights is not None:
         run.weights.start()
-    if is_adapted(run.config.model):
-        load_base(run)
     launch, is_restarted = find_launch(run)
     origin = _agree_on_origin(run, is_restarted=is_restarted)
     if origin is None or origin.weights is not None:
         _check_batches(run, 0)
+    if is_adapted(run.config.model):
+        load_base(run, None if origin is None else origin.source, with_local=origin is not None and origin.with_local)
     if origin is None:
         model = run.config.model
         initial = adapter_initial_values(model) if is_adapted(model) else families.initial_values(model)
@@ -164,7 +164,7 @@ def _find(run: Run, *, is_restarted: bool) -> bytes:
             _log.info(f"this run began at {named} and resumes from its own checkpoints")
             return OWN + str(own).encode()
         if is_adapted(run.config.model) and section.base is None:
-            return b""  # the base, which is loaded already: the adapters begin
+            return b""  # the base, which is loaded for itself: the adapters begin
         return named_source(Path(section.load), with_weights=not is_adapted(run.config.model))
     if committed:
         return NAMED + str(own).encode()

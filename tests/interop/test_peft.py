@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +15,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.harness import TINY, compose, launch, run_ok
-from trainer.build import build
+from trainer.build import Run, build
 from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.commands import checkpoint as look
 from trainer.commands import convert, generate
+from trainer.errors import MismatchError, TrainerError
 from trainer.launch.process_group import Cluster
 from trainer.restore import restore
 
@@ -67,12 +70,19 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Trained(folder / "base", folder / "run", overrides)
 
 
+def restored(overrides: list[str]) -> Run:
+    """Return a run of one rank after its start."""
+    run = build(compose(overrides), Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
+    try:
+        restore(run)
+    except TrainerError:
+        run.checkpointer.close()
+        raise
+    return run
+
+
 def test_peft_has_our_logits_and_the_bits_of_our_adapters(trained: Trained) -> None:
-    run = build(
-        compose([*trained.overrides, f"run.dir={trained.run}"]),
-        Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"),
-    )
-    restore(run)
+    run = restored([*trained.overrides, f"run.dir={trained.run}"])
     run.checkpointer.close()
     assert run.state.progress.iteration == 4
     tokens = torch.randint(0, 257, (3, 32), generator=torch.Generator().manual_seed(1))
@@ -96,6 +106,49 @@ def test_merged_weights_have_the_bits_of_peft(trained: Trained, tmp_path: Path) 
     theirs = trained.peft().merge_and_unload().state_dict()
     assert merged.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in merged.items())
+
+
+def test_adapters_saved_alone_merge_with_the_bits_of_peft(trained: Trained, tmp_path: Path) -> None:
+    run_ok(tmp_path / "run", [*trained.overrides, "checkpoint.save_weights_interval=4"])
+    (light,) = (tmp_path / "run/checkpoints/weights").glob("iter_*")
+    assert all(value.dtype is torch.bfloat16 for value in load_file(light / "adapter_model.safetensors").values())
+    assert convert.main(["export", "hf", "--merge", str(trained.base), str(light), str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(trained.base), light)
+    assert all(torch.equal(merged[name], value) for name, value in theirs.merge_and_unload().state_dict().items())
+
+
+@pytest.mark.parametrize("trained", ["gpt2"], indirect=True)
+def test_a_base_that_is_not_there_is_no_damage_of_adapters(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate.main([str(trained.run), "--base", str(tmp_path / "nowhere"), "--max-new-tokens", "2"]) == 2
+    found = capsys.readouterr().err
+    assert "There is no checkpoint folder" in found
+    assert "No valid checkpoint is left" not in found
+
+
+@pytest.mark.parametrize("trained", ["gpt2"], indirect=True)
+def test_another_folder_is_refused_before_it_is_read(
+    trained: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    shutil.copytree(trained.run, tmp_path / "run")
+    GPT2LMHeadModel(GPT2).save_pretrained(tmp_path / "other")
+    overrides = [*trained.overrides, f"run.dir={tmp_path / 'run'}", f"checkpoint.load={tmp_path / 'other'}"]
+    with pytest.raises(MismatchError, match=r"base\.xxh3_64"):
+        restored(overrides)
+    assert "the base from" not in caplog.text
+
+
+@pytest.mark.parametrize("trained", ["gpt2"], indirect=True)
+def test_adapters_without_a_manifest_are_refused_by_name(trained: Trained, tmp_path: Path) -> None:
+    assert convert.main(["export", "hf", str(trained.iteration), str(tmp_path / "out")]) == 0
+    overrides = [*trained.overrides, f"run.dir={tmp_path / 'run'}"]
+    base = ["checkpoint.load=auto", "checkpoint.finetune=false", f"checkpoint.base={tmp_path / 'out'}"]
+    for keys in (base, [f"checkpoint.load={tmp_path / 'out'}"]):
+        with pytest.raises(MismatchError, match="Adapters in PEFT's form alone"):
+            restored([*overrides, *keys])
 
 
 def test_an_export_without_merging_is_the_adapters_alone(trained: Trained, tmp_path: Path) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.harness import TINY, curve, launch, run_ok, tensor_files
+from tests.harness import TINY, compose, curve, launch, run_ok, tensor_files
+from trainer.build import Run, build
+from trainer.checkpoint.commit.channel import single_rank_channel
+from trainer.errors import CheckpointError, MismatchError
+from trainer.interop.open_model import open_model
+from trainer.launch.process_group import Cluster
+from trainer.restore import restore
 
 BASE = [*TINY, "train.micro_batch_size=3", "train.threads=1", "checkpoint.save_interval=2", "schedule.lr_decay_iters=8"]
 LORA = ["model.lora.rank=4", "model.lora.dropout=0.1", "train.train_iters=8", "optimizer.lr=0.01"]
@@ -178,7 +186,54 @@ def test_a_folder_and_its_base_continue_the_run(bases: dict[str, Path], tmp_path
     assert tensor_files(tmp_path / "again" / LAST) == tensor_files(tmp_path / "run" / LAST)
 
 
-def test_no_path_is_recorded(bases: dict[str, Path], tmp_path: Path) -> None:
-    run_ok(tmp_path / "run", on(bases["gpt2"], "gpt2", "train.train_iters=4"))
-    for path in (tmp_path / "run" / FIRST).glob("*.json"):
+@pytest.fixture(scope="module")
+def tuned(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of adapters on iteration 2 of a base that has newer ones."""
+    folder = tmp_path_factory.mktemp("tuned") / "run"
+    run_ok(folder, on(bases["gpt2"].with_name("iter_0000002"), "gpt2", "train.train_iters=4"))
+    return folder
+
+
+def test_no_path_is_recorded(bases: dict[str, Path], tuned: Path) -> None:
+    for path in (tuned / FIRST).glob("*.json"):
         assert str(bases["gpt2"].parent) not in path.read_text()
+
+
+def restored(run_dir: Path, *overrides: str) -> Run:
+    """Return a run of adapters, in this process, after its start; it holds no lock."""
+    cluster = Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test")
+    keys = [*BASE, *MODELS["gpt2"], *LORA, *overrides]
+    run = build(compose([*keys, f"run.dir={run_dir}", "train.train_iters=4"]), cluster)
+    try:
+        restore(run)
+    finally:
+        run.checkpointer.close()
+    return run
+
+
+def test_another_base_is_refused_before_it_is_read(
+    bases: dict[str, Path], tuned: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with pytest.raises(MismatchError, match=r"(?s)base\.xxh3_64.*set checkpoint\.base to it"):
+        restored(tuned, f"checkpoint.base={bases['gpt2']}")
+    assert "the base from" not in caplog.text
+
+
+def test_the_base_is_found_in_a_run_that_went_on(
+    bases: dict[str, Path], tuned: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    base = bases["gpt2"].parents[1]
+    assert restored(tuned, f"checkpoint.base={base}").state.progress.iteration == 4
+    assert f"the base from {base / 'checkpoints/iter_0000002'}" in caplog.text
+    model, folder = open_model(tuned, torch.device("cpu"), base)
+    assert folder == tuned / FIRST
+    assert model.config.n_layer == 2
+
+
+def test_a_base_of_another_model_names_no_other_run(bases: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match=r"(?s)The base is another model.*model\.n_embd.*name another base"):
+        restored(tmp_path / "run", "model.n_embd=24", f"checkpoint.base={bases['gpt2']}")
+    with pytest.raises(CheckpointError, match=r"Correct the path, or checkpoint\.base"):
+        restored(tmp_path / "run", f"checkpoint.base={tmp_path / 'nowhere'}")

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.group import open_channel
-from trainer.checkpoint.inline_save import require_path, save_now
+from trainer.checkpoint.inline_save import keep_problem, require_path, save_now
 from trainer.checkpoint.loaded import LoadedState, Matched, match
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
@@ -46,7 +46,8 @@ def save(
             several ranks hold must be equal bit for bit.
 
     Raises:
-        ConfigError: on a rank whose `folder` is a URL; on the others it is a CheckpointError.
+        ConfigError: on a rank whose `folder` is a URL, or whose number or patterns are none; on the others it is a
+            CheckpointError.
         ReplicaError: on rank 0, if ranks hold different bits of one tensor; on the others it is a CheckpointError.
         TrainerError: if the ranks give different models, optimizers, iterations or `state`, or the checkpoint could not
             be written; nothing that was committed is touched.
@@ -61,6 +62,7 @@ def save(
         iteration=iteration,
         state=state,
         from_rank0=from_rank0,
+        problem=keep_problem(max_checkpoint_keep),
     )
     return save_now(folder, contents, channel, iteration=iteration, nonce=nonce, keep=max_checkpoint_keep)
 

@@ -15,7 +15,7 @@ from torch import nn
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
 from trainer.checkpoint.group import COMMIT_TIMEOUT_S, open_channel
-from trainer.checkpoint.inline_save import check_target
+from trainer.checkpoint.inline_save import check_patterns, check_target, keep_problem
 from trainer.checkpoint.model_contents import contents_of_model
 from trainer.checkpoint.nested.agreement import KnownTables
 from trainer.checkpoint.policy import Retention, SavePolicy
@@ -49,6 +49,8 @@ class AsyncSaver:
         from_rank0: shell patterns for the names of tensors that differ between ranks by design; see `save`.
 
     Raises:
+        ConfigError: on a rank whose `folder` is a URL, or whose number or patterns are none; on the others it is a
+            CheckpointError.
         LockError: on every rank, if another job writes to the folder.
         TrainerError: on every rank, if one of them does not see the folder of the coordinator.
     """
@@ -68,11 +70,15 @@ class AsyncSaver:
         files: Files | None = None,
     ) -> None:
         self._channel, nonce = open_channel(process_group, coordinator_rank=coordinator_rank)
-        self._folder, self._from_rank0 = folder, tuple(from_rank0)
         self._known, self._calls, self._is_closed = KnownTables(), 0, False
         self._last, self._last_marks = Contents((), ()), object()
         with self._channel.agreed("folder"):
             check_target(folder, 0)
+            check_patterns(from_rank0)
+            problem = keep_problem(max_checkpoint_keep)
+            if problem is not None:
+                raise problem
+        self._folder, self._from_rank0 = folder, tuple(from_rank0)
         policy = SavePolicy(
             Path(folder),
             retention=Retention(max_checkpoint_keep),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -28,6 +29,34 @@ def check_target(folder: str | Path, iteration: int) -> None:
         raise CheckpointError(
             "This is no number of an iteration", expected="an int of 0 or more", found=repr(iteration)
         )
+
+
+def check_patterns(from_rank0: object) -> None:
+    """Refuse patterns that are no sequence of texts; a single text would be taken letter by letter.
+
+    Raises:
+        ConfigError: naming the type that was given.
+    """
+    odd: list[object] = [from_rank0]
+    if isinstance(from_rank0, Sequence | Set) and not isinstance(from_rank0, str | bytes):
+        odd = [part for part in from_rank0 if not isinstance(part, str)]
+    if odd:
+        raise ConfigError(
+            "from_rank0 is no list of patterns",
+            expected='texts in a list, such as ["*.running_*"]',
+            found=repr(odd[0]),
+        )
+
+
+def keep_problem(max_checkpoint_keep: object) -> ConfigError | None:
+    """Return why this is no number of checkpoints to keep, for a rank to share with the others; else None."""
+    if type(max_checkpoint_keep) is int and max_checkpoint_keep >= 0:
+        return None
+    return ConfigError(
+        "max_checkpoint_keep is no number of checkpoints",
+        expected="an int of 0 or more; 0 keeps all",
+        found=repr(max_checkpoint_keep),
+    )
 
 
 def require_path(path: object) -> None:

@@ -18,7 +18,7 @@ from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import refuse_unstorable
 from trainer.checkpoint.format.manifest import DIGEST_BYTES
 from trainer.checkpoint.format.names import FORMAT, STATE
-from trainer.checkpoint.inline_save import check_target
+from trainer.checkpoint.inline_save import check_patterns, check_target
 from trainer.checkpoint.optimizer_state import groups_of
 from trainer.checkpoint.tensors.live import Contents, Grid, LiveTensor, aliases_of, live_tensors
 from trainer.errors import CheckpointError, TrainerError
@@ -50,6 +50,7 @@ def contents_of_model(
     contents, document = None, dict[str, object]()
     try:
         check_target(folder, iteration)
+        check_patterns(from_rank0)
         document = _document(model, optimizer, iteration, state)
         contents = _contents(channel, model, optimizer, document, from_rank0)
     except TrainerError as error:

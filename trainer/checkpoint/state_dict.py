@@ -13,7 +13,7 @@ from torch import nn
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.group import open_channel
-from trainer.checkpoint.inline_save import check_target, require_path, save_now
+from trainer.checkpoint.inline_save import check_patterns, check_target, keep_problem, require_path, save_now
 from trainer.checkpoint.loaded import LoadedState
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.restorer import Restorer
@@ -57,7 +57,8 @@ def save_state_dict(
         model: names the parameters where an optimizer is given as `optimizer.state_dict()`, with numbers for them.
 
     Raises:
-        ConfigError: for a folder that is a URL, or a rank or coordinator outside the group.
+        ConfigError: for a folder that is a URL, a number or patterns that are none, or a rank or coordinator outside
+            the group.
         ReplicaError: on the coordinator, if ranks hold different bits of one tensor; a CheckpointError on the others.
         TrainerError: naming what cannot be saved, or differs between ranks; nothing that was committed is touched.
     """
@@ -71,6 +72,7 @@ def save_state_dict(
         iteration=iteration,
         from_rank0=from_rank0,
         model=model,
+        problem=keep_problem(max_checkpoint_keep),
     )
     return save_now(folder, contents, channel, iteration=iteration, nonce=nonce, keep=max_checkpoint_keep)
 
@@ -154,6 +156,7 @@ def contents_of_state_dict(
     tree, held, values = None, None, NestedValues()
     try:
         check_target(folder, iteration)
+        check_patterns(from_rank0)
         tree = take_apart(state_dict, model=model)
         held, values = hold(tree), values_of(tree)
         values.to_bytes()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from models.adapters import PREFIX, A, B, adapted_modules, base_of, is_adapted, scale_of
+from models.adapters import PREFIX, A, B, adapted_modules, adapter_tensors, base_of, is_adapted, scale_of
 from models.config import ModelConfig
 from models.families import spec_of
 from trainer.checkpoint.format.names import STATE
@@ -39,11 +39,10 @@ def merged(checkpoint: Checkpoint, base: Path) -> StateSource:
     """
     if not holds_adapters(checkpoint):
         raise MismatchError("A checkpoint has no adapters to merge", where=checkpoint.path, fix="Name no base.")
-    adapters = adapters_of(checkpoint)
-    weights, found = _open_base(base, adapters.model)
-    expected = checkpoint.state.get("base")
+    adapters, expected = adapters_of(checkpoint), checkpoint.state.get("base")
     if not (isinstance(expected, Mapping) and is_adapted(adapters.model)):
         raise CheckpointError("A state file of adapters describes none, or no base", where=checkpoint.path / STATE)
+    weights, found = _open_base(base, adapters.model, expected.get("xxh3_64"))
     if found != dict(expected):
         raise MismatchError(
             "The adapters were trained on another base",
@@ -58,7 +57,8 @@ def merged(checkpoint: Checkpoint, base: Path) -> StateSource:
         weight, module = weights.read(name), name.removesuffix(".weight")
         if module not in modules:
             return weight
-        first, second = adapters.read(f"{PREFIX}{module}{A}"), adapters.read(f"{PREFIX}{module}{B}")
+        # PEFT opens adapters of another dtype, as weights saved alone have, in float32, and so does a run.
+        first, second = (adapters.read(f"{PREFIX}{module}{factor}").float() for factor in (A, B))
         product = second @ first
         oriented = product.T if spec_of(model).fan_in_fan_out else product
         return weight + oriented * scale_of(model)
@@ -67,8 +67,23 @@ def merged(checkpoint: Checkpoint, base: Path) -> StateSource:
     return replace(adapters, model=base_of(model), has_optimizer=False, read=read, tokenizer=tokenizer)
 
 
-def _open_base(path: Path, model: ModelConfig) -> tuple[StateSource, dict[str, str]]:
-    """Return a base of adapters of `model`, and its identity as `trainer_state.json` has it."""
+def check_adapters(checkpoint: Checkpoint) -> None:
+    """Read the adapters of a checkpoint, if it has any, so that later only their base can be damaged.
+
+    Raises:
+        CheckpointError: naming the damage.
+    """
+    adapters = adapters_of(checkpoint)
+    for name in adapter_tensors(adapters.model):
+        adapters.read(name)
+
+
+def _open_base(path: Path, model: ModelConfig, digest: object) -> tuple[StateSource, dict[str, str]]:
+    """Return a base of adapters of `model`, and its identity as `trainer_state.json` has it.
+
+    Args:
+        digest: of the base that they were trained on; of a run, the iteration that has it is the base.
+    """
     plain, files = base_of(model), Files()
     if path.is_file():
         file = llmc.open_file(path, files)
@@ -82,5 +97,7 @@ def _open_base(path: Path, model: ModelConfig) -> tuple[StateSource, dict[str, s
         check_tied(folder, plain)
         identity = {"format": "transformers", "xxh3_64": digest_of_samples(tensor_files(folder)).hex()}
         return StateSource(plain, 0, has_optimizer=False, read=lambda n: read_whole(folder, places[n])), identity
-    checkpoint = open_checkpoint(Chooser(LoadSource.named(path), files, lambda _: None).pick(), files)
+    chooser = Chooser(LoadSource.named(path, key="the name of the base"), files, lambda _: None)
+    same = (found for found in chooser.openable() if found.digest == digest)
+    checkpoint = next(same, None) or open_checkpoint(chooser.pick(), files)
     return of_checkpoint(checkpoint), {"format": "reprise", "xxh3_64": checkpoint.digest}

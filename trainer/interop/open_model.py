@@ -18,7 +18,7 @@ from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError
 from trainer.interop.hf.folder import is_folder, open_folder, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
-from trainer.interop.merge import merged
+from trainer.interop.merge import check_adapters, merged
 from trainer.interop.source import of_checkpoint
 
 
@@ -45,10 +45,15 @@ def open_model(path: Path, device: torch.device, base: Path | None = None) -> tu
         chosen = chooser.pick()
         try:
             checkpoint = open_checkpoint(chosen, files)
-            source = of_checkpoint(checkpoint) if base is None else merged(checkpoint, base)
+            if base is not None:
+                check_adapters(checkpoint)
+                break
+            source = of_checkpoint(checkpoint)
             return _filled(source.model, source.read, device), chosen
         except CheckpointError as error:  # every block is checked as it is read: an older one may be whole
             chooser.skip(error)
+    source = merged(checkpoint, base)
+    return _filled(source.model, source.read, device), chosen
 
 
 def _filled(config: ModelConfig, read: Callable[[str], torch.Tensor], device: torch.device) -> Model:

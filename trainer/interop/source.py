@@ -82,7 +82,8 @@ def of_checkpoint(checkpoint: Checkpoint) -> StateSource:
     """
     refuse_adapters(
         checkpoint,
-        fix="Name their base with --base, or merge the two: `reprise convert export hf --merge BASE CHECKPOINT OUT`.",
+        fix="Merge the two with `reprise convert export hf --merge BASE CHECKPOINT OUT`; `reprise generate` takes "
+        "--base BASE.",
     )
     return adapters_of(checkpoint)
 

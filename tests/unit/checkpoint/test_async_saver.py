@@ -6,6 +6,7 @@ import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.unit.checkpoint.saving.test_background import (
     descriptors,
     loaded,
 )
-from trainer.checkpoint import AsyncSaver, load_state_dict
+from trainer.checkpoint import AsyncSaver, load_state_dict, save, save_state_dict
 from trainer.checkpoint.policy import SaveReport
 from trainer.checkpoint.saving import chunks
 from trainer.errors import CheckpointError, ConfigError, LockError
@@ -218,6 +219,41 @@ def test_a_folder_has_one_saver(tmp_path: Path) -> None:
     AsyncSaver(tmp_path).close()
     with pytest.raises(ConfigError, match="URL"):
         AsyncSaver("s3://bucket/run")
+
+
+@pytest.mark.parametrize("keep", ["2", 1.5, True, None, -1])
+def test_a_number_to_keep_is_checked_before_anything_is_written(tmp_path: Path, keep: Any) -> None:
+    for way in (
+        lambda: AsyncSaver(tmp_path, max_checkpoint_keep=keep),
+        lambda: save(tmp_path, torch.nn.Linear(2, 2), iteration=1, max_checkpoint_keep=keep),
+        lambda: save_state_dict(tmp_path, {"a": torch.ones(2)}, iteration=1, max_checkpoint_keep=keep),
+    ):
+        with pytest.raises(ConfigError, match="max_checkpoint_keep is no number of checkpoints"):
+            way()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("patterns", ["*", "weight*", b"*", 3, [3], None])
+def test_one_pattern_is_not_taken_letter_by_letter(tmp_path: Path, patterns: Any) -> None:
+    for way in (
+        lambda: AsyncSaver(tmp_path, from_rank0=patterns),
+        lambda: save(tmp_path, torch.nn.Linear(2, 2), iteration=1, from_rank0=patterns),
+        lambda: save_state_dict(tmp_path, {"a": torch.ones(2)}, iteration=1, from_rank0=patterns),
+    ):
+        with pytest.raises(ConfigError, match="from_rank0 is no list of patterns"):
+            way()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_after_a_failed_save_close_frees_the_folder(tmp_path: Path) -> None:
+    training, files = Training(), FailingFiles("rename", errno.ENOSPC)
+    saver = AsyncSaver(tmp_path, files=files)
+    save_model(saver, 1, training)
+    with pytest.raises(CheckpointError, match="errno 28"):
+        saver.close()
+    saver.close()
+    AsyncSaver(tmp_path).close()  # the lock is free
+    assert not list(tmp_path.glob("iter_*"))
 
 
 def test_an_error_in_the_loop_lets_the_save_land(tmp_path: Path) -> None:

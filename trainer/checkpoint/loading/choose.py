@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -27,16 +27,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadSource:
-    """The folder to load from: a run's checkpoint folder, optionally with an `iteration`, or one iteration folder."""
+    """The folder to load from: a run's checkpoint folder, optionally with an `iteration`, or one iteration folder.
+
+    Args:
+        key: the configuration key or option that names it, for messages.
+    """
 
     path: Path
     iteration: int | None = None
+    key: str = "checkpoint.load"
 
     @staticmethod
-    def named(path: Path) -> LoadSource:
+    def named(path: Path, *, key: str = "checkpoint.load") -> LoadSource:
         """Return the source for a path given by a user: a run's own folder, its checkpoint folder or one iteration."""
         inner = path / "checkpoints"
-        return LoadSource(inner if inner.is_dir() else path)
+        return LoadSource(inner if inner.is_dir() else path, key=key)
 
 
 def no_folder(path: Path, *, kind: str = "such folder", fix: str | None = None) -> CheckpointError:
@@ -168,6 +173,19 @@ class Chooser:
             fix="Repair one, or start from scratch with checkpoint.load=none.",
         )
 
+    def openable(self) -> Iterator[Checkpoint]:
+        """Yield every candidate that can be opened, newest first, without a check, a log line or a choice.
+
+        Raises:
+            TrainerError: if the folder is not there, or has no checkpoint.
+            OSError: if it cannot be listed.
+        """
+        for path in self._find():
+            try:
+                yield open_checkpoint(path, self._files)
+            except TrainerError:  # `pick` names it
+                continue
+
     def skip(self, error: TrainerError) -> None:
         """Remove the candidate picked last from the list because of `error`.
 
@@ -205,7 +223,7 @@ class Chooser:
     def _find_shared(self) -> list[Path]:
         path = self._source.path
         if not path.is_dir():
-            raise no_folder(path, kind="checkpoint folder", fix="Correct the path, or checkpoint.load.")
+            raise no_folder(path, kind="checkpoint folder", fix=f"Correct the path, or {self._source.key}.")
         if (path / MANIFEST).exists() or is_iteration_name(path.name):
             if self._source.iteration is not None:
                 raise CheckpointError(
@@ -225,7 +243,7 @@ class Chooser:
                 "A folder holds no checkpoint",
                 where=path,
                 expected="an iter_ folder",
-                fix="Correct the path, or checkpoint.load.",
+                fix=f"Correct the path, or {self._source.key}.",
             )
         return [folder.iteration(iteration) for iteration in reversed(committed)]
 

@@ -149,7 +149,10 @@ def cannot_write(
     if fix is None:
         fix = "Fix the file system, or name another folder with checkpoint.save."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            fix = "Make room. A run deletes at its start what checkpoint.max_checkpoint_keep does not keep."
+            fix = (
+                "Make room. A run deletes at its start what checkpoint.max_checkpoint_keep does not keep, and of saves "
+                "of the weights alone what checkpoint.weights_keep does not keep."
+            )
     problem = f"{what} cannot be written: {error.strerror} (errno {error.errno})"
     return CheckpointError(problem, where=error.filename or path, found=found, fix=fix)
 
