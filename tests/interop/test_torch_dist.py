@@ -9,6 +9,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -384,11 +385,43 @@ def test_a_norm_stored_minus_one_gets_it_back(tmp_path: Path) -> None:
     assert torch.equal(source.read("lm_head.weight"), state.read("lm_head.weight"))
 
 
-def test_lines_name_the_schedule_and_the_order_of_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [_marked("fully", True), "buckets"])
+def test_a_conversion_holds_three_times_the_largest_tensor(tmp_path: Path, kind: str) -> None:
+    sizes = ["model.n_layer=1", "model.n_head=4", "model.n_kv_head=4", "model.n_embd=128", "model.intermediate_size=8"]
+    ends = ["model.vocab_size=65536", "model.bos_token_id=0", "model.eos_token_id=0"]
+    overrides = ["model=llama3_tiny", *ALONE, *sizes, *ends, "model.tie_word_embeddings=true"]
+    model = compose(overrides).model
+    shapes = {name: stored.shape for name, stored in stored_tensors(model).items()}
+    largest = max(prod(shape) for shape in shapes.values()) * 4
+
+    def read(name: str) -> torch.Tensor:
+        base = name.split(".", 1)[1] if name.startswith(("exp_avg", "step.")) else name
+        return torch.tensor(3.0) if name.startswith("step.") else torch.full(shapes[base], 0.5)
+
+    write(tmp_path / "saved", StateSource(model, 3, has_optimizer=True, read=read), Way(), Form(kind))
+    arguments = ["import", "megatron", str(tmp_path / "saved"), str(tmp_path / "new"), "--trust-pickle"]
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, see proc(5)
+    assert convert.main([*arguments, *ALONE, *ends[1:]]) == 0
+    peak = _resident("VmHWM") - before
+    print("peak", peak / largest, "times the largest tensor")
+    assert peak <= 3 * largest
+
+
+def _resident(kind: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("kind", ["fully", "buckets"])
+def test_lines_name_settings_and_the_order_of_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
     caplog.set_level("INFO", logger="trainer.interop")
-    opened(write(tmp_path, state_of("gpt2"), Way(), Form()), ALONE)
+    opened(write(tmp_path, state_of("gpt2"), Way(), Form(kind)), ALONE)
     assert "The order of samples is not carried" in caplog.text
     assert "the schedule was lr_decay_style cosine, max_lr 0.1" in caplog.text
+    assert "a group of the optimizer was set to lr 0.1" in caplog.text
 
 
 GPT2_ARGS = {

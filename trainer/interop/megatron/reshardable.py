@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -26,6 +27,7 @@ from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.buckets import Slot
 from trainer.interop.megatron.names import MegatronTensor, Shape
 from trainer.interop.megatron.shards import RankPiece, join, stage_order
+from trainer.interop.megatron.state import rounding_to
 
 _KEY = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\.dtype_(?P<dtype>\(.+\))"
@@ -91,7 +93,7 @@ class Buckets:
                 if found is None:
                     continue
                 buckets = cls(dcp, found)
-                odd = next((t for t in _samples(tensors) if not buckets.matches(t, weights(t))), None)
+                odd = next((t for t in _samples(tensors) if not buckets.matches(t, weights)), None)
                 if odd is None:
                     return buckets
                 tried.append(f"{order.__name__.strip('_')}: other values at {odd.numbered}")
@@ -112,10 +114,10 @@ class Buckets:
     def _read(self, buffer: _Buffer, slot: Slot, kind: str, shape: Shape) -> torch.Tensor:
         return self.dcp.read_box(f"{buffer.keys[slot.bucket]}.{kind}", (slot.offset,), (prod(shape),)).view(shape)
 
-    def matches(self, tensor: MegatronTensor, weight: torch.Tensor) -> bool:
+    def matches(self, tensor: MegatronTensor, weights: Callable[[MegatronTensor], torch.Tensor]) -> bool:
         """Return whether the master weights of a parameter round to the model's own."""
         try:
-            return torch.equal(self.read(_MASTERS, tensor).to(weight.dtype), weight)
+            return rounding_to(partial(weights, tensor), partial(self.read, _MASTERS, tensor)) is not None
         except CheckpointError:  # copies differ, as they do at a wrong offset
             return False
 

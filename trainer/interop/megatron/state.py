@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,25 +71,40 @@ def as_source(state: MegatronState, described: DescribedModel, *, where: object)
 
 
 def _weight(state: MegatronState, tensor: MegatronTensor, *, where: object) -> torch.Tensor:
-    """Return a weight, or the optimizer's copy of it; the two are compared by digests, so that one is in memory."""
-    own = state.weights(tensor)
+    """Return a weight, or the optimizer's copy of it, which must round to the model's own."""
     if state.masters is None:
-        return own
+        return state.weights(tensor)
+    weights, masters = partial(state.weights, tensor), partial(state.masters, tensor)
+    found = rounding_to(weights, masters)
+    if found is not None:
+        return found
+    own, master, name = weights(), masters(), f"{where}, {tensor.numbered}"
+    require_finite(master, where=name)  # NaN is never equal to itself
+    require_finite(own, where=name)
+    raise CheckpointError(
+        "The optimizer's copy of a weight differs from the model's",
+        where=name,
+        expected=f"the same numbers, rounded to {own.dtype}",
+        found=f"{int((master.to(own.dtype) != own).count_nonzero())} of {own.numel()} differ",
+        fix="The files are of several saves, or the optimizer's state is laid out in another way.",
+    )
+
+
+def rounding_to(weights: Callable[[], torch.Tensor], masters: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """Return the optimizer's copy of a weight; None if it does not round to the model's own.
+
+    The two are compared by digests, so that one of them is in memory.
+
+    Args:
+        weights: reads the weight in the model's dtype.
+        masters: reads the optimizer's copy.
+    """
+    own = weights()
     digest, dtype = _digest(own), own.dtype
     del own
-    master = state.masters(tensor)
-    if _digest(master.to(dtype)) != digest and not torch.equal(master.to(dtype), state.weights(tensor)):
-        own, name = state.weights(tensor), f"{where}, {tensor.numbered}"
-        require_finite(master, where=name)  # NaN is never equal to itself
-        require_finite(own, where=name)
-        raise CheckpointError(
-            "The optimizer's copy of a weight differs from the model's",
-            where=name,
-            expected=f"the same numbers, rounded to {dtype}",
-            found=f"{int((master.to(dtype) != own).count_nonzero())} of {own.numel()} differ",
-            fix="The files are of several saves, or the optimizer's state is laid out in another way.",
-        )
-    return master
+    master = masters()
+    # The zeros of the two may differ in sign.
+    return master if _digest(master.to(dtype)) == digest or torch.equal(master.to(dtype), weights()) else None
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
@@ -104,28 +120,29 @@ def consumed_samples(table: Mapping[str, Any], args: Mapping[str, Any]) -> int |
     return next((count for count in named if type(count) is int and count >= 0), None)
 
 
-def tell(table: Mapping[str, Any], described: DescribedModel) -> None:
+def tell(table: Mapping[str, Any], described: DescribedModel, groups: Sequence[Mapping[str, Any]] = ()) -> None:
     """Log the notes on the model, the schedule, which is not carried, and the order of samples, which is not either.
 
     Args:
         table: the unsharded part of a checkpoint: `common.pt`, or a rank's file of the format `torch`.
+        groups: the optimizer's parameter groups; by default those of `table`.
     """
     for note in described.notes:
         _log.warning(note)
-    for line in _settings(table):
+    for line in _settings(table, groups or parameter_groups(table.get("optimizer"))):
         _log.info(line)
     _log.warning(
         "The order of samples is not carried: a run counts on from Megatron's consumed samples, in an order of its own"
     )
 
 
-def _settings(table: Mapping[str, Any]) -> Iterator[str]:
+def _settings(table: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     schedule = table.get("opt_param_scheduler")
     if isinstance(schedule, Mapping):
         names = ("lr_decay_style", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps")
         listed = ", ".join(f"{name} {schedule[name]}" for name in names if name in schedule)
         yield f"the schedule was {listed}, in samples: not carried, the run that continues has its own, schedule.*"
-    for group in sorted({_group(group) for group in parameter_groups(table.get("optimizer"))}):
+    for group in sorted(set(map(_group, groups))):
         yield f"a group of the optimizer was set to {group}: not carried, see optimizer.*"
 
 
