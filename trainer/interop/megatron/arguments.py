@@ -121,6 +121,7 @@ def describe(args: Mapping[str, Any], rows: int, asked: ImportOptions, *, where:
         model = replace(model, activation=Activation.gelu_tanh)
     if family is not Family.qwen3:
         model = replace(model, head_dim=None)
+    notes += _invisible(args, model, asked)
     model = _tokens(_dropout(model, args, asked, notes), asked, notes)
     if found := [*families.problems(model), *_width(args, model)]:
         raise _refused(found, where=where)
@@ -156,6 +157,16 @@ def _unnamed(args: Mapping[str, Any], asked: ImportOptions) -> Iterator[str]:
     for ours, theirs in (_SIZES | rest).items():
         if args.get(theirs) is None and not _is_named(asked, ours):
             yield f"args have no {theirs}: set model.{ours}"
+
+
+def _invisible(args: Mapping[str, Any], model: ModelConfig, asked: ImportOptions) -> Iterator[str]:
+    """Yield lines on fields that args lack and no shape of a tensor shows, unless an override names the field."""
+    fields = {"n_head": "num_attention_heads", "norm_eps": "norm_epsilon"}
+    if model.family is not Family.gpt2:
+        fields["rope_theta"] = "rotary_base"
+    for ours, theirs in fields.items():
+        if args.get(theirs) is None and not _is_set(asked, ours):
+            yield f"args have no {theirs}, and no tensor shows it: taken as model.{ours}={getattr(model, ours)}"
 
 
 def _is_named(asked: ImportOptions, key: str) -> bool:
