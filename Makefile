@@ -57,7 +57,7 @@ test-soak: setup
 # On a machine with a CUDA device, up to 9 minutes each. CUDA_PYTHON=python3 takes an interpreter that has what
 # docs/benchmarks.md lists, and installs nothing.
 test-cuda: $(if $(CUDA_PYTHON),,setup)
-	$(or $(CUDA_PYTHON),$(BIN)/python) -m pytest -m cuda tests/cuda --durations=10 -rs
+	$(or $(CUDA_PYTHON),$(BIN)/python) -m tests.cuda
 
 bench-cuda: $(if $(CUDA_PYTHON),,setup)
 	$(or $(CUDA_PYTHON),$(BIN)/python) -m scripts.bench.cuda

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import shutil
+import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from trainer.launch.device import device_name, memory_bytes
+
+# Of cgroups, version 2 and version 1.
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def describe(folder: Path) -> list[str]:
@@ -21,6 +30,50 @@ def describe(folder: Path) -> list[str]:
         f"files: {_file_system(folder)}",
         f"torch {torch.__version__}, Python {platform.python_version()}",
     ]
+
+
+def describe_device(device: torch.device) -> list[str]:
+    """Return the lines of an accelerator and of what the compiler needs for it; none for a CPU."""
+    if device.type == "cpu":
+        return []
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    tools = {
+        "triton": importlib.util.find_spec("triton"),
+        "a C compiler": os.environ.get("CC") or next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None),
+        "Python.h": headers.exists(),
+    }
+    missing = [name for name, found in tools.items() if not found]
+    return [
+        f"device: {device_name(device)}, {memory_bytes(device) / 2**30:.0f} GiB, CUDA {torch.version.cuda}",
+        f"for torch.compile: {'without ' + ', '.join(missing) if missing else ', '.join(tools)}",
+    ]
+
+
+def compile_error(device: torch.device) -> str:
+    """Return why torch.compile fails on a device, as where there is no C compiler for Triton, or nothing."""
+    try:
+        torch.compile(_double)(torch.ones(8, device=device))
+    except (RuntimeError, OSError, ImportError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return ""
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x + 1
+
+
+def host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
+    """Return the memory of this host that this process may have: a container has less than the machine."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in limits:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdecimal():
+            found = min(found, int(text))
+    return found
 
 
 def _first(path: str, key: str) -> str:

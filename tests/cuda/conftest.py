@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import time
+import gc
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cuda import recorded
-
-_START, _MOST_S = time.monotonic(), 450.0
+from tests.cuda import limits, recorded
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Yield the device; what a test left in its memory is freed afterwards."""
-    found = torch.device(request.param)
-    yield found
-    if found.type == "cuda":
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Return the device."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+    """Free the memory and the disk that a test of a device has taken: its checkpoints are of real sizes."""
+    yield
+    if request.node.get_closest_marker("cuda"):
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        torch.compiler.reset()
+        gc.collect()
         torch.cuda.empty_cache()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out the rest of the tests of a device after a while: a lent machine is taken back."""
-    if item.get_closest_marker("cuda") and time.monotonic() - _START > _MOST_S:
-        pytest.skip(f"left out: the tests of a device end after {_MOST_S:.0f} s")
+    """Leave out the rest of the tests of a device after a while."""
+    if item.get_closest_marker("cuda") and (reason := limits.reason()):
+        pytest.skip(reason)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,7 +45,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is false"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Record which tests are to come."""
+    recorded.append({"collected": [item.nodeid for item in session.items]})
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Record which test begins."""
+    recorded.append({"begun": nodeid})
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Record the result of a test, and of the fixtures around it where they fail or skip."""
+    if report.when == "call" or not report.passed:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else _last_line(report)
+        line = {"test": report.nodeid, "result": report.outcome, "seconds": round(report.duration, 1)}
+        recorded.append({**line, "reason": reason.removeprefix("Skipped: ")})
+
+
+def _last_line(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return "" if crash is None else str(crash.message).partition("\n")[0][:200]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what was recorded."""
-    for line in recorded.write():
-        terminalreporter.write_line(line)
+    for name, value in recorded.FOUND.items():
+        terminalreporter.write_line(f"{name}: {value}")

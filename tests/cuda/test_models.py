@@ -111,9 +111,9 @@ def test_float32_logits_and_gradients_are_theirs(device: torch.device, family: s
 def test_compiled_blocks_give_eager_numbers(device: torch.device, family: str, dtype: torch.dtype) -> None:
     """On a CPU the backend only differentiates the graphs, for the sake of time."""
     config = config_of(family, device)
-    eager = our_model(config, their_model(config, device), device, dtype)
-    compiled = our_model(config, their_model(config, device), device, dtype)
-    compiled.load_state_dict(eager.state_dict())
+    theirs = their_model(config, device)
+    eager, compiled = (our_model(config, theirs, device, dtype) for _ in range(2))
+    del theirs
     for block in compiled.blocks.values():
         block.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
     tokens, targets = batch(config, device)

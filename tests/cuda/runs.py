@@ -1,0 +1,65 @@
+"""Runs of the trainer's command on a device and on a CPU, in sizes that suit each."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+from scripts.bench.machine import compile_error
+from tests.cuda import limits
+from tests.cuda.recorded import record
+from tests.harness import ALL_CORES, TINY, Ended, launch
+
+_FEW = (
+    "schedule.lr_warmup_iters=3",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=4",
+    "logging.tensorboard=false",
+)
+# GPT-2 124M, and the widths of LLaMA-3 1B with few layers, so that the disk takes little time.
+SHAPES = {
+    "cpu": {"gpt2": ("model=gpt2_tiny", *TINY), "llama3": ("model=llama3_tiny", *TINY[5:])},
+    "cuda": {
+        "gpt2": ("model=gpt2_124m", "train.seq_length=1024", *_FEW),
+        "llama3": ("model=llama3_1b", "model.n_layer=2", "train.seq_length=1024", *_FEW),
+    },
+}
+FAMILIES = tuple(SHAPES["cpu"])
+DETERMINISTIC = "train.deterministic=true"
+_MOST_S = {"cpu": 60.0, "cuda": 150.0}
+
+
+def arguments(device: torch.device, family: str, *more: str, iterations: int = 8, interval: int = 4) -> list[str]:
+    return [
+        *SHAPES[device.type][family],
+        f"train.device={device.type}",
+        f"train.train_iters={iterations}",
+        f"checkpoint.save_interval={interval}",
+        *more,
+    ]
+
+
+@functools.cache
+def fast(device: torch.device) -> tuple[str, ...]:
+    """Return the settings of the published speed; the compiler takes too long for the gate, and may be missing."""
+    if device.type == "cpu":
+        return ("train.dtype=bfloat16",)
+    error = compile_error(device)
+    record("torch.compile", f"off in the runs: {error}" if error else "on")
+    return "train.dtype=bfloat16", f"train.compile={'false' if error else 'true'}"
+
+
+def most_s(device: torch.device) -> float:
+    """Return the seconds of a launch, no more than the tests of a device have left."""
+    return min(_MOST_S[device.type], limits.left_s()) if device.type == "cuda" else _MOST_S[device.type]
+
+
+def ran(folder: Path, overrides: list[str], device: torch.device, **settings: int) -> Ended:
+    """Run the trainer's command to its end."""
+    # A rank alone has one core otherwise, and the compiler takes many.
+    cores = ALL_CORES if device.type == "cuda" else None
+    ended = launch(folder, overrides, cores=cores, timeout_s=most_s(device), **settings)
+    assert ended.ok or "kill_after" in settings, ended.text
+    return ended

@@ -1,0 +1,64 @@
+"""Two ranks of the trainer on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cuda import one_device
+from tests.cuda.devices import CPU_IN_SOAK, CUDA
+from tests.cuda.recorded import record
+from tests.cuda.runs import most_s, ran
+from tests.harness import TINY, call_on_ranks, curve, run_ok, tensor_files
+
+LAYOUTS = {
+    "zero3": "parallel.zero_stage=3",
+    "tp2": "parallel.tensor_model_parallel_size=2",
+    "pp2": "parallel.pipeline_model_parallel_size=2",
+}
+_DEAR = [pytest.param(*CPU_IN_SOAK.values, layout, marks=CPU_IN_SOAK.marks) for layout in LAYOUTS]
+_ON_CUDA = [pytest.param(*CUDA.values, layout, marks=CUDA.marks) for layout in LAYOUTS]
+PLACES = [*_DEAR, *_ON_CUDA]
+
+
+@pytest.mark.parametrize(("device", "layout"), PLACES, indirect=["device"])
+def test_two_ranks_on_one_device_train_the_same_curve(tmp_path: Path, device: torch.device, layout: str) -> None:
+    """Over gloo, since nccl refuses two ranks on one device; see the next test."""
+    common = ["model=gpt2_tiny", *TINY, "train.train_iters=4", f"train.device={device.type}", "logging.log_interval=2"]
+    ran(tmp_path / "one", common, device)
+    ended = call_on_ranks(
+        one_device.train,
+        [f"run.dir={tmp_path / 'two'}", *common, LAYOUTS[layout]],
+        folder=tmp_path / "ranks",
+        ranks=2,
+        timeout_s=most_s(device),
+    )
+    assert ended.ok, ended.text
+    assert "slowest rank" in ended.text
+    one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
+    losses = [[float.fromhex(row[1]) for row in rows] for rows in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5 if device.type == "cpu" else 1e-4)
+    # The checkpoint of two ranks opens on one, which writes the same bytes.
+    source = tmp_path / "two/checkpoints/iter_0000004"
+    run_ok(tmp_path / "again", [*common, f"checkpoint.load={source}", "checkpoint.reshard=true"])
+    assert tensor_files(tmp_path / "again/checkpoints/iter_0000004") == tensor_files(source)
+
+
+@pytest.mark.cuda
+def test_nccl_refuses_two_ranks_on_one_device(tmp_path: Path) -> None:
+    """The reason why the test above takes gloo; a release of nccl that does not refuse is recorded."""
+    ended = call_on_ranks(
+        one_device.train_over_nccl,
+        [f"run.dir={tmp_path / 'run'}", "model=gpt2_tiny", *TINY, "train.train_iters=2", "train.device=cuda"],
+        folder=tmp_path / "ranks",
+        ranks=2,
+        timeout_s=min(120.0, most_s(torch.device("cuda"))),
+    )
+    record("two ranks on one device over nccl", "trained" if ended.ok else _reason(ended.text))
+    assert ended.ok or "Duplicate GPU" in ended.text, ended.text
+
+
+def _reason(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if "Duplicate GPU" in line), "another error")
