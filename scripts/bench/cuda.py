@@ -18,15 +18,16 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from scripts.bench import cuda_table, machine
-from scripts.bench.cuda_group import LEFT_OUT, Clock, Device, MeasuredSide, Setting, measure_sides, read_rows
+from scripts.bench.cuda_group import EAGER, LEFT_OUT, Clock, Device, MeasuredSide, Setting, measure_sides, read_rows
 from scripts.bench.cuda_saves import save_sides
-from scripts.bench.cuda_steps import step_sides
+from scripts.bench.cuda_steps import NANOGPT, TRANSFORMERS, step_sides
+from scripts.bench.cuda_steps import OURS as STEP_OURS
 from trainer.__main__ import compose
 from trainer.commands.arguments import local_path
 from trainer.errors import LaunchError
@@ -46,6 +47,9 @@ class Group:
         model: overrides of the full size; a tiny one stands for it in tests.
         least_s: the least seconds with which it is begun; it may take `most_s`.
         state_bytes: its state, with gradients, on the device; larger devices alone measure it.
+        disk_bytes: of its files, two saves at most.
+        sides: the ones that are measured; empty for all.
+        rows: the group of its rows, if that is another one.
     """
 
     kind: str
@@ -57,18 +61,28 @@ class Group:
     most_s: float
     state_bytes: float = 0.0
     host_bytes: float = 0.0
+    disk_bytes: float = 0.0
+    sides: tuple[str, ...] = ()
+    rows: str = ""
 
 
-# In the order of what is asked first; a clock that runs out leaves out the last ones.
+_GOAL_SIDES = (STEP_OURS, NANOGPT)
+# The sides that have goals come first; a clock that runs out leaves out the last groups.
 GROUPS: Mapping[str, Group] = {
-    "step gpt2_124m": Group("step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 130, 2e9),
-    "save gpt2_1558m": Group("save", ("model=gpt2_1558m",), "gpt2_tiny", 4, 1, 90, 200, 26e9, 50e9),
-    "step gpt2_1558m": Group("step", ("model=gpt2_1558m",), "gpt2_tiny", 8, 3, 60, 240, 26e9),
+    "step gpt2_124m": Group("step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 110, 2e9, sides=_GOAL_SIDES),
+    "save gpt2_1558m": Group("save", ("model=gpt2_1558m",), "gpt2_tiny", 4, 1, 90, 200, 26e9, 50e9, 40e9),
+    "step gpt2_1558m": Group("step", ("model=gpt2_1558m",), "gpt2_tiny", 8, 3, 60, 240, 26e9, sides=_GOAL_SIDES),
     "step llama3_1b": Group("step", ("model=llama3_1b",), "llama3_tiny", 4, 5, 60, 120, 21e9),
+    "transformers gpt2_124m": Group(
+        "step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 90, 2e9, sides=(TRANSFORMERS,), rows="step gpt2_124m"
+    ),
+    "transformers gpt2_1558m": Group(
+        "step", ("model=gpt2_1558m",), "gpt2_tiny", 8, 3, 90, 180, 26e9, sides=(TRANSFORMERS,), rows="step gpt2_1558m"
+    ),
     "step llama3_8b, 8 layers": Group(
         "step", ("model=llama3_8b", "model.n_layer=8"), "llama3_tiny", 2, 3, 60, 90, 46e9
     ),
-    "save llama3_8b": Group("save", ("model=llama3_8b",), "llama3_tiny", 1, 1, 150, 400, 130e9, 220e9),
+    "save llama3_8b": Group("save", ("model=llama3_8b",), "llama3_tiny", 1, 1, 150, 400, 130e9, 220e9, 200e9),
 }
 
 
@@ -92,20 +106,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench_cuda: {error}", file=sys.stderr)
         return 2
     clock, start = Clock(options.seconds), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="bench-cuda-", dir=options.folder) as folder:
-        rows = [row for name in options.only for row in _run_group(name, options, clock, Path(folder))]
+    rows: list[dict[str, object]] = []
     found = {
         "device": device_name(device),
-        "machine": [*_device_lines(device), *machine.describe(options.folder)],
+        "machine": [*machine.describe_device(device), *machine.describe(options.folder)],
         "size": options.size,
-        "seconds": round(time.monotonic() - start, 1),
         "rows": rows,
     }
-    out = os.environ.get("OUT")
-    if out:
-        (Path(out) / "bench-cuda.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="bench-cuda-", dir=options.folder) as folder:
+        for name in options.only:
+            rows += _run_group(name, options, clock, Path(folder))
+            found |= {"seconds": round(time.monotonic() - start, 1), "goals": cuda_table.goals(rows)}
+            _write(found)  # every time: a machine may be taken back
     print("\n".join(cuda_table.lines(found)))
     return 0
+
+
+def _write(found: Mapping[str, object]) -> None:
+    out = os.environ.get("OUT")
+    if out:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / "bench-cuda.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _run_group(name: str, options: argparse.Namespace, clock: Clock, folder: Path) -> list[dict[str, object]]:
@@ -122,7 +143,7 @@ def _run_group(name: str, options: argparse.Namespace, clock: Clock, folder: Pat
     command += ["--results", str(results), *(["--sides", ";".join(options.sides)] if options.sides else [])]
     print(f"{time.strftime('%H:%M:%S')} {name}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
     reason = _run(command, seconds + _GRACE_S)
-    rows = [{"group": name, **row} for row in read_rows(results)]
+    rows = [{"group": group.rows or name, **row} for row in read_rows(results)]
     shutil.rmtree(own)
     return [*rows, *([_left_out(name, reason, side="the rest")] if reason else [])]
 
@@ -156,13 +177,17 @@ def _measure_group(options: argparse.Namespace) -> None:
         torch.set_float32_matmul_precision("high")  # as in nanoGPT; what is left in float32 is small on every side
     group, device = GROUPS[options.group], Device(cluster.device)
     reason = _no_room(group, cluster, options) if options.size == "full" else ""
-    sides = _sides(group, setting_of(options.group, options.size), cluster, options.folder)
     if reason:
-        sides = {"all": MeasuredSide(_refusing(reason), 0.0)}
-    chosen = {name: side for name, side in sides.items() if not options.sides or name in options.sides}
+        measure_sides({"all": MeasuredSide(_refusing(reason), 0.0)}, device, clock, options.results)
+        return
+    setting = setting_of(options.group, options.size)
+    eager = machine.compile_error(cluster.device) if setting.compiles else ""
+    sides = _sides(group, replace(setting, compiles=setting.compiles and not eager), cluster, options.folder)
+    names = options.sides or group.sides or tuple(sides)
+    chosen = {name: side for name, side in sides.items() if name in names}
     if options.size == "tiny":
         chosen = {name: MeasuredSide(side.measure, 0.0) for name, side in chosen.items()}
-    measure_sides(chosen, device, clock, options.results)
+    measure_sides(chosen, device, clock, options.results, notes={EAGER: eager} if eager else {})
 
 
 def _sides(group: Group, setting: Setting, cluster: Cluster, folder: Path) -> Mapping[str, MeasuredSide]:
@@ -173,9 +198,10 @@ def _no_room(group: Group, cluster: Cluster, options: argparse.Namespace) -> str
     """Return why a group cannot be measured here, or nothing."""
     if cluster.device.type != "cpu" and memory_bytes(cluster.device) < 1.1 * group.state_bytes:
         return f"needs {1.1 * group.state_bytes / 1e9:.0f} GB of the device's memory"
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if host < group.host_bytes:
-        return f"needs {group.host_bytes / 1e9:.0f} GB of the host's memory"
+    if (host := machine.host_bytes()) < group.host_bytes:
+        return f"needs {group.host_bytes / 1e9:.0f} GB of the host's memory, which has {host / 1e9:.0f}"
+    if (free := shutil.disk_usage(options.folder).free) < group.disk_bytes:
+        return f"needs {group.disk_bytes / 1e9:.0f} GB of the disk, where {free / 1e9:.0f} are free (--folder)"
     return ""
 
 
@@ -184,12 +210,6 @@ def _refusing(reason: str) -> Callable[[], dict[str, float]]:
         raise MemoryError(reason)
 
     return measure
-
-
-def _device_lines(device: torch.device) -> list[str]:
-    if device.type == "cpu":
-        return []
-    return [f"device: {device_name(device)}, {memory_bytes(device) / 2**30:.0f} GiB, CUDA {torch.version.cuda}"]
 
 
 def _parser() -> argparse.ArgumentParser:

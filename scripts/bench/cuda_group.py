@@ -24,7 +24,7 @@ from trainer.state import TrainerState, build_part
 from trainer.step import train_step
 
 Figures = dict[str, float]
-LEFT_OUT = "left out"
+LEFT_OUT, EAGER = "left out", "not compiled"
 # RuntimeError is that of torch's devices and compilers too, such as OutOfMemoryError.
 _REASONS = (RuntimeError, OSError, MemoryError, AssertionError, TypeError, AttributeError, ValueError, TrainerError)
 
@@ -102,10 +102,20 @@ class Device:
             getattr(torch._C, "_host_emptyCache", lambda: None)()  # pinned memory, which torch keeps otherwise
 
 
-def measure_sides(sides: Mapping[str, MeasuredSide], device: Device, clock: Clock, results: Path) -> None:
+def measure_sides(
+    sides: Mapping[str, MeasuredSide],
+    device: Device,
+    clock: Clock,
+    results: Path,
+    *,
+    notes: Mapping[str, str] | None = None,
+) -> None:
     """Measure the sides in their order, and add a line of JSON for each to `results`.
 
     A side for which there is no time or no memory, or that fails, is left out with that reason.
+
+    Args:
+        notes: entries of every line.
     """
     for name, side in sides.items():
         if clock.left_s < side.least_s:
@@ -114,7 +124,7 @@ def measure_sides(sides: Mapping[str, MeasuredSide], device: Device, clock: Cloc
             continue
         start = time.monotonic()
         try:
-            row: dict[str, object] = {"side": name, **side.measure()}
+            row: dict[str, object] = {"side": name, **side.measure(), **(notes or {})}
         except _REASONS as error:  # the other sides are measured all the same
             traceback.print_exc()
             row = {"side": name, LEFT_OUT: f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}

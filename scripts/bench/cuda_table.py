@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from scripts.bench.cuda_group import LEFT_OUT
+from scripts.bench.cuda_group import EAGER, LEFT_OUT
 from scripts.bench.cuda_saves import COPY, LOAD, LOAD_FILE, OURS, PROCESS, THREAD
 from scripts.bench.cuda_steps import NANOGPT, TRANSFORMERS
 from scripts.bench.tables import table
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A bound of a ratio, the least one or the most."""
+
+    name: str
+    bound: float
+    is_least: bool = False
+
+    @property
+    def target(self) -> str:
+        """Return the bound as text."""
+        return f"{'>=' if self.is_least else '<='} {self.bound}"
+
+
+STEP = Goal("speed of the step over nanoGPT's way", 1.0, is_least=True)
+STALL = Goal("stall of a save over one pinned copy", 1.1)
+COST = Goal("cost of a save to training over DCP's best", 0.5)
+FILL = Goal("load over safetensors' load_file", 1.2)
+_SAVED = "save gpt2_1558m"
+GOALS = (("step gpt2_124m", STEP), ("step gpt2_1558m", STEP), (_SAVED, STALL), (_SAVED, COST), (_SAVED, FILL))
 
 HEAD = ("group", "side", "figures", "ratio", "goal")
 Row = Mapping[str, Any]
@@ -22,6 +45,8 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         "Step: the speed of reprise over that of the side. Stall: the call of a save and the first iteration after it, "
         "less a quiet iteration. Cost: the same of all iterations that follow, 10 in full size. Load: reprise checks "
         "every digest.",
+        *(f"Not compiled: {reason}" for reason in sorted({row[EAGER] for row in found["rows"] if EAGER in row})),
+        *(f"Goal: {line}" for line in goals(found["rows"])),
     ]
     return [*head, "", *table(HEAD, [*_rows(found["rows"])]), "", *(f"- {note}" for note in notes)]
 
@@ -33,8 +58,9 @@ def _rows(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             continue
         beside = {other["side"]: other for other in rows if other["group"] == row["group"] and LEFT_OUT not in other}
         figures = _step(row) if "tokens_per_s" in row else _load(row) if "load_s" in row else _save(row)
-        ratio, goal = _ratio(row, beside)
-        yield row["group"], row["side"], figures, ratio, goal
+        ratios = _ratios(row, beside)
+        goal = "; ".join(filter(None, (ratio.verdict for ratio in ratios)))
+        yield row["group"], row["side"], figures, "; ".join(ratio.text for ratio in ratios), goal
 
 
 def _step(row: Row) -> str:
@@ -62,25 +88,50 @@ def _save(row: Row) -> str:
     )
 
 
-def _ratio(row: Row, beside: Mapping[str, Row]) -> tuple[str, str]:
-    """Return the ratios of a row to the other sides of its group, and the goals of each."""
-    side = row["side"]
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A ratio of two rows of a group, and its goal, if it has one."""
+
+    text: str
+    value: float
+    goal: Goal | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Return the goal and whether it is met; empty without one."""
+        if self.goal is None:
+            return ""
+        met = self.value >= self.goal.bound if self.goal.is_least else self.value <= self.goal.bound
+        return f"{self.goal.target}: {'met' if met else 'missed'}"
+
+
+def _ratios(row: Row, beside: Mapping[str, Row]) -> list[Ratio]:
+    """Return the ratios of a row to the other sides of its group."""
+    side, found = row["side"], list[Ratio]()
     if side in (NANOGPT, TRANSFORMERS) and OURS in beside:
-        ratio = row["step_s"] / beside[OURS]["step_s"]
-        goal = ">= 1.0" if side == NANOGPT else ""
-        return f"reprise {ratio:.3f} x as fast", goal
+        speed = row["step_s"] / beside[OURS]["step_s"]
+        found.append(Ratio(f"reprise {speed:.3f} x as fast", speed, STEP if side == NANOGPT else None))
     if side == LOAD and LOAD_FILE in beside:
-        return f"{row['load_s'] / beside[LOAD_FILE]['load_s']:.3f} of load_file", "<= 1.2"
+        load = row["load_s"] / beside[LOAD_FILE]["load_s"]
+        found.append(Ratio(f"{load:.3f} of load_file", load, FILL))
+    if side in (OURS, THREAD, PROCESS) and COPY in beside and "stall_s" in row:
+        stall = row["stall_s"] / beside[COPY]["stall_s"]
+        found.append(Ratio(f"stall {stall:.3f} of the copy", stall, STALL if side == OURS else None))
     if side == OURS and "cost_s" in row:
-        parts, goals = [], []
-        if COPY in beside:
-            parts.append(f"stall {row['stall_s'] / beside[COPY]['stall_s']:.3f} of the copy")
-            goals.append("<= 1.1")
         costs = [beside[name]["cost_s"] for name in (THREAD, PROCESS) if name in beside]
         if costs and min(costs) > 0:
-            parts.append(f"cost {row['cost_s'] / min(costs):.3f} of DCP's best")
-            goals.append("<= 0.5")
-        return "; ".join(parts), "; ".join(goals)
-    if side in (THREAD, PROCESS) and COPY in beside:
-        return f"stall {row['stall_s'] / beside[COPY]['stall_s']:.3f} of the copy", ""
-    return "", ""
+            cost = row["cost_s"] / min(costs)
+            found.append(Ratio(f"cost {cost:.3f} of DCP's best", cost, COST))
+    return found
+
+
+def goals(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each goal: the ratio and whether it is met, or that it is not measured."""
+    measured = [row for row in rows if LEFT_OUT not in row]
+    found = []
+    for group, goal in GOALS:
+        beside = {row["side"]: row for row in measured if row["group"] == group}
+        ratios = [ratio for row in beside.values() for ratio in _ratios(row, beside) if ratio.goal is goal]
+        shown = f"{ratios[0].value:.3f}, {ratios[0].verdict}" if ratios else f"not measured, {goal.target}"
+        found.append(f"{group}, {goal.name}: {shown}")
+    return found
