@@ -8,7 +8,7 @@ from typing import Any
 
 from scripts.bench.cuda_group import EAGER, LEFT_OUT
 from scripts.bench.cuda_saves import COPY, LOAD, LOAD_FILE, OURS, PROCESS, THREAD
-from scripts.bench.cuda_steps import NANOGPT, TRANSFORMERS
+from scripts.bench.cuda_steps import NANOGPT, TRANSFORMERS, VARIANTS
 from scripts.bench.tables import table
 
 
@@ -111,6 +111,9 @@ def _ratios(row: Row, beside: Mapping[str, Row]) -> list[Ratio]:
     if side in (NANOGPT, TRANSFORMERS) and OURS in beside:
         speed = row["step_s"] / beside[OURS]["step_s"]
         found.append(Ratio(f"reprise {speed:.3f} x as fast", speed, STEP if side == NANOGPT else None))
+    if side in VARIANTS and OURS in beside:
+        speed = beside[OURS]["step_s"] / row["step_s"]
+        found.append(Ratio(f"{speed:.3f} x as fast as reprise", speed))
     if side == LOAD and LOAD_FILE in beside:
         load = row["load_s"] / beside[LOAD_FILE]["load_s"]
         found.append(Ratio(f"{load:.3f} of load_file", load, FILL))

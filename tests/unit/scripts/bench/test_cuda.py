@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from scripts.bench import cuda as bench_cuda
-from scripts.bench import cuda_table
-from scripts.bench.cuda_group import EAGER, LEFT_OUT, Clock, Device, MeasuredSide, measure_sides, read_rows
+from scripts.bench import cuda_steps, cuda_table
+from scripts.bench.cuda_group import EAGER, LEFT_OUT, Clock, Device, MeasuredSide, Setting, measure_sides, read_rows
+from trainer.__main__ import compose
+from trainer.launch import process_group as launch
 
 STEP, SAVE = "step gpt2_124m", "save gpt2_1558m"
 
@@ -53,6 +56,24 @@ def test_saves_and_loads_are_measured_beside_a_copy(tmp_path: Path) -> None:
 def test_steps_are_measured_beside_nanogpt(tmp_path: Path) -> None:
     rows = run_group(tmp_path, STEP, "reprise", "nanoGPT's way")
     assert all(float(str(row["tokens_per_s"])) > 0 for row in rows.values())
+
+
+@pytest.mark.parametrize("model", ["gpt2_tiny", "llama3_tiny"])
+def test_variants_of_the_step_have_its_loss(model: str) -> None:
+    threads = torch.get_num_threads()
+    cluster = launch.start("cpu", deterministic=False, threads=1, variables={})
+    torch.set_num_threads(threads)
+    setting = Setting(compose([f"model={model}"]).model, 2, 16, False, 1, 1)
+    losses = []
+    for build in (
+        cuda_steps._ours,
+        *(partial(cuda_steps._variant, name) for name in cuda_steps.VARIANTS),
+    ):
+        torch.manual_seed(1)
+        step = build(setting, cluster)
+        losses.append([step() for _ in range(3)])
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=5e-3)  # sums of bfloat16 in another order
 
 
 def test_groups_for_which_there_is_no_time_are_left_out(
