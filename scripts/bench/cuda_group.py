@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import SubprocessError
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from models.config import ModelConfig
 from scripts.bench.subject import Subject
@@ -25,8 +27,23 @@ from trainer.step import train_step
 
 Figures = dict[str, float]
 LEFT_OUT, EAGER = "left out", "not compiled"
-# RuntimeError is that of torch's devices and compilers too, such as OutOfMemoryError.
-_REASONS = (RuntimeError, OSError, MemoryError, AssertionError, TypeError, AttributeError, ValueError, TrainerError)
+# RuntimeError is that of torch's devices and compilers too, such as OutOfMemoryError; CheckpointException of DCP is no
+# Exception; Triton calls a C compiler as a process.
+_REASONS = (
+    RuntimeError,
+    OSError,
+    MemoryError,
+    AssertionError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    LookupError,
+    ImportError,
+    EOFError,
+    SubprocessError,
+    CheckpointException,
+    TrainerError,
+)
 
 
 class Clock:

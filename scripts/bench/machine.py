@@ -9,6 +9,7 @@ import shutil
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import SubprocessError
 
 import torch
 
@@ -53,7 +54,7 @@ def compile_error(device: torch.device) -> str:
     """Return why torch.compile fails on a device, as where there is no C compiler for Triton, or nothing."""
     try:
         torch.compile(_double)(torch.ones(8, device=device))
-    except (RuntimeError, OSError, ImportError) as error:
+    except (RuntimeError, OSError, ImportError, SubprocessError) as error:  # Triton calls a compiler as a process
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"{type(error).__name__}: {lines[0] if lines else ''}"
     return ""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from scripts.bench import cuda as bench_cuda
 from scripts.bench import cuda_steps, cuda_table
@@ -92,8 +93,12 @@ def test_a_side_that_fails_leaves_the_others(tmp_path: Path) -> None:
     def fail() -> dict[str, float]:
         raise torch.OutOfMemoryError("CUDA out of memory\nand more")
 
+    def fail_as_dcp() -> dict[str, float]:
+        raise CheckpointException("the folder is lost", {})
+
     sides = {
         "bad": MeasuredSide(fail, 0.0),
+        "dcp": MeasuredSide(fail_as_dcp, 0.0),
         "late": MeasuredSide(fail, 1e6),
         "good": MeasuredSide(lambda: {"load_s": 1.0}, 0.0),
     }
@@ -101,8 +106,9 @@ def test_a_side_that_fails_leaves_the_others(tmp_path: Path) -> None:
     measure_sides(sides, Device(torch.device("cpu")), Clock(100.0), results, notes={EAGER: "no compiler"})
     with results.open("a") as file:
         file.write('{"side": "cut o')
-    bad, late, good = read_rows(results)
+    bad, dcp, late, good = read_rows(results)
     assert bad[LEFT_OUT] == "OutOfMemoryError: CUDA out of memory"
+    assert str(dcp[LEFT_OUT]).startswith("CheckpointException: ")
     assert str(late[LEFT_OUT]).startswith("begins with 1000000 s")
     assert (good["load_s"], good[EAGER]) == (1.0, "no compiler")
 

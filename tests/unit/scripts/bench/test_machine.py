@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from subprocess import CalledProcessError
 
 import pytest
 import torch
@@ -10,13 +11,20 @@ import torch
 from scripts.bench import machine
 
 
-def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (RuntimeError("\nFailed to find C compiler.\nmore"), "RuntimeError: Failed to find C compiler."),
+        (CalledProcessError(1, ["gcc"]), "CalledProcessError: Command '['gcc']' returned non-zero exit status 1."),
+    ],
+    ids=["absent", "fails"],
+)
+def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, error: Exception, shown: str) -> None:
     def fail(function: object) -> object:
-        raise RuntimeError("\nFailed to find C compiler. Please specify via CC\nmore")
+        raise error
 
     monkeypatch.setattr(torch, "compile", fail)
-    found = machine.compile_error(torch.device("cpu"))
-    assert found == "RuntimeError: Failed to find C compiler. Please specify via CC"
+    assert machine.compile_error(torch.device("cpu")) == shown
 
 
 def test_the_memory_of_a_container_counts(tmp_path: Path) -> None:
