@@ -30,7 +30,7 @@ def test_a_checkpoint_goes_from_cpu_to_device_and_back(tmp_path: Path, device: t
         ran(
             folder,
             [*common, f"train.train_iters={iterations}", f"train.device={kind}", "schedule.lr_decay_iters=12"],
-            device,
+            torch.device(kind),  # with as many cores as the unbroken run, whose bits the first part has
         )
     moved, unbroken = curve(folder), curve(tmp_path / "cpu")
     assert [(row[0], row[3], row[4]) for row in moved] == [(row[0], row[3], row[4]) for row in unbroken]
