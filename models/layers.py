@@ -52,10 +52,10 @@ def splitmix64(state: int) -> int:
 def seed_site(key: int, site: int, *, layer: int, shard: int, device: torch.device) -> None:
     """Seed the default generator of `device` for the next mask."""
     seed = site_seed(key, site, layer=layer, shard=shard)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed)
-    else:
+    if device.type in ("cpu", "meta"):
         torch.default_generator.manual_seed(seed)
+    else:
+        torch.get_device_module(device).default_generators[device.index].manual_seed(seed)
 
 
 class Dropout(nn.Module):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models.build import build_model
 from models.config import ModelConfig
 from models.families import aliases, hf_config, stored_tensors
-from models.layers import token_loss
+from models.layers import Dropout, Site, token_loss
 from models.network import Model
 from tests.harness import compose
 from tests.unit.model_samples import FAMILIES
@@ -141,3 +141,13 @@ def test_bfloat16_errs_about_as_much_as_theirs(device: torch.device, family: str
         assert found <= min(BFLOAT16_ERROR, MOST_OF_THEIRS * their_error), their_error
         gradient = gradients(ours, token_loss(logits, targets))
     assert distance(gradient, gradients(theirs, token_loss(theirs(tokens).logits, targets))) <= 2 * BFLOAT16_ERROR
+
+
+def test_the_mask_of_dropout_depends_on_its_key_alone(device: torch.device) -> None:
+    dropout, x = Dropout(0.5, Site.embedding, layer=1), torch.ones(1000, device=device)
+    key = 2**63 + 5
+    first = dropout(x, key)
+    torch.rand(17, device=device)
+    assert torch.equal(dropout(x, key), first)
+    assert not torch.equal(dropout(x, key + 1), first)
+    assert 300 < int((first == 0).sum()) < 700

@@ -7,7 +7,7 @@ import torch
 
 from models.build import build_model
 from models.config import Stage
-from models.layers import Dropout, Site, site_seed, splitmix64, token_loss
+from models.layers import Dropout, Site, seed_site, site_seed, splitmix64, token_loss
 from tests.unit.model_samples import GPT2, backward, fill, random_values, samples, stored_gradients
 
 
@@ -30,6 +30,15 @@ def test_interleaved_backward_passes_keep_their_own_masks() -> None:
         loss.backward()
         for name, gradient in stored_gradients(model).items():
             assert torch.equal(gradient, expected[name]), name
+
+
+def test_the_generator_of_the_device_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = [torch.Generator() for _ in range(2)]
+    monkeypatch.setattr(torch.xpu, "default_generators", generators)
+    before = generators[0].initial_seed(), torch.initial_seed()
+    seed_site(7, Site.embedding, layer=3, shard=0, device=torch.device("xpu", 1))
+    assert generators[1].initial_seed() == site_seed(7, Site.embedding, layer=3)
+    assert (generators[0].initial_seed(), torch.initial_seed()) == before
 
 
 def test_a_dropout_key_decides_every_mask() -> None:
