@@ -127,6 +127,35 @@ def test_megatron_deepspeed_gives_the_bytes_it_was_made_from(
     assert tensor_files(made) == tensor_files(saved)
 
 
+@pytest.mark.parametrize(
+    ("version", "others"),
+    [(3.0, {"ds_sequence_parallel_size": 2}), (0, {"ds_sequence_parallel_fpdt": False})],
+    ids=["Ulysses of 2023", "since December 2024"],
+)
+def test_rows_of_megatron_deepspeed_follow_its_version(
+    small: tuple[list[str], StateSource], tmp_path: Path, version: float, others: dict[str, Any]
+) -> None:
+    overrides, source = small
+    path = write_deepspeed(tmp_path, source, Way(tp=2, dp=2, names="mds", version=version), **others)
+    for file in path.glob("mp_rank_*"):
+        change(file, lambda saved: saved.update(checkpoint_version=3.0))  # as every version names it
+    found = opened_deepspeed(path, overrides)
+    for name in (f"{kind}transformer.h.1.attn.c_attn.{one}" for kind in ("", "exp_avg.") for one in ("weight", "bias")):
+        assert torch.equal(found.read(name), source.read(name)), name
+
+
+def test_grouped_queries_in_an_order_without_groups_are_refused(tmp_path: Path) -> None:
+    overrides = [*MODELS["llama3"], *RUN, "model.n_layer=2"]
+    model = compose(overrides).model
+    values = {name: torch.zeros(stored.shape) for name, stored in stored_tensors(model).items()}
+    source = StateSource(
+        model, SAVED, True, lambda name: values[name.removeprefix("exp_avg.").removeprefix("exp_avg_sq.")]
+    )
+    path = write_deepspeed(tmp_path, source, Way(names="mds"), ds_sequence_parallel_fpdt=False)
+    with pytest.raises(TrainerError, match=r"rows of fused queries.* 4 heads .* 2 of"):
+        opened_deepspeed(path, overrides)
+
+
 def opened_deepspeed(path: Path, overrides: list[str], **options: Any) -> StateSource:
     asked = ImportOptions(compose(overrides), trusts_pickle=True, overrides=overrides, **options)
     return deepspeed.read_source(path, asked)

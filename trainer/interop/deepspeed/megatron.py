@@ -44,6 +44,9 @@ _BEYOND = (
 _TIED = "tied_modules.embed."
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
 _POSITIONS = "embedding.position_embeddings.weight"
+# An argument since commit 676a482 of December 2024. From then on, a rank's rows of `query_key_value` are all queries,
+# all keys, all values, as in version 0, though the files name version 3.
+_SINCE_2024 = "ds_sequence_parallel_fpdt"
 # Values of Megatron-DeepSpeed's arguments, as Megatron-LM has them.
 _NORMALIZATIONS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _RENAMED = {"num_key_value_heads": "num_query_groups", "rope_theta": "rotary_base", "layernorm_epsilon": "norm_epsilon"}
@@ -92,12 +95,9 @@ def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, De
             where=folder,
             fix="Take the weights alone with --weights-only.",
         )
-    # Of a run that is parallel over the sequence, a rank has all queries, all keys, all values, as in version 0.
-    is_sequential = int(args.get("ds_sequence_parallel_size") or 1) > 1
-    version = 0 if is_sequential else first.get("checkpoint_version")
-    head = described.model.head_width
+    version = 0 if _SINCE_2024 in args else first.get("checkpoint_version")
     fixed = {
-        key: in_newest_order_of_all(pieces, version, head, where=folder)
+        key: in_newest_order_of_all(pieces, version, described.model, where=folder)
         for key, pieces in {"": weights, **kept}.items()
     }
     _log.info(f"{folder}: Megatron-DeepSpeed, {tp} tensor-parallel ranks, {len(stages)} stages, ZeRO")

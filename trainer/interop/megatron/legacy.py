@@ -83,9 +83,9 @@ def read_legacy(path: Path, asked: ImportOptions) -> tuple[MegatronState, Descri
     if kept and step is None:
         step = float(iteration)
         _log.warning(f"the optimizer names no step: taken as that of the iteration, {iteration}")
-    head, version = described.model.head_width, first.get("checkpoint_version")
+    model, version = described.model, first.get("checkpoint_version")
     fixed = {
-        key: in_newest_order_of_all(pieces, version, head, where=path) for key, pieces in {"": weights, **kept}.items()
+        key: in_newest_order_of_all(pieces, version, model, where=path) for key, pieces in {"": weights, **kept}.items()
     }
     _tell(ranks, path, has_optimizer=bool(kept))
     tell(first, described)
