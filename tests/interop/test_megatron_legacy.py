@@ -144,6 +144,19 @@ def test_rows_of_megatron_deepspeed_follow_its_version(
         assert torch.equal(found.read(name), source.read(name)), name
 
 
+@pytest.mark.parametrize(("names", "expected"), [("newer", "gelu_tanh"), ("local", "gelu"), ("mds", "gelu_tanh")])
+def test_openai_gelu_is_that_of_megatron_lm_s_own_models(
+    small: tuple[list[str], StateSource], tmp_path: Path, names: str, expected: str
+) -> None:
+    overrides, source = small
+    way, own = Way(names=names), {"openai_gelu": True, "bias_gelu_fusion": False}
+    if names == "mds":
+        found = opened_deepspeed(write_deepspeed(tmp_path, source, way, **own), overrides)
+    else:
+        found = opened(write(tmp_path, source, way, **own), overrides)
+    assert found.model.activation.value == expected
+
+
 def test_grouped_queries_in_an_order_without_groups_are_refused(tmp_path: Path) -> None:
     overrides = [*MODELS["llama3"], *RUN, "model.n_layer=2"]
     model = compose(overrides).model

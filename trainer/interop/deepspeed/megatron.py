@@ -128,7 +128,7 @@ def _arguments(table: Table) -> dict[str, Any]:
     if found.get("num_experts") in ([1], [0]):
         found["num_experts"] = None
     older = {"position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False}
-    return {**older, **found}
+    return {**older, "use_legacy_models": True, **found}
 
 
 def _ranks(folder: Path, names: Sequence[str], asked: ImportOptions) -> list[_Rank]:

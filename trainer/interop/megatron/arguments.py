@@ -244,7 +244,11 @@ def _positions(args: Mapping[str, Any], family: Family, asked: ImportOptions) ->
 
 
 def _activation(args: Mapping[str, Any], asked: ImportOptions, notes: list[str]) -> Activation:
-    """Return the form of the GELU: Megatron-Core computes the tanh form where it fuses it with the bias."""
+    """Return the form of the GELU.
+
+    Megatron-Core computes the tanh form where it fuses it with the bias. Megatron-LM's own models do so for
+    `openai_gelu` too.
+    """
     if "bias_gelu_fusion" not in args and "openai_gelu" not in args:
         chosen = asked.config.model.activation
         if not _is_set(asked, "activation"):

@@ -37,6 +37,7 @@ _MODEL, _FLAT = "model_optim_rng.pt", "distrib_optim.pt"
 # Of the distributed optimizer before May 2023: the model beside a folder for each data-parallel rank.
 _SPLIT, _OF_DATA_RANK = "model_rng.pt", "optim.pt"
 _CHUNK = re.compile(r"model(\d*)")
+_OWN = "language_model"  # of Megatron-LM's own models, before those of Megatron-Core
 _MASTER_KEY = "param"
 _MOST_NAMED = 10
 
@@ -206,6 +207,7 @@ def _arguments(table: Table) -> dict[str, Any]:
     if "norm_epsilon" not in found and "layernorm_epsilon" in found:
         found["norm_epsilon"] = found["layernorm_epsilon"]
     older = {"position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False}
+    older["use_legacy_models"] = any(_OWN in table[key] for key in ("model", "model0") if key in table)
     return {**older, **found}
 
 
