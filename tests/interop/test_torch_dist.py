@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -265,6 +265,20 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path, where: str) -> None:
     with pytest.raises(TrainerError):
         opened(path, [*ENDS, *ALONE])
     assert not (tmp_path / "boom").exists()
+
+
+def test_metadata_changes_no_class_of_this_process(tmp_path: Path) -> None:
+    path = write(tmp_path, state_of("gpt2"), Way(), Form())
+    name = b"X\x07\0\0\0planted"
+    # The class itself on the stack, and then the state (None, {"planted": "planted"}) set on it.
+    (path / ".metadata").write_bytes(b"\x80\x02cpathlib\nPosixPath\nN}" + name * 2 + b"s\x86b.")
+    try:
+        with pytest.raises(MismatchError, match=r"attributes of <class 'pathlib\.PurePath'>, which is no value"):
+            opened(path, [*ENDS, *ALONE])
+        assert not hasattr(tmp_path, "planted")
+    finally:
+        if hasattr(PurePath, "planted"):
+            del PurePath.planted
 
 
 def test_objects_of_unknown_classes_are_left_alone(tmp_path: Path) -> None:
