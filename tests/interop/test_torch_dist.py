@@ -205,6 +205,18 @@ def test_an_export_comes_back_with_the_same_bytes(tmp_path: Path, family: str) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "made", "out"]
 
 
+def test_an_export_has_the_steps_of_the_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They need not be the iteration: another program counted them, or some parameters were frozen at first."""
+    state = state_of("gpt2")
+    steps = {"step.transformer.wte.weight": torch.tensor(2.0)}
+    others = replace(state, read=lambda n: steps.get(n, torch.tensor(5.0)) if n.startswith("step.") else state.read(n))
+    made = write_checkpoint(others, tmp_path / "made", compose(overrides_of("gpt2")))
+    assert convert.main(["export", "megatron", str(made), str(tmp_path / "out")]) == 0
+    assert "numbers of steps differ: 5 of 51 parameters, 2 of 1 parameters." in caplog.text
+    back = opened(tmp_path / "out", [*ENDS, *ALONE])
+    assert (back.iteration, back.read("step.transformer.wpe.weight")) == (3, 5.0)
+
+
 def test_an_export_of_weights_alone_has_no_optimizer(tmp_path: Path) -> None:
     state = replace(state_of("llama"), has_optimizer=False, iteration=0)
     made = write_checkpoint(state, tmp_path / "made", compose(overrides_of("llama")))
