@@ -317,6 +317,14 @@ def test_files_that_are_missing_or_damaged_are_named(small: tuple[list[str], Sta
     assert "mp_rank_00_000_001" in refusal(path, overrides)
 
 
+def test_a_file_of_torch_before_its_zip_archives_is_named(small: tuple[list[str], StateSource], tmp_path: Path) -> None:
+    overrides, source = small
+    path = write(tmp_path, source, Way(names="older", version=0, is_distributed=False))
+    saved = torch.load(path / MODEL_FILE, weights_only=False)
+    torch.save(saved, path / MODEL_FILE, _use_new_zipfile_serialization=False)
+    assert "form of torch before 1.6" in refusal(path, overrides)
+
+
 def test_a_data_parallel_rank_that_is_missing_is_named(small: tuple[list[str], StateSource], tmp_path: Path) -> None:
     overrides, source = small
     path = write(tmp_path, source, Way(dp=3, form="data ranks"))

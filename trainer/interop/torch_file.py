@@ -10,6 +10,7 @@ import torch
 
 from trainer.errors import CheckpointError
 
+_OLDER = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle of 0x1950a86a20f9469cfc6c, see torch/serialization.py
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
 
@@ -66,6 +67,14 @@ def open_torch_file(path: Path, placeholder: type[Unread] | type[PlainObject] = 
     except Exception as error:  # a damaged pickle may raise anything; handed on
         if isinstance(error, OSError) and error.filename is not None:
             raise
+        if _is_older(path):
+            raise CheckpointError(
+                "A file has the form of torch before 1.6, which cannot be mapped",
+                where=path,
+                expected="a zip archive, as torch.save writes",
+                fix="Load it with torch.load and save it with torch.save of a newer torch, where its program is "
+                "installed and its writer is trusted.",
+            ) from error
         raise _unreadable(path, f"{type(error).__name__}: {_telling(str(error))}") from error
     if not isinstance(found, Mapping):
         raise _unreadable(path, f"an object of {type(found).__name__}")
@@ -78,6 +87,11 @@ def is_plain(value: object) -> TypeGuard[torch.Tensor]:
         return False
     is_there = value.device.type == "cpu" and value.dtype in _FLOATS
     return is_there and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+def _is_older(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_OLDER)) == _OLDER
 
 
 def _telling(text: str) -> str:
