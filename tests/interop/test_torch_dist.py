@@ -365,7 +365,7 @@ def test_other_backends_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="expected sharded_backend torch_dist, found zarr"):
         opened(path, ALONE)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(MismatchError, match="A folder holds no Megatron checkpoint"):
+    with pytest.raises(MismatchError, match=r"A folder holds no Megatron checkpoint.*copy metadata\.json too"):
         opened(tmp_path / "empty", ALONE)
 
 
@@ -379,11 +379,12 @@ def test_another_model_than_the_arguments_say_is_listed(tmp_path: Path) -> None:
         opened(path, [*ENDS, *ALONE])
 
 
-def test_a_group_gives_what_arguments_lack_and_no_more(tmp_path: Path) -> None:
+def test_a_group_gives_what_arguments_lack_and_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "megatron", state_of("gpt2"), Way(), Form(), position_embedding_type=None)
     command = ["import", "megatron", str(path), str(tmp_path / "ours"), "--trust-pickle", *ALONE]
     assert convert.main(command) == 2  # neither GPT-2 nor LLaMA-3
     assert convert.main([*command, "model=gpt2_tiny", "model.n_layer=3"]) == 2
+    assert "leave out each model.KEY=VALUE of theirs" in capsys.readouterr().err
     assert convert.main([*command, "model=gpt2_tiny"]) == 0
     state = json.loads((tmp_path / "ours/iter_0000003/trainer_state.json").read_text())
     assert state["model"]["n_embd"] == 24
@@ -516,6 +517,10 @@ def test_arguments_describe_the_model() -> None:
         (LLAMA_ARGS | {"multi_latent_attention": True}, "multi_latent_attention=True"),
         (LLAMA_ARGS | {"window_size": (127, 0)}, "window_size=(127, 0)"),
         ({}, "args have no position_embedding_type"),
+        ({}, "args have no num_layers: set model.n_layer"),
+        ({}, "\nFields that args lack come from model=NAME and model.KEY=VALUE."),
+        ({"num_experts": 8}, "num_experts=8: none of our models has it"),
+        (GPT2_ARGS | {"vocab_size": 300}, "vocab_size=300: the embedding has 264 rows"),
         ({"position_embedding_type": "rope"}, "args have no num_attention_heads: set model.n_head"),
     ],
 )

@@ -163,7 +163,8 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
         raise MismatchError(
             "The source holds another model than the one configured",
             found=error.found,
-            fix="\nLeave model= and model.KEY=VALUE out: the source names its model.",
+            fix="\nThe source names these fields: leave out each model.KEY=VALUE of theirs, or model= where that sets "
+            "them.",
         ) from None
     train = config.train
     samples = source.consumed_samples if consumed_samples is None else consumed_samples
