@@ -109,7 +109,7 @@ def test_a_folder_that_a_run_holds_is_refused(run: Path, tmp_path: Path) -> None
 def test_a_source_of_another_model_is_refused_before_writing(run: Path, tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"model\.n_layer +saved 2 +current 1"):
         write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, "model.n_layer=1"]))
-    with pytest.raises(MismatchError, match="the source names its model"):
+    with pytest.raises(MismatchError, match="The source names these fields"):
         write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, "model.n_layer=1"]))
     assert not (tmp_path / "new").exists()
 

@@ -148,8 +148,9 @@ def _unsupported(args: Mapping[str, Any], family: Family | None) -> Iterator[str
     own = {} if family is None else _GPT2 if family is Family.gpt2 else _LLAMA
     for name, allowed in {**_LACKING, **own}.items():
         if name in args and args[name] not in allowed:
-            is_of_none = family is None or allowed[0] is None
-            wanted = "none of our models has it" if is_of_none else f"{family.value} has {allowed[0]}"
+            wanted = "none of our models has it"
+            if family is not None and allowed[0] is not None:
+                wanted = f"{family.value} has {allowed[0]}"
             yield f"{name}={_shown(args[name])}: {wanted}"
 
 
