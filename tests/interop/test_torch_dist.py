@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import pickle
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -203,6 +205,35 @@ def test_an_export_comes_back_with_the_same_bytes(tmp_path: Path, family: str) -
     assert tensor_files(found) == tensor_files(made)
     assert (found / "trainer_state.json").read_text().count('"consumed_samples": 31') == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "made", "out"]
+
+
+def test_an_export_has_the_arguments_that_megatron_compares(tmp_path: Path) -> None:
+    """`check_checkpoint_args` of `megatron/training/checkpointing.py`, with --vocab-file of GPT-2's vocabulary."""
+    made = write_checkpoint(state_of("gpt2"), tmp_path / "made", compose(overrides_of("gpt2")))
+    assert convert.main(["export", "megatron", str(made), str(tmp_path / "out")]) == 0
+    args = torch.load(tmp_path / "out/iter_0000003/common.pt", weights_only=False)["args"]
+    expected = {
+        "num_layers": 4,
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "add_position_embedding": True,
+        "max_position_embeddings": 256,
+        "make_vocab_size_divisible_by": 128,
+        "tokenizer_type": "GPT2BPETokenizer",
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_a_terminal_shows_the_progress_of_a_conversion(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = str(write_checkpoint(state_of("gpt2"), tmp_path / "made", compose(overrides_of("gpt2"))))
+    assert "B/s" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert convert.main(["export", "megatron", made, str(tmp_path / "out")]) == 0
+    assert re.search(r"iter_0000003: +0%.*/\d+k .*B/s", capsys.readouterr().err)
+    assert convert.main(["import", "megatron", str(tmp_path / "out"), str(tmp_path / "back"), "--trust-pickle"]) == 0
+    assert re.search(r"iter_0000003.*: +0%.*/\d+k .*B/s", capsys.readouterr().err)
 
 
 def test_an_export_has_the_steps_of_the_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -273,4 +273,7 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "pipeline_model_parallel_size": 1,
         "use_distributed_optimizer": True,
         "consumed_valid_samples": 0,
+        # With --vocab-file, Megatron-LM asserts that a run has these values too.
+        "make_vocab_size_divisible_by": 128,
+        "tokenizer_type": "GPT2BPETokenizer" if is_gpt2 else None,
     }
