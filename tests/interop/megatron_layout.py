@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import enum
 import io
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -335,7 +336,7 @@ def _buffers(chunks: Sequence[Chunk], model: ModelConfig, way: Way, pp: int) -> 
     for number, chunk in enumerate(chunks):
         buffers: dict[str, Any] = {}
         for key in KEYS:
-            padded, unpadded = _buckets(chunk, key, model, way)
+            padded, unpadded, _ = _buckets(chunk, key, model, way)
             gathered = [torch.cat(bucket.chunk(way.dp)) for bucket in padded]  # the shards of dp ranks
             if way.form == "coalesced":
                 buffers[key] = torch.cat([b[:size] for b, size in zip(gathered, unpadded, strict=True)])
@@ -347,9 +348,9 @@ def _buffers(chunks: Sequence[Chunk], model: ModelConfig, way: Way, pp: int) -> 
     return saved
 
 
-def _buckets(chunk: Chunk, key: str, model: ModelConfig, way: Way) -> tuple[list[Tensor], list[int]]:
-    """Return a chunk's buckets with padding, and their numbers of elements without."""
-    padded, unpadded = [], []
+def _buckets(chunk: Chunk, key: str, model: ModelConfig, way: Way) -> tuple[list[Tensor], list[int], list[list[int]]]:
+    """Return a chunk's buckets with padding, their numbers of elements without, and where parameters and gaps end."""
+    padded, unpadded, ends = [], [], []
     parts, size = list[Tensor](), 0
 
     def finish() -> None:
@@ -357,6 +358,7 @@ def _buckets(chunk: Chunk, key: str, model: ModelConfig, way: Way) -> tuple[list
         end = -size % math.lcm(way.dp, 128)
         padded.append(torch.cat([*parts, torch.zeros(end)]))
         unpadded.append(size)
+        ends.append(list(itertools.accumulate(part.numel() for part in parts)))
         parts, size = [], 0
 
     for name, values in reversed(chunk.items()):
@@ -373,7 +375,7 @@ def _buckets(chunk: Chunk, key: str, model: ModelConfig, way: Way) -> tuple[list
             finish()
     if size:
         finish()
-    return padded, unpadded
+    return padded, unpadded, ends
 
 
 def write_deepspeed(folder: Path, source: StateSource, way: Way, *, is_pipe: bool = True, **others: Any) -> Path:
