@@ -317,6 +317,21 @@ def test_files_that_are_missing_or_damaged_are_named(small: tuple[list[str], Sta
     assert "mp_rank_00_000_001" in refusal(path, overrides)
 
 
+@pytest.mark.parametrize("key", ["", "exp_avg."])
+def test_a_flipped_bit_is_found_and_its_file_named(
+    small: tuple[list[str], StateSource], tmp_path: Path, key: str
+) -> None:
+    overrides, source = small
+    path = write(tmp_path, source, PLAIN)
+    file = path / MODEL_FILE
+    data = bytearray(file.read_bytes())
+    data[data.find(source.read(f"{key}transformer.wpe.weight").numpy().tobytes()[:64]) + 5] ^= 1
+    file.write_bytes(data)
+    said = refusal(path, overrides)
+    assert str(file) in said
+    assert "another checksum: Bad CRC-32" in said
+
+
 def test_a_file_of_torch_before_its_zip_archives_is_named(small: tuple[list[str], StateSource], tmp_path: Path) -> None:
     overrides, source = small
     path = write(tmp_path, source, Way(names="older", version=0, is_distributed=False))

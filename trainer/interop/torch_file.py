@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import IO, Any, TypeGuard
 
 import torch
 
 from trainer.errors import CheckpointError
 
 _OLDER = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle of 0x1950a86a20f9469cfc6c, see torch/serialization.py
+_BLOCK_BYTES = 4 << 20
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
 
@@ -51,11 +54,16 @@ class PlainObject:
         return ", ".join(map(repr, self.values)) or "an object of a class that is not admitted"
 
 
-def open_torch_file(path: Path, placeholder: type[Unread] | type[PlainObject] = Unread) -> Mapping[Any, Any]:
+def open_torch_file(
+    path: Path, placeholder: type[Unread] | type[PlainObject] = Unread, *, is_checked: bool = True
+) -> Mapping[Any, Any]:
     """Return the dictionary in a file; its tensors are memory-mapped.
 
     torch unpickles it with `weights_only=True`. Every class that this does not admit is replaced by `placeholder`, so
     that no module is imported and no function of the file's choice is called.
+
+    Args:
+        is_checked: whether to read the file once and compare the checksums in it, which torch ignores.
 
     Raises:
         CheckpointError: if it is damaged, or does not hold a dictionary.
@@ -78,7 +86,29 @@ def open_torch_file(path: Path, placeholder: type[Unread] | type[PlainObject] = 
         raise _unreadable(path, f"{type(error).__name__}: {_telling(str(error))}") from error
     if not isinstance(found, Mapping):
         raise _unreadable(path, f"an object of {type(found).__name__}")
+    damaged = damaged_member(path) if is_checked else None
+    if damaged is not None:
+        raise _unreadable(path, damaged)
     return found
+
+
+def damaged_member(file: Path | IO[bytes]) -> str | None:
+    """Return the error of the first damaged member of a zip archive, None if all are whole.
+
+    torch writes 0 for all checksums if it is set to leave them out.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for member in archive.infolist():
+                if member.compress_type != zipfile.ZIP_STORED:
+                    return f"{member.filename} is compressed, as torch writes nothing, and may become of any size"
+                if member.CRC:
+                    with archive.open(member) as part:
+                        while part.read(_BLOCK_BYTES):
+                            pass
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        return f"another checksum: {error}"
+    return None
 
 
 def is_plain(value: object) -> TypeGuard[torch.Tensor]:

@@ -62,7 +62,8 @@ class _Rank:
 
 def is_megatron(folder: Path) -> bool:
     """Return whether a folder of one tag is of Megatron-DeepSpeed, whose model files hold Megatron's arguments."""
-    return (folder / _FIRST).is_file() and "num_layers" in _arguments(open_torch_file(folder / _FIRST, PlainObject))
+    file = folder / _FIRST
+    return file.is_file() and "num_layers" in _arguments(open_torch_file(file, PlainObject, is_checked=False))
 
 
 def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, DescribedModel]:
