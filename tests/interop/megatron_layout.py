@@ -32,9 +32,10 @@ KEYS = ("param", "exp_avg", "exp_avg_sq")
 # The order in which a layer's modules hold their parameters, by their names in Megatron-Core, and their names.
 _NORMS = ("self_attention.linear_qkv.layer_norm", "mlp.linear_fc1.layer_norm")
 _ATTENTION, _MLP = ("self_attention.linear_proj", "self_attention.linear_qkv"), ("mlp.linear_fc1", "mlp.linear_fc2")
+_HEADS = ("self_attention.q_layernorm", "self_attention.k_layernorm")  # of Qwen3
 ORDERS = {
-    "local": (_NORMS[0], *_ATTENTION, _NORMS[1], *_MLP),
-    "te": (_ATTENTION[0], _NORMS[0], _ATTENTION[1], _NORMS[1], *_MLP),
+    "local": (_NORMS[0], *_ATTENTION, *_HEADS, _NORMS[1], *_MLP),
+    "te": (_ATTENTION[0], _NORMS[0], _ATTENTION[1], *_HEADS, _NORMS[1], *_MLP),
     "newer": (_NORMS[0], *reversed(_ATTENTION), _NORMS[1], *_MLP),
     "older": (_NORMS[0], *reversed(_ATTENTION), _NORMS[1], *_MLP),
 }

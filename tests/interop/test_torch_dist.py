@@ -92,6 +92,7 @@ LAYOUTS = {
     "llama tied buckets pp2": ("llama-tied", Way(pp=2, dp=2, bucket=3000), Form("buckets")),
     "llama tied flat, numbered": ("llama-tied", Way(tp=2, dp=2, rows=264), Form("flat", is_stacked=False)),
     "qwen3 fully tp2": ("qwen3", Way(tp=2, rows=264), Form()),
+    "qwen3 buckets tp4 pp2 te": ("qwen3", Way(4, 2, 1, 2, names="te", dtype=BF16, rows=264), Form("buckets")),
 }
 
 
@@ -104,6 +105,7 @@ SLOW = {
     "llama plain bf16",
     "llama buckets vpp2",
     "llama tied flat, numbered",
+    "qwen3 buckets tp4 pp2 te",
 }
 
 
@@ -526,6 +528,8 @@ def test_arguments_describe_the_model() -> None:
     assert (llama.model.family, llama.model.n_kv_head, llama.model.tie_word_embeddings) == (Family.llama3, 2, False)
     assert llama.model.rope_scaling == RopeScaling(factor=32.0)
     assert (llama.model.rope_theta, llama.model.initializer_range, llama.padded_vocab_size) == (500000.0, 0.01, 264)
+    untied = {"untie_embeddings_and_output_weights": None}
+    assert not described(LLAMA_ARGS | untied, "model.tie_word_embeddings=false").model.tie_word_embeddings
     assert described(LLAMA_ARGS | {"rotary_base": None}).model.rope_theta == 10000.0
     assert described(LLAMA_ARGS | {"qk_layernorm": True}).model.family is Family.qwen3
 

@@ -113,7 +113,7 @@ def describe(args: Mapping[str, Any], rows: int, asked: ImportOptions, *, where:
         **_positions(args, family, asked),
         vocab_size=vocab_size,
     )
-    if "untie_embeddings_and_output_weights" in args:
+    if args.get("untie_embeddings_and_output_weights") is not None:
         model = replace(model, tie_word_embeddings=not args["untie_embeddings_and_output_weights"])
     if family is Family.gpt2:
         model = replace(model, n_kv_head=_groups(args, model), activation=_activation(args, asked, notes))
