@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,3 +126,16 @@ def test_a_source_that_fails_leaves_nothing(run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"another shape .*exp_avg\.transformer\.wpe\.weight"):
         write_checkpoint(replace(source, read=read), tmp_path, compose(OVERRIDES))
     assert [p.name for p in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_tensor_is_gone_before_the_next_one_is_read(run: Path, tmp_path: Path) -> None:
+    source, alive = source_of(run), list[weakref.ref[Any]]()
+
+    def read(name: str) -> torch.Tensor:
+        assert not any(one() is not None for one in alive), f"a tensor before {name} is in memory"
+        values = source.read(name).numpy().copy()
+        alive.append(weakref.ref(values))
+        return torch.from_numpy(values)
+
+    made = write_checkpoint(replace(source, read=read), tmp_path, compose(OVERRIDES))
+    assert tensor_files(made) == tensor_files(run / "checkpoints/iter_0000002")

@@ -9,12 +9,15 @@ import pickle
 import re
 import shutil
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,6 +32,7 @@ from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerE
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.names import by_our_name, correspondences
+from trainer.interop.megatron.shards import RankPiece, join
 from trainer.interop.megatron.source import read_source
 from trainer.interop.output import write_checkpoint
 from trainer.interop.source import StateSource
@@ -466,6 +470,26 @@ def test_a_conversion_holds_three_times_the_largest_tensor(tmp_path: Path, kind:
     peak = _resident("VmHWM") - before
     print("peak", peak / largest, "times the largest tensor")
     assert peak <= 3 * largest
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_parts_are_joined_with_one_in_memory_beside_the_whole(is_gated: bool) -> None:
+    alive = list[weakref.ref[Any]]()
+
+    def read(rank: int) -> torch.Tensor:
+        assert not any(one() is not None for one in alive)
+        values = np.arange(12 * rank, 12 * rank + 12, dtype=np.float32).reshape(4, 3)
+        alive.append(weakref.ref(values))
+        return torch.from_numpy(values)
+
+    pieces = [RankPiece((4, 3), partial(read, rank)) for rank in range(3)]
+    joined = join(pieces, cut=0, is_gated=is_gated, where="here")
+    rows = torch.arange(36.0).reshape(12, 3)
+    expected = rows.reshape(3, 2, 2, 3).transpose(0, 1).reshape(12, 3) if is_gated else rows
+    assert torch.equal(joined, expected)
+    other = RankPiece((4, 1), lambda: torch.zeros(4, 1))
+    with pytest.raises(CheckpointError, match=r"found \[4, 1\] of torch.float32 on rank 1"):
+        join([RankPiece((4, 3), lambda: torch.zeros(4, 3)), other], cut=0, is_gated=False, where="here")
 
 
 def _resident(kind: str) -> int:

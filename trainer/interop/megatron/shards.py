@@ -100,7 +100,7 @@ def join(pieces: Sequence[RankPiece], *, cut: int | None, is_gated: bool, where:
         is_gated: whether each part is a part of the gate above one of the up projection.
 
     Raises:
-        CheckpointError: if ranks that hold all of it differ.
+        CheckpointError: if ranks that hold all of it differ, or parts do not fit together.
     """
     if len(pieces) == 1:
         return pieces[0].read()
@@ -109,11 +109,31 @@ def join(pieces: Sequence[RankPiece], *, cut: int | None, is_gated: bool, where:
         for rank, piece in enumerate(pieces[1:], start=1):
             require_equal(first, piece.read(), what=f"ranks 0 and {rank} of tensor parallelism", where=where)
         return first
-    parts = [piece.read() for piece in pieces]
-    if is_gated:
-        halves = [part.chunk(2) for part in parts]
-        parts = [half[side] for side in (0, 1) for half in halves]
-    return torch.cat(parts, dim=cut)
+    return _concatenated(pieces, cut, 2 if is_gated else 1, where=where)
+
+
+def _concatenated(pieces: Sequence[RankPiece], cut: int, halves: int, *, where: object) -> torch.Tensor:
+    """Return all first halves of the parts, then all second ones; one part is in memory beside the whole."""
+    shape, joined = joined_shape(pieces, cut), None
+    begins = [half * (shape[cut] // halves) for half in range(halves)]
+    for rank, piece in enumerate(pieces):
+        part = piece.read()
+        joined = torch.empty(shape, dtype=part.dtype) if joined is None else joined
+        for half, values in enumerate(part.chunk(halves, dim=cut)):
+            target = joined.narrow(cut, begins[half], values.shape[cut])
+            if (target.shape, target.dtype) != (values.shape, values.dtype):
+                raise CheckpointError(
+                    "The parts of a tensor on the ranks of tensor parallelism do not fit together",
+                    where=where,
+                    expected=f"{list(target.shape)} of {target.dtype}, as on rank 0",
+                    found=f"{list(values.shape)} of {values.dtype} on rank {rank}",
+                    fix="The files are of several saves.",
+                )
+            target.copy_(values)
+            begins[half] += values.shape[cut]
+        del part, values  # gone before the next one is read
+    assert joined is not None
+    return joined
 
 
 def require_equal(one: torch.Tensor, other: torch.Tensor, *, what: str, where: object) -> None:
