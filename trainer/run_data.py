@@ -84,19 +84,29 @@ class _OpenFiles:
     sources: Sequence[tuple[Fraction, int]]
     marks: DocumentMarks | None
 
+    @property
+    def counts(self) -> list[int]:
+        """Return the number of files of each source of training data."""
+        return [count for _, count in self.sources]
+
     def split(self, found: Sequence[T]) -> list[Sequence[T]]:
         """Return the parts of a list with one member for each training file, by source."""
-        ends = list(itertools.accumulate((count for _, count in self.sources), initial=0))
+        ends = list(itertools.accumulate(self.counts, initial=0))
         return [found[first:end] for first, end in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)
 class _HostData:
-    """The digests of the files of one host, by side, as one of its ranks reports them to rank 0."""
+    """The digests of the files of one host, by side, as one of its ranks reports them to rank 0.
+
+    Args:
+        counts: the number of files of each source of training data.
+    """
 
     host: str
     paths: Mapping[str, Sequence[str]]
     digests: _Digests
+    counts: Sequence[int]
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -105,7 +115,7 @@ class _HostData:
     def decode(data: bytes) -> _HostData:
         table = json.loads(data)
         digests = {side: [TokenDigest(**found) for found in files] for side, files in table["digests"].items()}
-        return _HostData(table["host"], table["paths"], digests)
+        return _HostData(table["host"], table["paths"], digests, table["counts"])
 
 
 def open_data(config: Config, cluster: Cluster) -> RunData:
@@ -121,7 +131,7 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
     if cluster.rank == 0:  # first alone, so that the others find the prepared files and the digests
         try:
             files = _open(config)
-            mine = _look(files.sides, config)
+            mine = _look(files, config)
         except TrainerError as error:
             problem = error
     channel.agree("data", problem)
@@ -130,10 +140,10 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
             files = _open(config)
         except TrainerError as error:
             problem = error
-    host_ranks = _agree_on_host_ranks(channel, cluster, None if files is None else files.sides)
+    host_ranks = _agree_on_host_ranks(channel, cluster, files)
     if files is not None and mine is None and cluster.rank in host_ranks:
         try:
-            mine = _look(files.sides, config)
+            mine = _look(files, config)
         except TrainerError as error:
             problem = error
     found = b"" if mine is None or files is None else json.dumps(_fingerprints(mine, files)).encode()
@@ -150,7 +160,7 @@ def look_alone(config: Config) -> RunData:
         TrainerError: if the data does not match the model.
     """
     files = _open(config)
-    return _run_data(files, *_fingerprints(_look(files.sides, config), files))
+    return _run_data(files, *_fingerprints(_look(files, config), files))
 
 
 def _run_data(files: _OpenFiles, train: Sequence[str], valid: str | None) -> RunData:
@@ -229,20 +239,20 @@ def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
         )
 
 
-def _look(files: _Files, config: Config) -> _HostData:
+def _look(files: _OpenFiles, config: Config) -> _HostData:
     """Return the digests of the files, after checking that the model's vocabulary covers every token."""
     cache, read_again = _cache(config), config.data.verify is DigestSource.full
-    digests: dict[str, list[TokenDigest]] = {side: [] for side in files}
-    for side, found in files.items():
+    digests: dict[str, list[TokenDigest]] = {side: [] for side in files.sides}
+    for side, found in files.sides.items():
         for file in found:
             digests[side].append(digest_of(file, cache=cache, read_again=read_again))
             if digests[side][-1].largest >= config.model.vocab_size:
                 check_tokens(file, config.model.vocab_size)
-    paths = {side: [str(file.path) for file in found] for side, found in files.items()}
-    return _HostData(socket.gethostname(), paths, digests)
+    paths = {side: [str(file.path) for file in found] for side, found in files.sides.items()}
+    return _HostData(socket.gethostname(), paths, digests, files.counts)
 
 
-def _agree_on_host_ranks(channel: StoreChannel, cluster: Cluster, files: _Files | None) -> list[int]:
+def _agree_on_host_ranks(channel: StoreChannel, cluster: Cluster, files: _OpenFiles | None) -> list[int]:
     """Return the first rank of each group of ranks on one host that see the same files; rank 0 is among them."""
     host = (cluster.local_ranks or (cluster.rank,))[0]
     group = b"" if files is None else f"{host} {_identity(files)}".encode()
@@ -252,10 +262,10 @@ def _agree_on_host_ranks(channel: StoreChannel, cluster: Cluster, files: _Files 
     return found
 
 
-def _identity(files: _Files) -> str:
-    """Return a digest of the identity of the files on this host."""
-    found = xxhash.xxh3_64()
-    for side, opened in files.items():
+def _identity(files: _OpenFiles) -> str:
+    """Return a digest of the identity of the files on this host, and of their sources."""
+    found = xxhash.xxh3_64(f"{files.counts}\n".encode())
+    for side, opened in files.sides.items():
         for file in opened:
             status = file.status()
             times = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
@@ -297,7 +307,27 @@ def _difference(reported: Mapping[int, _HostData]) -> DataError | None:
                 fix="Give every host the same files. If a cached digest may be wrong, data.verify=full reads all "
                 "tokens again.",
             )
+        if theirs.counts != reported[0].counts:
+            return _other_sources(reported[0], theirs, rank)
     return None
+
+
+def _other_sources(first: _HostData, theirs: _HostData, rank: int) -> DataError:
+    """Return an error that names the first source of a blend that has other files on a host than on rank 0's."""
+    number = [one == other for one, other in zip(first.counts, theirs.counts, strict=True)].index(False)
+
+    def files(data: _HostData) -> str:
+        begin = sum(data.counts[:number])
+        paths = data.paths["train"][begin : begin + data.counts[number]]
+        return paths[0] if len(paths) == 1 else f"{len(paths)} files, {paths[0]} to {paths[-1]}"
+
+    return DataError(
+        "Hosts do not have the same files in each source of training data",
+        where=f"host {theirs.host}, rank {rank}, data.train[{number}]",
+        expected=f"that of host {first.host}, rank 0: {files(first)}",
+        found=files(theirs),
+        fix="Give every host the same files under the same names.",
+    )
 
 
 def _describe(data: _HostData, side: str, number: int) -> str:

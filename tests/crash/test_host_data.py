@@ -126,6 +126,23 @@ def test_a_host_without_a_file_ends_the_run_and_is_named(data: Path, tmp_path: P
     assert "Rank 1" in ended.outputs[0]
 
 
+def test_a_host_whose_sources_have_other_files_is_named(data: Path, tmp_path: Path) -> None:
+    other = data.with_name("other")
+    for folder, names in ((data, ("a_0", "a_1", "b_0")), (other, ("a_0", "b_0", "b_1"))):
+        for number, name in enumerate(names):  # the same tokens in the same order
+            write(folder, f"{name}.bin", np.random.default_rng(number).integers(0, 256, TOKENS))
+    blend = f"data.train=[{{path: {data}/a_*.bin, weight: 1}}, {{path: {data}/b_*.bin, weight: 2}}]"
+    given = [f"run.dir={tmp_path / 'run'}", *overrides(data, 4), blend, "train.eval_interval=0", "data.valid=null"]
+    ranks = on_hosts(run_trainer, {1: [Mount(data, other)]})
+    ended = call_on_ranks(ranks, given, folder=tmp_path / "run", ranks=2)
+    assert ended.statuses == (1, 1), ended.text
+    for output in ended.outputs:
+        assert "same files in each source of training data (host host1, rank 1, data.train[0])" in output, output
+        assert f"2 files, {data}/a_0.bin to {data}/a_1.bin" in output
+        assert f"found {data}/a_0.bin" in output
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_truncated_token_file_ends_all_ranks_by_name_and_size(data: Path, tmp_path: Path, ranks: int) -> None:
     run, given = tmp_path / "run", overrides(data, 9)
