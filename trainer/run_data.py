@@ -26,7 +26,7 @@ from trainer.data.digest_file import digest_of
 from trainer.data.documents import DocumentMarks
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint, fingerprint_of_sources
 from trainer.data.indexed_file import open_indexed_file
-from trainer.data.section import TOKEN_KINDS, DataKind, DigestSource, sources_of
+from trainer.data.section import TOKEN_KINDS, DataKind, DigestSource, SampleCut, sources_of
 from trainer.data.text import open_encoder
 from trainer.data.token_file import TokenFile, open_token_file, open_token_files
 from trainer.errors import DataError, TrainerError
@@ -42,11 +42,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One source of training data: its open files, their fingerprint, and its weight."""
+    """One source of training data: its open files, their fingerprint, and its weight.
+
+    Args:
+        documents: the fingerprint of the borders of its documents; None where no sample depends on them.
+    """
 
     files: Sequence[TokenFile]
     fingerprint: str
     weight: Fraction
+    documents: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,12 @@ class RunData:
     def fingerprint(self) -> str:
         """Return the fingerprint of the training data, without the weights of its sources."""
         return fingerprint_of_sources([source.fingerprint for source in self.train])
+
+    @property
+    def documents(self) -> str | None:
+        """Return the fingerprint of the borders of all documents; None where no sample depends on them."""
+        found = [source.documents for source in self.train if source.documents is not None]
+        return fingerprint_of_sources(found) if found else None
 
     @property
     def weights(self) -> dict[str, Fraction]:
@@ -101,12 +112,14 @@ class _HostData:
 
     Args:
         counts: the number of files of each source of training data.
+        documents: the digest of the borders of each file's documents; empty where no sample depends on them.
     """
 
     host: str
     paths: Mapping[str, Sequence[str]]
     digests: _Digests
     counts: Sequence[int]
+    documents: Mapping[str, Sequence[str]]
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -115,7 +128,7 @@ class _HostData:
     def decode(data: bytes) -> _HostData:
         table = json.loads(data)
         digests = {side: [TokenDigest(**found) for found in files] for side, files in table["digests"].items()}
-        return _HostData(table["host"], table["paths"], digests, table["counts"])
+        return _HostData(table["host"], table["paths"], digests, table["counts"], table["documents"])
 
 
 def open_data(config: Config, cluster: Cluster) -> RunData:
@@ -148,9 +161,9 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
             problem = error
     found = b"" if mine is None or files is None else json.dumps(_fingerprints(mine, files)).encode()
     _agree_on_data(channel, mine, problem, are_alone=host_ranks == [0])
-    train, valid = json.loads(channel.broadcast("data/fingerprints", found))
+    fingerprints = json.loads(channel.broadcast("data/fingerprints", found))
     assert files is not None  # or the ranks would not have agreed
-    return _run_data(files, train, valid)
+    return _run_data(files, *fingerprints)
 
 
 def look_alone(config: Config) -> RunData:
@@ -163,15 +176,19 @@ def look_alone(config: Config) -> RunData:
     return _run_data(files, *_fingerprints(_look(files, config), files))
 
 
-def _run_data(files: _OpenFiles, train: Sequence[str], valid: str | None) -> RunData:
+def _run_data(files: _OpenFiles, train: Sequence[str], documents: Sequence[str | None], valid: str | None) -> RunData:
     """Return the data with the sources in order of their fingerprints, and weights that sum to 1.
+
+    Args:
+        train, documents: of each source.
 
     Raises:
         DataError: if two sources have the same tokens.
     """
     total = sum((weight for weight, _ in files.sources), Fraction())
-    parts = zip(files.split(files.sides["train"]), train, files.sources, strict=True)
-    sources = sorted((Source(own, digest, weight / total) for own, digest, (weight, _) in parts), key=_by_fingerprint)
+    parts = zip(files.split(files.sides["train"]), train, files.sources, documents, strict=True)
+    found = [Source(own, digest, weight / total, borders) for own, digest, (weight, _), borders in parts]
+    sources = sorted(found, key=_by_fingerprint)
     for first, second in itertools.pairwise(sources):
         if first.fingerprint == second.fingerprint:
             raise DataError(
@@ -249,7 +266,20 @@ def _look(files: _OpenFiles, config: Config) -> _HostData:
             if digests[side][-1].largest >= config.model.vocab_size:
                 check_tokens(file, config.model.vocab_size)
     paths = {side: [str(file.path) for file in found] for side, found in files.sides.items()}
-    return _HostData(socket.gethostname(), paths, digests, files.counts)
+    uses_index = _uses_index(config, files.marks)
+    documents = {side: [_borders(file) for file in found if uses_index] for side, found in files.sides.items()}
+    return _HostData(socket.gethostname(), paths, digests, files.counts, documents)
+
+
+def _uses_index(config: Config, marks: DocumentMarks | None) -> bool:
+    """Return whether samples depend on the index of documents beside the tokens."""
+    return config.data.samples is SampleCut.per_document or (marks is not None and marks.end_of_text is None)
+
+
+def _borders(file: TokenFile) -> str:
+    """Return the digest of the borders of a file's documents, after reading its index."""
+    assert file.documents is not None, "only files with an index depend on it"
+    return xxhash.xxh3_64_hexdigest(file.documents.borders().data)
 
 
 def _agree_on_host_ranks(channel: StoreChannel, cluster: Cluster, files: _OpenFiles | None) -> list[int]:
@@ -284,10 +314,11 @@ def _agree_on_data(
     channel.agree("data/hosts", problem or _difference(reported))
 
 
-def _fingerprints(data: _HostData, files: _OpenFiles) -> tuple[list[str], str | None]:
-    """Return the fingerprints of the sources of training data, and that of the validation data."""
-    valid = data.digests["valid"]
-    return [fingerprint(own) for own in files.split(data.digests["train"])], fingerprint(valid) if valid else None
+def _fingerprints(data: _HostData, files: _OpenFiles) -> tuple[list[str], list[str | None], str | None]:
+    """Return the fingerprints of the sources of training data, of their documents, and of the validation data."""
+    train, valid = [fingerprint(own) for own in files.split(data.digests["train"])], data.digests["valid"]
+    borders = [fingerprint_of_sources(own) if own else None for own in files.split(data.documents["train"])]
+    return train, borders, fingerprint(valid) if valid else None
 
 
 def _difference(reported: Mapping[int, _HostData]) -> DataError | None:
@@ -309,6 +340,8 @@ def _difference(reported: Mapping[int, _HostData]) -> DataError | None:
             )
         if theirs.counts != reported[0].counts:
             return _other_sources(reported[0], theirs, rank)
+        if theirs.documents != reported[0].documents:
+            return _other_documents(reported[0], theirs, rank)
     return None
 
 
@@ -327,6 +360,21 @@ def _other_sources(first: _HostData, theirs: _HostData, rank: int) -> DataError:
         expected=f"that of host {first.host}, rank 0: {files(first)}",
         found=files(theirs),
         fix="Give every host the same files under the same names.",
+    )
+
+
+def _other_documents(first: _HostData, theirs: _HostData, rank: int) -> DataError:
+    """Return an error that names the first index that has other documents on a host than on rank 0's."""
+    sides = (side for side in _SIDES if theirs.documents[side] != first.documents[side])
+    side = next(sides)
+    number = [a == b for a, b in zip(first.documents[side], theirs.documents[side], strict=True)].index(False)
+    return DataError(
+        f"Hosts do not have the same documents in the {_SIDES[side]} data, though the same tokens",
+        where=f"host {theirs.host}, rank {rank}",
+        expected=f"the index of {first.paths[side][number]} on host {first.host}, rank 0: digest "
+        f"{first.documents[side][number]} of its documents",
+        found=f"digest {theirs.documents[side][number]} of {theirs.paths[side][number]}",
+        fix="Give every host the same .idx files.",
     )
 
 

@@ -54,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
     Rule("data.weights", Verdict.FLAG, "checkpoint.override_data", "every source goes on at its consumed count"),
     Rule("data.document_mask", Verdict.FLAG, "checkpoint.override_data", "the loss curve will differ"),
+    Rule("data.documents", Verdict.FLAG, "checkpoint.override_data", "the loss curve will differ", is_optional=True),
     Rule(
         "data.micro_batch_size",
         Verdict.FLAG,
@@ -212,6 +213,7 @@ def describe(
     valid_fingerprint: str | None = None,
     weights: Mapping[str, Fraction] | None = None,
     marks: DocumentMarks | None = None,
+    documents: str | None = None,
 ) -> Json:
     """Return the part of the record that is constant during a run.
 
@@ -220,6 +222,7 @@ def describe(
         valid_fingerprint: of the validation data; None where nothing is evaluated.
         weights: the share of each source of training data by its fingerprint.
         marks: the documents of `data.document_mask`; None without it.
+        documents: the fingerprint of the documents' borders; None where no sample depends on them.
     """
     train = config.train
     frozen, sizes = frozen_names(config.model, train.freeze), batch_schedule_of(train)
@@ -243,7 +246,9 @@ def describe(
         },
         "data": {
             "fingerprint": fingerprint,
-            **data_record(config.data, weights or {}, marks, micro_batch_size=train.micro_batch_size),
+            **data_record(
+                config.data, weights or {}, marks, documents=documents, micro_batch_size=train.micro_batch_size
+            ),
             **({"valid_fingerprint": valid_fingerprint} if valid_fingerprint else {}),
         },
         "evaluation": _evaluation(config),
