@@ -44,8 +44,8 @@ def data_record(
     section: DataSection,
     weights: Mapping[str, Fraction],
     marks: DocumentMarks | None,
-    *,
     documents: str | None,
+    *,
     micro_batch_size: int,
 ) -> Json:
     """Return the optional members of `data` in a description: of a blend, of document masks, of padded samples.

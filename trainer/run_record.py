@@ -23,6 +23,7 @@ from trainer.errors import CheckpointError
 from trainer.json_value import finite_number, integer
 from trainer.optimizers import OPTIMIZERS, SECTIONS, optimizer_record, settings_record
 from trainer.progress import Progress
+from trainer.sample_counts import in_samples_of
 from trainer.schedule import COUNTS, DecayStyle, Schedule
 from trainer.topology import Topology
 
@@ -31,6 +32,7 @@ _LOSSES = "checkpoint.keep_best and the best loss compare validation losses that
 _MASKS = f"{_ROUNDING}, except that dropout draws other masks"
 _SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same bits"
 
+_LENGTH = "the position is that of the tokens consumed, and all counts are of samples of this length"
 _PARTS = "only the weights of checkpoint.partial are loaded"
 _ROWS = "checkpoint.resize keeps the rows of its tables by number"
 _SIZES = ("vocab_size", "max_position_embeddings")
@@ -50,6 +52,7 @@ RULES: tuple[Rule, ...] = (
     Rule("topology.sp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),
     Rule("topology.invariant_ranks", Verdict.LOGGED, says=f"{_ROUNDING}: gradients are added in another order"),
     Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run continues with other batches"),
+    Rule("batch.seq_length", Verdict.FLAG, "checkpoint.override_batch_size", _LENGTH),
     Rule("batch.micro_batch_size", Verdict.LOGGED, says=_MASKS),
     Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
     Rule("data.weights", Verdict.FLAG, "checkpoint.override_data", "every source goes on at its consumed count"),
@@ -135,8 +138,10 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
 
     The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
     `adam`. A member of the optimizer that the saved state omits is removed from both. Other patterns of `freeze` that
-    leave the same parameters to train are no difference. An `invariant_ranks` that is absent is 0.
+    leave the same parameters to train are no difference. An `invariant_ranks` that is absent is 0. Saved counts of
+    samples are converted to samples of the current length.
     """
+    saved = in_samples_of(current.get("batch", {}).get("seq_length"), saved)
     saved, current = _with_invariant_ranks(saved), _with_invariant_ranks(current)
     theirs, ours = saved.get("optimizer", {}), current["optimizer"]
     if not isinstance(theirs, Mapping):
@@ -246,12 +251,13 @@ def describe(
         },
         "data": {
             "fingerprint": fingerprint,
-            **data_record(
-                config.data, weights or {}, marks, documents=documents, micro_batch_size=train.micro_batch_size
-            ),
+            **data_record(config.data, weights or {}, marks, documents, micro_batch_size=train.micro_batch_size),
             **({"valid_fingerprint": valid_fingerprint} if valid_fingerprint else {}),
         },
-        "evaluation": _evaluation(config),
+        "evaluation": {
+            "eval_interval": train.eval_interval,
+            **({"eval_iters": train.eval_iters} if train.eval_interval else {}),
+        },
         "clip_grad": train.clip_grad,
         "seed": train.seed,
         "schedule": schedule.record(),
@@ -261,12 +267,6 @@ def describe(
         "precision": {"dtype": train.dtype.value},
         "environment": environment,
     }
-
-
-def _evaluation(config: Config) -> Json:
-    train = config.train
-    iters = {"eval_iters": train.eval_iters} if train.eval_interval else {}
-    return {"eval_interval": train.eval_interval, **iters}
 
 
 def state_record(progress: Progress, lr: float, description: Json) -> Json:
