@@ -33,6 +33,9 @@ _MASKS = f"{_ROUNDING}, except that dropout draws other masks"
 _SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same bits"
 
 _LENGTH = "the position is that of the tokens consumed, and all counts are of samples of this length"
+_EXTENDS = "extends the run on the saved schedule"
+# Counts that follow other keys where they are not set, and what it does to set them to the saved ones.
+_KEPT_COUNTS = {"decay_iters": _EXTENDS, "decay_samples": _EXTENDS, "warmup_samples": "keeps the saved warm-up"}
 _PARTS = "only the weights of checkpoint.partial are loaded"
 _ROWS = "checkpoint.resize keeps the rows of its tables by number"
 _SIZES = ("vocab_size", "max_position_embeddings")
@@ -75,21 +78,17 @@ RULES: tuple[Rule, ...] = (
         hint="it determines the order of the samples and the dropout masks",
     ),
     Rule("schedule", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
-    Rule(
-        "schedule.decay_iters",
-        Verdict.FLAG,
-        "checkpoint.override_scheduler",
-        says="the loss curve will differ",
-        hint="schedule.lr_decay_iters={saved} extends the run on the saved schedule",
+    *(
+        Rule(
+            f"schedule.{name}",
+            Verdict.FLAG,
+            "checkpoint.override_scheduler",
+            says="the loss curve will differ",
+            hint=f"schedule.lr_{name}={{saved}} {effect}",
+        )
+        for name, effect in _KEPT_COUNTS.items()
     ),
     Rule("clip_grad", Verdict.LOGGED, says="the loss curve will differ", is_optional=True),
-    Rule(
-        "schedule.decay_samples",
-        Verdict.FLAG,
-        "checkpoint.override_scheduler",
-        says="the loss curve will differ",
-        hint="schedule.lr_decay_samples={saved} extends the run on the saved schedule",
-    ),
     *(Rule(name, Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ") for name in SECTIONS),
     Rule(
         "freeze",

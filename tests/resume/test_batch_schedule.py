@@ -113,6 +113,19 @@ def test_a_run_is_as_long_as_its_samples(tmp_path: Path) -> None:
     assert "step     9/9" in ended.text
 
 
+def test_other_batches_keep_the_saved_warm_up(tmp_path: Path) -> None:
+    run = [override for override in RUN if not override.startswith(("schedule.", "train.batch_schedule"))]
+    run_ok(tmp_path / "run", [*run, "train.train_samples=240", "train.exit_interval=1"])
+    changed = ["train.global_batch_size=6", "checkpoint.override_batch_size=true"]
+    refused = launch(tmp_path / "run", [*run, "train.train_samples=240", *changed])
+    assert not refused.ok
+    assert "warmup_samples  saved 120  current 60  (schedule.lr_warmup_samples=120 keeps the saved" in refused.text
+    # A command without a configuration of its own takes the warm-up too.
+    load = f"checkpoint.load={tmp_path}/run/checkpoints"
+    run_ok(tmp_path / "moved", [load, *changed, "train.exit_interval=2"])
+    assert [row["lr"] for row in lines(tmp_path / "moved")] == [1e-3 * 18 / 120]
+
+
 @pytest.mark.slow
 def test_counts_of_samples_follow_the_sequence_length(tmp_path: Path) -> None:
     run = [override for override in RUN if not override.startswith("schedule.lr_warmup_iters")]
