@@ -286,7 +286,7 @@ def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
         raise CheckpointError("A state file has no progress", where=where, found=repr(error)) from error
     if saved_length == seq_length:
         return saved
-    return Progress(saved.iteration, saved.consumed_tokens // seq_length, saved.consumed_tokens, saved.best_loss)
+    return replace(saved, consumed_samples=saved.consumed_tokens // seq_length, valid_loss=None)
 
 
 def saved_model(state: Json, *, where: object) -> ModelConfig:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from trainer.compatibility import differences
-from trainer.run_record import RULES, compared
+from trainer.progress import Progress
+from trainer.run_record import RULES, compared, saved_progress
 from trainer.sample_counts import in_samples_of
 
 
@@ -30,6 +31,13 @@ def test_samples_are_converted_and_iterations_are_not() -> None:
 def test_a_malformed_state_stays_as_it_is(saved: Any) -> None:
     assert in_samples_of(32, saved) == saved
     assert in_samples_of(None, saved) == saved
+
+
+def test_an_evaluation_is_owed_at_another_length_too() -> None:
+    progress = Progress(3, 10, 160, best_loss=2.0, owes_evaluation=True)
+    saved = {**progress.record(), "batch": {"seq_length": 16}}
+    found = saved_progress(saved, seq_length=32, where="here")
+    assert found == Progress(3, 5, 160, best_loss=2.0, owes_evaluation=True)
 
 
 def test_a_run_of_another_length_is_compared_in_its_own_samples() -> None:
