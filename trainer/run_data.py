@@ -365,8 +365,7 @@ def _other_sources(first: _HostData, theirs: _HostData, rank: int) -> DataError:
 
 def _other_documents(first: _HostData, theirs: _HostData, rank: int) -> DataError:
     """Return an error that names the first index that has other documents on a host than on rank 0's."""
-    sides = (side for side in _SIDES if theirs.documents[side] != first.documents[side])
-    side = next(sides)
+    side = next(side for side in _SIDES if theirs.documents[side] != first.documents[side])
     number = [a == b for a, b in zip(first.documents[side], theirs.documents[side], strict=True)].index(False)
     return DataError(
         f"Hosts do not have the same documents in the {_SIDES[side]} data, though the same tokens",
