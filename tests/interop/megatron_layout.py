@@ -161,6 +161,7 @@ def _args(source: StateSource, way: Way, others: Mapping[str, Any]) -> argparse.
             "attention_dropout": 0.0,
             "tensor_model_parallel_size": way.tp,
             "pipeline_model_parallel_size": way.pp,
+            "seq_length": 16,
             "consumed_train_samples": 12 * source.iteration,
             "attention_backend": Backend.auto,
             "params_dtype": way.dtype,

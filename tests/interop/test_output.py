@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import weakref
 from dataclasses import replace
@@ -79,6 +80,29 @@ def test_samples_are_counted_as_they_are_told(run: Path, tmp_path: Path) -> None
     path = write_checkpoint(source_of(run), tmp_path, compose(OVERRIDES), consumed_samples=77)
     state = open_checkpoint(path, Files()).state
     assert (state["consumed_samples"], state["consumed_tokens"]) == (77, 77 * 16)
+
+
+def test_samples_of_a_batch_that_grows_are_counted(run: Path, tmp_path: Path) -> None:
+    growing = ["train.batch_schedule=0:4 4:12", "schedule.lr_decay_samples=100", "schedule.lr_warmup_samples=8"]
+    growing = [*(word for word in OVERRIDES if not word.startswith("schedule")), *growing]
+    state = open_checkpoint(write_checkpoint(source_of(run), tmp_path / "c", compose(growing)), Files()).state
+    assert (state["consumed_samples"], state["batch"]["batch_schedule"]) == (16, "0:4 4:12")
+    run_ok(tmp_path / "run", [*growing, f"checkpoint.load={tmp_path}/c"])
+    assert [row[4] for row in curve(tmp_path / "run")] == [28, 40]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["train.batch_schedule=0:4 x"], "train.batch_schedule=0:4 x: 'x' is not SAMPLES:SIZE"),
+        (["data=megatron", "data.train=[{path: a}]"], "data.train[0]={'path': 'a'}: must be {path: PATH, weight"),
+        (["data=megatron", "data.train=[{path: a, weight: 0}]"], "data.train[0].weight=0: must be a number above 0"),
+    ],
+)
+def test_a_schedule_or_blend_that_cannot_be_is_named(run: Path, tmp_path: Path, words: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, *words]))
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("samples", [-1, 1 << 62])

@@ -506,6 +506,7 @@ def test_lines_name_settings_and_the_order_of_samples(
     assert "The order of samples is not carried" in caplog.text
     assert "the schedule was lr_decay_style cosine, max_lr 0.1" in caplog.text
     assert "a group of the optimizer was set to lr 0.1" in caplog.text
+    assert "samples of 16 tokens: import with train.seq_length=16" in caplog.text
 
 
 GPT2_ARGS = {

@@ -231,6 +231,7 @@ class Checkpointer:
                 raise _stalled(attempt)
             started.job.wait(self._policy.commit_timeout_s)
             self._saved.committed(attempt.iteration, has_optimizer=save_job.has_optimizer)
+            self._attempts.committed(attempt.iteration)
         except TrainerError as failure:
             error = failure
             if not started.job.is_done and not snapshot.is_aborted:
@@ -309,7 +310,7 @@ class Checkpointer:
             local_ranks=self._local_ranks,
             may_share=self._staging.may_share(plan),
             local=self._local,
-            next_name=None if self._local is None else self._attempts.following,
+            successor=None if self._local is None else self._attempts.successor(attempt.iteration),
             earlier=earlier,
         )
 

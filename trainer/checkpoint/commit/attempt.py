@@ -41,6 +41,19 @@ class Attempt:
         return self.folder.mark_of(self.iteration, self.name)
 
 
+@dataclass(frozen=True, slots=True)
+class Successor:
+    """The attempt that overwrites, in place, the files of a checkpoint that retention gives up.
+
+    Args:
+        first: the lowest iteration of the checkpoints whose files it may overwrite: those of this process. The files
+            of an earlier process may hold ranges that are other ranks' now, which nobody would overwrite or free.
+    """
+
+    name: str
+    first: int
+
+
 @dataclass(slots=True)
 class AttemptNames:
     """The names of the attempts: equal on all ranks, and unique in the life of the folder.
@@ -52,16 +65,20 @@ class AttemptNames:
     nonce: str
     count: int = 0
     earlier: list[tuple[int, str]] = field(default_factory=list)
+    _first: int | None = None  # the lowest iteration that became a checkpoint
 
     def next(self) -> str:
         """Return the name of the next one."""
         self.count += 1
         return f"{self.nonce}-{self.count}"
 
-    @property
-    def following(self) -> str:
-        """Return the name that `next` will return."""
-        return f"{self.nonce}-{self.count + 1}"
+    def committed(self, iteration: int) -> None:
+        """Take note of a checkpoint that one of the attempts has made."""
+        self._first = iteration if self._first is None else min(iteration, self._first)
+
+    def successor(self, iteration: int) -> Successor:
+        """Return the attempt after that of `iteration`, which is the last one so far."""
+        return Successor(f"{self.nonce}-{self.count + 1}", iteration if self._first is None else self._first)
 
 
 class Copying(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-from trainer.checkpoint.commit.attempt import Attempt
+from trainer.checkpoint.commit.attempt import Attempt, Successor
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.layout import Layout
 from trainer.checkpoint.format.names import STATE
@@ -42,7 +42,7 @@ def delete(
     *,
     attempt: str,
     lock: FolderLock | None,
-    successor: str | None = None,
+    successor: Successor | None = None,
 ) -> list[int]:
     """Delete committed iterations and return those that are gone; a line of the log names the others. Rank 0 only.
 
@@ -57,8 +57,8 @@ def delete(
         try:
             if lock is not None:
                 lock.check()
-            if successor is not None and iteration == iterations[-1]:
-                folder.discard(iteration, successor)
+            if successor is not None and iteration == iterations[-1] >= successor.first:
+                folder.discard(iteration, successor.name)
             else:
                 folder.files.remove_tree(folder.discard(iteration, attempt))
             gone.append(iteration)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.checkpoint.commit import finish, messages
-from trainer.checkpoint.commit.attempt import Attempt, Copying, SharedCommitState
+from trainer.checkpoint.commit.attempt import Attempt, Copying, SharedCommitState, Successor
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.commit_state import Outcome
 from trainer.checkpoint.commit.file_exchange import FileExchange
@@ -55,7 +55,7 @@ class SaveJob:
         local_ranks: the ranks of this host, for columns that become whole rows in memory that they share.
         may_share: whether this rank has the memory for that.
         local: where each host has a folder of its own, what their leaders share; None for a shared folder.
-        next_name: the attempt after this one, which writes into the files of a checkpoint that retention gives up: new
+        successor: the attempt after this one, which writes into the files of a checkpoint that retention gives up: new
             memory of a tmpfs costs more than the copy into it. None makes all files anew.
         earlier: the attempts before this one, by iteration and name, of which a partial folder or messages may be left.
             `run` removes them on leaders, and the messages on rank 0 only once all reports are in: by then every rank
@@ -76,7 +76,7 @@ class SaveJob:
     local_ranks: LocalRanks
     may_share: bool = False
     local: LocalSaves | None = None
-    next_name: str | None = None
+    successor: Successor | None = None
     earlier: Sequence[tuple[int, str]] = ()
     committed_at: float | None = None
     inventory: Inventory = field(init=False)
@@ -142,7 +142,7 @@ class SaveJob:
         if is_durable:  # on leaders alone
             pinned = {*self.pinned, attempt.iteration, *(() if local is None else local.copying.pinned)}
             expired, _ = decide_expired(attempt.folder, self.retention, pinned=pinned)
-            delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock, successor=self.next_name)
+            delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock, successor=self.successor)
             if local is not None:  # the memory or the small disk of a host holds what a restart needs, and no more
                 for path in attempt.folder.superseded():
                     self._remove(path)
@@ -167,7 +167,7 @@ class SaveJob:
                     leads=self._leads,
                     is_sparse=self.local is not None,
                     sharing=sharing,
-                    old=None if self.next_name is None else attempt.old,
+                    old=None if self.successor is None else attempt.old,
                 )
                 written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
                 self.snapshot.check()
@@ -269,8 +269,8 @@ class SaveJob:
 
     def _remove_discarded(self) -> None:
         """Remove what this attempt has not taken over, and what was meant for one that was not made."""
-        if self._leads and self.next_name is not None:
-            for path in self.attempt.folder.discarded(self.next_name.rpartition("-")[0]):
+        if self._leads and self.successor is not None:
+            for path in self.attempt.folder.discarded(self.successor.name.rpartition("-")[0]):
                 self._remove(path)
 
     def _remove(self, partial: Path) -> None:

@@ -73,10 +73,12 @@ class Files(FileCalls):
     def take_over(self, old: Path, path: Path, total_bytes: int) -> None:
         """Make `path` a second name of `old`, a file that nobody needs, so that its blocks are overwritten in place.
 
-        Nothing changes if `path` exists, if `old` has another size, or if the file system cannot do that.
+        Nothing changes if `path` exists, if `old` has another size or another name (`cp -l` keeps one), or if the file
+        system cannot do that.
         """
         with contextlib.suppress(OSError):  # the file is then made anew, and that reports what is wrong
-            if os.lstat(old).st_size == total_bytes:
+            status = os.lstat(old)
+            if (status.st_size, status.st_nlink) == (total_bytes, 1):
                 os.link(old, path, follow_symlinks=False)
 
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:

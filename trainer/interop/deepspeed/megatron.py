@@ -102,7 +102,7 @@ def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, De
         for key, pieces in {"": weights, **kept}.items()
     }
     _log.info(f"{folder}: Megatron-DeepSpeed, {tp} tensor-parallel ranks, {len(stages)} stages, ZeRO")
-    tell(first, described)
+    tell(first, described, args)
     iteration = take(first, "global_steps", int, folder)
     state = joined_state(
         fixed.pop(""),

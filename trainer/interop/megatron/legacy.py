@@ -89,7 +89,7 @@ def read_legacy(path: Path, asked: ImportOptions) -> tuple[MegatronState, Descri
         key: in_newest_order_of_all(pieces, version, model, where=path) for key, pieces in {"": weights, **kept}.items()
     }
     _tell(ranks, path, has_optimizer=bool(kept))
-    tell(first, described)
+    tell(first, described, args)
     samples = consumed_samples(first, args)
     state = joined_state(
         fixed.pop(""), fixed, described, step=step or 0.0, iteration=iteration, consumed_samples=samples, where=path

@@ -64,7 +64,7 @@ def read_torch_dist(folder: Path, asked: ImportOptions) -> tuple[MegatronState, 
     tensors = [one.tensor for one in correspondences(described.model, described.padded_vocab_size)]
     _check_model(files, tensors)
     masters, moments, groups = _optimizer(files, tensors, described, common, asked)
-    tell(common, described, groups)
+    tell(common, described, args, groups)
     iteration = _iteration(common, folder)
     state = MegatronState(
         files.weight,

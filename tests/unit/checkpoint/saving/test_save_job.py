@@ -169,6 +169,22 @@ def test_a_save_overwrites_the_files_of_the_one_it_replaces(tmp_path: Path) -> N
         assert torch.equal(found[rows], ours.local)
 
 
+def test_the_files_of_an_earlier_process_are_not_overwritten(tmp_path: Path) -> None:
+    """They may hold the rows of other ranks, which would stay allocated for the rest of the run."""
+
+    def call(channel: StoreChannel) -> list[int]:
+        kept = list[int]()
+        for nonce, iterations in (("n", range(1, 2)), ("m", range(2, 5))):
+            checkpointer = saver(channel, tmp_path, nonce)
+            for iteration in iterations:
+                checkpointer.save(iteration, contents(channel.rank, iteration))
+                kept.append(len(list((tmp_path / str(channel.rank)).glob("*.deleting"))))
+            checkpointer.close()
+        return kept
+
+    assert all_ranks(2, call) == [[0, 0, 1, 1]] * 2
+
+
 def test_a_failed_save_leaves_no_files_to_take_over(tmp_path: Path) -> None:
     def call(channel: StoreChannel) -> list[bool]:
         checkpointer, found = saver(channel, tmp_path, "n", files=FailingSync("n-3")), list[bool]()
@@ -196,10 +212,10 @@ def test_a_shared_folder_takes_no_files_over(tmp_path: Path) -> None:
             report = checkpointer.save(iteration, contents(channel.rank, iteration))
             assert report is not None
             assert report.error is None
-        assert not list(tmp_path.glob("*.deleting"))
         checkpointer.close()
 
     all_ranks(2, call)
+    assert not list(tmp_path.glob("*.deleting"))
 
 
 def test_files_count_as_sent_only_once_all_have_them() -> None:

@@ -199,6 +199,14 @@ def test_blocks_are_taken_over_by_a_file_of_their_size(tmp_path: Path) -> None:
     assert new.read_bytes() == b"1234"
 
 
+def test_a_file_with_a_second_name_is_not_taken_over(tmp_path: Path) -> None:
+    files, old, backup = Files(), tmp_path / "old", tmp_path / "backup"
+    old.write_bytes(b"1234")
+    backup.hardlink_to(old)
+    files.take_over(old, tmp_path / "new", 4)
+    assert not (tmp_path / "new").exists()
+
+
 _FULL_OF_FILES = """
 import logging, sys
 from pathlib import Path
