@@ -133,8 +133,13 @@ def test_megatron_deepspeed_gives_the_bytes_it_was_made_from(
     ids=["Ulysses of 2023", "since December 2024"],
 )
 def test_rows_of_megatron_deepspeed_follow_its_version(
-    small: tuple[list[str], StateSource], tmp_path: Path, version: float, others: dict[str, Any]
+    small: tuple[list[str], StateSource],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    version: float,
+    others: dict[str, Any],
 ) -> None:
+    caplog.set_level("INFO", logger="trainer.interop")
     overrides, source = small
     path = write_deepspeed(tmp_path, source, Way(tp=2, dp=2, names="mds", version=version), **others)
     for file in path.glob("mp_rank_*"):
@@ -142,6 +147,7 @@ def test_rows_of_megatron_deepspeed_follow_its_version(
     found = opened_deepspeed(path, overrides)
     for name in (f"{kind}transformer.h.1.attn.c_attn.{one}" for kind in ("", "exp_avg.") for one in ("weight", "bias")):
         assert torch.equal(found.read(name), source.read(name)), name
+    assert f"rows of query_key_value as {'before' if version else 'since'} December 2024" in caplog.text
 
 
 @pytest.mark.parametrize(("names", "expected"), [("newer", "gelu_tanh"), ("local", "gelu"), ("mds", "gelu_tanh")])

@@ -96,12 +96,15 @@ def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, De
             where=folder,
             fix="Take the weights alone with --weights-only.",
         )
-    version = 0 if _SINCE_2024 in args else first.get("checkpoint_version")
+    is_since_2024 = _SINCE_2024 in args
+    version = 0 if is_since_2024 else first.get("checkpoint_version")
     fixed = {
         key: in_newest_order_of_all(pieces, version, described.model, where=folder)
         for key, pieces in {"": weights, **kept}.items()
     }
-    _log.info(f"{folder}: Megatron-DeepSpeed, {tp} tensor-parallel ranks, {len(stages)} stages, ZeRO")
+    since = "since" if is_since_2024 else "before"
+    ranks_and_stages = f"{tp} tensor-parallel ranks, {len(stages)} stages, ZeRO"
+    _log.info(f"{folder}: Megatron-DeepSpeed, {ranks_and_stages}; rows of query_key_value as {since} December 2024")
     tell(first, described, args)
     iteration = take(first, "global_steps", int, folder)
     state = joined_state(
