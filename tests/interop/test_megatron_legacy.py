@@ -15,6 +15,7 @@ import torch
 
 from models.families import stored_tensors
 from tests.harness import TINY, compose, curve, run_ok, tensor_files
+from tests.interop import megatron_layout
 from tests.interop.megatron_layout import Way, write, write_deepspeed
 from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.storage.files import Files
@@ -225,6 +226,12 @@ def read_all(source: StateSource) -> None:
             source.read(key + name)
 
 
+def assert_same(found: StateSource, source: StateSource) -> None:
+    for name in stored_tensors(source.model):
+        for key in ("", "exp_avg.", "exp_avg_sq."):
+            assert torch.equal(found.read(key + name), source.read(key + name)), key + name
+
+
 def refusal(path: Path, overrides: list[str], **options: Any) -> str:
     with pytest.raises(TrainerError) as caught:
         read_all(opened(path, overrides, **options))
@@ -303,6 +310,45 @@ def test_what_does_not_fit_together_is_refused_by_name(
     path = write(tmp_path, source, way)
     change(path / file, alter)
     assert re.search(said, refusal(path, overrides), flags=re.S), refusal(path, overrides)
+
+
+def test_the_first_of_copies_that_drifted_apart_is_taken(
+    small: tuple[list[str], StateSource],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    overrides, source = small
+    tied = REFUSED["another tied copy"]
+    cases = {"drifted": (replace(TP2, is_distributed=False), drift), "tied": (tied[0], tied[2])}
+    for name, (way, alter) in cases.items():
+        path = write(tmp_path / name, source, way)
+        change(path / (tied[1] if name == "tied" else "mp_rank_01/model_optim_rng.pt"), alter)
+        caplog.clear()
+        found = opened(path, overrides, from_rank0=True)
+        assert_same(found, source)
+        assert_same(found, source)
+        lines = [line for line in caplog.messages if "the first copy is taken" in line]
+        assert len(lines) == 1, lines
+        assert re.search(
+            r"(linear_proj\.bias: 1 of 24 .* at most 1:|word_embeddings.*first and the last stage)", lines[0]
+        )
+    lay_out = megatron_layout._chunk
+
+    def drifted(*args: Any) -> Any:
+        """Return the parts of a rank with other biases, in all their kinds, on the second of tensor parallelism."""
+        found, tp = lay_out(*args), args[3]
+        return {
+            name: {key: value + (tp == 1 and name.endswith("linear_proj.bias")) for key, value in values.items()}
+            for name, values in found.items()
+        }
+
+    monkeypatch.setattr(megatron_layout, "_chunk", drifted)
+    path = write(tmp_path / "flat", source, TP2)
+    assert "copies of a tensor on ranks 0 and 1" in refusal(path, overrides)
+    assert_same(opened(path, overrides, from_rank0=True), source)
+    path = write_deepspeed(tmp_path / "ds", source, Way(tp=2, names="mds"))
+    assert_same(opened_deepspeed(path, overrides, from_rank0=True), source)
 
 
 def test_files_that_are_missing_or_damaged_are_named(small: tuple[list[str], StateSource], tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from models.config import Activation, Family, ModelConfig, RopeScaling
 from models.families import stored_tensors
 from tests.harness import TINY, compose, tensor_files
+from tests.interop import torch_dist_layout
 from tests.interop.megatron_layout import Way
 from tests.interop.torch_dist_layout import Form, write
 from trainer.commands import convert
@@ -32,7 +33,7 @@ from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerE
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.names import by_our_name, correspondences
-from trainer.interop.megatron.shards import RankPiece, join
+from trainer.interop.megatron.shards import Copies, RankPiece, join
 from trainer.interop.megatron.source import read_source
 from trainer.interop.output import write_checkpoint
 from trainer.interop.source import StateSource
@@ -198,6 +199,31 @@ def test_buckets_that_no_known_order_explains_are_refused(tmp_path: Path) -> Non
         opened(path, [*ENDS, *ALONE])
     source = opened(path, [*ENDS, *ALONE], weights_only=True)
     assert torch.equal(source.read("transformer.ln_f.bias"), other.read("transformer.ln_f.bias"))
+
+
+def test_the_first_of_copies_in_buckets_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lay_out = torch_dist_layout._chunk
+
+    def drifted(wholes: Any, model: ModelConfig, way: Way, tp: int, pp: int, vpp: int) -> Any:
+        found = lay_out(wholes, model, way, tp, pp, vpp)
+        for name, values in found.items():
+            if tp == 1 and name.endswith(".linear_proj.bias"):
+                found[name] = {key: value + 1 for key, value in values.items()}
+        return found
+
+    monkeypatch.setattr(torch_dist_layout, "_chunk", drifted)
+    state = state_of("gpt2")
+    path = write(tmp_path, state, Way(tp=2, dp=2, rows=264), Form("buckets"))
+    with pytest.raises(
+        MismatchError, match=r"(?s)copies that differ at .*linear_proj\.bias.*--from-rank0 takes the first"
+    ):
+        opened(path, [*ENDS, *ALONE])
+    assert_carried(opened(path, [*ENDS, *ALONE], from_rank0=True), state)
+    # Three kinds of four biases: ten lines, and one on the rest.
+    assert sum("the first copy is taken" in line for line in caplog.messages) == 10
+    assert sum("copies of more tensors differ" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("family", [_marked(family, family == "llama") for family in MODELS])
@@ -483,13 +509,15 @@ def test_parts_are_joined_with_one_in_memory_beside_the_whole(is_gated: bool) ->
         return torch.from_numpy(values)
 
     pieces = [RankPiece((4, 3), partial(read, rank)) for rank in range(3)]
-    joined = join(pieces, cut=0, is_gated=is_gated, where="here")
+    joined = join(pieces, cut=0, is_gated=is_gated, copies=Copies(), where="here")
     rows = torch.arange(36.0).reshape(12, 3)
     expected = rows.reshape(3, 2, 2, 3).transpose(0, 1).reshape(12, 3) if is_gated else rows
     assert torch.equal(joined, expected)
     other = RankPiece((4, 1), lambda: torch.zeros(4, 1))
     with pytest.raises(CheckpointError, match=r"found \[4, 1\] of torch.float32 on rank 1"):
-        join([RankPiece((4, 3), lambda: torch.zeros(4, 3)), other], cut=0, is_gated=False, where="here")
+        join(
+            [RankPiece((4, 3), lambda: torch.zeros(4, 3)), other], cut=0, is_gated=False, copies=Copies(), where="here"
+        )
 
 
 def _resident(kind: str) -> int:

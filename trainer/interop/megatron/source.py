@@ -89,4 +89,5 @@ FORMAT = Format(
     export.write,
     names_model=True,
     completes_model=True,
+    has_copies=True,
 )
