@@ -349,6 +349,9 @@ def test_the_first_of_copies_that_drifted_apart_is_taken(
     assert_same(opened(path, overrides, from_rank0=True), source)
     path = write_deepspeed(tmp_path / "ds", source, Way(tp=2, names="mds"))
     assert_same(opened_deepspeed(path, overrides, from_rank0=True), source)
+    others = [o for o in overrides if not o.startswith("model") or "token_id" in o]
+    command = ["import", "deepspeed", str(path), str(tmp_path / "out"), "--trust-pickle", *others]
+    assert (convert.main(command), convert.main([*command, "--from-rank0"])) == (2, 0)
 
 
 def test_files_that_are_missing_or_damaged_are_named(small: tuple[list[str], StateSource], tmp_path: Path) -> None:

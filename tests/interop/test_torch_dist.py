@@ -33,7 +33,7 @@ from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerE
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.names import by_our_name, correspondences
-from trainer.interop.megatron.shards import Copies, RankPiece, join
+from trainer.interop.megatron.shards import RankCopies, RankPiece, join
 from trainer.interop.megatron.source import read_source
 from trainer.interop.output import write_checkpoint
 from trainer.interop.source import StateSource
@@ -509,14 +509,18 @@ def test_parts_are_joined_with_one_in_memory_beside_the_whole(is_gated: bool) ->
         return torch.from_numpy(values)
 
     pieces = [RankPiece((4, 3), partial(read, rank)) for rank in range(3)]
-    joined = join(pieces, cut=0, is_gated=is_gated, copies=Copies(), where="here")
+    joined = join(pieces, cut=0, is_gated=is_gated, copies=RankCopies(), where="here")
     rows = torch.arange(36.0).reshape(12, 3)
     expected = rows.reshape(3, 2, 2, 3).transpose(0, 1).reshape(12, 3) if is_gated else rows
     assert torch.equal(joined, expected)
     other = RankPiece((4, 1), lambda: torch.zeros(4, 1))
     with pytest.raises(CheckpointError, match=r"found \[4, 1\] of torch.float32 on rank 1"):
         join(
-            [RankPiece((4, 3), lambda: torch.zeros(4, 3)), other], cut=0, is_gated=False, copies=Copies(), where="here"
+            [RankPiece((4, 3), lambda: torch.zeros(4, 3)), other],
+            cut=0,
+            is_gated=False,
+            copies=RankCopies(),
+            where="here",
         )
 
 

@@ -26,7 +26,7 @@ from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.joined import EMBEDDING, MASTERS, OUTPUT, Pieces, joined_state
 from trainer.interop.megatron.legacy_names import core_name, in_newest_order_of_all, stage_of
-from trainer.interop.megatron.shards import Copies, RankPiece, Stage, by_global_name, joined_shape
+from trainer.interop.megatron.shards import RankCopies, RankPiece, Stage, by_global_name, joined_shape
 from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, tell
 from trainer.interop.torch_file import PlainObject, open_torch_file
 from trainer.json_value import integer
@@ -114,7 +114,7 @@ def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, De
         step=step,
         iteration=iteration,
         consumed_samples=consumed_samples(first, args),
-        copies=Copies(asked.from_rank0),
+        copies=RankCopies(asked.from_rank0),
         where=folder,
     )
     return state, described

@@ -10,7 +10,7 @@ import torch
 from trainer.errors import MismatchError
 from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.names import MegatronTensor, correspondences
-from trainer.interop.megatron.shards import Copies, RankPiece, join, joined_shape
+from trainer.interop.megatron.shards import RankCopies, RankPiece, join, joined_shape
 from trainer.interop.megatron.state import MegatronState
 
 MASTERS = "masters"
@@ -29,7 +29,7 @@ def joined_state(
     step: float,
     iteration: int,
     consumed_samples: int | None,
-    copies: Copies,
+    copies: RankCopies,
     where: object,
 ) -> MegatronState:
     """Return the state that is in pieces; they are read one tensor at a time.

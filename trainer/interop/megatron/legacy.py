@@ -23,7 +23,7 @@ from trainer.interop.megatron.data_shards import state_of_data_ranks
 from trainer.interop.megatron.joined import EMBEDDING, MASTERS, Pieces, joined_state
 from trainer.interop.megatron.legacy_names import in_newest_order_of_all, stage_of
 from trainer.interop.megatron.numbered import groups_of, named_state, step_of
-from trainer.interop.megatron.shards import Copies, RankPiece, Stage, by_global_name, joined_shape, stage_order
+from trainer.interop.megatron.shards import RankCopies, RankPiece, Stage, by_global_name, joined_shape, stage_order
 from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, tell
 from trainer.interop.torch_file import PlainObject, is_plain, open_torch_file
 from trainer.json_value import integer
@@ -98,7 +98,7 @@ def read_legacy(path: Path, asked: ImportOptions) -> tuple[MegatronState, Descri
         step=step or 0.0,
         iteration=iteration,
         consumed_samples=samples,
-        copies=Copies(asked.from_rank0),
+        copies=RankCopies(asked.from_rank0),
         where=path,
     )
     return state, described

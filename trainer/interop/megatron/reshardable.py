@@ -26,7 +26,7 @@ from trainer.interop.dcp.folder import DcpFolder
 from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.buckets import Slot
 from trainer.interop.megatron.names import MegatronTensor, Shape
-from trainer.interop.megatron.shards import Copies, RankPiece, join, stage_order
+from trainer.interop.megatron.shards import RankCopies, RankPiece, join, stage_order
 from trainer.interop.megatron.state import rounding_to
 
 _KEY = re.compile(
@@ -61,7 +61,7 @@ class Buckets:
     """
 
     dcp: DcpFolder
-    copies: Copies
+    copies: RankCopies
     places: Mapping[str, tuple[Sequence[_Buffer], Slot]]
 
     @classmethod
@@ -71,7 +71,7 @@ class Buckets:
         described: DescribedModel,
         weights: Callable[[MegatronTensor], torch.Tensor],
         tensors: Sequence[MegatronTensor],
-        copies: Copies,
+        copies: RankCopies,
     ) -> Buckets:
         """Find every parameter.
 
@@ -109,7 +109,7 @@ class Buckets:
         """
         return self._joined(kind, tensor, self.copies)
 
-    def _joined(self, kind: str, tensor: MegatronTensor, copies: Copies) -> torch.Tensor:
+    def _joined(self, kind: str, tensor: MegatronTensor, copies: RankCopies) -> torch.Tensor:
         buffers, slot = self.places[tensor.numbered]
         shape = _shard(tensor, len(buffers))
         pieces = [RankPiece(shape, lambda b=buffer: self._read(b, slot, kind, shape)) for buffer in buffers]  # type: ignore[misc]

@@ -43,7 +43,7 @@ class RankPiece:
 
 
 @dataclass(slots=True)
-class Copies:
+class RankCopies:
     """Compares copies of a tensor that several ranks hold. The sign of a zero does not count.
 
     Megatron's ranks compute the gradient of a norm or a bias each for itself, so kernels that add in another order each
@@ -58,9 +58,9 @@ class Copies:
     is_silent: bool = False
     _named: set[str] = field(default_factory=set)
 
-    def silent(self) -> Copies:
+    def silent(self) -> RankCopies:
         """Return the same without lines in the log."""
-        return Copies(self.takes_first, is_silent=True)
+        return RankCopies(self.takes_first, is_silent=True)
 
     def compare(self, one: torch.Tensor, other: torch.Tensor, *, what: str, where: object) -> None:
         """Compare two copies.
@@ -153,7 +153,7 @@ def joined_shape(pieces: Sequence[RankPiece], cut: int | None) -> Shape:
 
 
 def join(
-    pieces: Sequence[RankPiece], *, cut: int | None, is_gated: bool, copies: Copies, where: object
+    pieces: Sequence[RankPiece], *, cut: int | None, is_gated: bool, copies: RankCopies, where: object
 ) -> torch.Tensor:
     """Return a whole tensor from the parts of the tensor-parallel ranks; a view of the first if one part is all of it.
 

@@ -25,7 +25,7 @@ from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.names import LAYERS, MegatronTensor, Shape, correspondences
 from trainer.interop.megatron.reshardable import Buckets, is_bucket
-from trainer.interop.megatron.shards import Copies
+from trainer.interop.megatron.shards import RankCopies
 from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, parameter_groups, tell
 from trainer.interop.torch_file import PlainObject, open_torch_file
 from trainer.json_value import step_count
@@ -238,7 +238,7 @@ def _optimizer(
             parameter_groups(common.get("optimizer")),
         )
     if any(is_bucket(key) for key in dcp.tensors):
-        buckets = Buckets.open(dcp, described, files.weight, tensors, Copies(asked.from_rank0))
+        buckets = Buckets.open(dcp, described, files.weight, tensors, RankCopies(asked.from_rank0))
         return partial(buckets.read, _MASTERS[0]), buckets.read, _saved_groups(dcp)
     _refuse_others(dcp)
     return None, None, []
