@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.topology",
     ),
     ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
-    ("trainer.compatibility", "trainer.config", "trainer.data_origin", "trainer.launch"),
+    ("trainer.compatibility", "trainer.config", "trainer.data_origin", "trainer.launch", "trainer.sample_counts"),
     ("trainer.optimizers",),
     (
         "trainer.memory_needs",

@@ -152,6 +152,7 @@ def build(
         valid_fingerprint=data.valid_fingerprint,
         weights=data.weights,
         marks=data.marks,
+        documents=data.documents,
     )
     local = _build_local_checkpointer(config, cluster)
     folders = None if local is None else local.folders
@@ -199,6 +200,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
         valid_fingerprint=data.valid_fingerprint,
         weights=data.weights,
         marks=data.marks,
+        documents=data.documents,
     )
 
 

@@ -41,13 +41,19 @@ class DataOrigin:
 
 
 def data_record(
-    section: DataSection, weights: Mapping[str, Fraction], marks: DocumentMarks | None, *, micro_batch_size: int
+    section: DataSection,
+    weights: Mapping[str, Fraction],
+    marks: DocumentMarks | None,
+    documents: str | None,
+    *,
+    micro_batch_size: int,
 ) -> Json:
     """Return the optional members of `data` in a description: of a blend, of document masks, of padded samples.
 
     Args:
         weights: the share of each source by its fingerprint.
         marks: the documents of `data.document_mask`; None without it.
+        documents: the fingerprint of the documents' borders; None where no sample depends on them.
         micro_batch_size: the loss of a micro batch of padded samples is the mean over its targets, so its size is a
             part of their data.
     """
@@ -56,6 +62,8 @@ def data_record(
         found["weights"] = {name: str(weights[name]) for name in sorted(weights)}
     if marks is not None:
         found["document_mask"] = "index" if marks.end_of_text is None else marks.end_of_text
+    if documents is not None:
+        found["documents"] = documents
     if section.samples is not SampleCut.across_documents:
         found |= {"samples": section.samples.value, "micro_batch_size": micro_batch_size}
     return found

@@ -116,8 +116,8 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
         result = iterate(run)
     held_back_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
     seconds = time.perf_counter() - start - held_back_s
-    slowdown.add(seconds, is_saving=is_saving)
     samples = run.state.progress.consumed_samples - samples
+    slowdown.add(seconds, samples, is_saving=is_saving)
     _record(run, result, samples=samples, seconds=seconds, blocked_s=saving_s + held_back_s)
     for saver in run.all_savers:
         _record_saves(run, saver, saver.reports(), slowdown)

@@ -33,6 +33,7 @@ from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.optim import apply_settings
 from trainer.optimizers import optimizer_record, settings_record
 from trainer.random import fill_initial_values
+from trainer.sample_counts import in_samples_of
 from trainer.state import checkpoint_specs
 
 _log = logging.getLogger(__name__)
@@ -351,10 +352,11 @@ def _check_batches(run: Run, consumed_samples: int) -> None:
 
 def _take_schedule(run: Run, checkpoint: Checkpoint) -> None:
     asked = run.config.optimizer
-    run.schedule, section = run_record.saved_schedule(checkpoint.state, asked, where=checkpoint.path)
+    state = in_samples_of(run.config.train.seq_length, checkpoint.state)
+    run.schedule, section = run_record.saved_schedule(state, asked, where=checkpoint.path)
     for part in run.state.parts:
         apply_settings(part.optimizer, run.config.model, part.model, section)
-    taken = {"schedule": checkpoint.state["schedule"], **settings_record(section)}
+    taken = {"schedule": state["schedule"], **settings_record(section)}
     taken["optimizer"] = optimizer_record(run.config.model, section, run.state.frozen)
     run.description = {**run.description, **taken}
     config = with_schedule(replace(run.config, optimizer=section), run.schedule)

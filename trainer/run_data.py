@@ -26,7 +26,7 @@ from trainer.data.digest_file import digest_of
 from trainer.data.documents import DocumentMarks
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint, fingerprint_of_sources
 from trainer.data.indexed_file import open_indexed_file
-from trainer.data.section import TOKEN_KINDS, DataKind, DigestSource, sources_of
+from trainer.data.section import TOKEN_KINDS, DataKind, DigestSource, SampleCut, sources_of
 from trainer.data.text import open_encoder
 from trainer.data.token_file import TokenFile, open_token_file, open_token_files
 from trainer.errors import DataError, TrainerError
@@ -42,11 +42,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One source of training data: its open files, their fingerprint, and its weight."""
+    """One source of training data: its open files, their fingerprint, and its weight.
+
+    Args:
+        documents: the fingerprint of the borders of its documents; None where no sample depends on them.
+    """
 
     files: Sequence[TokenFile]
     fingerprint: str
     weight: Fraction
+    documents: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,12 @@ class RunData:
         return fingerprint_of_sources([source.fingerprint for source in self.train])
 
     @property
+    def documents(self) -> str | None:
+        """Return the fingerprint of the borders of all documents; None where no sample depends on them."""
+        found = [source.documents for source in self.train if source.documents is not None]
+        return fingerprint_of_sources(found) if found else None
+
+    @property
     def weights(self) -> dict[str, Fraction]:
         """Return the share of each source of training data by its fingerprint."""
         return {source.fingerprint: source.weight for source in self.train}
@@ -84,19 +95,31 @@ class _OpenFiles:
     sources: Sequence[tuple[Fraction, int]]
     marks: DocumentMarks | None
 
+    @property
+    def counts(self) -> list[int]:
+        """Return the number of files of each source of training data."""
+        return [count for _, count in self.sources]
+
     def split(self, found: Sequence[T]) -> list[Sequence[T]]:
         """Return the parts of a list with one member for each training file, by source."""
-        ends = list(itertools.accumulate((count for _, count in self.sources), initial=0))
+        ends = list(itertools.accumulate(self.counts, initial=0))
         return [found[first:end] for first, end in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)
 class _HostData:
-    """The digests of the files of one host, by side, as one of its ranks reports them to rank 0."""
+    """The digests of the files of one host, by side, as one of its ranks reports them to rank 0.
+
+    Args:
+        counts: the number of files of each source of training data.
+        documents: the digest of the borders of each file's documents; empty where no sample depends on them.
+    """
 
     host: str
     paths: Mapping[str, Sequence[str]]
     digests: _Digests
+    counts: Sequence[int]
+    documents: Mapping[str, Sequence[str]]
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -105,7 +128,7 @@ class _HostData:
     def decode(data: bytes) -> _HostData:
         table = json.loads(data)
         digests = {side: [TokenDigest(**found) for found in files] for side, files in table["digests"].items()}
-        return _HostData(table["host"], table["paths"], digests)
+        return _HostData(table["host"], table["paths"], digests, table["counts"], table["documents"])
 
 
 def open_data(config: Config, cluster: Cluster) -> RunData:
@@ -121,7 +144,7 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
     if cluster.rank == 0:  # first alone, so that the others find the prepared files and the digests
         try:
             files = _open(config)
-            mine = _look(files.sides, config)
+            mine = _look(files, config)
         except TrainerError as error:
             problem = error
     channel.agree("data", problem)
@@ -130,17 +153,17 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
             files = _open(config)
         except TrainerError as error:
             problem = error
-    host_ranks = _agree_on_host_ranks(channel, cluster, None if files is None else files.sides)
+    host_ranks = _agree_on_host_ranks(channel, cluster, files)
     if files is not None and mine is None and cluster.rank in host_ranks:
         try:
-            mine = _look(files.sides, config)
+            mine = _look(files, config)
         except TrainerError as error:
             problem = error
     found = b"" if mine is None or files is None else json.dumps(_fingerprints(mine, files)).encode()
     _agree_on_data(channel, mine, problem, are_alone=host_ranks == [0])
-    train, valid = json.loads(channel.broadcast("data/fingerprints", found))
+    fingerprints = json.loads(channel.broadcast("data/fingerprints", found))
     assert files is not None  # or the ranks would not have agreed
-    return _run_data(files, train, valid)
+    return _run_data(files, *fingerprints)
 
 
 def look_alone(config: Config) -> RunData:
@@ -150,18 +173,22 @@ def look_alone(config: Config) -> RunData:
         TrainerError: if the data does not match the model.
     """
     files = _open(config)
-    return _run_data(files, *_fingerprints(_look(files.sides, config), files))
+    return _run_data(files, *_fingerprints(_look(files, config), files))
 
 
-def _run_data(files: _OpenFiles, train: Sequence[str], valid: str | None) -> RunData:
+def _run_data(files: _OpenFiles, train: Sequence[str], documents: Sequence[str | None], valid: str | None) -> RunData:
     """Return the data with the sources in order of their fingerprints, and weights that sum to 1.
+
+    Args:
+        train, documents: of each source.
 
     Raises:
         DataError: if two sources have the same tokens.
     """
     total = sum((weight for weight, _ in files.sources), Fraction())
-    parts = zip(files.split(files.sides["train"]), train, files.sources, strict=True)
-    sources = sorted((Source(own, digest, weight / total) for own, digest, (weight, _) in parts), key=_by_fingerprint)
+    parts = zip(files.split(files.sides["train"]), train, files.sources, documents, strict=True)
+    found = [Source(own, digest, weight / total, borders) for own, digest, (weight, _), borders in parts]
+    sources = sorted(found, key=_by_fingerprint)
     for first, second in itertools.pairwise(sources):
         if first.fingerprint == second.fingerprint:
             raise DataError(
@@ -229,20 +256,33 @@ def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
         )
 
 
-def _look(files: _Files, config: Config) -> _HostData:
+def _look(files: _OpenFiles, config: Config) -> _HostData:
     """Return the digests of the files, after checking that the model's vocabulary covers every token."""
     cache, read_again = _cache(config), config.data.verify is DigestSource.full
-    digests: dict[str, list[TokenDigest]] = {side: [] for side in files}
-    for side, found in files.items():
+    digests: dict[str, list[TokenDigest]] = {side: [] for side in files.sides}
+    for side, found in files.sides.items():
         for file in found:
             digests[side].append(digest_of(file, cache=cache, read_again=read_again))
             if digests[side][-1].largest >= config.model.vocab_size:
                 check_tokens(file, config.model.vocab_size)
-    paths = {side: [str(file.path) for file in found] for side, found in files.items()}
-    return _HostData(socket.gethostname(), paths, digests)
+    paths = {side: [str(file.path) for file in found] for side, found in files.sides.items()}
+    uses_index = _uses_index(config, files.marks)
+    documents = {side: [_borders(file) for file in found if uses_index] for side, found in files.sides.items()}
+    return _HostData(socket.gethostname(), paths, digests, files.counts, documents)
 
 
-def _agree_on_host_ranks(channel: StoreChannel, cluster: Cluster, files: _Files | None) -> list[int]:
+def _uses_index(config: Config, marks: DocumentMarks | None) -> bool:
+    """Return whether samples depend on the index of documents beside the tokens."""
+    return config.data.samples is SampleCut.per_document or (marks is not None and marks.end_of_text is None)
+
+
+def _borders(file: TokenFile) -> str:
+    """Return the digest of the borders of a file's documents, after reading its index."""
+    assert file.documents is not None, "only files with an index depend on it"
+    return xxhash.xxh3_64_hexdigest(file.documents.borders().data)
+
+
+def _agree_on_host_ranks(channel: StoreChannel, cluster: Cluster, files: _OpenFiles | None) -> list[int]:
     """Return the first rank of each group of ranks on one host that see the same files; rank 0 is among them."""
     host = (cluster.local_ranks or (cluster.rank,))[0]
     group = b"" if files is None else f"{host} {_identity(files)}".encode()
@@ -252,10 +292,10 @@ def _agree_on_host_ranks(channel: StoreChannel, cluster: Cluster, files: _Files 
     return found
 
 
-def _identity(files: _Files) -> str:
-    """Return a digest of the identity of the files on this host."""
-    found = xxhash.xxh3_64()
-    for side, opened in files.items():
+def _identity(files: _OpenFiles) -> str:
+    """Return a digest of the identity of the files on this host, and of their sources."""
+    found = xxhash.xxh3_64(f"{files.counts}\n".encode())
+    for side, opened in files.sides.items():
         for file in opened:
             status = file.status()
             times = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
@@ -274,10 +314,11 @@ def _agree_on_data(
     channel.agree("data/hosts", problem or _difference(reported))
 
 
-def _fingerprints(data: _HostData, files: _OpenFiles) -> tuple[list[str], str | None]:
-    """Return the fingerprints of the sources of training data, and that of the validation data."""
-    valid = data.digests["valid"]
-    return [fingerprint(own) for own in files.split(data.digests["train"])], fingerprint(valid) if valid else None
+def _fingerprints(data: _HostData, files: _OpenFiles) -> tuple[list[str], list[str | None], str | None]:
+    """Return the fingerprints of the sources of training data, of their documents, and of the validation data."""
+    train, valid = [fingerprint(own) for own in files.split(data.digests["train"])], data.digests["valid"]
+    borders = [fingerprint_of_sources(own) if own else None for own in files.split(data.documents["train"])]
+    return train, borders, fingerprint(valid) if valid else None
 
 
 def _difference(reported: Mapping[int, _HostData]) -> DataError | None:
@@ -297,7 +338,43 @@ def _difference(reported: Mapping[int, _HostData]) -> DataError | None:
                 fix="Give every host the same files. If a cached digest may be wrong, data.verify=full reads all "
                 "tokens again.",
             )
+        if theirs.counts != reported[0].counts:
+            return _other_sources(reported[0], theirs, rank)
+        if theirs.documents != reported[0].documents:
+            return _other_documents(reported[0], theirs, rank)
     return None
+
+
+def _other_sources(first: _HostData, theirs: _HostData, rank: int) -> DataError:
+    """Return an error that names the first source of a blend that has other files on a host than on rank 0's."""
+    number = [one == other for one, other in zip(first.counts, theirs.counts, strict=True)].index(False)
+
+    def files(data: _HostData) -> str:
+        begin = sum(data.counts[:number])
+        paths = data.paths["train"][begin : begin + data.counts[number]]
+        return paths[0] if len(paths) == 1 else f"{len(paths)} files, {paths[0]} to {paths[-1]}"
+
+    return DataError(
+        "Hosts do not have the same files in each source of training data",
+        where=f"host {theirs.host}, rank {rank}, data.train[{number}]",
+        expected=f"that of host {first.host}, rank 0: {files(first)}",
+        found=files(theirs),
+        fix="Give every host the same files under the same names.",
+    )
+
+
+def _other_documents(first: _HostData, theirs: _HostData, rank: int) -> DataError:
+    """Return an error that names the first index that has other documents on a host than on rank 0's."""
+    side = next(side for side in _SIDES if theirs.documents[side] != first.documents[side])
+    number = [a == b for a, b in zip(first.documents[side], theirs.documents[side], strict=True)].index(False)
+    return DataError(
+        f"Hosts do not have the same documents in the {_SIDES[side]} data, though the same tokens",
+        where=f"host {theirs.host}, rank {rank}",
+        expected=f"the index of {first.paths[side][number]} on host {first.host}, rank 0: digest "
+        f"{first.documents[side][number]} of its documents",
+        found=f"digest {theirs.documents[side][number]} of {theirs.paths[side][number]}",
+        fix="Give every host the same .idx files.",
+    )
 
 
 def _describe(data: _HostData, side: str, number: int) -> str:

@@ -23,6 +23,7 @@ from trainer.errors import CheckpointError
 from trainer.json_value import finite_number, integer
 from trainer.optimizers import OPTIMIZERS, SECTIONS, optimizer_record, settings_record
 from trainer.progress import Progress
+from trainer.sample_counts import in_samples_of
 from trainer.schedule import COUNTS, DecayStyle, Schedule
 from trainer.topology import Topology
 
@@ -31,6 +32,10 @@ _LOSSES = "checkpoint.keep_best and the best loss compare validation losses that
 _MASKS = f"{_ROUNDING}, except that dropout draws other masks"
 _SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same bits"
 
+_LENGTH = "the position is that of the tokens consumed, and all counts are of samples of this length"
+_EXTENDS = "extends the run on the saved schedule"
+# Counts that follow other keys where they are not set, and what it does to set them to the saved ones.
+_KEPT_COUNTS = {"decay_iters": _EXTENDS, "decay_samples": _EXTENDS, "warmup_samples": "keeps the saved warm-up"}
 _PARTS = "only the weights of checkpoint.partial are loaded"
 _ROWS = "checkpoint.resize keeps the rows of its tables by number"
 _SIZES = ("vocab_size", "max_position_embeddings")
@@ -50,10 +55,12 @@ RULES: tuple[Rule, ...] = (
     Rule("topology.sp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),
     Rule("topology.invariant_ranks", Verdict.LOGGED, says=f"{_ROUNDING}: gradients are added in another order"),
     Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run continues with other batches"),
+    Rule("batch.seq_length", Verdict.FLAG, "checkpoint.override_batch_size", _LENGTH),
     Rule("batch.micro_batch_size", Verdict.LOGGED, says=_MASKS),
     Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
     Rule("data.weights", Verdict.FLAG, "checkpoint.override_data", "every source goes on at its consumed count"),
     Rule("data.document_mask", Verdict.FLAG, "checkpoint.override_data", "the loss curve will differ"),
+    Rule("data.documents", Verdict.FLAG, "checkpoint.override_data", "the loss curve will differ", is_optional=True),
     Rule(
         "data.micro_batch_size",
         Verdict.FLAG,
@@ -71,21 +78,17 @@ RULES: tuple[Rule, ...] = (
         hint="it determines the order of the samples and the dropout masks",
     ),
     Rule("schedule", Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ"),
-    Rule(
-        "schedule.decay_iters",
-        Verdict.FLAG,
-        "checkpoint.override_scheduler",
-        says="the loss curve will differ",
-        hint="schedule.lr_decay_iters={saved} extends the run on the saved schedule",
+    *(
+        Rule(
+            f"schedule.{name}",
+            Verdict.FLAG,
+            "checkpoint.override_scheduler",
+            says="the loss curve will differ",
+            hint=f"schedule.lr_{name}={{saved}} {effect}",
+        )
+        for name, effect in _KEPT_COUNTS.items()
     ),
     Rule("clip_grad", Verdict.LOGGED, says="the loss curve will differ", is_optional=True),
-    Rule(
-        "schedule.decay_samples",
-        Verdict.FLAG,
-        "checkpoint.override_scheduler",
-        says="the loss curve will differ",
-        hint="schedule.lr_decay_samples={saved} extends the run on the saved schedule",
-    ),
     *(Rule(name, Verdict.FLAG, "checkpoint.override_scheduler", "the loss curve will differ") for name in SECTIONS),
     Rule(
         "freeze",
@@ -134,8 +137,10 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
 
     The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
     `adam`. A member of the optimizer that the saved state omits is removed from both. Other patterns of `freeze` that
-    leave the same parameters to train are no difference. An `invariant_ranks` that is absent is 0.
+    leave the same parameters to train are no difference. An `invariant_ranks` that is absent is 0. Saved counts of
+    samples are converted to samples of the current length.
     """
+    saved = in_samples_of(current.get("batch", {}).get("seq_length"), saved)
     saved, current = _with_invariant_ranks(saved), _with_invariant_ranks(current)
     theirs, ours = saved.get("optimizer", {}), current["optimizer"]
     if not isinstance(theirs, Mapping):
@@ -212,6 +217,7 @@ def describe(
     valid_fingerprint: str | None = None,
     weights: Mapping[str, Fraction] | None = None,
     marks: DocumentMarks | None = None,
+    documents: str | None = None,
 ) -> Json:
     """Return the part of the record that is constant during a run.
 
@@ -220,6 +226,7 @@ def describe(
         valid_fingerprint: of the validation data; None where nothing is evaluated.
         weights: the share of each source of training data by its fingerprint.
         marks: the documents of `data.document_mask`; None without it.
+        documents: the fingerprint of the documents' borders; None where no sample depends on them.
     """
     train = config.train
     frozen, sizes = frozen_names(config.model, train.freeze), batch_schedule_of(train)
@@ -243,10 +250,13 @@ def describe(
         },
         "data": {
             "fingerprint": fingerprint,
-            **data_record(config.data, weights or {}, marks, micro_batch_size=train.micro_batch_size),
+            **data_record(config.data, weights or {}, marks, documents, micro_batch_size=train.micro_batch_size),
             **({"valid_fingerprint": valid_fingerprint} if valid_fingerprint else {}),
         },
-        "evaluation": _evaluation(config),
+        "evaluation": {
+            "eval_interval": train.eval_interval,
+            **({"eval_iters": train.eval_iters} if train.eval_interval else {}),
+        },
         "clip_grad": train.clip_grad,
         "seed": train.seed,
         "schedule": schedule.record(),
@@ -256,12 +266,6 @@ def describe(
         "precision": {"dtype": train.dtype.value},
         "environment": environment,
     }
-
-
-def _evaluation(config: Config) -> Json:
-    train = config.train
-    iters = {"eval_iters": train.eval_iters} if train.eval_interval else {}
-    return {"eval_interval": train.eval_interval, **iters}
 
 
 def state_record(progress: Progress, lr: float, description: Json) -> Json:
@@ -282,7 +286,7 @@ def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
         raise CheckpointError("A state file has no progress", where=where, found=repr(error)) from error
     if saved_length == seq_length:
         return saved
-    return Progress(saved.iteration, saved.consumed_tokens // seq_length, saved.consumed_tokens, saved.best_loss)
+    return replace(saved, consumed_samples=saved.consumed_tokens // seq_length, valid_loss=None)
 
 
 def saved_model(state: Json, *, where: object) -> ModelConfig:

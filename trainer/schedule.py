@@ -80,7 +80,7 @@ class Schedule:
     is_in_samples: bool = False
 
     def at(self, iteration: int, consumed_samples: int) -> float:
-        """Return the rate of an iteration.
+        """Return the rate of an iteration; 0 before the first.
 
         Cosine: Loshchilov and Hutter 2017, "SGDR"; wsd: Hu et al. 2024, "MiniCPM", with a linear decay.
 
@@ -89,6 +89,8 @@ class Schedule:
             consumed_samples: those of this iteration included.
         """
         count = consumed_samples if self.is_in_samples else iteration
+        if count < 1:
+            return 0.0
         if count <= self.warmup:
             return self.lr * count / self.warmup
         if self.style == "constant":

@@ -13,6 +13,7 @@ from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.crash.moments import standing
 from tests.harness import TINY, Ended, all_files, call_on_ranks, curve, run_ok
 from trainer.data.fingerprint import fingerprint, scan
+from trainer.data.indexed_file import write_indexed_file
 from trainer.data.token_file import open_token_file, write_token_file
 
 pytestmark = pytest.mark.slow
@@ -124,6 +125,42 @@ def test_a_host_without_a_file_ends_the_run_and_is_named(data: Path, tmp_path: P
     for output in ended.outputs:
         assert f"shorter than its header ({data}/valid.bin)" in output, output
     assert "Rank 1" in ended.outputs[0]
+
+
+def test_a_host_whose_sources_have_other_files_is_named(data: Path, tmp_path: Path) -> None:
+    other = data.with_name("other")
+    for folder, names in ((data, ("a_0", "a_1", "b_0")), (other, ("a_0", "b_0", "b_1"))):
+        for number, name in enumerate(names):  # the same tokens in the same order
+            write(folder, f"{name}.bin", np.random.default_rng(number).integers(0, 256, TOKENS))
+    blend = f"data.train=[{{path: {data}/a_*.bin, weight: 1}}, {{path: {data}/b_*.bin, weight: 2}}]"
+    given = [f"run.dir={tmp_path / 'run'}", *overrides(data, 4), blend, "train.eval_interval=0", "data.valid=null"]
+    ranks = on_hosts(run_trainer, {1: [Mount(data, other)]})
+    ended = call_on_ranks(ranks, given, folder=tmp_path / "run", ranks=2)
+    assert ended.statuses == (1, 1), ended.text
+    for output in ended.outputs:
+        assert "same files in each source of training data (host host1, rank 1, data.train[0])" in output, output
+        assert f"2 files, {data}/a_0.bin to {data}/a_1.bin" in output
+        assert f"found {data}/a_0.bin" in output
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_host_whose_index_has_other_documents_is_named(data: Path, tmp_path: Path) -> None:
+    other, tokens = data.with_name("other"), np.random.default_rng(1).integers(0, 256, TOKENS)
+    for folder, end in ((data, 7), (other, 9)):  # the same tokens, which end documents elsewhere
+        folder.mkdir(exist_ok=True)
+        for name in ("a", "b"):
+            ends = end if name == "b" else 7
+            write_indexed_file(folder / f"{name}.bin", [tokens], dtype=np.dtype(np.uint16), end_of_text=ends)
+    given = [f"run.dir={tmp_path / 'run'}", *overrides(data, 4), "data=megatron", "train.eval_interval=0"]
+    given += ["data.valid=null", "data.samples=per_document", f"data.train={data}/*.bin"]
+    for path in data.glob("[tv]*.bin"):
+        path.unlink()
+    ranks = on_hosts(run_trainer, {1: [Mount(data, other)]})
+    ended = call_on_ranks(ranks, given, folder=tmp_path / "run", ranks=2)
+    assert ended.statuses == (1, 1), ended.text
+    for output in ended.outputs:
+        assert "same documents in the training data, though the same tokens (host host1, rank 1)" in output, output
+        assert f"the index of {data}/b.bin on host host0, rank 0" in output
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import enum
 import io
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -31,9 +32,10 @@ KEYS = ("param", "exp_avg", "exp_avg_sq")
 # The order in which a layer's modules hold their parameters, by their names in Megatron-Core, and their names.
 _NORMS = ("self_attention.linear_qkv.layer_norm", "mlp.linear_fc1.layer_norm")
 _ATTENTION, _MLP = ("self_attention.linear_proj", "self_attention.linear_qkv"), ("mlp.linear_fc1", "mlp.linear_fc2")
+_HEADS = ("self_attention.q_layernorm", "self_attention.k_layernorm")  # of Qwen3
 ORDERS = {
-    "local": (_NORMS[0], *_ATTENTION, _NORMS[1], *_MLP),
-    "te": (_ATTENTION[0], _NORMS[0], _ATTENTION[1], _NORMS[1], *_MLP),
+    "local": (_NORMS[0], *_ATTENTION, *_HEADS, _NORMS[1], *_MLP),
+    "te": (_ATTENTION[0], _NORMS[0], _ATTENTION[1], *_HEADS, _NORMS[1], *_MLP),
     "newer": (_NORMS[0], *reversed(_ATTENTION), _NORMS[1], *_MLP),
     "older": (_NORMS[0], *reversed(_ATTENTION), _NORMS[1], *_MLP),
 }
@@ -159,6 +161,7 @@ def _args(source: StateSource, way: Way, others: Mapping[str, Any]) -> argparse.
             "attention_dropout": 0.0,
             "tensor_model_parallel_size": way.tp,
             "pipeline_model_parallel_size": way.pp,
+            "seq_length": 16,
             "consumed_train_samples": 12 * source.iteration,
             "attention_backend": Backend.auto,
             "params_dtype": way.dtype,
@@ -335,7 +338,7 @@ def _buffers(chunks: Sequence[Chunk], model: ModelConfig, way: Way, pp: int) -> 
     for number, chunk in enumerate(chunks):
         buffers: dict[str, Any] = {}
         for key in KEYS:
-            padded, unpadded = _buckets(chunk, key, model, way)
+            padded, unpadded, _ = _buckets(chunk, key, model, way)
             gathered = [torch.cat(bucket.chunk(way.dp)) for bucket in padded]  # the shards of dp ranks
             if way.form == "coalesced":
                 buffers[key] = torch.cat([b[:size] for b, size in zip(gathered, unpadded, strict=True)])
@@ -347,9 +350,9 @@ def _buffers(chunks: Sequence[Chunk], model: ModelConfig, way: Way, pp: int) -> 
     return saved
 
 
-def _buckets(chunk: Chunk, key: str, model: ModelConfig, way: Way) -> tuple[list[Tensor], list[int]]:
-    """Return a chunk's buckets with padding, and their numbers of elements without."""
-    padded, unpadded = [], []
+def _buckets(chunk: Chunk, key: str, model: ModelConfig, way: Way) -> tuple[list[Tensor], list[int], list[list[int]]]:
+    """Return a chunk's buckets with padding, their numbers of elements without, and where parameters and gaps end."""
+    padded, unpadded, ends = [], [], []
     parts, size = list[Tensor](), 0
 
     def finish() -> None:
@@ -357,6 +360,7 @@ def _buckets(chunk: Chunk, key: str, model: ModelConfig, way: Way) -> tuple[list
         end = -size % math.lcm(way.dp, 128)
         padded.append(torch.cat([*parts, torch.zeros(end)]))
         unpadded.append(size)
+        ends.append(list(itertools.accumulate(part.numel() for part in parts)))
         parts, size = [], 0
 
     for name, values in reversed(chunk.items()):
@@ -373,7 +377,7 @@ def _buckets(chunk: Chunk, key: str, model: ModelConfig, way: Way) -> tuple[list
             finish()
     if size:
         finish()
-    return padded, unpadded
+    return padded, unpadded, ends
 
 
 def write_deepspeed(folder: Path, source: StateSource, way: Way, *, is_pipe: bool = True, **others: Any) -> Path:

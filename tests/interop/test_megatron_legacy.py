@@ -15,6 +15,7 @@ import torch
 
 from models.families import stored_tensors
 from tests.harness import TINY, compose, curve, run_ok, tensor_files
+from tests.interop import megatron_layout
 from tests.interop.megatron_layout import Way, write, write_deepspeed
 from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.storage.files import Files
@@ -127,6 +128,54 @@ def test_megatron_deepspeed_gives_the_bytes_it_was_made_from(
     assert tensor_files(made) == tensor_files(saved)
 
 
+@pytest.mark.parametrize(
+    ("version", "others"),
+    [(3.0, {"ds_sequence_parallel_size": 2}), (0, {"ds_sequence_parallel_fpdt": False})],
+    ids=["Ulysses of 2023", "since December 2024"],
+)
+def test_rows_of_megatron_deepspeed_follow_its_version(
+    small: tuple[list[str], StateSource],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    version: float,
+    others: dict[str, Any],
+) -> None:
+    caplog.set_level("INFO", logger="trainer.interop")
+    overrides, source = small
+    path = write_deepspeed(tmp_path, source, Way(tp=2, dp=2, names="mds", version=version), **others)
+    for file in path.glob("mp_rank_*"):
+        change(file, lambda saved: saved.update(checkpoint_version=3.0))  # as every version names it
+    found = opened_deepspeed(path, overrides)
+    for name in (f"{kind}transformer.h.1.attn.c_attn.{one}" for kind in ("", "exp_avg.") for one in ("weight", "bias")):
+        assert torch.equal(found.read(name), source.read(name)), name
+    assert f"rows of query_key_value as {'before' if version else 'since'} December 2024" in caplog.text
+
+
+@pytest.mark.parametrize(("names", "expected"), [("newer", "gelu_tanh"), ("local", "gelu"), ("mds", "gelu_tanh")])
+def test_openai_gelu_is_that_of_megatron_lm_s_own_models(
+    small: tuple[list[str], StateSource], tmp_path: Path, names: str, expected: str
+) -> None:
+    overrides, source = small
+    way, own = Way(names=names), {"openai_gelu": True, "bias_gelu_fusion": False}
+    if names == "mds":
+        found = opened_deepspeed(write_deepspeed(tmp_path, source, way, **own), overrides)
+    else:
+        found = opened(write(tmp_path, source, way, **own), overrides)
+    assert found.model.activation.value == expected
+
+
+def test_grouped_queries_in_an_order_without_groups_are_refused(tmp_path: Path) -> None:
+    overrides = [*MODELS["llama3"], *RUN, "model.n_layer=2"]
+    model = compose(overrides).model
+    values = {name: torch.zeros(stored.shape) for name, stored in stored_tensors(model).items()}
+    source = StateSource(
+        model, SAVED, True, lambda name: values[name.removeprefix("exp_avg.").removeprefix("exp_avg_sq.")]
+    )
+    path = write_deepspeed(tmp_path, source, Way(names="mds"), ds_sequence_parallel_fpdt=False)
+    with pytest.raises(TrainerError, match=r"rows of fused queries.* 4 heads .* 2 of"):
+        opened_deepspeed(path, overrides)
+
+
 def opened_deepspeed(path: Path, overrides: list[str], **options: Any) -> StateSource:
     asked = ImportOptions(compose(overrides), trusts_pickle=True, overrides=overrides, **options)
     return deepspeed.read_source(path, asked)
@@ -175,6 +224,12 @@ def read_all(source: StateSource) -> None:
     for name in stored_tensors(source.model):
         for key in ("", "exp_avg.", "exp_avg_sq.") if source.has_optimizer else ("",):
             source.read(key + name)
+
+
+def assert_same(found: StateSource, source: StateSource) -> None:
+    for name in stored_tensors(source.model):
+        for key in ("", "exp_avg.", "exp_avg_sq."):
+            assert torch.equal(found.read(key + name), source.read(key + name)), key + name
 
 
 def refusal(path: Path, overrides: list[str], **options: Any) -> str:
@@ -257,6 +312,48 @@ def test_what_does_not_fit_together_is_refused_by_name(
     assert re.search(said, refusal(path, overrides), flags=re.S), refusal(path, overrides)
 
 
+def test_the_first_of_copies_that_drifted_apart_is_taken(
+    small: tuple[list[str], StateSource],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    overrides, source = small
+    tied = REFUSED["another tied copy"]
+    cases = {"drifted": (replace(TP2, is_distributed=False), drift), "tied": (tied[0], tied[2])}
+    for name, (way, alter) in cases.items():
+        path = write(tmp_path / name, source, way)
+        change(path / (tied[1] if name == "tied" else "mp_rank_01/model_optim_rng.pt"), alter)
+        caplog.clear()
+        found = opened(path, overrides, from_rank0=True)
+        assert_same(found, source)
+        assert_same(found, source)
+        lines = [line for line in caplog.messages if "the first copy is taken" in line]
+        assert len(lines) == 1, lines
+        assert re.search(
+            r"(linear_proj\.bias: 1 of 24 .* at most 1:|word_embeddings.*first and the last stage)", lines[0]
+        )
+    lay_out = megatron_layout._chunk
+
+    def drifted(*args: Any) -> Any:
+        """Return the parts of a rank with other biases, in all their kinds, on the second of tensor parallelism."""
+        found, tp = lay_out(*args), args[3]
+        return {
+            name: {key: value + (tp == 1 and name.endswith("linear_proj.bias")) for key, value in values.items()}
+            for name, values in found.items()
+        }
+
+    monkeypatch.setattr(megatron_layout, "_chunk", drifted)
+    path = write(tmp_path / "flat", source, TP2)
+    assert "copies of a tensor on ranks 0 and 1" in refusal(path, overrides)
+    assert_same(opened(path, overrides, from_rank0=True), source)
+    path = write_deepspeed(tmp_path / "ds", source, Way(tp=2, names="mds"))
+    assert_same(opened_deepspeed(path, overrides, from_rank0=True), source)
+    others = [o for o in overrides if not o.startswith("model") or "token_id" in o]
+    command = ["import", "deepspeed", str(path), str(tmp_path / "out"), "--trust-pickle", *others]
+    assert (convert.main(command), convert.main([*command, "--from-rank0"])) == (2, 0)
+
+
 def test_files_that_are_missing_or_damaged_are_named(small: tuple[list[str], StateSource], tmp_path: Path) -> None:
     overrides, source = small
     path = write(tmp_path, source, Way(tp=2, pp=2))
@@ -273,6 +370,29 @@ def test_files_that_are_missing_or_damaged_are_named(small: tuple[list[str], Sta
     assert "no mp_rank_01_001" in refusal(path, overrides)
     (path / "mp_rank_00_000_001").mkdir()
     assert "mp_rank_00_000_001" in refusal(path, overrides)
+
+
+@pytest.mark.parametrize("key", ["", "exp_avg."])
+def test_a_flipped_bit_is_found_and_its_file_named(
+    small: tuple[list[str], StateSource], tmp_path: Path, key: str
+) -> None:
+    overrides, source = small
+    path = write(tmp_path, source, PLAIN)
+    file = path / MODEL_FILE
+    data = bytearray(file.read_bytes())
+    data[data.find(source.read(f"{key}transformer.wpe.weight").numpy().tobytes()[:64]) + 5] ^= 1
+    file.write_bytes(data)
+    said = refusal(path, overrides)
+    assert str(file) in said
+    assert "another checksum: Bad CRC-32" in said
+
+
+def test_a_file_of_torch_before_its_zip_archives_is_named(small: tuple[list[str], StateSource], tmp_path: Path) -> None:
+    overrides, source = small
+    path = write(tmp_path, source, Way(names="older", version=0, is_distributed=False))
+    saved = torch.load(path / MODEL_FILE, weights_only=False)
+    torch.save(saved, path / MODEL_FILE, _use_new_zipfile_serialization=False)
+    assert "form of torch before 1.6" in refusal(path, overrides)
 
 
 def test_a_data_parallel_rank_that_is_missing_is_named(small: tuple[list[str], StateSource], tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +82,29 @@ def test_samples_are_counted_as_they_are_told(run: Path, tmp_path: Path) -> None
     assert (state["consumed_samples"], state["consumed_tokens"]) == (77, 77 * 16)
 
 
+def test_samples_of_a_batch_that_grows_are_counted(run: Path, tmp_path: Path) -> None:
+    growing = ["train.batch_schedule=0:4 4:12", "schedule.lr_decay_samples=100", "schedule.lr_warmup_samples=8"]
+    growing = [*(word for word in OVERRIDES if not word.startswith("schedule")), *growing]
+    state = open_checkpoint(write_checkpoint(source_of(run), tmp_path / "c", compose(growing)), Files()).state
+    assert (state["consumed_samples"], state["batch"]["batch_schedule"]) == (16, "0:4 4:12")
+    run_ok(tmp_path / "run", [*growing, f"checkpoint.load={tmp_path}/c"])
+    assert [row[4] for row in curve(tmp_path / "run")] == [28, 40]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["train.batch_schedule=0:4 x"], "train.batch_schedule=0:4 x: 'x' is not SAMPLES:SIZE"),
+        (["data=megatron", "data.train=[{path: a}]"], "data.train[0]={'path': 'a'}: must be {path: PATH, weight"),
+        (["data=megatron", "data.train=[{path: a, weight: 0}]"], "data.train[0].weight=0: must be a number above 0"),
+    ],
+)
+def test_a_schedule_or_blend_that_cannot_be_is_named(run: Path, tmp_path: Path, words: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, *words]))
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("samples", [-1, 1 << 62])
 def test_samples_that_no_run_can_come_to_are_refused(run: Path, tmp_path: Path, samples: int) -> None:
     with pytest.raises(ConfigError, match=f"found {samples}"):
@@ -109,7 +135,7 @@ def test_a_folder_that_a_run_holds_is_refused(run: Path, tmp_path: Path) -> None
 def test_a_source_of_another_model_is_refused_before_writing(run: Path, tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"model\.n_layer +saved 2 +current 1"):
         write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, "model.n_layer=1"]))
-    with pytest.raises(MismatchError, match="the source names its model"):
+    with pytest.raises(MismatchError, match="The source names these fields"):
         write_checkpoint(source_of(run), tmp_path / "new", compose([*OVERRIDES, "model.n_layer=1"]))
     assert not (tmp_path / "new").exists()
 
@@ -124,3 +150,16 @@ def test_a_source_that_fails_leaves_nothing(run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"another shape .*exp_avg\.transformer\.wpe\.weight"):
         write_checkpoint(replace(source, read=read), tmp_path, compose(OVERRIDES))
     assert [p.name for p in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_tensor_is_gone_before_the_next_one_is_read(run: Path, tmp_path: Path) -> None:
+    source, alive = source_of(run), list[weakref.ref[Any]]()
+
+    def read(name: str) -> torch.Tensor:
+        assert not any(one() is not None for one in alive), f"a tensor before {name} is in memory"
+        values = source.read(name).numpy().copy()
+        alive.append(weakref.ref(values))
+        return torch.from_numpy(values)
+
+    made = write_checkpoint(replace(source, read=read), tmp_path, compose(OVERRIDES))
+    assert tensor_files(made) == tensor_files(run / "checkpoints/iter_0000002")

@@ -6,13 +6,18 @@ import argparse
 import json
 import os
 import pickle
+import re
 import shutil
+import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from models.config import Activation, Family, ModelConfig, RopeScaling
 from models.families import stored_tensors
 from tests.harness import TINY, compose, tensor_files
+from tests.interop import torch_dist_layout
 from tests.interop.megatron_layout import Way
 from tests.interop.torch_dist_layout import Form, write
 from trainer.commands import convert
@@ -27,6 +33,7 @@ from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerE
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.names import by_our_name, correspondences
+from trainer.interop.megatron.shards import RankCopies, RankPiece, join
 from trainer.interop.megatron.source import read_source
 from trainer.interop.output import write_checkpoint
 from trainer.interop.source import StateSource
@@ -90,6 +97,7 @@ LAYOUTS = {
     "llama tied buckets pp2": ("llama-tied", Way(pp=2, dp=2, bucket=3000), Form("buckets")),
     "llama tied flat, numbered": ("llama-tied", Way(tp=2, dp=2, rows=264), Form("flat", is_stacked=False)),
     "qwen3 fully tp2": ("qwen3", Way(tp=2, rows=264), Form()),
+    "qwen3 buckets tp4 pp2 te": ("qwen3", Way(4, 2, 1, 2, names="te", dtype=BF16, rows=264), Form("buckets")),
 }
 
 
@@ -102,6 +110,7 @@ SLOW = {
     "llama plain bf16",
     "llama buckets vpp2",
     "llama tied flat, numbered",
+    "qwen3 buckets tp4 pp2 te",
 }
 
 
@@ -192,6 +201,31 @@ def test_buckets_that_no_known_order_explains_are_refused(tmp_path: Path) -> Non
     assert torch.equal(source.read("transformer.ln_f.bias"), other.read("transformer.ln_f.bias"))
 
 
+def test_the_first_of_copies_in_buckets_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lay_out = torch_dist_layout._chunk
+
+    def drifted(wholes: Any, model: ModelConfig, way: Way, tp: int, pp: int, vpp: int) -> Any:
+        found = lay_out(wholes, model, way, tp, pp, vpp)
+        for name, values in found.items():
+            if tp == 1 and name.endswith(".linear_proj.bias"):
+                found[name] = {key: value + 1 for key, value in values.items()}
+        return found
+
+    monkeypatch.setattr(torch_dist_layout, "_chunk", drifted)
+    state = state_of("gpt2")
+    path = write(tmp_path, state, Way(tp=2, dp=2, rows=264), Form("buckets"))
+    with pytest.raises(
+        MismatchError, match=r"(?s)copies that differ at .*linear_proj\.bias.*--from-rank0 takes the first"
+    ):
+        opened(path, [*ENDS, *ALONE])
+    assert_carried(opened(path, [*ENDS, *ALONE], from_rank0=True), state)
+    # Three kinds of four biases: ten lines, and one on the rest.
+    assert sum("the first copy is taken" in line for line in caplog.messages) == 10
+    assert sum("copies of more tensors differ" in line for line in caplog.messages) == 1
+
+
 @pytest.mark.parametrize("family", [_marked(family, family == "llama") for family in MODELS])
 def test_an_export_comes_back_with_the_same_bytes(tmp_path: Path, family: str) -> None:
     overrides = overrides_of(family)
@@ -203,6 +237,47 @@ def test_an_export_comes_back_with_the_same_bytes(tmp_path: Path, family: str) -
     assert tensor_files(found) == tensor_files(made)
     assert (found / "trainer_state.json").read_text().count('"consumed_samples": 31') == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "made", "out"]
+
+
+def test_an_export_has_the_arguments_that_megatron_compares(tmp_path: Path) -> None:
+    """`check_checkpoint_args` of `megatron/training/checkpointing.py`, with --vocab-file of GPT-2's vocabulary."""
+    made = write_checkpoint(state_of("gpt2"), tmp_path / "made", compose(overrides_of("gpt2")))
+    assert convert.main(["export", "megatron", str(made), str(tmp_path / "out")]) == 0
+    args = torch.load(tmp_path / "out/iter_0000003/common.pt", weights_only=False)["args"]
+    expected = {
+        "num_layers": 4,
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "add_position_embedding": True,
+        "max_position_embeddings": 256,
+        "make_vocab_size_divisible_by": 128,
+        "tokenizer_type": "GPT2BPETokenizer",
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_a_terminal_shows_the_progress_of_a_conversion(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = str(write_checkpoint(state_of("gpt2"), tmp_path / "made", compose(overrides_of("gpt2"))))
+    assert "B/s" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert convert.main(["export", "megatron", made, str(tmp_path / "out")]) == 0
+    assert re.search(r"iter_0000003: +0%.*/\d+k .*B/s", capsys.readouterr().err)
+    assert convert.main(["import", "megatron", str(tmp_path / "out"), str(tmp_path / "back"), "--trust-pickle"]) == 0
+    assert re.search(r"iter_0000003.*: +0%.*/\d+k .*B/s", capsys.readouterr().err)
+
+
+def test_an_export_has_the_steps_of_the_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They need not be the iteration: another program counted them, or some parameters were frozen at first."""
+    state = state_of("gpt2")
+    steps = {"step.transformer.wte.weight": torch.tensor(2.0)}
+    others = replace(state, read=lambda n: steps.get(n, torch.tensor(5.0)) if n.startswith("step.") else state.read(n))
+    made = write_checkpoint(others, tmp_path / "made", compose(overrides_of("gpt2")))
+    assert convert.main(["export", "megatron", str(made), str(tmp_path / "out")]) == 0
+    assert "numbers of steps differ: 5 of 51 parameters, 2 of 1 parameters." in caplog.text
+    back = opened(tmp_path / "out", [*ENDS, *ALONE])
+    assert (back.iteration, back.read("step.transformer.wpe.weight")) == (3, 5.0)
 
 
 def test_an_export_of_weights_alone_has_no_optimizer(tmp_path: Path) -> None:
@@ -265,6 +340,20 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path, where: str) -> None:
     with pytest.raises(TrainerError):
         opened(path, [*ENDS, *ALONE])
     assert not (tmp_path / "boom").exists()
+
+
+def test_metadata_changes_no_class_of_this_process(tmp_path: Path) -> None:
+    path = write(tmp_path, state_of("gpt2"), Way(), Form())
+    name = b"X\x07\0\0\0planted"
+    # The class itself on the stack, and then the state (None, {"planted": "planted"}) set on it.
+    (path / ".metadata").write_bytes(b"\x80\x02cpathlib\nPosixPath\nN}" + name * 2 + b"s\x86b.")
+    try:
+        with pytest.raises(MismatchError, match=r"attributes of <class 'pathlib\.PurePath'>, which is no value"):
+            opened(path, [*ENDS, *ALONE])
+        assert not hasattr(tmp_path, "planted")
+    finally:
+        if hasattr(PurePath, "planted"):
+            del PurePath.planted
 
 
 def test_objects_of_unknown_classes_are_left_alone(tmp_path: Path) -> None:
@@ -339,7 +428,7 @@ def test_other_backends_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="expected sharded_backend torch_dist, found zarr"):
         opened(path, ALONE)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(MismatchError, match="A folder holds no Megatron checkpoint"):
+    with pytest.raises(MismatchError, match=r"A folder holds no Megatron checkpoint.*copy metadata\.json too"):
         opened(tmp_path / "empty", ALONE)
 
 
@@ -353,11 +442,12 @@ def test_another_model_than_the_arguments_say_is_listed(tmp_path: Path) -> None:
         opened(path, [*ENDS, *ALONE])
 
 
-def test_a_group_gives_what_arguments_lack_and_no_more(tmp_path: Path) -> None:
+def test_a_group_gives_what_arguments_lack_and_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "megatron", state_of("gpt2"), Way(), Form(), position_embedding_type=None)
     command = ["import", "megatron", str(path), str(tmp_path / "ours"), "--trust-pickle", *ALONE]
     assert convert.main(command) == 2  # neither GPT-2 nor LLaMA-3
     assert convert.main([*command, "model=gpt2_tiny", "model.n_layer=3"]) == 2
+    assert "leave out each model.KEY=VALUE of theirs" in capsys.readouterr().err
     assert convert.main([*command, "model=gpt2_tiny"]) == 0
     state = json.loads((tmp_path / "ours/iter_0000003/trainer_state.json").read_text())
     assert state["model"]["n_embd"] == 24
@@ -408,6 +498,32 @@ def test_a_conversion_holds_three_times_the_largest_tensor(tmp_path: Path, kind:
     assert peak <= 3 * largest
 
 
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_parts_are_joined_with_one_in_memory_beside_the_whole(is_gated: bool) -> None:
+    alive = list[weakref.ref[Any]]()
+
+    def read(rank: int) -> torch.Tensor:
+        assert not any(one() is not None for one in alive)
+        values = np.arange(12 * rank, 12 * rank + 12, dtype=np.float32).reshape(4, 3)
+        alive.append(weakref.ref(values))
+        return torch.from_numpy(values)
+
+    pieces = [RankPiece((4, 3), partial(read, rank)) for rank in range(3)]
+    joined = join(pieces, cut=0, is_gated=is_gated, copies=RankCopies(), where="here")
+    rows = torch.arange(36.0).reshape(12, 3)
+    expected = rows.reshape(3, 2, 2, 3).transpose(0, 1).reshape(12, 3) if is_gated else rows
+    assert torch.equal(joined, expected)
+    other = RankPiece((4, 1), lambda: torch.zeros(4, 1))
+    with pytest.raises(CheckpointError, match=r"found \[4, 1\] of torch.float32 on rank 1"):
+        join(
+            [RankPiece((4, 3), lambda: torch.zeros(4, 3)), other],
+            cut=0,
+            is_gated=False,
+            copies=RankCopies(),
+            where="here",
+        )
+
+
 def _resident(kind: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
     return int(line.split()[1]) * 1024
@@ -422,6 +538,7 @@ def test_lines_name_settings_and_the_order_of_samples(
     assert "The order of samples is not carried" in caplog.text
     assert "the schedule was lr_decay_style cosine, max_lr 0.1" in caplog.text
     assert "a group of the optimizer was set to lr 0.1" in caplog.text
+    assert "samples of 16 tokens: import with train.seq_length=16" in caplog.text
 
 
 GPT2_ARGS = {
@@ -468,6 +585,8 @@ def test_arguments_describe_the_model() -> None:
     assert (llama.model.family, llama.model.n_kv_head, llama.model.tie_word_embeddings) == (Family.llama3, 2, False)
     assert llama.model.rope_scaling == RopeScaling(factor=32.0)
     assert (llama.model.rope_theta, llama.model.initializer_range, llama.padded_vocab_size) == (500000.0, 0.01, 264)
+    untied = {"untie_embeddings_and_output_weights": None}
+    assert not described(LLAMA_ARGS | untied, "model.tie_word_embeddings=false").model.tie_word_embeddings
     assert described(LLAMA_ARGS | {"rotary_base": None}).model.rope_theta == 10000.0
     assert described(LLAMA_ARGS | {"qk_layernorm": True}).model.family is Family.qwen3
 
@@ -490,6 +609,10 @@ def test_arguments_describe_the_model() -> None:
         (LLAMA_ARGS | {"multi_latent_attention": True}, "multi_latent_attention=True"),
         (LLAMA_ARGS | {"window_size": (127, 0)}, "window_size=(127, 0)"),
         ({}, "args have no position_embedding_type"),
+        ({}, "args have no num_layers: set model.n_layer"),
+        ({}, "\nFields that args lack come from model=NAME and model.KEY=VALUE."),
+        ({"num_experts": 8}, "num_experts=8: none of our models has it"),
+        (GPT2_ARGS | {"vocab_size": 300}, "vocab_size=300: the embedding has 264 rows"),
         ({"position_embedding_type": "rope"}, "args have no num_attention_heads: set model.n_head"),
     ],
 )

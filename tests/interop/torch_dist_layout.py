@@ -7,6 +7,7 @@ The values of a rank are those of `megatron_layout`. Sources: `megatron/core/dis
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from collections.abc import Iterator
@@ -156,16 +157,20 @@ def _grid(counts: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _bucket_chunks(wholes: Any, source: StateSource, way: Way) -> Iterator[tuple[str, Any]]:
+    """Yield buckets, with a chunk for each piece of a parameter, or of a gap, on each rank of data parallelism."""
     dtype = f"dtype_({way.dtype}, torch.float32)"
     for group in range(way.tp * way.pp):
         pp, tp = divmod(group, way.tp)
         for vpp in range(way.vpp):
             chunk = _chunk(wholes, source.model, way, tp, pp, vpp)
             for key in KEYS:
-                padded, unpadded = _buckets(chunk, key, source.model, way)
-                for number, (bucket, size) in enumerate(zip(padded, unpadded, strict=True)):
+                for number, (bucket, size, ends) in enumerate(
+                    zip(*_buckets(chunk, key, source.model, way), strict=True)
+                ):
                     share = bucket.numel() // way.dp
                     assert bucket.numel() % lcm(way.dp, 128) == 0
-                    parts = {(at,): bucket[at : min(at + share, size)] for at in range(0, size, share)}
+                    borders = sorted({0, *range(share, size, share), *ends})
+                    assert borders[-1] == size
+                    parts = {(at,): bucket[at:end] for at, end in itertools.pairwise(borders)}
                     root = f"optimizer.distributed.dp_group_idx_{group}.gbuf_idx_{vpp}.{dtype}.bucket_idx_{number}"
                     yield f"{root}.{key}", ((size,), parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -110,6 +111,45 @@ def test_a_run_is_as_long_as_its_samples(tmp_path: Path) -> None:
     ended = run_ok(tmp_path, [*changed, "checkpoint.override_batch_size=true"])
     assert [row["consumed_samples"] for row in lines(tmp_path)] == [*CONSUMED[:7], 56, 60]
     assert "step     9/9" in ended.text
+
+
+def test_other_batches_keep_the_saved_warm_up(tmp_path: Path) -> None:
+    run = [override for override in RUN if not override.startswith(("schedule.", "train.batch_schedule"))]
+    run_ok(tmp_path / "run", [*run, "train.train_samples=240", "train.exit_interval=1"])
+    changed = ["train.global_batch_size=6", "checkpoint.override_batch_size=true"]
+    refused = launch(tmp_path / "run", [*run, "train.train_samples=240", *changed])
+    assert not refused.ok
+    assert "warmup_samples  saved 120  current 60  (schedule.lr_warmup_samples=120 keeps the saved" in refused.text
+    # A command without a configuration of its own takes the warm-up too.
+    load = f"checkpoint.load={tmp_path}/run/checkpoints"
+    run_ok(tmp_path / "moved", [load, *changed, "train.exit_interval=2"])
+    assert [row["lr"] for row in lines(tmp_path / "moved")] == [1e-3 * 18 / 120]
+
+
+@pytest.mark.slow
+def test_counts_of_samples_follow_the_sequence_length(tmp_path: Path) -> None:
+    run = [override for override in RUN if not override.startswith("schedule.lr_warmup_iters")]
+    counts = ["train.train_samples=60", "schedule.lr_warmup_samples=10", "schedule.lr_decay_samples=60"]
+    run_ok(tmp_path / "whole", [*run, *counts])
+    longer = [*run, "train.seq_length=32", "checkpoint.override_batch_size=true"]
+    longer.append(f"checkpoint.load={tmp_path}/whole/checkpoints/iter_0000005")
+    refused = launch(tmp_path / "1", [*longer, *counts])
+    assert not refused.ok
+    assert re.search(r"schedule.decay_samples +saved 30  current 60  \(schedule.lr_decay_samples=30 ext", refused.text)
+    halved = ["train.train_samples=30", "schedule.lr_warmup_samples=5", "schedule.lr_decay_samples=30"]
+    halved.append("train.batch_schedule=0:4 6:8 13:12")
+    ended = run_ok(tmp_path / "1", [*longer, *halved])
+    assert "batch.seq_length: saved 16, now 32; the position is that of the tokens consumed, and all" in ended.text
+    assert "batch.batch_schedule" not in ended.text
+    # 28 samples of 16 tokens are 14 of 32, and the iterations from there on have 12.
+    (row,) = lines(tmp_path / "1")
+    assert (row["consumed_samples"], row["global_batch_size"]) == (26, 12)
+    assert row["lr"] == pytest.approx(1e-4 + 0.5 * (1 + math.cos(math.pi * (26 - 5) / 25)) * 9e-4, rel=1e-9)
+    taken = ["checkpoint.use_checkpoint_scheduler=true", "train.train_samples=30", halved[-1]]
+    run_ok(tmp_path / "2", [*longer, *taken])
+    assert curve(tmp_path / "2") == curve(tmp_path / "1")
+    ended = run_ok(tmp_path / "3", [*longer, *taken[:2]])
+    assert "batch.batch_schedule: saved 0:4 6:8 13:12, now 0:4 12:8 27:12; the run continues with" in ended.text
 
 
 @pytest.mark.parametrize(

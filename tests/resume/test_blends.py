@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import trainer.__main__
 from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok
 from trainer.build import Run
+from trainer.commands import checkpoint as look
 from trainer.data.order import sample_ids
 from trainer.data.token_file import write_token_file
 
@@ -109,6 +111,24 @@ def test_a_stopped_blend_resumes_bitwise(data: Path) -> None:
     saved = state(data / "run", 4)
     assert "blend" not in saved
     assert sorted(saved["data"]["weights"].values()) == ["2/5", "3/5"]  # type: ignore[index]
+
+
+def test_a_new_run_from_its_weights_begins_every_source_again(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    growing = ["train.batch_schedule=0:4 8:12", "train.train_samples=32"]
+    base = [override for override in BASE if not override.startswith("schedule")]
+    run_ok(data / "run", [*base, *growing, blend(data, a=0.6, b=0.4)])
+    changed = [*base, *growing, blend(data, a=0.5, c=0.5), "checkpoint.override_data=true"]
+    run_ok(data / "run", [*changed, "train.train_samples=44", "schedule.lr_decay_samples=32"])
+    begun = [*changed, f"checkpoint.load={data}/run", "checkpoint.finetune=true"]
+    run_ok(data / "fine", begun)
+    assert [row[4] for row in curve(data / "fine")] == [4, 8, 20, 32]
+    assert "blend" not in state(data / "fine", 4)
+    assert look.main(["show", str(data / "run")]) == 0
+    shown = dict(re.findall(r"^(\S+) +(\S.*?) *$", capsys.readouterr().out, flags=re.M))
+    assert shown["batch.batch_schedule"] == "0:4 8:12"
+    assert shown["blend.position"] == "32"
+    assert sum(int(count) for name, count in shown.items() if name.startswith("blend.consumed.")) == 32
+    assert [share for name, share in shown.items() if name.startswith("data.weights.")] == ["1/2", "1/2"]
 
 
 def test_another_blend_without_the_flag_is_refused(data: Path) -> None:

@@ -27,6 +27,14 @@ def test_warm_up_is_linear_from_zero_to_the_peak(style: DecayStyle) -> None:
     assert rates == [iteration / 10 for iteration in range(1, 11)]
 
 
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize("unit", ["iters", "samples"])
+def test_there_is_no_rate_before_the_first_iteration(unit: str, warmup: int) -> None:
+    found = resolve(ScheduleSection(**{f"lr_warmup_{unit}": warmup}), ITERS, 1.0)  # type: ignore[arg-type]
+    assert found.at(0, 0) == 0.0  # a save of the weights at the start records it
+    assert found.at(1, 1) > 0.0
+
+
 @pytest.mark.parametrize(
     ("style", "just_after_warm_up", "middle"),
     [

@@ -70,7 +70,12 @@ def bring_in(options: argparse.Namespace) -> int:
 def _asked(options: argparse.Namespace) -> ImportOptions:
     names = None if options.optimizer_names is None else _read_names(options.optimizer_names)
     return ImportOptions(
-        compose(options.overrides), options.trust_pickle, options.weights_only, names, options.overrides
+        compose(options.overrides),
+        options.trust_pickle,
+        options.weights_only,
+        names,
+        options.overrides,
+        options.from_rank0,
     )
 
 
@@ -129,7 +134,11 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
         one.add_argument("--consumed-samples", type=int, metavar="N", help="samples that were trained on")
         one.add_argument("--trust-pickle", action="store_true", help="unpickle files, which can run any code in them")
         one.add_argument("--weights-only", action="store_true", help="leave the optimizer's state out: iteration 0")
-        one.set_defaults(optimizer_names=None)
+        one.set_defaults(optimizer_names=None, from_rank0=False)
+        if found.has_copies:
+            one.add_argument(
+                "--from-rank0", action="store_true", help="take the first copy of a tensor where those of ranks differ"
+            )
         if found.numbers_moments:
             one.add_argument(
                 "--optimizer-names", type=Path, metavar="FILE", help="the optimizer's parameters in order, one a line"

@@ -16,6 +16,7 @@ from trainer.config.schema import (
     NewRows,
     OptimizerName,
     OptimizerSection,
+    TrainSection,
     batch_schedule_of,
     length_of,
     topology_of,
@@ -57,9 +58,14 @@ def validate(config: Config, world_size: int) -> None:
 
 
 def unused_keys(config: Config) -> list[str]:
-    """Return lines that name the keys of saving that are set although their folder is null."""
-    section, local = config.checkpoint, config.checkpoint.local
+    """Return lines that name the keys that are set although another key leaves them without use."""
+    section, local, train = config.checkpoint, config.checkpoint.local, config.train
     lines = []
+    if train.train_samples is not None and train.train_iters != TrainSection().train_iters:
+        lines.append(
+            f"train.train_samples={train.train_samples} is the length of the run, so train.train_iters="
+            f"{train.train_iters} is not used"
+        )
     for table, defaults, prefix, folder, names in (
         (section, CheckpointSection(), "checkpoint", "save", (*_OF_SAVING, "save_steps")),
         (local, LocalSection(), "checkpoint.local", "dir", _OF_LOCAL),

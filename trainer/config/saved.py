@@ -73,12 +73,15 @@ def is_secret(key: str) -> bool:
 def saved_config(config: Config) -> Json:
     """Return the settings of a run by section and key, as JSON.
 
-    `schedule.lr_decay_iters`, or `lr_decay_samples`, has the value that it stands for, so that a run of another length
-    keeps the schedule.
+    `schedule.lr_decay_iters`, or `lr_decay_samples` and `lr_warmup_samples`, have the values that they stand for, so
+    that a run of another length, or with other batches, keeps the schedule.
     """
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     resolved = replace(config.schedule)
-    setattr(resolved, "lr_decay_samples" if schedule.is_in_samples else "lr_decay_iters", schedule.decay)
+    if schedule.is_in_samples:
+        resolved.lr_warmup_samples, resolved.lr_decay_samples = schedule.warmup, schedule.decay
+    else:
+        resolved.lr_decay_iters = schedule.decay
     config = replace(config, schedule=resolved)
     found: Json = {}
     for section, key, value in _settings(config):

@@ -55,13 +55,15 @@ class Samples:
         targets = np.maximum(self._ends - self._begins - 1, 0)
         self._bounds = np.append(0, np.cumsum((targets + seq_length - 1 if per_document else targets) // seq_length))
         if not self.count:
-            expected = f"a file of at least {seq_length + 1} tokens (seq_length + 1)"
+            unit, least = (
+                ("document", "2 tokens") if per_document else ("file", f"{seq_length + 1} tokens (seq_length + 1)")
+            )
             raise DataError(
                 "there is not one sample in the data",
                 where=", ".join(str(file.path) for file in files) or "no files",
-                expected="a document of at least 2 tokens" if per_document else expected,
-                found=f"at most {max((file.count for file in files), default=0)} tokens",
-                fix="Give more data or a smaller seq_length.",
+                expected=f"a {unit} of at least {least}",
+                found=f"at most {int((self._ends - self._begins).max(initial=0))} tokens",
+                fix="Give more data." if per_document else "Give more data or a smaller seq_length.",
             )
 
     @property

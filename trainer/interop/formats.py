@@ -23,6 +23,7 @@ class ImportOptions:
         weights_only: whether the optimizer's state is left out.
         optimizer_names: the optimizer's parameter names in its order, for formats that keep them by number.
         overrides: the command-line overrides that `config` was composed of.
+        from_rank0: whether the first copy of a tensor is taken where copies on several ranks differ.
     """
 
     config: Config
@@ -30,6 +31,7 @@ class ImportOptions:
     weights_only: bool = False
     optimizer_names: Sequence[str] | None = None
     overrides: Sequence[str] = ()
+    from_rank0: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class Format:
             `model=NAME` is not what has to be found.
         merges: whether adapters can be merged with their base, so that `ExportOptions.merge` applies.
         numbers_moments: whether moments may be kept by number, so that `ImportOptions.optimizer_names` applies.
+        has_copies: whether several ranks may keep copies of a tensor, so that `ImportOptions.from_rank0` applies.
     """
 
     summary: str
@@ -69,3 +72,4 @@ class Format:
     completes_model: bool = False
     merges: bool = False
     numbers_moments: bool = False
+    has_copies: bool = False

@@ -35,6 +35,7 @@ from trainer.config.schema import (
     TrainSection,
     batch_schedule_of,
 )
+from trainer.data.section import problems as data_problems
 from trainer.data.text import bytes_encoder, read_tokenizer
 from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.finite import require_finite
@@ -100,6 +101,11 @@ def _check(config: Config) -> None:
         "checkpoint.file_bytes": config.checkpoint.file_bytes,
     }
     found += [f"{name}={value}: must be at least 1" for name, value in values.items() if value < 1]
+    found += data_problems(config.data)
+    try:
+        batch_schedule_of(config.train)
+    except ValueError as error:
+        found.append(f"train.batch_schedule={config.train.batch_schedule}: {error}")
     if is_adapted(config.model):
         found.append(f"model.lora.rank={config.model.lora.rank}: an import writes whole models, leave it 0")
     if found:
@@ -163,7 +169,8 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
         raise MismatchError(
             "The source holds another model than the one configured",
             found=error.found,
-            fix="\nLeave model= and model.KEY=VALUE out: the source names its model.",
+            fix="\nThe source names these fields: leave out each model.KEY=VALUE of theirs, or model= where that sets "
+            "them.",
         ) from None
     train = config.train
     samples = source.consumed_samples if consumed_samples is None else consumed_samples

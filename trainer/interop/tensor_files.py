@@ -49,17 +49,24 @@ def _write_file(
         files.reserve(descriptor, file.total_bytes)
         files.write(descriptor, [memoryview(file.header)], offset=0)
         for place in file.places:
-            digests, offset = [], place.offset
-            for block in blocks_of(_checked(read(place.spec.name), place), place.spec.dtype, where=place.spec.name):
-                files.write(descriptor, [block], offset=offset)
-                digests.append(bytes.fromhex(digest_of(block)))
-                offset += block.nbytes
-                progress(block.nbytes)
-            assert all(len(digest) == DIGEST_BYTES for digest in digests)
-            yield WrittenPiece(place.spec.name, whole(place.spec.view), 0, place.spec.total_bytes, b"".join(digests))
+            # A function of its own: a block that outlived the loop would keep its tensor while the next one is read.
+            digests = _write_tensor(files, descriptor, place, read, progress)
+            yield WrittenPiece(place.spec.name, whole(place.spec.view), 0, place.spec.total_bytes, digests)
         files.sync(descriptor)
     finally:
         files.close(descriptor)
+
+
+def _write_tensor(files: Files, descriptor: int, place: Place, read: Read, progress: Callable[[int], object]) -> bytes:
+    """Write a tensor at its place in an open file; return the digests of its blocks, end to end."""
+    digests, offset = [], place.offset
+    for block in blocks_of(_checked(read(place.spec.name), place), place.spec.dtype, where=place.spec.name):
+        files.write(descriptor, [block], offset=offset)
+        digests.append(bytes.fromhex(digest_of(block)))
+        offset += block.nbytes
+        progress(block.nbytes)
+    assert all(len(digest) == DIGEST_BYTES for digest in digests)
+    return b"".join(digests)
 
 
 def _checked(tensor: torch.Tensor, place: Place) -> torch.Tensor:

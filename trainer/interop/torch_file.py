@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import IO, Any, TypeGuard
 
 import torch
 
 from trainer.errors import CheckpointError
 
+_OLDER = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle of 0x1950a86a20f9469cfc6c, see torch/serialization.py
+_BLOCK_BYTES = 4 << 20
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
 
@@ -50,11 +54,16 @@ class PlainObject:
         return ", ".join(map(repr, self.values)) or "an object of a class that is not admitted"
 
 
-def open_torch_file(path: Path, placeholder: type[Unread] | type[PlainObject] = Unread) -> Mapping[Any, Any]:
+def open_torch_file(
+    path: Path, placeholder: type[Unread] | type[PlainObject] = Unread, *, is_checked: bool = True
+) -> Mapping[Any, Any]:
     """Return the dictionary in a file; its tensors are memory-mapped.
 
     torch unpickles it with `weights_only=True`. Every class that this does not admit is replaced by `placeholder`, so
     that no module is imported and no function of the file's choice is called.
+
+    Args:
+        is_checked: whether to read the file once and compare the checksums in it, which torch ignores.
 
     Raises:
         CheckpointError: if it is damaged, or does not hold a dictionary.
@@ -66,10 +75,40 @@ def open_torch_file(path: Path, placeholder: type[Unread] | type[PlainObject] = 
     except Exception as error:  # a damaged pickle may raise anything; handed on
         if isinstance(error, OSError) and error.filename is not None:
             raise
+        if _is_older(path):
+            raise CheckpointError(
+                "A file has the form of torch before 1.6, which cannot be mapped",
+                where=path,
+                expected="a zip archive, as torch.save writes",
+                fix="Load it with torch.load and save it with torch.save of a newer torch, where its program is "
+                "installed and its writer is trusted.",
+            ) from error
         raise _unreadable(path, f"{type(error).__name__}: {_telling(str(error))}") from error
     if not isinstance(found, Mapping):
         raise _unreadable(path, f"an object of {type(found).__name__}")
+    damaged = damaged_member(path) if is_checked else None
+    if damaged is not None:
+        raise _unreadable(path, damaged)
     return found
+
+
+def damaged_member(file: Path | IO[bytes]) -> str | None:
+    """Return the error of the first damaged member of a zip archive, None if all are whole.
+
+    torch writes 0 for all checksums if it is set to leave them out.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for member in archive.infolist():
+                if member.compress_type != zipfile.ZIP_STORED:
+                    return f"{member.filename} is compressed, as torch writes nothing, and may become of any size"
+                if member.CRC:
+                    with archive.open(member) as part:
+                        while part.read(_BLOCK_BYTES):
+                            pass
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        return f"another checksum: {error}"
+    return None
 
 
 def is_plain(value: object) -> TypeGuard[torch.Tensor]:
@@ -78,6 +117,11 @@ def is_plain(value: object) -> TypeGuard[torch.Tensor]:
         return False
     is_there = value.device.type == "cpu" and value.dtype in _FLOATS
     return is_there and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+def _is_older(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_OLDER)) == _OLDER
 
 
 def _telling(text: str) -> str:

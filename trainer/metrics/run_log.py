@@ -103,20 +103,27 @@ class IterationRecord:
 
 
 class Slowdown:
-    """How much longer iterations take while a save is being written, relative to the median of those before."""
+    """How much longer iterations take while a save is being written, relative to the median of those before.
+
+    Times are compared for each sample, since the global batch may grow.
+    """
 
     def __init__(self) -> None:
-        self._quiet: deque[float] = deque(maxlen=50)
-        self._during: list[float] = []
+        self._quiet: deque[float] = deque(maxlen=50)  # seconds of a sample
+        self._seconds, self._samples = 0.0, 0  # beside a save
 
-    def add(self, seconds: float, *, is_saving: bool) -> None:
+    def add(self, seconds: float, samples: int, *, is_saving: bool) -> None:
         """Count one iteration."""
-        (self._during if is_saving else self._quiet).append(seconds)
+        if is_saving:
+            self._seconds, self._samples = self._seconds + seconds, self._samples + samples
+        else:
+            self._quiet.append(seconds / samples)
 
     def take(self) -> float:
         """Return the total slowdown of a save's iterations in seconds; 0 if there is nothing to compare with."""
-        during, self._during = self._during, []
-        return sum(during) - len(during) * median(self._quiet) if self._quiet and during else 0.0
+        seconds, samples = self._seconds, self._samples
+        self._seconds, self._samples = 0.0, 0
+        return seconds - samples * median(self._quiet) if self._quiet and samples else 0.0
 
 
 class RunLog:

@@ -160,6 +160,15 @@ def test_keys_of_local_checkpoints_without_a_folder_are_named() -> None:
     assert unused_keys(found) == []
 
 
+def test_a_length_in_iterations_beside_one_in_samples_is_named() -> None:
+    found = config()
+    found.train.train_samples = 800
+    assert unused_keys(found) == []
+    found.train.train_iters = 7
+    (line,) = unused_keys(found)
+    assert line == "train.train_samples=800 is the length of the run, so train.train_iters=7 is not used"
+
+
 def test_the_global_batch_must_divide_over_the_ranks() -> None:
     uneven = config()
     uneven.train.global_batch_size = 12

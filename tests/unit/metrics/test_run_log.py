@@ -25,7 +25,7 @@ from trainer.errors import TrainerError
 from trainer.json_value import dumps
 from trainer.launch.start_times import Phase, StartTimes
 from trainer.metrics.jsonl_file import cut_after, last_recorded_iteration
-from trainer.metrics.run_log import RunLog, peak_flops
+from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
 
 
 def run_log(folder: Path, **changes: object) -> RunLog:
@@ -257,6 +257,16 @@ def test_the_seconds_of_a_start_are_with_its_first_iteration(tmp_path: Path, cap
     assert said[1:] == ["started in 0.5 s: imports 0.5, rendezvous 0.0, data 0.0, build 0.0, load 0.0"]
     assert [point.iteration for point in read_curve(tmp_path).points] == [1, 2, 3, 4]
     assert [timed.iteration for timed in read_timing(tmp_path).iterations] == [1, 2, 3, 4]
+
+
+def test_a_batch_that_grows_beside_a_save_is_no_slowdown() -> None:
+    slowdown = Slowdown()
+    for _ in range(3):
+        slowdown.add(1.0, 8, is_saving=False)
+    slowdown.add(2.0, 16, is_saving=True)
+    slowdown.add(2.5, 16, is_saving=True)
+    assert slowdown.take() == 0.5
+    assert slowdown.take() == 0.0
 
 
 def test_the_slowdown_beside_a_save_is_never_negative(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -68,6 +68,15 @@ class _Unpickler(pickle._Unpickler):
             return super().find_class(module, name)
         raise _ForeignClass(f"{module}.{name}, which is no part of DCP's metadata")
 
+    def _load_build(self) -> None:
+        """Set the attributes of a value, and never those of a class or a function: they would outlast the read."""
+        stack: list[Any] = self.stack  # type: ignore[attr-defined]
+        if len(stack) > 1 and callable(stack[-2]):
+            raise _ForeignClass(f"attributes of {stack[-2]!r}, which is no value")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _load_build}  # type: ignore[dict-item]
+
 
 # Classes of the plans that Megatron stores beside the metadata: not needed, and replaced by a placeholder.
 _PLAN_MODULES = ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch")

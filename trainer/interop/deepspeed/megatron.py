@@ -26,7 +26,7 @@ from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.joined import EMBEDDING, MASTERS, OUTPUT, Pieces, joined_state
 from trainer.interop.megatron.legacy_names import core_name, in_newest_order_of_all, stage_of
-from trainer.interop.megatron.shards import RankPiece, Stage, by_global_name, joined_shape
+from trainer.interop.megatron.shards import RankCopies, RankPiece, Stage, by_global_name, joined_shape
 from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, tell
 from trainer.interop.torch_file import PlainObject, open_torch_file
 from trainer.json_value import integer
@@ -44,6 +44,9 @@ _BEYOND = (
 _TIED = "tied_modules.embed."
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
 _POSITIONS = "embedding.position_embeddings.weight"
+# An argument since commit 676a482 of December 2024. From then on, a rank's rows of `query_key_value` are all queries,
+# all keys, all values, as in version 0, though the files name version 3.
+_SINCE_2024 = "ds_sequence_parallel_fpdt"
 # Values of Megatron-DeepSpeed's arguments, as Megatron-LM has them.
 _NORMALIZATIONS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _RENAMED = {"num_key_value_heads": "num_query_groups", "rope_theta": "rotary_base", "layernorm_epsilon": "norm_epsilon"}
@@ -59,7 +62,8 @@ class _Rank:
 
 def is_megatron(folder: Path) -> bool:
     """Return whether a folder of one tag is of Megatron-DeepSpeed, whose model files hold Megatron's arguments."""
-    return (folder / _FIRST).is_file() and "num_layers" in _arguments(open_torch_file(folder / _FIRST, PlainObject))
+    file = folder / _FIRST
+    return file.is_file() and "num_layers" in _arguments(open_torch_file(file, PlainObject, is_checked=False))
 
 
 def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, DescribedModel]:
@@ -92,16 +96,16 @@ def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, De
             where=folder,
             fix="Take the weights alone with --weights-only.",
         )
-    # Of a run that is parallel over the sequence, a rank has all queries, all keys, all values, as in version 0.
-    is_sequential = int(args.get("ds_sequence_parallel_size") or 1) > 1
-    version = 0 if is_sequential else first.get("checkpoint_version")
-    head = described.model.head_width
+    is_since_2024 = _SINCE_2024 in args
+    version = 0 if is_since_2024 else first.get("checkpoint_version")
     fixed = {
-        key: in_newest_order_of_all(pieces, version, head, where=folder)
+        key: in_newest_order_of_all(pieces, version, described.model, where=folder)
         for key, pieces in {"": weights, **kept}.items()
     }
-    _log.info(f"{folder}: Megatron-DeepSpeed, {tp} tensor-parallel ranks, {len(stages)} stages, ZeRO")
-    tell(first, described)
+    since = "since" if is_since_2024 else "before"
+    ranks_and_stages = f"{tp} tensor-parallel ranks, {len(stages)} stages, ZeRO"
+    _log.info(f"{folder}: Megatron-DeepSpeed, {ranks_and_stages}; rows of query_key_value as {since} December 2024")
+    tell(first, described, args)
     iteration = take(first, "global_steps", int, folder)
     state = joined_state(
         fixed.pop(""),
@@ -110,6 +114,7 @@ def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, De
         step=step,
         iteration=iteration,
         consumed_samples=consumed_samples(first, args),
+        copies=RankCopies(asked.from_rank0),
         where=folder,
     )
     return state, described
@@ -128,7 +133,7 @@ def _arguments(table: Table) -> dict[str, Any]:
     if found.get("num_experts") in ([1], [0]):
         found["num_experts"] = None
     older = {"position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False}
-    return {**older, **found}
+    return {**older, "use_legacy_models": True, **found}
 
 
 def _ranks(folder: Path, names: Sequence[str], asked: ImportOptions) -> list[_Rank]:

@@ -276,4 +276,5 @@ FORMAT = Format(
     read_source,
     names_model=True,
     numbers_moments=True,
+    has_copies=True,
 )

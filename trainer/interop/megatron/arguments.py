@@ -98,9 +98,9 @@ def describe(args: Mapping[str, Any], rows: int, asked: ImportOptions, *, where:
         MismatchError: listing every option that our models do not have, and every field that nothing names.
     """
     family, problems = _family(args, asked)
-    if family is not None:
-        problems += _unsupported(args, family)
-        problems += _unnamed(args, asked)
+    problems += _unsupported(args, family)
+    problems += _unnamed(args, asked)
+    problems += _vocabulary(args, rows, asked)
     if problems or family is None:
         raise _refused(problems, where=where)
     notes = list[str]()
@@ -113,7 +113,7 @@ def describe(args: Mapping[str, Any], rows: int, asked: ImportOptions, *, where:
         **_positions(args, family, asked),
         vocab_size=vocab_size,
     )
-    if "untie_embeddings_and_output_weights" in args:
+    if args.get("untie_embeddings_and_output_weights") is not None:
         model = replace(model, tie_word_embeddings=not args["untie_embeddings_and_output_weights"])
     if family is Family.gpt2:
         model = replace(model, n_kv_head=_groups(args, model), activation=_activation(args, asked, notes))
@@ -140,14 +140,17 @@ def _family(args: Mapping[str, Any], asked: ImportOptions) -> tuple[Family | Non
         return Family.qwen3 if args.get("qk_layernorm") else Family.llama3, []
     expected = f"{_GPT2_POSITIONS} (GPT-2) or {_ROTARY} (LLaMA-3)"
     if positions is None:
-        return None, [f"args have no position_embedding_type, {expected}: name the model with model=..."]
+        return None, [f"args have no position_embedding_type, {expected}: set model=NAME"]
     return None, [f"position_embedding_type={_shown(positions)}: ours are {expected}"]
 
 
-def _unsupported(args: Mapping[str, Any], family: Family) -> Iterator[str]:
-    for name, allowed in {**_LACKING, **(_GPT2 if family is Family.gpt2 else _LLAMA)}.items():
+def _unsupported(args: Mapping[str, Any], family: Family | None) -> Iterator[str]:
+    own = {} if family is None else _GPT2 if family is Family.gpt2 else _LLAMA
+    for name, allowed in {**_LACKING, **own}.items():
         if name in args and args[name] not in allowed:
-            wanted = "none of our models has it" if allowed[0] is None else f"{family.value} has {allowed[0]}"
+            wanted = "none of our models has it"
+            if family is not None and allowed[0] is not None:
+                wanted = f"{family.value} has {allowed[0]}"
             yield f"{name}={_shown(args[name])}: {wanted}"
 
 
@@ -157,6 +160,16 @@ def _unnamed(args: Mapping[str, Any], asked: ImportOptions) -> Iterator[str]:
     for ours, theirs in (_SIZES | rest).items():
         if args.get(theirs) is None and not _is_named(asked, ours):
             yield f"args have no {theirs}: set model.{ours}"
+
+
+def _vocabulary(args: Mapping[str, Any], rows: int, asked: ImportOptions) -> Iterator[str]:
+    """Yield the line on a vocabulary that the embedding has no room for, unless an override names another."""
+    named = args.get("vocab_size")
+    if isinstance(named, int) and not 0 < named <= rows and not _is_set(asked, "vocab_size"):
+        yield (
+            f"vocab_size={named}: the embedding has {rows} rows; model.vocab_size=N names another number of tokens, "
+            f"at most {rows}"
+        )
 
 
 def _invisible(args: Mapping[str, Any], model: ModelConfig, asked: ImportOptions) -> Iterator[str]:
@@ -183,7 +196,7 @@ def _is_set(asked: ImportOptions, key: str) -> bool:
 def _vocab_size(args: Mapping[str, Any], rows: int, asked: ImportOptions, notes: list[str]) -> int:
     """Return the tokens of our vocabulary, and note the rows that are padding."""
     named = args.get("vocab_size")
-    true = named if isinstance(named, int) and 0 < named <= rows else None
+    true = named if isinstance(named, int) else None
     if _is_set(asked, "vocab_size"):
         chosen = asked.config.model.vocab_size
         size = chosen if 0 < chosen <= rows else rows  # another one is refused where the two models are compared
@@ -244,7 +257,11 @@ def _positions(args: Mapping[str, Any], family: Family, asked: ImportOptions) ->
 
 
 def _activation(args: Mapping[str, Any], asked: ImportOptions, notes: list[str]) -> Activation:
-    """Return the form of the GELU: Megatron-Core computes the tanh form where it fuses it with the bias."""
+    """Return the form of the GELU.
+
+    Megatron-Core computes the tanh form where it fuses it with the bias. Megatron-LM's own models do so for
+    `openai_gelu` too.
+    """
     if "bias_gelu_fusion" not in args and "openai_gelu" not in args:
         chosen = asked.config.model.activation
         if not _is_set(asked, "activation"):
@@ -294,8 +311,10 @@ def _shown(value: object) -> str:
 
 
 def _refused(problems: Sequence[str], *, where: object) -> MismatchError:
+    is_lacking = any(problem.startswith("args have no ") for problem in problems)
     return MismatchError(
         "A Megatron checkpoint holds a model that is not one of ours, or does not describe it",
         where=where,
         found=f"{len(problems)} problems:\n" + "\n".join(f"  {problem}" for problem in problems),
+        fix="\nFields that args lack come from model=NAME and model.KEY=VALUE." if is_lacking else None,
     )

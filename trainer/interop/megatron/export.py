@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from models.config import Activation, Family, ModelConfig
+from models.families import stored_tensors
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.loading.reader import Checkpoint
@@ -66,7 +68,8 @@ def write(checkpoint: Checkpoint, out: Path, wanted: ExportOptions) -> None:
     where = checkpoint.path / STATE
     schedule, _ = saved_schedule(checkpoint.state, OptimizerSection(), where=where)
     counters = saved_counters(checkpoint)
-    common = _common(source.model, adam, schedule, counters)
+    steps = _steps(source, adam) if adam is not None else 0.0
+    common = _common(source.model, adam, schedule, counters, steps)
     planner = _Planner(source, adam)
     with new_output(out, files) as partial:
         folder = partial / f"iter_{counters['iteration']:07d}"
@@ -162,10 +165,25 @@ def _item(key: str, offset: tuple[int, ...], sizes: tuple[int, ...], full: tuple
     return WriteItem(MetadataIndex(key, torch.Size(offset)), WriteItemType.SHARD, tensor_data=data)
 
 
+def _steps(source: StateSource, adam: SavedAdam) -> float:
+    """Return the optimizer's steps, of which Megatron keeps one number: those of most parameters."""
+    trained = [name for name in stored_tensors(source.model) if name not in adam.frozen]
+    counts = Counter(float(source.read(f"step.{name}")) for name in trained)
+    listed = sorted(counts, key=lambda steps: (counts[steps], steps), reverse=True)
+    if len(listed) > 1:
+        made = ", ".join(f"{steps:.0f} of {counts[steps]} parameters" for steps in listed)
+        _log.warning(f"AdamW's numbers of steps differ: {made}. Megatron keeps one, and the first is written")
+    return listed[0] if listed else 0.0
+
+
 def _common(
-    model: ModelConfig, adam: SavedAdam | None, schedule: Schedule, counters: Mapping[str, int]
+    model: ModelConfig, adam: SavedAdam | None, schedule: Schedule, counters: Mapping[str, int], steps: float
 ) -> dict[str, Any]:
-    """Return the content of `common.pt`."""
+    """Return the content of `common.pt`.
+
+    Args:
+        steps: of the optimizer, which need not be the iteration.
+    """
     iteration, samples = counters["iteration"], counters["consumed_samples"]
     found: dict[str, Any] = {
         "args": argparse.Namespace(**arguments_of(model), iteration=iteration, consumed_train_samples=samples),
@@ -177,7 +195,7 @@ def _common(
         return found
     found["content_metadata"]["distrib_optim_sharding_type"] = _SHARDING
     found["optimizer"] = {
-        "optimizer": {"param_groups": [_group(adam, schedule, iteration, multiple) for multiple in (1.0, 0.0)]},
+        "optimizer": {"param_groups": [_group(adam, schedule, steps, multiple) for multiple in (1.0, 0.0)]},
         "param_state_sharding_type": _SHARDING,
     }
     in_samples = 1.0 if schedule.is_in_samples or not iteration else samples / iteration
@@ -196,7 +214,7 @@ def _common(
     return found
 
 
-def _group(adam: SavedAdam, schedule: Schedule, iteration: int, wd_mult: float) -> dict[str, Any]:
+def _group(adam: SavedAdam, schedule: Schedule, steps: float, wd_mult: float) -> dict[str, Any]:
     """Return a parameter group with the settings of torch's AdamW and Megatron's own."""
     settings = dict(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(()))]).param_groups[0])
     del settings["params"]
@@ -213,7 +231,7 @@ def _group(adam: SavedAdam, schedule: Schedule, iteration: int, wd_mult: float) 
         "default_config": True,
         "max_lr": schedule.lr,
         "min_lr": schedule.min_lr,
-        "step": float(iteration),
+        "step": steps,
     }
 
 
@@ -255,4 +273,7 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "pipeline_model_parallel_size": 1,
         "use_distributed_optimizer": True,
         "consumed_valid_samples": 0,
+        # With --vocab-file, Megatron-LM asserts that a run has these values too.
+        "make_vocab_size_divisible_by": 128,
+        "tokenizer_type": "GPT2BPETokenizer" if is_gpt2 else None,
     }

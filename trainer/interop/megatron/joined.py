@@ -10,7 +10,7 @@ import torch
 from trainer.errors import MismatchError
 from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.names import MegatronTensor, correspondences
-from trainer.interop.megatron.shards import RankPiece, join, joined_shape, require_equal
+from trainer.interop.megatron.shards import RankCopies, RankPiece, join, joined_shape
 from trainer.interop.megatron.state import MegatronState
 
 MASTERS = "masters"
@@ -29,12 +29,14 @@ def joined_state(
     step: float,
     iteration: int,
     consumed_samples: int | None,
+    copies: RankCopies,
     where: object,
 ) -> MegatronState:
     """Return the state that is in pieces; they are read one tensor at a time.
 
     Args:
         kept: the parts of the optimizer's copies (`MASTERS`) and of each moment; empty for weights alone.
+        copies: compares tensors that several ranks hold whole.
 
     Raises:
         MismatchError: listing tensors that are missing, unexpected or of another shape than the model's.
@@ -44,13 +46,14 @@ def joined_state(
 
     def read(pieces: Pieces, tensor: MegatronTensor, kind: str) -> torch.Tensor:
         where_tensor = f"{where}, {kind} of {tensor.numbered}"
-        return join(pieces[tensor.numbered], cut=tensor.cut, is_gated=tensor.is_gated, where=where_tensor)
+        parts = pieces[tensor.numbered]
+        return join(parts, cut=tensor.cut, is_gated=tensor.is_gated, copies=copies, where=where_tensor)
 
     def read_copied(pieces: Pieces, tensor: MegatronTensor, kind: str) -> torch.Tensor:
         if tensor.name == EMBEDDING and described.model.tie_word_embeddings and OUTPUT in pieces:
             for rank, (one, other) in enumerate(zip(pieces[EMBEDDING], pieces[OUTPUT], strict=True)):
                 where_rank = f"{where}, {kind} of {EMBEDDING} of tensor-parallel rank {rank}"
-                require_equal(one.read(), other.read(), what="the first and the last stage", where=where_rank)
+                copies.compare(one.read(), other.read(), what="the first and the last stage", where=where_rank)
         return read(pieces, tensor, kind)
 
     masters, moments = kept.get(MASTERS), {kind: pieces for kind, pieces in kept.items() if kind != MASTERS}

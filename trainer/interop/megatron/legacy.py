@@ -23,7 +23,7 @@ from trainer.interop.megatron.data_shards import state_of_data_ranks
 from trainer.interop.megatron.joined import EMBEDDING, MASTERS, Pieces, joined_state
 from trainer.interop.megatron.legacy_names import in_newest_order_of_all, stage_of
 from trainer.interop.megatron.numbered import groups_of, named_state, step_of
-from trainer.interop.megatron.shards import RankPiece, Stage, by_global_name, joined_shape, stage_order
+from trainer.interop.megatron.shards import RankCopies, RankPiece, Stage, by_global_name, joined_shape, stage_order
 from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, tell
 from trainer.interop.torch_file import PlainObject, is_plain, open_torch_file
 from trainer.json_value import integer
@@ -37,6 +37,7 @@ _MODEL, _FLAT = "model_optim_rng.pt", "distrib_optim.pt"
 # Of the distributed optimizer before May 2023: the model beside a folder for each data-parallel rank.
 _SPLIT, _OF_DATA_RANK = "model_rng.pt", "optim.pt"
 _CHUNK = re.compile(r"model(\d*)")
+_OWN = "language_model"  # of Megatron-LM's own models, before those of Megatron-Core
 _MASTER_KEY = "param"
 _MOST_NAMED = 10
 
@@ -83,15 +84,22 @@ def read_legacy(path: Path, asked: ImportOptions) -> tuple[MegatronState, Descri
     if kept and step is None:
         step = float(iteration)
         _log.warning(f"the optimizer names no step: taken as that of the iteration, {iteration}")
-    head, version = described.model.head_width, first.get("checkpoint_version")
+    model, version = described.model, first.get("checkpoint_version")
     fixed = {
-        key: in_newest_order_of_all(pieces, version, head, where=path) for key, pieces in {"": weights, **kept}.items()
+        key: in_newest_order_of_all(pieces, version, model, where=path) for key, pieces in {"": weights, **kept}.items()
     }
     _tell(ranks, path, has_optimizer=bool(kept))
-    tell(first, described)
+    tell(first, described, args)
     samples = consumed_samples(first, args)
     state = joined_state(
-        fixed.pop(""), fixed, described, step=step or 0.0, iteration=iteration, consumed_samples=samples, where=path
+        fixed.pop(""),
+        fixed,
+        described,
+        step=step or 0.0,
+        iteration=iteration,
+        consumed_samples=samples,
+        copies=RankCopies(asked.from_rank0),
+        where=path,
     )
     return state, described
 
@@ -206,6 +214,7 @@ def _arguments(table: Table) -> dict[str, Any]:
     if "norm_epsilon" not in found and "layernorm_epsilon" in found:
         found["norm_epsilon"] = found["layernorm_epsilon"]
     older = {"position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False}
+    older["use_legacy_models"] = any(_OWN in table[key] for key in ("model", "model0") if key in table)
     return {**older, **found}
 
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from models.config import ModelConfig
 from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.megatron.shards import RankPiece, Stage
 from trainer.interop.torch_file import is_plain
 
 _QUERY_KEY_VALUE = ".self_attention.linear_qkv."
 _LAST_VERSION = 3.0
+_GROUPED = (2, 3)  # versions whose rows are ordered by query group
 # Each rewrites the start, or the end, of a name.
 _RENAMED = tuple(
     (re.compile(pattern), name)
@@ -108,14 +110,26 @@ def in_newest_order(stage: Stage, version: object, head_width: int, *, where: ob
 
 
 def in_newest_order_of_all(
-    pieces: Mapping[str, Sequence[RankPiece]], version: object, head_width: int, *, where: object
+    pieces: Mapping[str, Sequence[RankPiece]], version: object, model: ModelConfig, *, where: object
 ) -> dict[str, list[RankPiece]]:
-    """Return `in_newest_order` of the pieces of every tensor-parallel rank."""
+    """Return `in_newest_order` of the pieces of every tensor-parallel rank.
+
+    Raises:
+        MismatchError: for an unknown version, or one before 2 of a model whose heads share keys and values.
+    """
     count = max(map(len, pieces.values()), default=0)
     ranks = [
-        in_newest_order({name: parts[rank] for name, parts in pieces.items()}, version, head_width, where=where)
+        in_newest_order({name: parts[rank] for name, parts in pieces.items()}, version, model.head_width, where=where)
         for rank in range(count)
     ]
+    if model.n_kv_head != model.n_head and version not in _GROUPED:
+        raise MismatchError(
+            "The order of the rows of fused queries, keys and values is not certain",
+            where=where,
+            expected="rows by query group, as of checkpoint_version 2 and 3",
+            found=f"those of version {version}, {model.n_head} heads of queries and {model.n_kv_head} of keys",
+            fix="No program with grouped queries has that order: the arguments and the weights are of two programs.",
+        )
     return {name: [rank[name] for rank in ranks] for name in pieces}
 
 

@@ -180,7 +180,9 @@ def _fused(config: ModelConfig, layer: int, kind: str, name: str) -> Corresponde
     shape: Shape = (rows, config.n_embd) if kind == "weight" else (rows,)
 
     def split(fused: torch.Tensor) -> Sequence[torch.Tensor]:
-        joined = torch.cat(split_groups(fused, config))
+        # GPT-2 has a group for each head. The three are turned in one copy, so that two are in memory.
+        heads = fused.reshape(config.n_head, 3, config.head_width, *fused.shape[1:])
+        joined = heads.transpose(0, 1).reshape(fused.shape)
         return (joined.T if joined.dim() == 2 else joined,)
 
     def join(ours: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -26,7 +26,7 @@ from trainer.interop.dcp.folder import DcpFolder
 from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.buckets import Slot
 from trainer.interop.megatron.names import MegatronTensor, Shape
-from trainer.interop.megatron.shards import RankPiece, join, stage_order
+from trainer.interop.megatron.shards import RankCopies, RankPiece, join, stage_order
 from trainer.interop.megatron.state import rounding_to
 
 _KEY = re.compile(
@@ -61,6 +61,7 @@ class Buckets:
     """
 
     dcp: DcpFolder
+    copies: RankCopies
     places: Mapping[str, tuple[Sequence[_Buffer], Slot]]
 
     @classmethod
@@ -70,6 +71,7 @@ class Buckets:
         described: DescribedModel,
         weights: Callable[[MegatronTensor], torch.Tensor],
         tensors: Sequence[MegatronTensor],
+        copies: RankCopies,
     ) -> Buckets:
         """Find every parameter.
 
@@ -92,34 +94,39 @@ class Buckets:
                 found = _places(buffers, order(tensors), described, tp=tp, stages=stages, alignment=alignment)
                 if found is None:
                     continue
-                buckets = cls(dcp, found)
-                odd = next((t for t in _samples(tensors) if not buckets.matches(t, weights)), None)
-                if odd is None:
+                buckets = cls(dcp, copies, found)
+                problem = next(filter(None, (buckets._problem(t, weights) for t in _samples(tensors))), None)
+                if problem is None:
                     return buckets
-                tried.append(f"{order.__name__.strip('_')}: other values at {odd.numbered}")
+                tried.append(f"{order.__name__.strip('_')}: {problem}")
         raise _unknown_layout(dcp, "; ".join(dict.fromkeys(tried)) or "sizes that no division of the layers explains")
 
     def read(self, kind: str, tensor: MegatronTensor) -> torch.Tensor:
         """Return a whole tensor of a kind, joined over tensor parallelism.
 
         Raises:
-            CheckpointError: if copies on several ranks differ.
+            CheckpointError: if `copies` refuses those of several ranks.
         """
+        return self._joined(kind, tensor, self.copies)
+
+    def _joined(self, kind: str, tensor: MegatronTensor, copies: RankCopies) -> torch.Tensor:
         buffers, slot = self.places[tensor.numbered]
         shape = _shard(tensor, len(buffers))
         pieces = [RankPiece(shape, lambda b=buffer: self._read(b, slot, kind, shape)) for buffer in buffers]  # type: ignore[misc]
         where = f"{self.dcp.path}, {kind} of {tensor.numbered}"
-        return join(pieces, cut=tensor.cut, is_gated=tensor.is_gated, where=where)
+        return join(pieces, cut=tensor.cut, is_gated=tensor.is_gated, copies=copies, where=where)
 
     def _read(self, buffer: _Buffer, slot: Slot, kind: str, shape: Shape) -> torch.Tensor:
         return self.dcp.read_box(f"{buffer.keys[slot.bucket]}.{kind}", (slot.offset,), (prod(shape),)).view(shape)
 
-    def matches(self, tensor: MegatronTensor, weights: Callable[[MegatronTensor], torch.Tensor]) -> bool:
-        """Return whether the master weights of a parameter round to the model's own."""
+    def _problem(self, tensor: MegatronTensor, weights: Callable[[MegatronTensor], torch.Tensor]) -> str | None:
+        """Return a problem if the master weights of a parameter do not round to the model's own."""
         try:
-            return rounding_to(partial(weights, tensor), partial(self.read, _MASTERS, tensor)) is not None
-        except CheckpointError:  # copies differ, as they do at a wrong offset
-            return False
+            masters = partial(self._joined, _MASTERS, tensor, self.copies.silent())
+            found = rounding_to(partial(weights, tensor), masters)
+        except CheckpointError:  # at a wrong offset too
+            return f"copies that differ at {tensor.numbered}"
+        return f"other values at {tensor.numbered}" if found is None else None
 
 
 def _buffers(dcp: DcpFolder) -> list[list[_Buffer]]:
@@ -250,5 +257,6 @@ def _unknown_layout(dcp: DcpFolder, found: str) -> MismatchError:
         expected="master weights that round to the model's own, in the order of the local or of TransformerEngine's "
         "modules",
         found=found,
-        fix="Save it with --dist-ckpt-optim-fully-reshardable, or take the weights alone with --weights-only.",
+        fix="Save it with --dist-ckpt-optim-fully-reshardable, or take the weights alone with --weights-only. If the "
+        "ranks of tensor parallelism drifted apart, --from-rank0 takes the first copies.",
     )

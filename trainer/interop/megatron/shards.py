@@ -7,13 +7,16 @@ comes before stage p + 1, and all stages of chunk v before those of chunk v + 1.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from trainer.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 
@@ -37,6 +40,63 @@ class RankPiece:
     def of(cls, tensor: torch.Tensor) -> RankPiece:
         """Return a piece that is a tensor, usually one of a mapped file."""
         return cls(tuple(tensor.shape), lambda: tensor)
+
+
+@dataclass(slots=True)
+class RankCopies:
+    """Compares copies of a tensor that several ranks hold. The sign of a zero does not count.
+
+    Megatron's ranks compute the gradient of a norm or a bias each for itself, so kernels that add in another order each
+    time make the copies drift apart. Megatron-Core's own `torch_dist` stores the first copy without a comparison.
+
+    Args:
+        takes_first: whether the first copy is taken where others differ, with a line in the log; else they are refused.
+        is_silent: whether the line is left out.
+    """
+
+    takes_first: bool = False
+    is_silent: bool = False
+    _named: set[str] = field(default_factory=set)
+
+    def silent(self) -> RankCopies:
+        """Return the same without lines in the log."""
+        return RankCopies(self.takes_first, is_silent=True)
+
+    def compare(self, one: torch.Tensor, other: torch.Tensor, *, what: str, where: object) -> None:
+        """Compare two copies.
+
+        Raises:
+            CheckpointError: naming the number of differences, unless the first copy is to be taken; always for another
+                shape or dtype.
+        """
+        has_one_form = one.shape == other.shape and one.dtype == other.dtype
+        if not has_one_form:
+            found = f"{list(one.shape)} of {one.dtype}, {list(other.shape)} of {other.dtype}"
+        elif torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num()):
+            return
+        else:
+            found = f"{int((one != other).count_nonzero())} of {one.numel()} numbers differ"
+        if not has_one_form or not self.takes_first:
+            raise CheckpointError(
+                f"The copies of a tensor on {what} differ",
+                where=where,
+                expected="the same bits on each",
+                found=found,
+                fix="The ranks of that run drifted apart, or the files are of several saves. --from-rank0 takes the "
+                "first copy, as Megatron-Core's torch_dist does.",
+            )
+        if not self.is_silent:
+            self._tell(found, one, other, what=what, where=str(where))
+
+    def _tell(self, found: str, one: torch.Tensor, other: torch.Tensor, *, what: str, where: str) -> None:
+        if where in self._named:  # a tensor may be read several times
+            return
+        self._named.add(where)
+        if len(self._named) <= _MOST_NAMED:
+            most = float((one.double() - other.double()).abs().max())
+            _log.warning(f"{where}: {found} on {what}, by at most {most:.2g}: the first copy is taken")
+        elif len(self._named) == _MOST_NAMED + 1:
+            _log.warning("copies of more tensors differ, which are not named: the first copy of each is taken")
 
 
 # The tensors of one rank's stage, by the names that they have there.
@@ -92,46 +152,48 @@ def joined_shape(pieces: Sequence[RankPiece], cut: int | None) -> Shape:
     return tuple(shape)
 
 
-def join(pieces: Sequence[RankPiece], *, cut: int | None, is_gated: bool, where: object) -> torch.Tensor:
+def join(
+    pieces: Sequence[RankPiece], *, cut: int | None, is_gated: bool, copies: RankCopies, where: object
+) -> torch.Tensor:
     """Return a whole tensor from the parts of the tensor-parallel ranks; a view of the first if one part is all of it.
 
     Args:
         cut: the dimension along which it is cut; None if every rank holds all of it.
         is_gated: whether each part is a part of the gate above one of the up projection.
+        copies: compares the ranks that hold all of it.
 
     Raises:
-        CheckpointError: if ranks that hold all of it differ.
+        CheckpointError: if `copies` refuses them, or parts do not fit together.
     """
     if len(pieces) == 1:
         return pieces[0].read()
     if cut is None:
         first = pieces[0].read()
         for rank, piece in enumerate(pieces[1:], start=1):
-            require_equal(first, piece.read(), what=f"ranks 0 and {rank} of tensor parallelism", where=where)
+            copies.compare(first, piece.read(), what=f"ranks 0 and {rank} of tensor parallelism", where=where)
         return first
-    parts = [piece.read() for piece in pieces]
-    if is_gated:
-        halves = [part.chunk(2) for part in parts]
-        parts = [half[side] for side in (0, 1) for half in halves]
-    return torch.cat(parts, dim=cut)
+    return _concatenated(pieces, cut, 2 if is_gated else 1, where=where)
 
 
-def require_equal(one: torch.Tensor, other: torch.Tensor, *, what: str, where: object) -> None:
-    """Refuse two copies of a tensor that differ in a bit that is not the sign of a zero.
-
-    Raises:
-        CheckpointError: naming the number of differences.
-    """
-    if one.shape != other.shape or one.dtype != other.dtype:
-        found = f"{list(one.shape)} of {one.dtype}, {list(other.shape)} of {other.dtype}"
-    elif torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num()):
-        return
-    else:
-        found = f"{int((one != other).count_nonzero())} of {one.numel()} numbers differ"
-    raise CheckpointError(
-        f"The copies of a tensor on {what} differ",
-        where=where,
-        expected="the same bits on each",
-        found=found,
-        fix="The ranks of that run drifted apart, or the files are of several saves.",
-    )
+def _concatenated(pieces: Sequence[RankPiece], cut: int, halves: int, *, where: object) -> torch.Tensor:
+    """Return all first halves of the parts, then all second ones; one part is in memory beside the whole."""
+    shape, joined = joined_shape(pieces, cut), None
+    begins = [half * (shape[cut] // halves) for half in range(halves)]
+    for rank, piece in enumerate(pieces):
+        part = piece.read()
+        joined = torch.empty(shape, dtype=part.dtype) if joined is None else joined
+        for half, values in enumerate(part.chunk(halves, dim=cut)):
+            target = joined.narrow(cut, begins[half], values.shape[cut])
+            if (target.shape, target.dtype) != (values.shape, values.dtype):
+                raise CheckpointError(
+                    "The parts of a tensor on the ranks of tensor parallelism do not fit together",
+                    where=where,
+                    expected=f"{list(target.shape)} of {target.dtype}, as on rank 0",
+                    found=f"{list(values.shape)} of {values.dtype} on rank {rank}",
+                    fix="The files are of several saves.",
+                )
+            target.copy_(values)
+            begins[half] += values.shape[cut]
+        del part, values  # gone before the next one is read
+    assert joined is not None
+    return joined

@@ -66,6 +66,8 @@ def newest(path: Path) -> Path:
                 where=path,
                 expected=f"{TRACKER}, or {METADATA} or mp_rank_00 of an iteration",
                 found=", ".join(sorted(child.name for child in path.iterdir())[:10]) or "nothing",
+                fix=f"Name the folder that was saved to, or an iter_ folder in it; copy {METADATA} too, if it was left "
+                "behind.",
             )
         return path
     text = tracker.read_bytes()[:100].decode("utf-8", "replace").strip()
@@ -87,4 +89,5 @@ FORMAT = Format(
     export.write,
     names_model=True,
     completes_model=True,
+    has_copies=True,
 )

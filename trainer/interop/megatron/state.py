@@ -120,10 +120,16 @@ def consumed_samples(table: Mapping[str, Any], args: Mapping[str, Any]) -> int |
     return next((count for count in named if type(count) is int and count >= 0), None)
 
 
-def tell(table: Mapping[str, Any], described: DescribedModel, groups: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Log the notes on the model, the schedule, which is not carried, and the order of samples, which is not either.
+def tell(
+    table: Mapping[str, Any],
+    described: DescribedModel,
+    args: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Log the notes on the model, the schedule and the order of samples, which are not carried, and their length.
 
     Args:
+        args: Megatron's arguments.
         table: the unsharded part of a checkpoint: `common.pt`, or a rank's file of the format `torch`.
         groups: the optimizer's parameter groups; by default those of `table`.
     """
@@ -131,6 +137,9 @@ def tell(table: Mapping[str, Any], described: DescribedModel, groups: Sequence[M
         _log.warning(note)
     for line in _settings(table, groups or parameter_groups(table.get("optimizer"))):
         _log.info(line)
+    length = args.get("seq_length")
+    if type(length) is int:
+        _log.info(f"consumed samples are counted in samples of {length} tokens: import with train.seq_length={length}")
     _log.warning(
         "The order of samples is not carried: a run counts on from Megatron's consumed samples, in an order of its own"
     )

@@ -25,6 +25,7 @@ from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.names import LAYERS, MegatronTensor, Shape, correspondences
 from trainer.interop.megatron.reshardable import Buckets, is_bucket
+from trainer.interop.megatron.shards import RankCopies
 from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, parameter_groups, tell
 from trainer.interop.torch_file import PlainObject, open_torch_file
 from trainer.json_value import step_count
@@ -64,7 +65,7 @@ def read_torch_dist(folder: Path, asked: ImportOptions) -> tuple[MegatronState, 
     tensors = [one.tensor for one in correspondences(described.model, described.padded_vocab_size)]
     _check_model(files, tensors)
     masters, moments, groups = _optimizer(files, tensors, described, common, asked)
-    tell(common, described, groups)
+    tell(common, described, args, groups)
     iteration = _iteration(common, folder)
     state = MegatronState(
         files.weight,
@@ -237,7 +238,7 @@ def _optimizer(
             parameter_groups(common.get("optimizer")),
         )
     if any(is_bucket(key) for key in dcp.tensors):
-        buckets = Buckets.open(dcp, described, files.weight, tensors)
+        buckets = Buckets.open(dcp, described, files.weight, tensors, RankCopies(asked.from_rank0))
         return partial(buckets.read, _MASTERS[0]), buckets.read, _saved_groups(dcp)
     _refuse_others(dcp)
     return None, None, []
