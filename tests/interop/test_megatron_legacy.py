@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -352,6 +353,19 @@ def test_the_first_of_copies_that_drifted_apart_is_taken(
     others = [o for o in overrides if not o.startswith("model") or "token_id" in o]
     command = ["import", "deepspeed", str(path), str(tmp_path / "out"), "--trust-pickle", *others]
     assert (convert.main(command), convert.main([*command, "--from-rank0"])) == (2, 0)
+
+
+def test_classes_registered_with_torch_change_nothing(
+    small: tuple[list[str], StateSource], tmp_path: Path
+) -> None:
+    """`import megatron.core` registers the class of its arguments with torch, for the whole process."""
+    overrides, source = small
+    path = write(tmp_path, source, Way(rows=264))
+    with torch.serialization.safe_globals([Namespace]):
+        registered = set(torch.serialization.get_safe_globals())
+        found = opened(path, [o for o in overrides if not o.startswith("model=")])
+        assert set(torch.serialization.get_safe_globals()) == registered
+    assert found.model == source.model
 
 
 def test_files_that_are_missing_or_damaged_are_named(small: tuple[list[str], StateSource], tmp_path: Path) -> None:

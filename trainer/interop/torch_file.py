@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeGuard
 
@@ -69,9 +70,10 @@ def open_torch_file(
         CheckpointError: if it is damaged, or does not hold a dictionary.
     """
     try:
-        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        with torch.serialization.safe_globals([(placeholder, name) for name in unknown]):
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with _torch_s_own_globals():
+            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            with torch.serialization.safe_globals([(placeholder, name) for name in unknown]):
+                found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a damaged pickle may raise anything; handed on
         if isinstance(error, OSError) and error.filename is not None:
             raise
@@ -90,6 +92,23 @@ def open_torch_file(
     if damaged is not None:
         raise _unreadable(path, damaged)
     return found
+
+
+@contextmanager
+def _torch_s_own_globals() -> Iterator[None]:
+    """Suspend classes that another library has registered with torch, as `import megatron.core` does, until the end."""
+    registered = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([entry for entry in registered if _is_torch_s(entry)])
+    try:
+        yield
+    finally:
+        torch.serialization.add_safe_globals(registered)
+
+
+def _is_torch_s(entry: Callable[..., Any] | tuple[Callable[..., Any], str]) -> bool:
+    name = entry[1] if isinstance(entry, tuple) else entry.__module__
+    return name.partition(".")[0] == "torch"
 
 
 def damaged_member(file: Path | IO[bytes]) -> str | None:
