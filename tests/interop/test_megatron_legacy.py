@@ -355,9 +355,7 @@ def test_the_first_of_copies_that_drifted_apart_is_taken(
     assert (convert.main(command), convert.main([*command, "--from-rank0"])) == (2, 0)
 
 
-def test_classes_registered_with_torch_change_nothing(
-    small: tuple[list[str], StateSource], tmp_path: Path
-) -> None:
+def test_classes_registered_with_torch_change_nothing(small: tuple[list[str], StateSource], tmp_path: Path) -> None:
     """`import megatron.core` registers the class of its arguments with torch, for the whole process."""
     overrides, source = small
     path = write(tmp_path, source, Way(rows=264))
