@@ -8,6 +8,9 @@ STAMP := $(VENV)/.installed
 # files of few long tests come first, and the two end together on files of many short ones.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
+# Tests and benchmarks start many processes, which read the bytecode that the first of them wrote.
+unexport PYTHONDONTWRITEBYTECODE
+
 # A name on PATH does not always run: pyenv has one for every version that is switched off. Debian's Python makes no
 # environment before python3-venv is installed.
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))

@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         environment = Environment.read(os.environ)
         rank = environment.rank
-        raw = _composed_command()
+        with importing():
+            raw = _composed_command()
         if raw is not None:
             _start_log(rank, is_silent="stdout" in closed)
             run(_over_saved(raw), environment)
@@ -159,18 +160,24 @@ def compose(overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: for an override that cannot be parsed, an unknown key, or a value that cannot be resolved.
     """
+    return _resolved(_composed(overrides))[0]
+
+
+def _composed(overrides: Sequence[str]) -> DictConfig:
     _refuse_hydra_keys(overrides)
 
     def composed() -> DictConfig:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             return hydra.compose("train", overrides=list(overrides))
 
-    return _resolved(_reported(composed, overrides))[0]
+    return _reported(composed, overrides)
 
 
 def _composed_command() -> DictConfig | None:
     """Return the configuration composed from the command line; None if Hydra only printed it (`--cfg`, `--help`)."""
     arguments = get_args_parser().parse_args()
+    if sys.argv[1:] == arguments.overrides:  # no option of Hydra, whose command would compose twice, to know its mode
+        return _composed(arguments.overrides)
     if arguments.multirun or arguments.experimental_rerun is not None:
         raise ConfigError(
             "A command runs one configuration",

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,11 +19,9 @@ from trainer.batch_schedule import BatchSchedule
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.loading.restorer import Restorer
-from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
 from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.checkpoint.storage.folder import WEIGHTS
 from trainer.checkpoint.tensors.live import Grid
-from trainer.checkpoint.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 from trainer.config import saved
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import (
@@ -53,6 +52,10 @@ from trainer.run_data import look_alone, open_data
 from trainer.schedule import Schedule, resolve
 from trainer.state import TrainerState, build_part
 from trainer.versions import commit, versions
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.local_checkpointer import LocalCheckpointer
+    from trainer.checkpoint.weights_checkpointer import WeightsCheckpointer
 
 
 @dataclass(slots=True)
@@ -289,6 +292,8 @@ def _build_local_checkpointer(config: Config, cluster: Cluster) -> LocalCheckpoi
     section, local = config.checkpoint, config.checkpoint.local
     if local.dir is None:
         return None
+    from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
+
     policy = LocalPolicy(Path(local.dir), local.save_interval, local.keep, local.copies, _save_policy(section))
     shared = None if section.save is None else Path(section.save)
     return LocalCheckpointer(
@@ -305,6 +310,8 @@ def _build_weights_checkpointer(config: Config, cluster: Cluster) -> WeightsChec
     is_there = bool(cluster.channel.broadcast("weights/there", b"+" if is_there else b""))
     if not (section.save_weights_interval or section.save_steps or is_there):
         return None
+    from trainer.checkpoint.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
+
     policy = WeightsPolicy(
         section.save_weights_interval,
         frozenset(section.save_steps),

@@ -95,9 +95,10 @@ def _command(ranks: int, module: str) -> list[str]:
 
 def _seconds_to_line(command: Sequence[str], beginning: str, *, tree: Path) -> float:
     """Start a command, and return the seconds until it prints a line with this beginning; then wait for its end."""
-    # Without the first, torchrun sets it to this and prints a warning.
+    # Without OMP_NUM_THREADS, torchrun sets it to this and prints a warning. Bytecode is kept, as Python does where the
+    # environment does not turn it off: torch's was compiled when it was installed.
     variables = {"OMP_NUM_THREADS": "1"} if "--standalone" in command else {}
-    variables = {**variables, **os.environ, "PYTHONPATH": str(tree)}
+    variables = {**variables, **os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": ""}
     began, found = time.perf_counter(), None
     with subprocess.Popen(
         command, cwd=tree, env=variables, text=True, start_new_session=True, stdout=subprocess.PIPE

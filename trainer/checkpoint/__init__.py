@@ -7,8 +7,29 @@
 It needs nothing of the trainer around it and works on any torch model and optimizer.
 """
 
-from trainer.checkpoint.api import load, save
-from trainer.checkpoint.async_saver import AsyncSaver
-from trainer.checkpoint.state_dict import load_state_dict, save_state_dict
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.api import load, save
+    from trainer.checkpoint.async_saver import AsyncSaver
+    from trainer.checkpoint.state_dict import load_state_dict, save_state_dict
 
 __all__ = ["AsyncSaver", "load", "load_state_dict", "save", "save_state_dict"]
+
+_MODULES = {
+    "AsyncSaver": "async_saver",
+    "load": "api",
+    "load_state_dict": "state_dict",
+    "save": "api",
+    "save_state_dict": "state_dict",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a function or class at its first use: the trainer, whose modules lie beneath, needs none of them."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from trainer import checkpoint
 from trainer.checkpoint import load, save
 from trainer.errors import CheckpointError, ConfigError, MismatchError
 
@@ -108,6 +109,14 @@ def test_training_resumes_bitwise_in_another_parameter_order(tmp_path: Path, nam
     train(model, optimizer, 3)
     train(other, again, 3)
     assert_equal(dict(model.state_dict()), dict(other.state_dict()))
+
+
+def test_the_library_exports_its_names_and_no_others() -> None:
+    assert {name: callable(getattr(checkpoint, name)) for name in checkpoint.__all__} == dict.fromkeys(
+        ["AsyncSaver", "load", "load_state_dict", "save", "save_state_dict"], True
+    )
+    with pytest.raises(AttributeError, match="has no attribute 'restore'"):
+        checkpoint.restore  # noqa: B018 - the access is the test
 
 
 def test_load_into_a_running_optimizer_replaces_its_state(tmp_path: Path) -> None:

@@ -283,15 +283,17 @@ class StoreChannel:
         return self._poll(lambda: bool(self._store.check(keys)), timeout_s, watch=watch)
 
     def _poll(self, is_there: Callable[[], bool], timeout_s: float, *, watch: bool) -> bool:
-        deadline, pause_s = time.monotonic() + timeout_s, 0.001
+        began = time.monotonic()
         while not is_there():
             if watch and self._store.check([_FAILED]) and not is_there():
                 raise LaunchError(bytes(self._store.get(_FAILED)).decode().rstrip("."))
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
                 return False
-            time.sleep(pause_s)
-            # However many ranks wait, the store's host is asked at most 20,000 times a second.
-            pause_s = min(2 * pause_s, 0.02 + self.world_size / 20_000)
+            # An eighth of the wait, so that it is at most that much too long; however many ranks wait for long, the
+            # store's host is asked at most 20,000 times a second.
+            first_s, longest_s = 0.001 + self.world_size / 200_000, 0.02 + self.world_size / 20_000
+            time.sleep(min(max(first_s, waited_s / 8), longest_s))
         return True
 
 
