@@ -26,8 +26,9 @@ import torch
 from scripts.bench import cuda_table, machine
 from scripts.bench.cuda_group import EAGER, LEFT_OUT, Clock, Device, MeasuredSide, Setting, measure_sides, read_rows
 from scripts.bench.cuda_saves import save_sides
-from scripts.bench.cuda_steps import NANOGPT, TRANSFORMERS, VARIANTS, step_sides
+from scripts.bench.cuda_steps import NANOGPT, TRANSFORMERS, step_sides
 from scripts.bench.cuda_steps import OURS as STEP_OURS
+from scripts.bench.cuda_variants import LOSS_VARIANTS, STEP_VARIANTS
 from trainer.__main__ import compose
 from trainer.commands.arguments import local_path
 from trainer.errors import LaunchError
@@ -73,7 +74,7 @@ GROUPS: Mapping[str, Group] = {
     "save gpt2_1558m": Group("save", ("model=gpt2_1558m",), "gpt2_tiny", 4, 1, 90, 200, 26e9, 50e9, 40e9),
     "step gpt2_1558m": Group("step", ("model=gpt2_1558m",), "gpt2_tiny", 8, 3, 60, 240, 26e9, sides=_GOAL_SIDES),
     "variants gpt2_124m": Group(
-        "step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 120, 2e9, sides=VARIANTS, rows="step gpt2_124m"
+        "step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 120, 2e9, sides=LOSS_VARIANTS, rows="step gpt2_124m"
     ),
     "step llama3_1b": Group("step", ("model=llama3_1b",), "llama3_tiny", 4, 5, 60, 120, 21e9, sides=_ALL_SIDES),
     "transformers gpt2_124m": Group(
@@ -81,6 +82,9 @@ GROUPS: Mapping[str, Group] = {
     ),
     "transformers gpt2_1558m": Group(
         "step", ("model=gpt2_1558m",), "gpt2_tiny", 8, 3, 90, 180, 26e9, sides=(TRANSFORMERS,), rows="step gpt2_1558m"
+    ),
+    "more variants gpt2_124m": Group(
+        "step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 160, 2e9, sides=STEP_VARIANTS, rows="step gpt2_124m"
     ),
     "step llama3_8b, 8 layers": Group(
         "step", ("model=llama3_8b", "model.n_layer=8"), "llama3_tiny", 2, 3, 60, 90, 46e9, sides=_ALL_SIDES

@@ -8,7 +8,8 @@ from typing import Any
 
 from scripts.bench.cuda_group import EAGER, LEFT_OUT
 from scripts.bench.cuda_saves import COPY, LOAD, LOAD_FILE, OURS, PROCESS, THREAD
-from scripts.bench.cuda_steps import NANOGPT, TRANSFORMERS, VARIANTS
+from scripts.bench.cuda_steps import NANOGPT, TRANSFORMERS
+from scripts.bench.cuda_variants import VARIANTS
 from scripts.bench.tables import table
 
 

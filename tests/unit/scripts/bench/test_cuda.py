@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.api import CheckpointException
 
+from models.config import Family
 from scripts.bench import cuda as bench_cuda
 from scripts.bench import cuda_steps, cuda_table
 from scripts.bench.cuda_group import EAGER, LEFT_OUT, Clock, Device, MeasuredSide, Setting, measure_sides, read_rows
+from scripts.bench.cuda_variants import DROPOUT, RECOMPUTE, SELECTIVE, UNWAITED, VARIANTS, variant
 from trainer.__main__ import compose
 from trainer.launch import process_group as launch
 
@@ -65,16 +70,35 @@ def test_variants_of_the_step_have_its_loss(model: str) -> None:
     cluster = launch.start("cpu", deterministic=False, threads=1, variables={})
     torch.set_num_threads(threads)
     setting = Setting(compose([f"model={model}"]).model, 2, 16, False, 1, 1)
+    names = [name for name in VARIANTS if name != DROPOUT or setting.model.family is Family.gpt2]
     losses = []
-    for build in (
-        cuda_steps._ours,
-        *(partial(cuda_steps._variant, name) for name in cuda_steps.VARIANTS),
-    ):
+    for build in (cuda_steps._ours, *(partial(variant, name) for name in names)):
         torch.manual_seed(1)
         step = build(setting, cluster)
         losses.append([step() for _ in range(3)])
-    for found in losses[1:]:
-        assert found == pytest.approx(losses[0], rel=5e-3)  # sums of bfloat16 in another order
+    found = dict(zip(names, losses[1:], strict=True))
+    assert found.pop(DROPOUT, None) != losses[0]
+    late = found.pop(UNWAITED)
+    assert math.isnan(late[0])
+    for each in (*found.values(), [*late[1:], losses[0][2]]):
+        assert each == pytest.approx(losses[0], rel=5e-3)  # sums of bfloat16 in another order
+    assert found[RECOMPUTE] == found[SELECTIVE] == losses[0]
+
+
+@pytest.mark.slow
+def test_variants_of_the_step_are_compiled() -> None:
+    threads = torch.get_num_threads()
+    cluster = launch.start("cpu", deterministic=False, threads=1, variables={})
+    torch.set_num_threads(threads)
+    setting = Setting(replace(compose(["model=gpt2_tiny"]).model, n_layer=1), 2, 16, True, 1, 1)
+    for name in VARIANTS:
+        torch.compiler.reset()
+        counters.clear()
+        step = variant(name, setting, cluster)
+        step()
+        assert counters["stats"]["unique_graphs"] >= 1, name
+        assert name == DROPOUT or not counters["graph_break"], name
+        assert math.isfinite(step())
 
 
 def test_groups_for_which_there_is_no_time_are_left_out(

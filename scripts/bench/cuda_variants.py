@@ -1,0 +1,136 @@
+"""Changes of the training step that are not in the trainer: each has to be faster on a device first.
+
+Two of them need no change: `recompute` is the trainer's own `train.activation_checkpointing`, beside which the
+selective one is measured, and a dropout shows what its masks cost, which break the graph of every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from models.layers import OutputLayer, token_loss
+from scripts.bench.cuda_group import Setting, build_training, random_windows, step_of
+from scripts.bench.subject import Subject
+from trainer.launch.process_group import Cluster
+from trainer.optim import set_learning_rate, squared_norm
+from trainer.step import forward_backward
+
+# Of the forward pass: where its loss is computed, and what is compiled.
+LOSS, WHOLE, CHUNKS = "reprise, loss compiled", "reprise, whole model and loss compiled", "reprise, loss in chunks"
+LOSS_VARIANTS = (LOSS, WHOLE, CHUNKS)
+# Of the step around it.
+UNWAITED = "reprise, figures read one step late"
+DROPOUT = "reprise, dropout 0.1"
+RECOMPUTE, SELECTIVE = "reprise, blocks recomputed", "reprise, blocks recomputed, products kept"
+STEP_VARIANTS = (UNWAITED, DROPOUT, RECOMPUTE, SELECTIVE)
+VARIANTS = (*LOSS_VARIANTS, *STEP_VARIANTS)
+_LR = 1e-4
+_CHUNKS = 4  # of the sequence
+_PRODUCTS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+def variant(name: str, setting: Setting, cluster: Cluster) -> Callable[[], float]:
+    """Return our step with one change; it returns the loss."""
+    if name == DROPOUT:
+        setting = replace(setting, model=replace(setting.model, dropout=0.1))
+    subject = build_training(replace(setting, compiles=setting.compiles and name != WHOLE), cluster)
+    if name == UNWAITED:
+        return _unwaited(subject, setting)
+    (part,) = subject.state.parts
+    compiled: Callable[..., Any] = torch.compile if setting.compiles else lambda function: function
+    if name == WHOLE and setting.compiles:
+        part.model.compile()
+    if name == RECOMPUTE:
+        part.model.activation_checkpointing = True
+    if name == SELECTIVE:
+        for block in part.model.blocks.values():
+            _recompute_all_but_products(block)
+    if name in LOSS_VARIANTS:
+        loss = _in_chunks(part.model.lm_head, compiled) if name == CHUNKS else compiled(token_loss)
+        subject = replace(subject, context=replace(subject.context, loss=loss))
+    return step_of(subject, setting)
+
+
+def _in_chunks(head: OutputLayer, compiled: Callable[..., Any]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return a loss that makes the logits itself, chunk by chunk and once more in the backward pass; `head` makes none.
+
+    The loss is the mean of the means of the chunks, which are equally long where their number divides the sequence.
+    """
+    make, tables = head.forward, list[torch.Tensor | None]()
+
+    def keep(x: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
+        tables[:] = [table]
+        return x
+
+    head.forward = keep  # type: ignore[method-assign]
+
+    @compiled
+    def of_chunk(x: torch.Tensor, targets: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+        return token_loss(make(x, table), targets)
+
+    def loss(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        parts = zip(x.chunk(_CHUNKS, 1), targets.chunk(_CHUNKS, 1), strict=True)
+        losses = [checkpoint(of_chunk, *part, tables[0], use_reentrant=False) for part in parts]
+        return torch.stack(losses).mean()
+
+    return loss
+
+
+def _recompute_all_but_products(block: torch.nn.Module) -> None:
+    """Keep the results of matrix products and attention for the backward pass, and recompute the rest of a block."""
+    forward, contexts = block.forward, partial(create_selective_checkpoint_contexts, _PRODUCTS)
+
+    def recomputed(*inputs: object) -> object:  # inside the compiled block: the compiler sees what is kept
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+    block.forward = recomputed
+
+
+def _unwaited(subject: Subject, setting: Setting) -> Callable[[], float]:
+    """Return a step in which the host never waits for the work that it has just given to the device.
+
+    Its batch comes from pinned memory, the gradients are clipped by a norm that stays on the device, and it returns the
+    loss of the step before; NaN the first time.
+    """
+    device, state = subject.cluster.device, subject.state
+    is_accelerator = device.type != "cpu"
+    windows = random_windows(setting, torch.device("cpu"))
+    windows = windows.pin_memory() if is_accelerator else windows
+    last = torch.full((2,), torch.nan)
+    last_copied: torch.Event | None = None
+
+    def step() -> float:
+        nonlocal last, last_copied
+        for part in state.parts:
+            part.optimizer.zero_grad(set_to_none=True)
+        with subject.context.loss_context():
+            losses = forward_backward(state, [windows.to(device, non_blocking=True)], [1], subject.context)
+        subject.context.reduction.finish()
+        norm = squared_norm(subject.context.grad_norm_parameters).sqrt()
+        gradients = [parameter.grad for parameter in state.parameters() if parameter.grad is not None]
+        torch._foreach_mul_(gradients, (1.0 / norm).clamp(max=1.0).float())
+        for part in state.parts:
+            set_learning_rate(part.optimizer, _LR)
+            part.optimizer.step()
+        if last_copied is not None:
+            last_copied.synchronize()
+        loss = float(last[0])
+        last = torch.stack([torch.stack(losses).sum(), norm]).to("cpu", non_blocking=True)
+        last_copied = torch.accelerator.current_stream(device).record_event() if is_accelerator else None
+        return loss
+
+    return step
