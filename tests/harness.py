@@ -110,11 +110,13 @@ def call_on_ranks(
     *,
     folder: Path,
     ranks: int,
+    cores: Collection[int] | None = None,
     timeout_s: float = 60.0,
 ) -> Ended:
     """Call `function(arguments)`, a module's own, on `ranks` ranks; their outputs go beside `folder`."""
+    own = _cores(ranks, cores)
     return _run_ranks(
-        function, folder, arguments=list(arguments), ranks=ranks, kill=None, cores=_cores(ranks), timeout_s=timeout_s
+        function, folder, arguments=list(arguments), ranks=ranks, kill=None, cores=own, timeout_s=timeout_s
     )
 
 

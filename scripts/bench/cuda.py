@@ -70,8 +70,8 @@ class Group:
 _GOAL_SIDES, _ALL_SIDES = (STEP_OURS, NANOGPT), (STEP_OURS, TRANSFORMERS)
 # The sides that have goals come first; a clock that runs out leaves out the last groups.
 GROUPS: Mapping[str, Group] = {
-    "step gpt2_124m": Group("step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 110, 2e9, sides=_GOAL_SIDES),
-    "save gpt2_1558m": Group("save", ("model=gpt2_1558m",), "gpt2_tiny", 4, 1, 90, 200, 26e9, 50e9, 40e9),
+    "step gpt2_124m": Group("step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 160, 2e9, sides=_GOAL_SIDES),
+    "save gpt2_1558m": Group("save", ("model=gpt2_1558m",), "gpt2_tiny", 4, 1, 90, 240, 26e9, 50e9, 40e9),
     "step gpt2_1558m": Group("step", ("model=gpt2_1558m",), "gpt2_tiny", 8, 3, 60, 240, 26e9, sides=_GOAL_SIDES),
     "variants gpt2_124m": Group(
         "step", ("model=gpt2_124m",), "gpt2_tiny", 16, 20, 60, 120, 2e9, sides=LOSS_VARIANTS, rows="step gpt2_124m"
@@ -91,6 +91,10 @@ GROUPS: Mapping[str, Group] = {
     ),
     "save llama3_8b": Group("save", ("model=llama3_8b",), "llama3_tiny", 1, 1, 150, 400, 130e9, 220e9, 200e9),
 }
+
+
+WITHOUT_GOALS = tuple(name for name in GROUPS if name not in {group for group, _ in cuda_table.GOALS})
+_GROUPS_HELP = f"{'; '.join(GROUPS)}; `others` are those without goals, {len(WITHOUT_GOALS)} in number"
 
 
 def setting_of(name: str, size: str) -> Setting:
@@ -122,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     with tempfile.TemporaryDirectory(prefix="bench-cuda-", dir=options.folder) as folder:
         for name in options.only:
-            rows += _run_group(name, options, clock, Path(folder))
+            rows += _run_group(name, options, clock, Path(folder), rows)
             found |= {"seconds": round(time.monotonic() - start, 1), "goals": cuda_table.goals(rows)}
             _write(found)  # every time: a machine may be taken back
     print("\n".join(cuda_table.lines(found)))
@@ -136,8 +140,14 @@ def _write(found: Mapping[str, object]) -> None:
         (Path(out) / "bench-cuda.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def _run_group(name: str, options: argparse.Namespace, clock: Clock, folder: Path) -> list[dict[str, object]]:
-    """Measure a group in a process of its own; return its rows, or one with the reason why it is left out."""
+def _run_group(
+    name: str, options: argparse.Namespace, clock: Clock, folder: Path, rows: Sequence[Mapping[str, object]]
+) -> list[dict[str, object]]:
+    """Measure a group in a process of its own; return its rows, or one with the reason why it is left out.
+
+    Args:
+        rows: those of the groups before.
+    """
     group = GROUPS[name]
     if options.size != "tiny" and clock.left_s < group.least_s + _GRACE_S:
         return [_left_out(name, f"begins with {group.least_s:.0f} s, {max(0.0, clock.left_s):.0f} s were left")]
@@ -147,12 +157,22 @@ def _run_group(name: str, options: argparse.Namespace, clock: Clock, folder: Pat
     own.mkdir()
     command = [sys.executable, "-m", "scripts.bench.cuda", "--group", name, "--size", options.size]
     command += ["--device", options.device, "--folder", str(own), "--seconds", f"{seconds:.0f}"]
-    command += ["--results", str(results), *(["--sides", ";".join(options.sides)] if options.sides else [])]
+    command += ["--host-gb", str(options.host_gb)] if options.host_gb is not None else []
+    sides = options.sides or _sides_beside(group, rows)
+    command += ["--results", str(results), *(["--sides", ";".join(sides)] if sides else [])]
     print(f"{time.strftime('%H:%M:%S')} {name}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
     reason = _run(command, seconds + _GRACE_S)
-    rows = [{"group": group.rows or name, **row} for row in read_rows(results)]
+    measured = [{"group": group.rows or name, **row} for row in read_rows(results)]
     shutil.rmtree(own)
-    return [*rows, *([_left_out(name, reason, side="the rest")] if reason else [])]
+    return [*measured, *([_left_out(name, reason, side="the rest")] if reason else [])]
+
+
+def _sides_beside(group: Group, rows: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
+    """Return the sides of a group; ours is among them where no group before has measured it beside them."""
+    measured = [row for row in rows if LEFT_OUT not in row and row["group"] == group.rows]
+    if not group.rows or any(row["side"] == STEP_OURS for row in measured):
+        return group.sides
+    return STEP_OURS, *group.sides
 
 
 def _run(command: Sequence[str], seconds: float) -> str:
@@ -205,8 +225,9 @@ def _no_room(group: Group, cluster: Cluster, options: argparse.Namespace) -> str
     """Return why a group cannot be measured here, or nothing."""
     if cluster.device.type != "cpu" and memory_bytes(cluster.device) < 1.1 * group.state_bytes:
         return f"needs {1.1 * group.state_bytes / 1e9:.0f} GB of the device's memory"
-    if (host := machine.host_bytes()) < group.host_bytes:
-        return f"needs {group.host_bytes / 1e9:.0f} GB of the host's memory, which has {host / 1e9:.0f}"
+    host = machine.host_bytes() if options.host_gb is None else 1e9 * options.host_gb
+    if host < group.host_bytes:
+        return f"needs {group.host_bytes / 1e9:.0f} GB of the host's memory, which has {host / 1e9:.0f} (--host-gb)"
     if (free := shutil.disk_usage(options.folder).free) < group.disk_bytes:
         return f"needs {group.disk_bytes / 1e9:.0f} GB of the disk, where {free / 1e9:.0f} are free (--folder)"
     return ""
@@ -224,8 +245,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda", help="as train.device (%(default)s)")
     parser.add_argument("--size", choices=SIZES, default="full", help="tiny runs the same code in seconds")
     parser.add_argument("--seconds", type=float, default=480.0, help="of the whole battery (%(default)g)")
-    parser.add_argument("--only", type=_groups, default=tuple(GROUPS), metavar="GROUP;...", help="; ".join(GROUPS))
+    parser.add_argument("--only", type=_groups, default=tuple(GROUPS), metavar="GROUP;...", help=_GROUPS_HELP)
     parser.add_argument("--sides", type=_names, default=(), metavar="SIDE;...", help="of every group")
+    parser.add_argument("--host-gb", type=float, help="the host's memory, where the kernel shows less than it gives")
     parser.add_argument("--folder", type=local_path, default=Path(tempfile.gettempdir()), help="of the files saved")
     parser.add_argument("--group", choices=GROUPS, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
@@ -233,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _groups(text: str) -> tuple[str, ...]:
-    names = _names(text)
+    names = tuple(each for name in _names(text) for each in (WITHOUT_GOALS if name == "others" else (name,)))
     if unknown := set(names) - set(GROUPS):
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
     return names

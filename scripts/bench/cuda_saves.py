@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import statistics
 import time
@@ -83,7 +84,7 @@ def save_sides(setting: Setting, cluster: Cluster, folder: Path) -> Mapping[str,
 
 
 def _copy(saving: Saving) -> Figures:
-    """Copy the whole state once into pinned memory; the least of some times."""
+    """Copy the whole state into pinned memory; the median of some times."""
     subject, _, quiet_s = saving.training()
     sources = [tensor.local.detach() for tensor in subject.tensors()]
     is_pinned = saving.device.is_accelerator
@@ -93,7 +94,7 @@ def _copy(saving: Saving) -> Figures:
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=True)
 
-    seconds = min(saving.seconds_of(copy) for _ in range(_COPIES))
+    seconds = statistics.median(saving.seconds_of(copy) for _ in range(_COPIES))
     return {"stall_s": seconds, "state_bytes": float(subject.own_bytes), "step_s": quiet_s}
 
 
@@ -173,6 +174,8 @@ def _dcp(saving: Saving, kind: AsyncCheckpointerType) -> Figures:
     shutil.rmtree(saving.folder / "ours", ignore_errors=True)  # the disk may be small
     subject, _, _ = saving.training()
     is_process, is_on = kind is AsyncCheckpointerType.PROCESS, saving.device.is_accelerator
+    if is_process:
+        _require_shared_memory(subject.own_bytes)
     if is_process and not dist.is_initialized():
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
@@ -208,6 +211,19 @@ def _dcp(saving: Saving, kind: AsyncCheckpointerType) -> Figures:
         shutil.rmtree(saving.folder / "dcp", ignore_errors=True)
         if is_process:
             leave()
+
+
+def _require_shared_memory(total_bytes: int, *, folder: Path = Path("/dev/shm")) -> None:
+    """Allow this process, and those that it starts, a file for each tensor of the state in shared memory.
+
+    Raises:
+        MemoryError: if shared memory does not hold the state.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    free = shutil.disk_usage(folder).free
+    if free < total_bytes:
+        raise MemoryError(f"{folder} has {free / 1e9:.1f} GB free, the state takes {total_bytes / 1e9:.1f} GB")
 
 
 def _futures(response: Any) -> tuple[Future[Any] | None, Future[Any]]:

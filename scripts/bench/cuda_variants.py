@@ -1,7 +1,7 @@
 """Changes of the training step that are not in the trainer: each has to be faster on a device first.
 
-Two of them need no change: `recompute` is the trainer's own `train.activation_checkpointing`, beside which the
-selective one is measured, and a dropout shows what its masks cost, which break the graph of every block.
+Some are no change and stand beside one: the trainer's own dropout, whose seeds break the graph of every block, beside
+one without seeds, and its own `train.activation_checkpointing` beside a selective one.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from models.layers import OutputLayer, token_loss
+from models.layers import Dropout, OutputLayer, token_loss
+from models.network import Model
 from scripts.bench.cuda_group import Setting, build_training, random_windows, step_of
 from scripts.bench.subject import Subject
 from trainer.launch.process_group import Cluster
@@ -26,9 +27,9 @@ LOSS, WHOLE, CHUNKS = "reprise, loss compiled", "reprise, whole model and loss c
 LOSS_VARIANTS = (LOSS, WHOLE, CHUNKS)
 # Of the step around it.
 UNWAITED = "reprise, figures read one step late"
-DROPOUT = "reprise, dropout 0.1"
+DROPOUT, UNSEEDED = "reprise, dropout 0.1", "reprise, dropout 0.1 without seeds"
 RECOMPUTE, SELECTIVE = "reprise, blocks recomputed", "reprise, blocks recomputed, products kept"
-STEP_VARIANTS = (UNWAITED, DROPOUT, RECOMPUTE, SELECTIVE)
+STEP_VARIANTS = (UNWAITED, DROPOUT, UNSEEDED, RECOMPUTE, SELECTIVE)
 VARIANTS = (*LOSS_VARIANTS, *STEP_VARIANTS)
 _LR = 1e-4
 _CHUNKS = 4  # of the sequence
@@ -45,24 +46,57 @@ _PRODUCTS = [
 
 def variant(name: str, setting: Setting, cluster: Cluster) -> Callable[[], float]:
     """Return our step with one change; it returns the loss."""
-    if name == DROPOUT:
+    if name in (DROPOUT, UNSEEDED):
         setting = replace(setting, model=replace(setting.model, dropout=0.1))
     subject = build_training(replace(setting, compiles=setting.compiles and name != WHOLE), cluster)
     if name == UNWAITED:
         return _unwaited(subject, setting)
     (part,) = subject.state.parts
     compiled: Callable[..., Any] = torch.compile if setting.compiles else lambda function: function
-    if name == WHOLE and setting.compiles:
-        part.model.compile()
+    if name == UNSEEDED:
+        for module in part.model.modules():
+            if isinstance(module, Dropout):
+                module.seed = partial(_unseeded, module)  # type: ignore[method-assign]
     if name == RECOMPUTE:
         part.model.activation_checkpointing = True
     if name == SELECTIVE:
         for block in part.model.blocks.values():
             _recompute_all_but_products(block)
     if name in LOSS_VARIANTS:
-        loss = _in_chunks(part.model.lm_head, compiled) if name == CHUNKS else compiled(token_loss)
-        subject = replace(subject, context=replace(subject.context, loss=loss))
+        subject = replace(subject, context=replace(subject.context, loss=_loss(name, part.model, compiled)))
     return step_of(subject, setting)
+
+
+def _loss(
+    name: str, model: Model, compiled: Callable[..., Any]
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    if name == WHOLE:
+        return _with_model(model, compiled)
+    if name == CHUNKS:
+        return _in_chunks(model.lm_head, compiled)
+    found: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = compiled(token_loss)
+    return found
+
+
+def _unseeded(dropout: Dropout, key: int | None, device: torch.device) -> float:
+    """Return the drop probability, and leave the generator as it is: nothing then breaks a graph."""
+    return 0.0 if key is None else dropout.p
+
+
+def _with_model(model: Model, compiled: Callable[..., Any]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return a loss that runs the model itself, in one graph; the call of `model` before it returns the tokens."""
+    forward = model.forward
+
+    def keep(tokens: torch.Tensor, **_: object) -> torch.Tensor:
+        return tokens
+
+    model.forward = keep
+
+    @compiled
+    def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return token_loss(forward(tokens), targets)
+
+    return cast(Callable[[torch.Tensor, torch.Tensor], torch.Tensor], loss)
 
 
 def _in_chunks(head: OutputLayer, compiled: Callable[..., Any]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -84,7 +118,9 @@ def _in_chunks(head: OutputLayer, compiled: Callable[..., Any]) -> Callable[[tor
 
     def loss(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         parts = zip(x.chunk(_CHUNKS, 1), targets.chunk(_CHUNKS, 1), strict=True)
-        losses = [checkpoint(of_chunk, *part, tables[0], use_reentrant=False) for part in parts]
+        losses = [
+            checkpoint(of_chunk, *part, tables[0], use_reentrant=False, preserve_rng_state=False) for part in parts
+        ]
         return torch.stack(losses).mean()
 
     return loss

@@ -29,7 +29,7 @@ from scripts.bench.tables import table
 from tests.cuda.limits import SECONDS
 from tests.cuda.recorded import RECORDS
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 # Its tests compare the times of copies and of steps, so nothing runs beside it.
 ALONE = HERE / "test_saves.py"
 _ALONE_S = 150.0
@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     start = time.monotonic()
     end = start + options.seconds
-    alone = [file for file in options.files if file == ALONE]
-    rest = [file for file in options.files if file != ALONE]
+    alone = [file for file in options.files if file.resolve() == ALONE]
+    rest = [file for file in options.files if file.resolve() != ALONE]
     with tempfile.TemporaryDirectory(prefix="test-cuda-") as folder:
         parts: list[tuple[Part, str]] = []
         for files, last in ((alone, min(end, start + _ALONE_S)), (rest, end)):

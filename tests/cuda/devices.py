@@ -1,8 +1,8 @@
-"""The devices of a test whose CPU side is too dear for the gate, or proved elsewhere on a CPU."""
+"""The devices of a test whose CPU side is slow, and the one of a test for a CUDA device alone."""
 
 from __future__ import annotations
 
 import pytest
 
-CPU_IN_SOAK = pytest.param("cpu", marks=(pytest.mark.slow, pytest.mark.soak))
+CPU = pytest.param("cpu", marks=(pytest.mark.slow,))
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)

@@ -56,10 +56,13 @@ def most_s(device: torch.device) -> float:
     return min(_MOST_S[device.type], limits.left_s()) if device.type == "cuda" else _MOST_S[device.type]
 
 
+def cores(device: torch.device) -> tuple[int, ...] | None:
+    """Return the cores of a launch: a rank alone has one otherwise, and the compiler takes many."""
+    return ALL_CORES if device.type == "cuda" else None
+
+
 def ran(folder: Path, overrides: list[str], device: torch.device, **settings: int) -> Ended:
     """Run the trainer's command to its end."""
-    # A rank alone has one core otherwise, and the compiler takes many.
-    cores = ALL_CORES if device.type == "cuda" else None
-    ended = launch(folder, overrides, cores=cores, timeout_s=most_s(device), **settings)
+    ended = launch(folder, overrides, cores=cores(device), timeout_s=most_s(device), **settings)
     assert ended.ok or "kill_after" in settings, ended.text
     return ended
