@@ -16,7 +16,7 @@ from tests.harness import curve, tensor_files
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("device", [CPU, CUDA], indirect=True)
 def test_a_killed_run_resumes_with_equal_bits(tmp_path: Path, device: torch.device, family: str) -> None:
-    overrides = arguments(device, family, *fast(device), DETERMINISTIC)
+    overrides = arguments(device, family, *fast(device), DETERMINISTIC, "checkpoint.max_checkpoint_keep=1")  # 4.6 GB
     ran(tmp_path / "unbroken", overrides, device)
     killed = ran(tmp_path / "killed", overrides, device, kill_after=6, saved=4)
     assert killed.statuses == (-9,)
