@@ -17,7 +17,8 @@ def git(folder: Path, *arguments: str) -> str:
 
 def test_the_versions_are_those_that_run() -> None:
     found = versions()
-    assert found["torch"] == torch.__version__
+    # The name of the build, as in 2.13.0+cpu, is in the metadata of some wheels only.
+    assert str(found["torch"]).partition("+")[0] == str(torch.__version__).partition("+")[0]
     assert found.keys() == {"python", "reprise", "torch", "numpy"}
 
 
