@@ -269,7 +269,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: f
     if clip_grad > 0 and norm > clip_grad:
         gradients = _gradients(parameters)
         if gradients:
-            torch._foreach_mul_(gradients, torch.tensor(clip_grad / norm, device=gradients[0].device))
+            torch._foreach_mul_(gradients, torch.full((), clip_grad / norm, device=gradients[0].device))
 
 
 def _gradients(parameters: Iterable[nn.Parameter], *, with_empty: bool = False) -> list[torch.Tensor]:

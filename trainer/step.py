@@ -98,8 +98,10 @@ def _reduce_figures(
     A collective call.
     """
     if context.lanes is None:
-        loss = float(sum(losses, torch.zeros((), dtype=torch.float64)))
-        squares: tuple[float, ...] = (float(squared_norm(context.grad_norm_parameters)),)
+        total = sum(losses, torch.zeros((), dtype=torch.float64, device=cluster.device))
+        # Both are computed before the host waits, once, for a device.
+        loss, square = torch.stack([total, squared_norm(context.grad_norm_parameters).to(total.device)]).tolist()
+        squares: tuple[float, ...] = (square,)
         own = _Figures((loss,), float(context.reports_loss), squares, own_time.take())
     else:
         squares = exact_squared_norm(context.grad_norm_shares)

@@ -13,6 +13,7 @@ from pathlib import Path
 from subprocess import SubprocessError
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from models.config import ModelConfig
@@ -42,6 +43,7 @@ _REASONS = (
     EOFError,
     SubprocessError,
     CheckpointException,
+    SafetensorError,
     TrainerError,
 )
 

@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from tests.cuda import limits, recorded
+from tests.cuda.devices import ALL, SIMULATED
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture(params=ALL)
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Return the device."""
+    """Return the device, and make it the current one of this thread, as a rank does; the second of simulated ones."""
+    if request.param == SIMULATED:
+        torch.accelerator.set_device_index(1)
+        return torch.device(SIMULATED, 1)
     return torch.device(request.param)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import trainer.__main__
+from tests.cuda.devices import IS_SIMULATED, SIMULATED
 from trainer.launch import process_group
 from trainer.launch.device import choose_device
 
@@ -48,7 +49,7 @@ def use_gloo() -> None:
     init, send, receive = dist.init_process_group, dist.isend, dist.irecv
 
     def init_gloo(backend: str, **settings: Any) -> None:
-        init("gloo", **{**settings, "device_id": None})
+        init(SIMULATED if IS_SIMULATED else "gloo", **{**settings, "device_id": None})
 
     def isend(tensor: torch.Tensor, *positions: Any, **names: Any) -> Any:
         return _Work(send(host := tensor.detach().cpu().contiguous(), *positions, **names), lambda: None, host)

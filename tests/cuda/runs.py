@@ -9,6 +9,7 @@ import torch
 
 from scripts.bench.machine import compile_error
 from tests.cuda import limits
+from tests.cuda.devices import SIMULATED
 from tests.cuda.recorded import record
 from tests.harness import ALL_CORES, TINY, Ended, launch
 
@@ -19,16 +20,18 @@ _FEW = (
     "logging.tensorboard=false",
 )
 # GPT-2 124M, and the widths of LLaMA-3 1B with few layers, so that the disk takes little time.
+_SMALL = {"gpt2": ("model=gpt2_tiny", *TINY), "llama3": ("model=llama3_tiny", *TINY[5:])}
 SHAPES = {
-    "cpu": {"gpt2": ("model=gpt2_tiny", *TINY), "llama3": ("model=llama3_tiny", *TINY[5:])},
+    "cpu": _SMALL,
+    SIMULATED: _SMALL,
     "cuda": {
         "gpt2": ("model=gpt2_124m", "train.seq_length=1024", *_FEW),
         "llama3": ("model=llama3_1b", "model.n_layer=2", "train.seq_length=1024", *_FEW),
     },
 }
-FAMILIES = tuple(SHAPES["cpu"])
+FAMILIES = tuple(_SMALL)
 DETERMINISTIC = "train.deterministic=true"
-_MOST_S = {"cpu": 60.0, "cuda": 150.0}
+_MOST_S = {"cpu": 60.0, SIMULATED: 60.0, "cuda": 150.0}
 
 
 def arguments(device: torch.device, family: str, *more: str, iterations: int = 8, interval: int = 4) -> list[str]:
@@ -44,7 +47,7 @@ def arguments(device: torch.device, family: str, *more: str, iterations: int = 8
 @functools.cache
 def fast(device: torch.device) -> tuple[str, ...]:
     """Return the settings of the published speed; the compiler takes too long for the gate, and may be missing."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return ("train.dtype=bfloat16",)
     error = compile_error(device)
     record("torch.compile", f"off in the runs: {error}" if error else "on")

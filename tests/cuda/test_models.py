@@ -13,8 +13,12 @@ from models.config import ModelConfig
 from models.families import aliases, hf_config, stored_tensors
 from models.layers import Dropout, Site, token_loss
 from models.network import Model
+from tests.cuda.devices import NOT_SIMULATED
 from tests.harness import compose
 from tests.unit.model_samples import FAMILIES
+
+# The kernels of a simulated device are a CPU's, and it has no autocast.
+pytestmark = pytest.mark.parametrize("device", NOT_SIMULATED, indirect=True)
 
 # The sizes of a device, and its families: those of the published models, with few layers where there are many.
 REAL = {

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cuda.devices import CPU, CUDA
+from tests.cuda.devices import ALL_SLOW
 from tests.cuda.recorded import record
 from tests.cuda.runs import DETERMINISTIC, FAMILIES, arguments, fast, ran
 from tests.harness import curve, tensor_files
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("device", [CPU, CUDA], indirect=True)
+@pytest.mark.parametrize("device", ALL_SLOW, indirect=True)
 def test_a_killed_run_resumes_with_equal_bits(tmp_path: Path, device: torch.device, family: str) -> None:
     overrides = arguments(device, family, *fast(device), DETERMINISTIC, "checkpoint.max_checkpoint_keep=1")  # 4.6 GB
     ran(tmp_path / "unbroken", overrides, device)

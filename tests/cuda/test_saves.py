@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +13,24 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cuda.devices import SIMULATED
+from tests.fakes import Axis, Sharding, sample_specs, sample_state
 from tests.harness import tensor_files
+from tests.simulated import register
 from trainer.checkpoint import AsyncSaver, load, save
+from trainer.checkpoint.format.manifest import Written
 from trainer.checkpoint.saving import staging
+from trainer.checkpoint.saving.plan import make_plan
+from trainer.checkpoint.saving.replica_digests import ReplicaDigests
 from trainer.checkpoint.saving.snapshot import Snapshot
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.arena import Arena, map_memory, pin
+from trainer.checkpoint.tensors.live import Contents
 from trainer.checkpoint.tensors.memory import _copy_stream
 from trainer.errors import CheckpointError
 
 # A device copies 1.2 GB in some 25 ms, and steps over it in 2: a step that did not wait would overtake the copy.
-WIDTHS = {"cpu": 64, "cuda": 7168}
+WIDTHS = {"cpu": 64, "simulated": 64, "cuda": 7168}
 
 
 class Net(nn.Module):
@@ -90,11 +99,21 @@ def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     return [name for name in found if not torch.equal(found[name], expected[name])]
 
 
-def _delay_copies(device: torch.device) -> None:
-    """Keep a device busy where it copies, for a tenth of a second: steps that do not wait overtake the copies."""
-    if device.type == "cuda":
-        with torch.cuda.stream(_copy_stream(device)):  # type: ignore[arg-type]
+def _keep_busy(stream: torch.Stream | None) -> None:
+    """Let what follows on a stream begin a tenth of a second later, so that whoever does not wait is too early."""
+    if stream is None:  # a CPU has none
+        return
+    if stream.device.type == SIMULATED:
+        register.keep_busy(stream, 0.1)
+    else:
+        with torch.cuda.stream(stream):  # type: ignore[arg-type]
             torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call] # cycles of some 2 GHz
+
+
+def _copying(training: Training) -> torch.Stream | None:
+    """Return the stream on which saves copy."""
+    device = training.net.count.device  # with its number, by which streams are told apart
+    return None if device.type == "cpu" else _copy_stream(device)
 
 
 def save_during_steps(folder: Path, training: Training, device: torch.device, *, waits: bool) -> list[str]:
@@ -109,7 +128,7 @@ def save_during_steps(folder: Path, training: Training, device: torch.device, *,
         for iteration in (1, 2):  # the second has its memory from the first
             disk.released.clear()
             expected = training.values()
-            _delay_copies(device)
+            _keep_busy(_copying(training))
             saver.save(iteration, training.net, training.optimizer)
             assert saver.is_saving
             opening = threading.Timer(0.05, disk.released.set)
@@ -117,8 +136,8 @@ def save_during_steps(folder: Path, training: Training, device: torch.device, *,
                 opening.start()
             for _ in range(3):
                 training.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
             assert differing(training.values(), expected)
             disk.released.set()
             opening.cancel()
@@ -143,12 +162,29 @@ def test_without_the_hold_of_the_step_it_has_others(
     assert save_during_steps(tmp_path / "saves", training, device, waits=False)
 
 
+def test_a_save_has_what_the_device_has_yet_to_write(tmp_path: Path, device: torch.device) -> None:
+    """The host is ahead of the device: the update that a save follows may not have begun."""
+    training = Training(device, 128)
+    training.step()
+    with AsyncSaver(tmp_path / "saves") as saver:
+        _keep_busy(None if device.type == "cpu" else torch.accelerator.current_stream(device))
+        for parameter in training.net.parameters():
+            parameter.data.add_(1.0)
+        saver.save(1, training.net, training.optimizer)
+        expected = training.values()
+        training.step()
+    found = Training(device, 128)
+    load(tmp_path / "saves", found.net, found.optimizer)
+    assert differing(found.values(), expected) == []
+
+
 @pytest.mark.parametrize("staging_bytes", [0, 100_000])
 def test_with_little_staging_memory_a_step_waits(tmp_path: Path, device: torch.device, staging_bytes: int) -> None:
     training = Training(device, 128)
     training.step()
     with AsyncSaver(tmp_path / "saves", staging_bytes=staging_bytes) as saver:
         expected = training.values()
+        _keep_busy(_copying(training))
         saver.save(1, training.net, training.optimizer)
         for _ in range(3):
             training.step()
@@ -201,6 +237,41 @@ def test_one_state_has_one_file_on_every_device(tmp_path: Path, device: torch.de
         assert tensor_files(tmp_path / name / "iter_0000003") == expected
 
 
+def test_a_load_waits_for_the_work_on_its_memory(tmp_path: Path, device: torch.device) -> None:
+    """The threads of a load do not copy on the stream of the caller, which may still have to write there."""
+    training = Training(device, 128)
+    training.step()
+    save(tmp_path / "saves", training.net, training.optimizer, iteration=1)
+    expected = training.values()
+    own = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+    with contextlib.nullcontext() if own is None else torch.get_device_module(device).stream(own):
+        _keep_busy(own)
+        for parameter in training.net.parameters():
+            parameter.data.fill_(torch.nan)
+        load(tmp_path / "saves", training.net, training.optimizer)
+    if own is not None:
+        own.synchronize()
+    assert differing(training.values(), expected) == []
+
+
+def test_checksums_of_replicas_are_of_the_iteration(device: torch.device) -> None:
+    """A device adds them up in the order of its stream, before the next step changes what it adds."""
+    specs = sample_specs()
+    sharding, state = Sharding("2 replicas", (Axis("replica", 2),)), sample_state(specs, seed=3)
+    found = []
+    for is_changed in (False, True):
+        live = [replace(each, local=each.local.to(device)) for each in sharding.live(1, specs, state)]
+        plan = make_plan(Contents(tuple(specs), tuple(live)), rank=1, file_bytes=1 << 20, holds_steps=False)
+        memory = {**plan.sources.begin(), **plan.watched.steady}
+        digests = ReplicaDigests(plan.shared, [], memory, plan.watched.changing())
+        digests.release()
+        for each in live if is_changed else ():
+            each.local.zero_()
+        found.append(digests.all(Written([], 0)))
+    assert found[0]
+    assert found[0] == found[1]
+
+
 def test_a_save_that_finds_no_device_memory_fails_alone(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +298,7 @@ def test_a_save_that_finds_no_device_memory_fails_alone(
 
 def _exhaust(device: torch.device, patch: pytest.MonkeyPatch) -> None:
     def clone(*_: object, **__: object) -> torch.Tensor:
-        if device.type == "cuda":  # torch's own error of its own allocator
+        if device.type != "cpu":  # torch's own error of its own allocator
             return torch.empty(1 << 50, dtype=torch.uint8, device=device)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import trainer.__main__
-from tests.cuda.devices import CPU, CUDA
+from tests.cuda.devices import ALL_SLOW
 from tests.cuda.runs import DETERMINISTIC, arguments, cores, most_s, ran
 from tests.harness import TINY, around_iterations, call_on_ranks, curve, tensor_files
 from trainer.build import Run
 from trainer.metrics.profile import Profiler
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA], indirect=True)
+@pytest.mark.parametrize("device", ALL_SLOW, indirect=True)
 def test_a_checkpoint_goes_from_cpu_to_device_and_back(tmp_path: Path, device: torch.device) -> None:
     cpu = torch.device("cpu")
     common = ["model=gpt2_tiny", *TINY, "checkpoint.save_interval=4"]
@@ -52,7 +52,7 @@ def _train_and_stop(overrides: list[str]) -> None:
     trainer.__main__.main()
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA], indirect=True)
+@pytest.mark.parametrize("device", ALL_SLOW, indirect=True)
 def test_sigterm_in_a_save_keeps_it_and_the_next(tmp_path: Path, device: torch.device) -> None:
     overrides = arguments(device, "gpt2", DETERMINISTIC)
     ran(tmp_path / "unbroken", overrides, device)
@@ -73,7 +73,7 @@ def test_sigterm_in_a_save_keeps_it_and_the_next(tmp_path: Path, device: torch.d
     assert tensor_files(folder / last) == tensor_files(tmp_path / "unbroken" / last)
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA], indirect=True)
+@pytest.mark.parametrize("device", ALL_SLOW, indirect=True)
 def test_a_trace_has_the_kernels_of_the_device(tmp_path: Path, device: torch.device) -> None:
     overrides = ["model=gpt2_tiny", *TINY, "train.train_iters=4", "checkpoint.save=null", "train.profile_steps=[2,3]"]
     ran(tmp_path / "run", [*overrides, f"train.device={device.type}"], device)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cuda import one_device
-from tests.cuda.devices import CPU, CUDA
+from tests.cuda.devices import ALL_SLOW
 from tests.cuda.recorded import record
 from tests.cuda.runs import most_s, ran
 from tests.harness import TINY, call_on_ranks, curve, tensor_files
@@ -18,7 +18,7 @@ LAYOUTS = {
     "tp2": "parallel.tensor_model_parallel_size=2",
     "pp2": "parallel.pipeline_model_parallel_size=2",
 }
-PLACES = [pytest.param(*each.values, layout, marks=each.marks) for each in (CPU, CUDA) for layout in LAYOUTS]
+PLACES = [pytest.param(*each.values, layout, marks=each.marks) for each in ALL_SLOW for layout in LAYOUTS]
 
 
 @pytest.mark.parametrize(("device", "layout"), PLACES, indirect=["device"])

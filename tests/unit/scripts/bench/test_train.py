@@ -33,7 +33,8 @@ def test_training_is_not_measured_at_unknown_sizes_or_one_sided(
     with pytest.raises(SystemExit, match="2"):
         bench_train.main(["tiny", "huge"])
     assert "'huge' is none of small, gpt2_124m, tiny" in capsys.readouterr().err
+    before = set(multiprocessing.active_children())  # of other tests of this process
     # No such embedding can be built, so that the first process to be heard ends.
     with pytest.raises(SystemExit, match="the process of reprise ended, status 1"):
         bench_train.main(["tiny", "--rounds", "1", "--dropout", "2"])
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before

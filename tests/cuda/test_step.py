@@ -1,0 +1,45 @@
+"""How often the host waits for a device in an iteration: the device is idle until the host has gone on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from scripts.bench.cuda_group import Setting, build_training, step_of
+from tests.cuda.devices import CUDA, OURS, SIMULATED
+from tests.cuda.recorded import record
+from tests.harness import compose
+from tests.simulated import register
+from trainer.launch import process_group as launch
+
+
+def waits_in(call: Callable[[], object], device: torch.device) -> int:
+    """Return how often the host waits for a number, or for a copy between it and the device, in a call."""
+    if device.type == SIMULATED:
+        before = register.host_waits()
+        call()
+        return register.host_waits() - before
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(each.message) for each in found)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama3"])
+@pytest.mark.parametrize("device", [*OURS, CUDA], indirect=True)
+def test_the_host_waits_once_in_an_iteration(device: torch.device, family: str) -> None:
+    cluster = launch.start(device.type, deterministic=False, threads=1, variables={})
+    setting = Setting(compose([f"model={family}_tiny"]).model, 2, 16, False, 1, 2, following=3)
+    step = step_of(build_training(setting, cluster), setting)
+    step()  # the first one makes the optimizer's state
+    found = waits_in(step, device)
+    record(f"waits of the host in an iteration of {family}", str(found))
+    if device.type == SIMULATED:
+        assert found == 1

@@ -1,0 +1,81 @@
+"""What holds on a device of streams and pinned memory, shown without one: by a simulated accelerator.
+
+Its tests run in processes of their own, because a process has one accelerator.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.cuda_group import LEFT_OUT
+from tests import simulated
+from tests.harness import TINY, curve, tensor_files
+from tests.simulated import __main__ as starter
+from tests.simulated import register
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(register.missing_reason()), reason=register.missing_reason() or "has a compiler"),
+]
+ROOT = Path(simulated.__file__).parents[2]
+TRAINER = ("-m", "trainer", "model=gpt2_tiny", *TINY, "schedule.lr_decay_iters=7")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the variables of a process that has the device."""
+    return {**os.environ, **starter.variables(tmp_path_factory.mktemp("device"))}
+
+
+def ran(arguments: Sequence[str], variables: dict[str, str], timeout_s: float = 120.0) -> str:
+    """Run Python and return its output."""
+    command = [sys.executable, *arguments]
+    found = subprocess.run(
+        command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout + found.stderr
+
+
+def test_the_tests_of_a_device_pass_on_it(tmp_path: Path, variables: dict[str, str]) -> None:
+    chosen = ["-m", "simulated", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'inner'}"]
+    text = ran(["-m", "pytest", "-v", "tests/cuda", "tests/simulated", *chosen], variables, timeout_s=400.0)
+    ended = re.search(r"(\d+) passed, \d+ deselected in", text)  # and none skipped
+    assert ended is not None, text
+    assert int(ended[1]) >= 24, text
+
+
+def test_a_run_moves_between_its_ranks_and_a_cpu(tmp_path: Path, variables: dict[str, str]) -> None:
+    """Each rank has a device of its own; the parts on the CPU, and the state, are those of the unbroken run there."""
+    folder, cpu = tmp_path / "moved", "train.device=cpu"
+    ran([*TRAINER, cpu, f"run.dir={tmp_path / 'cpu'}", "train.train_iters=7"], variables)
+    for iterations, command, device in ((3, (), "cpu"), (5, TORCHRUN, "simulated"), (7, (), "cpu")):
+        overrides = [f"run.dir={folder}", f"train.train_iters={iterations}", f"train.device={device}"]
+        overrides += ["parallel.zero_stage=3", "checkpoint.reshard=true"]
+        ran([*command, *TRAINER, *overrides], variables)
+    losses = [[float.fromhex(row[1]) for row in curve(path)] for path in (folder, tmp_path / "cpu")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    saved = folder / "checkpoints/iter_0000005"
+    again = [*TRAINER, cpu, f"run.dir={tmp_path / 'again'}", f"checkpoint.load={saved}", "checkpoint.reshard=true"]
+    ran([*again, "train.train_iters=5"], variables)
+    assert tensor_files(tmp_path / "again/checkpoints/iter_0000005") == tensor_files(saved)
+
+
+def test_the_benchmarks_of_a_device_run_on_it(tmp_path: Path, variables: dict[str, str]) -> None:
+    groups = "step gpt2_124m;save gpt2_1558m;variants gpt2_124m;more variants gpt2_124m;transformers gpt2_124m"
+    command = ["-m", "scripts.bench.cuda", "--size", "tiny", "--device", register.NAME, "--only", groups]
+    ran([*command, "--folder", str(tmp_path)], {**variables, "OUT": str(tmp_path)}, timeout_s=300.0)
+    rows = json.loads((tmp_path / "bench-cuda.json").read_text())["rows"]
+    left_out = {row["side"]: row[LEFT_OUT] for row in rows if LEFT_OUT in row}
+    # Both know the devices of torch by their names.
+    assert set(left_out) <= {"safetensors load_file", "DCP async_save, thread", "DCP async_save, process"}, left_out
+    assert len(rows) >= 14
