@@ -1,7 +1,8 @@
-"""Keeps torch to one thread in every test that runs in this process, and every process from waiting for names."""
+"""Keeps torch to one thread in this process, and every process from waiting for names; orders the tests."""
 
 import os
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -12,3 +13,8 @@ os.environ.pop("OMP_NUM_THREADS", None)
 # A store asks for the name of whoever connects. Where the name server is silent, that takes the resolver's five seconds
 # each time (see resolv.conf(5)); they are no part of any test.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the file of the longest tests, so that no process is left alone with it in the end."""
+    items.sort(key=lambda item: item.path.name != "test_simulated_device.py")

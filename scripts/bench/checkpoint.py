@@ -25,7 +25,7 @@ from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
 from scripts.bench.targets import BenchTarget
 from scripts.bench.training import growth_over_saves, save_back_to_back, train_with_saves_into
 from scripts.bench.ways import own_ways
-from trainer.commands.arguments import local_path
+from trainer.commands.arguments import existing_folder
 from trainer.launch import process_group as launch
 
 _HELD_SIZE = "gpt2_124m"  # the size of the targets; at smaller sizes the fixed cost of a save dominates
@@ -106,7 +106,7 @@ def _say(line: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench_checkpoint", description=__doc__)
-    parser.add_argument("--folder", type=local_path, default=Path(), help="parent of a temporary folder")
+    parser.add_argument("--folder", type=existing_folder, default=Path(), help="parent of a temporary folder")
     parser.add_argument("--size", choices=SIZES, default=_HELD_SIZE, help="the model (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which all ways take turns (%(default)d)")
     parser.add_argument("--only", type=_parts, default=PARTS, metavar="PART,...", help=f"of {', '.join(PARTS)}")

@@ -39,6 +39,7 @@ from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.worker import Worker
 from trainer.checkpoint.tensors.arena import Arena, Bytes, map_memory
 from trainer.checkpoint.tensors.memory import HostMemory
+from trainer.commands.arguments import existing_folder
 
 RANKS = 2
 DIRECT, SHARED, MAPPED = "raw write, O_DIRECT", "shared memory, as in a save", "copy to the mapped file"
@@ -52,7 +53,9 @@ Rounds = list[dict[str, tuple[float, float]]]  # seconds, and those of CPU
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure runs of several lengths, and print a table for each."""
     parser = argparse.ArgumentParser(prog="columns", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path(), help="a folder is made in it, and removed at the end")
+    parser.add_argument(
+        "--folder", type=existing_folder, default=Path(), help="a folder is made in it, and removed at the end"
+    )
     parser.add_argument("--runs", type=int, nargs="+", default=[2048, 4096, 7168], help="bytes of a row on each rank")
     parser.add_argument("--mebibytes", type=int, default=1024, help="size of the file (%(default)d)")
     parser.add_argument("--rounds", type=int, default=5, help="how often each way is measured (%(default)d)")

@@ -30,7 +30,7 @@ from scripts.bench.cuda_steps import NANOGPT, TRANSFORMERS, step_sides
 from scripts.bench.cuda_steps import OURS as STEP_OURS
 from scripts.bench.cuda_variants import LOSS_VARIANTS, STEP_VARIANTS
 from trainer.__main__ import compose
-from trainer.commands.arguments import local_path
+from trainer.commands.arguments import existing_folder
 from trainer.errors import LaunchError
 from trainer.launch import process_group as launch
 from trainer.launch.device import choose_device, device_name, memory_bytes
@@ -248,7 +248,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", type=_groups, default=tuple(GROUPS), metavar="GROUP;...", help=_GROUPS_HELP)
     parser.add_argument("--sides", type=_names, default=(), metavar="SIDE;...", help="of every group")
     parser.add_argument("--host-gb", type=float, help="the host's memory, where the kernel shows less than it gives")
-    parser.add_argument("--folder", type=local_path, default=Path(tempfile.gettempdir()), help="of the files saved")
+    parser.add_argument(
+        "--folder", type=existing_folder, default=Path(tempfile.gettempdir()), help="of the files saved"
+    )
     parser.add_argument("--group", choices=GROUPS, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     return parser

@@ -29,6 +29,7 @@ from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.storage.files import Files
+from trainer.commands.arguments import existing_folder
 from trainer.launch import process_group as launch
 from trainer.text_table import format_table
 
@@ -44,8 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.local", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("size", nargs="?", choices=SIZES, default="gpt2_124m")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--local", type=Path, default=Path("/dev/shm"), help="the parent of local folders")
-    parser.add_argument("--shared", type=Path, default=Path(tempfile.gettempdir()), help="that of the shared folder")
+    parser.add_argument("--local", type=existing_folder, default=Path("/dev/shm"), help="the parent of local folders")
+    parser.add_argument(
+        "--shared", type=existing_folder, default=Path(tempfile.gettempdir()), help="that of the shared folder"
+    )
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank_of is not None:

@@ -44,3 +44,10 @@ def local_path(text: str) -> Path:
     if is_url(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL; only paths of mounted file systems can be used")
     return Path(text)
+
+
+def existing_folder(text: str) -> Path:
+    """Return the path of a folder that exists; argparse refuses others."""
+    if not (path := local_path(text)).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path}")
+    return path
