@@ -29,6 +29,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -287,17 +288,19 @@ class Memory {
   }
 
   void give_back(Block* block) {
-    const auto last = block->others.empty() ? block->stream : block->others.back();
     {
       std::lock_guard<std::mutex> lock(mutex_);
       used_.at(block->stream.device_index()) -= block->bytes;
     }
-    streams().queue(last).add([this, block] {
-      std::memset(block->address, kFreed, block->bytes);
-      std::lock_guard<std::mutex> lock(mutex_);
-      free_[block->bytes].push_back(block->address);  // stays mapped, so that a late read finds other bytes
-      delete block;
-    });
+    auto& own = streams().queue(block->stream);
+    if (block->others.empty()) return own.add([this, block] { overwrite(block); });
+    block->others.push_back(block->stream);
+    for (const auto& stream : block->others) {  // no stream waits for another by this
+      auto last = std::make_shared<Event>();
+      last->record(streams().queue(stream), last);
+      shared_.add([last] { last->wait(last->recorded()); });
+    }
+    shared_.add([this, block] { overwrite(block); });
   }
 
   size_t used(c10::DeviceIndex device) {
@@ -316,6 +319,14 @@ class Memory {
   }
 
  private:
+  void overwrite(Block* block) {
+    std::memset(block->address, kFreed, block->bytes);
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_[block->bytes].push_back(block->address);  // stays mapped, so that a late read finds other bytes
+    delete block;
+  }
+
+  Queue shared_;  // frees what several streams use
   std::mutex mutex_;
   std::map<size_t, std::vector<void*>> free_;
   std::array<size_t, kDevices> used_{}, peak_{};
@@ -687,11 +698,31 @@ void sleep_on(int64_t stream, int64_t device, double seconds) {
       .add([seconds] { sleep_for(seconds); });
 }
 
+std::mutex holds_mutex;
+std::map<int64_t, std::promise<void>> holds;
+
+int64_t hold(int64_t stream, int64_t device) {
+  static int64_t last = 0;
+  std::lock_guard<std::mutex> lock(holds_mutex);
+  streams()
+      .queue(c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, device), stream))
+      .add([released = holds[++last].get_future().share()] { released.wait(); });
+  return last;
+}
+
+void let_go(int64_t number) {
+  std::lock_guard<std::mutex> lock(holds_mutex);
+  holds.at(number).set_value();
+  holds.erase(number);
+}
+
 TORCH_LIBRARY(simulated, m) {
   m.def("begin() -> ()", [] {
     static Hooks hooks;
     at::RegisterPrivateUse1HooksInterface(&hooks);
   });
+  m.def("hold(int stream, int device) -> int", hold);
+  m.def("let_go(int number) -> ()", let_go);
   m.def("sleep(int stream, int device, float seconds) -> ()", sleep_on);
   m.def("host_waits() -> int", [] { return host_waits.load(); });
   m.def("delay_copies(float seconds) -> ()", [](double seconds) { copy_seconds = seconds; });

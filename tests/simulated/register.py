@@ -82,6 +82,16 @@ def keep_busy(stream: torch.Stream, seconds: float) -> None:
     torch.ops.simulated.sleep(stream.stream_id, stream.device_index, seconds)
 
 
+@contextmanager
+def held(stream: torch.Stream) -> Iterator[None]:
+    """Let what is put on a stream from now on begin at the end of the block."""
+    number = torch.ops.simulated.hold(stream.stream_id, stream.device_index)
+    try:
+        yield
+    finally:
+        torch.ops.simulated.let_go(number)
+
+
 def delay_copies(seconds: float) -> None:
     """Let every copy between host and device that goes on in the background take longer."""
     torch.ops.simulated.delay_copies(seconds)
