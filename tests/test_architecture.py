@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+import numpy
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -400,6 +401,18 @@ def nothing_runs_code(sources: Sequence[Source]) -> list[str]:
     return found
 
 
+def submodules_are_imported(sources: Sequence[Source]) -> list[str]:
+    """No `np.linalg`: numpy imports it at the first use, which recurses while another thread imports it."""
+    return [
+        f"{source.module}:{node.lineno} uses np.{node.attr} and does not import numpy.{node.attr}"
+        for source in sources
+        for node in source.nodes
+        if isinstance(node, ast.Attribute)
+        if isinstance(node.value, ast.Name) and node.value.id in ("np", "numpy")
+        if node.attr in numpy.__numpy_submodules__
+    ]
+
+
 def _weights_only_loads(source: Source) -> set[int]:
     """Return what names `torch.load` in calls with `weights_only=True`."""
     return {
@@ -552,6 +565,7 @@ RULES: tuple[Rule, ...] = (
     annotations,
     docstrings,
     nothing_runs_code,
+    submodules_are_imported,
     narrow_handlers,
     names_of_files,
     unique_classes,
@@ -670,6 +684,7 @@ BROKEN = [
     (nothing_runs_code, "trainer.loop", "dist.broadcast_object_list([])\n", "which pickles"),
     (nothing_runs_code, "trainer.loop", "from torch.distributed import all_gather_object\n", "which pickles"),
     (nothing_runs_code, "trainer.loop", "np.load('x', allow_pickle=True)\n", "allow_pickle"),
+    (submodules_are_imported, "trainer.loop", "x = np.linalg.norm(y)\n", "does not import numpy.linalg"),
     (narrow_handlers, "trainer.loop", "try:\n    f()\nexcept:\n    pass\n", "catches everything"),
     (narrow_handlers, "trainer.loop", "try:\n    f()\nexcept Exception:\n    pass\n", "catches Exception"),
     (narrow_handlers, "trainer.loop", "try:\n    f()\nexcept (OSError, BaseException):\n    pass\n", "BaseException"),

@@ -42,6 +42,8 @@ def fill_initial_values(live: Iterable[LiveTensor], initial: Mapping[str, Initia
 
 
 def _fill_random(tensor: LiveTensor, rule: Initial, seed: int) -> None:
+    from numpy.random import Generator, Philox  # a resume draws no initial values
+
     rows, rest = tensor.spec.view[0], tensor.spec.view[1:]
     inner = tuple(slice(at, at + size) for at, size in zip(tensor.box.offset[1:], tensor.box.shape[1:], strict=True))
     lo, hi = tensor.box.offset[0], tensor.box.end[0]
@@ -51,9 +53,7 @@ def _fill_random(tensor: LiveTensor, rule: Initial, seed: int) -> None:
         count = min(ROWS_PER_BLOCK, rows - start)
         # A counter-based generator with a key of 128 bits: torch's on the CPU keeps 32 bits of a seed, too few for the
         # blocks of a large model to differ from each other.
-        generator = np.random.Generator(
-            np.random.Philox(key=xxhash.xxh3_128_intdigest(prefix + struct.pack("<q", block)))
-        )
+        generator = Generator(Philox(key=xxhash.xxh3_128_intdigest(prefix + struct.pack("<q", block))))
         if rule.kind is InitialKind.normal:
             values = torch.from_numpy(generator.standard_normal((count, *rest), dtype=np.float32)).mul_(rule.std)
         else:

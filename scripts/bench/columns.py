@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.random import default_rng
 
 from scripts.bench import machine, tables
 from scripts.bench.probe import seconds_of, sync_folder
@@ -134,7 +135,7 @@ class _Columns:
         boxes = [Box((0, other * run_bytes), (shape[0], run_bytes)) for other in range(RANKS)]
         pieces = [[Piece(spec.name, box, 0, box.numel) for spec in specs] for box in boxes]
         self._pieces, self._data = pieces[rank], map_memory(_TENSORS * boxes[rank].numel)
-        self._data[:] = np.frombuffer(np.random.default_rng(rank).bytes(self._data.nbytes), np.uint8)
+        self._data[:] = np.frombuffer(default_rng(rank).bytes(self._data.nbytes), np.uint8)
         stripes = stripes_of([piece for mine in pieces for piece in mine], self._layout)
         memory.reach(shared_bytes(stripes))
         self.ways: dict[str, Callable[[Path], None]] = {

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.random import default_rng
 
 from scripts.bench.gpt2 import gpt2_config
 from scripts.bench.machine import describe
@@ -121,7 +122,7 @@ def measure(size: Workload, ranks: int, stage: int, options: argparse.Namespace)
     """Return the figures without and with the key."""
     with ExitStack() as ending:
         folder = Path(ending.enter_context(tempfile.TemporaryDirectory()))
-        tokens = np.random.default_rng(1).integers(size.vocab_size, size=1 << 16)
+        tokens = default_rng(1).integers(size.vocab_size, size=1 << 16)
         write_token_file(folder / "train.bin", [tokens], dtype=np.uint32)
         sides = [
             ending.enter_context(
