@@ -16,7 +16,7 @@ from tests.cuda.devices import ALL, SIMULATED
 
 @pytest.fixture(params=ALL)
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Return the device, and make it the current one of this thread, as a rank does; the second of simulated ones."""
+    """Return the device. The second simulated one becomes the current one of this thread, as a rank has it."""
     if request.param == SIMULATED:
         torch.accelerator.set_device_index(1)
         return torch.device(SIMULATED, 1)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from torch import nn
 
 from tests.cuda.devices import SIMULATED
@@ -18,15 +20,16 @@ from tests.fakes import Axis, Sharding, sample_specs, sample_state
 from tests.harness import tensor_files
 from tests.simulated import register
 from trainer.checkpoint import AsyncSaver, load, save
-from trainer.checkpoint.format.manifest import Written
+from trainer.checkpoint.format.manifest import DIGEST_BYTES, Written
 from trainer.checkpoint.saving import staging
+from trainer.checkpoint.saving.chunks import Piece
 from trainer.checkpoint.saving.plan import make_plan
-from trainer.checkpoint.saving.replica_digests import ReplicaDigests
+from trainer.checkpoint.saving.replica_digests import ReplicaDigests, blocks_of, checksum
 from trainer.checkpoint.saving.snapshot import Snapshot
 from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.tensors.arena import Arena, map_memory, pin
+from trainer.checkpoint.tensors.arena import Arena, Bytes, map_memory, pin
 from trainer.checkpoint.tensors.live import Contents
-from trainer.checkpoint.tensors.memory import _copy_stream
+from trainer.checkpoint.tensors.memory import _copy_stream, memory_of
 from trainer.errors import CheckpointError
 
 # A device copies 1.2 GB in some 25 ms, and steps over it in 2: a step that did not wait would overtake the copy.
@@ -100,14 +103,30 @@ def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 def _keep_busy(stream: torch.Stream | None) -> None:
-    """Let what follows on a stream begin a tenth of a second later, so that whoever does not wait is too early."""
+    """Let what follows on a stream begin a while later, so that whoever does not wait is too early."""
     if stream is None:  # a CPU has none
         return
     if stream.device.type == SIMULATED:
-        register.keep_busy(stream, 0.1)
+        register.keep_busy(stream, 0.3)
     else:
         with torch.cuda.stream(stream):  # type: ignore[arg-type]
             torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call] # cycles of some 2 GHz
+
+
+def _held(stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
+    """Let what follows on a stream begin at the end of the block; on CUDA, only as `_keep_busy` does."""
+    return register.held(stream) if stream is not None and stream.device.type == SIMULATED else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _slow_copies(device: torch.device, seconds: float) -> Iterator[None]:
+    """Let copies between host and device that begin in the block take longer; on CUDA, the first one begin later."""
+    if device.type == SIMULATED:
+        with register.delayed_copies(seconds):
+            yield
+        return
+    _keep_busy(None if device.type == "cpu" else torch.accelerator.current_stream(device))
+    yield
 
 
 def _copying(training: Training) -> torch.Stream | None:
@@ -128,14 +147,15 @@ def save_during_steps(folder: Path, training: Training, device: torch.device, *,
         for iteration in (1, 2):  # the second has its memory from the first
             disk.released.clear()
             expected = training.values()
-            _keep_busy(_copying(training))
-            saver.save(iteration, training.net, training.optimizer)
-            assert saver.is_saving
             opening = threading.Timer(0.05, disk.released.set)
-            if waits:
-                opening.start()
-            for _ in range(3):
-                training.step()
+            with contextlib.nullcontext() if waits else _held(_copying(training)):
+                _keep_busy(_copying(training))
+                saver.save(iteration, training.net, training.optimizer)
+                assert saver.is_saving
+                if waits:
+                    opening.start()
+                for _ in range(3):
+                    training.step()
             if device.type != "cpu":
                 torch.accelerator.synchronize()
             assert differing(training.values(), expected)
@@ -238,7 +258,7 @@ def test_one_state_has_one_file_on_every_device(tmp_path: Path, device: torch.de
 
 
 def test_a_load_waits_for_the_work_on_its_memory(tmp_path: Path, device: torch.device) -> None:
-    """The threads of a load do not copy on the stream of the caller, which may still have to write there."""
+    """The threads of a load do not copy on the caller's stream, which may still write there, or read at once."""
     training = Training(device, 128)
     training.step()
     save(tmp_path / "saves", training.net, training.optimizer, iteration=1)
@@ -248,28 +268,39 @@ def test_a_load_waits_for_the_work_on_its_memory(tmp_path: Path, device: torch.d
         _keep_busy(own)
         for parameter in training.net.parameters():
             parameter.data.fill_(torch.nan)
-        load(tmp_path / "saves", training.net, training.optimizer)
-    if own is not None:
-        own.synchronize()
-    assert differing(training.values(), expected) == []
+        with _slow_copies(device, 0.05):
+            load(tmp_path / "saves", training.net, training.optimizer)
+        assert differing(training.values(), expected) == []
 
 
 def test_checksums_of_replicas_are_of_the_iteration(device: torch.device) -> None:
     """A device adds them up in the order of its stream, before the next step changes what it adds."""
     specs = sample_specs()
     sharding, state = Sharding("2 replicas", (Axis("replica", 2),)), sample_state(specs, seed=3)
-    found = []
-    for is_changed in (False, True):
-        live = [replace(each, local=each.local.to(device)) for each in sharding.live(1, specs, state)]
-        plan = make_plan(Contents(tuple(specs), tuple(live)), rank=1, file_bytes=1 << 20, holds_steps=False)
-        memory = {**plan.sources.begin(), **plan.watched.steady}
+    host = sharding.live(1, specs, state)
+    live = [replace(each, local=each.local.to(device, copy=True)) for each in host]
+    plan = make_plan(Contents(tuple(specs), tuple(live)), rank=1, file_bytes=1 << 20, holds_steps=False)
+    images = {each.spec.name: memory_of(each.local) for each in host}
+    expected = {
+        ranks: {name: _digests(images[name], pieces, device) for name, pieces in tensors.items()}
+        for ranks, tensors in plan.shared.items()
+    }
+    assert expected
+    memory = {**plan.sources.begin(), **plan.watched.steady}
+    with _slow_copies(device, 0.3):
         digests = ReplicaDigests(plan.shared, [], memory, plan.watched.changing())
         digests.release()
-        for each in live if is_changed else ():
-            each.local.zero_()
-        found.append(digests.all(Written([], 0)))
-    assert found[0]
-    assert found[0] == found[1]
+    for each in live:
+        each.local.zero_()
+    assert digests.all(Written([], 0)) == expected
+
+
+def _digests(image: Bytes, pieces: Sequence[Piece], device: torch.device) -> bytes:
+    """Return what replicas are compared by: digests of a CPU's bytes, checksums of a device's."""
+    blocks = [image[block.lo : block.hi] for piece in pieces for block in blocks_of(piece)]
+    if device.type == "cpu":
+        return b"".join(xxhash.xxh3_64_intdigest(block).to_bytes(DIGEST_BYTES, "big") for block in blocks)
+    return b"".join(struct.pack(">q", int(checksum(torch.frombuffer(block, dtype=torch.uint8)))) for block in blocks)
 
 
 def test_a_save_that_finds_no_device_memory_fails_alone(

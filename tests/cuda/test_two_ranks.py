@@ -37,7 +37,7 @@ def test_two_ranks_on_one_device_train_the_same_curve(tmp_path: Path, device: to
     assert "slowest rank" in ended.text
     one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
     losses = [[float.fromhex(row[1]) for row in rows] for rows in (one, two)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5 if device.type == "cpu" else 1e-4)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4 if device.type == "cuda" else 1e-5)
     # The checkpoint of two ranks opens on one, which writes the same bytes.
     source = tmp_path / "two/checkpoints/iter_0000004"
     ran(tmp_path / "again", [*common, f"checkpoint.load={source}", "checkpoint.reshard=true"], device)

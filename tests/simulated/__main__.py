@@ -21,7 +21,10 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(command: Sequence[str]) -> int:
-    """Run the command and return its exit status."""
+    """Run the command and return its exit status; 2 without one."""
+    if not command:
+        print("usage: python -m tests.simulated COMMAND ...", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory(prefix="simulated-device-") as folder:
         return subprocess.run(command, env={**os.environ, **variables(Path(folder))}, check=False).returncode
 

@@ -5,6 +5,7 @@ The product pins memory for it as for CUDA.
 
 from __future__ import annotations
 
+import atexit
 import os
 from pathlib import Path
 
@@ -33,8 +34,9 @@ def begin() -> None:
     from tests.simulated import collectives, register
 
     register.register(Path(os.environ[LIBRARY]))
-    register.delay_copies(0.002)
+    register.delay_copies()
     collectives.register_collectives()
+    atexit.register(register.synchronize)  # no stream works while the process is taken down
 
     from trainer.checkpoint.tensors import arena, memory
 

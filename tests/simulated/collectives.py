@@ -1,7 +1,7 @@
 """Collectives of the simulated device: gloo, on the memory of its tensors, after the work of the current stream.
 
-As with nccl, a group takes tensors of the device alone, and every rank may have a device of its own. A call of a
-collective ends when it is done, so that no order of work that nccl keeps is missed.
+As with nccl, a group takes tensors of the device alone, and every rank may have a device of its own. Unlike with nccl,
+a call of a collective returns when it is done, so a missing wait for one goes unnoticed.
 """
 
 from __future__ import annotations
@@ -99,11 +99,17 @@ for _name in _COLLECTIVES:
 
 
 def on_host(value: Any) -> Any:
-    """Return tensors, or lists of them, as tensors of the CPU over the same memory; wait for who writes there."""
+    """Return tensors, or lists of them, as tensors of the CPU over the same memory, after pending writes.
+
+    Raises:
+        ValueError: for a tensor of the CPU, as from nccl.
+    """
     if isinstance(value, list | tuple):
         return [on_host(each) for each in value]
-    if not isinstance(value, torch.Tensor) or value.device.type != NAME:
+    if not isinstance(value, torch.Tensor):
         return value
+    if value.device.type != NAME:
+        raise ValueError(f"a group of {NAME} devices got a tensor on {value.device}")
     torch.accelerator.current_stream(value.device).synchronize()
     if not value.numel():
         return torch.empty(value.shape, dtype=value.dtype)

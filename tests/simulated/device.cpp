@@ -1,14 +1,16 @@
 // An accelerator in host memory, by torch's interface for devices of other packages (PrivateUse1).
 //
-// It keeps the order that CUDA keeps, and no other: a stream is a thread that does its work in order; an operation that
+// It keeps the order of streams as CUDA does: a stream is a thread that does its work in order; an operation that
 // writes to existing tensors, and a copy between the device and pinned memory that may not block, return before they are
 // done; memory that is freed is overwritten as soon as the stream that it was allocated on gets there. An operation that
-// returns new tensors waits for the current stream, and for no other. So a program that lacks a wait reads other bytes.
+// returns new tensors waits for the current stream, and for no other. So a program that lacks a wait for another stream,
+// or for a copy, reads other bytes.
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/enum_tag.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/empty.h>
@@ -41,6 +43,8 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr int kDevices = 4;
 constexpr size_t kMemoryBytes = size_t{2} << 30;  // of one device
 constexpr int kFreed = 0xFF;                      // a NaN in every floating-point type
+
+std::atomic<int64_t> host_waits{0};  // for a number, a size, a copy from or to the host, an event or a stream
 
 using Clock = std::chrono::steady_clock;
 using Work = std::function<void()>;
@@ -156,7 +160,7 @@ class Event {
     lock.unlock();
     queue.add([self, version] {
       std::lock_guard<std::mutex> inner(self->mutex_);
-      self->reached_ = version;
+      self->reached_ = std::max(self->reached_, version);
       self->time_ = Clock::now();
       self->changed_.notify_all();
     });
@@ -221,8 +225,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   bool queryStream(const c10::Stream& stream) const override { return streams().queue(stream).is_idle(); }
-  void synchronizeStream(const c10::Stream& stream) const override { streams().queue(stream).wait(); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    ++host_waits;
+    streams().queue(stream).wait();
+  }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    ++host_waits;
     streams().wait_all(device < 0 ? current_device : device);
   }
 
@@ -243,6 +251,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     const auto& handle = *static_cast<Handle*>(event);
+    if (!handle->is_reached()) ++host_waits;
     handle->wait(handle->recorded());
   }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
@@ -437,15 +446,16 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   bool isPinnedPtr(const void* address) const override { return pinned().contains(address); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    current_queue().wait();
     auto to = device_allocator.allocate(bytes);
-    if (bytes && storage.nbytes()) std::memcpy(to.get(), storage.data(), std::min(bytes, storage.nbytes()));
+    if (bytes && storage.nbytes()) {
+      current_queue().wait();
+      std::memcpy(to.get(), storage.data(), std::min(bytes, storage.nbytes()));
+    }
     storage.unsafeGetStorageImpl()->set_data_ptr(std::move(to));
     storage.unsafeGetStorageImpl()->set_nbytes(bytes);
   }
 };
 
-std::atomic<int64_t> host_waits{0};         // for a number, or for a copy from or to the host
 std::atomic<double> copy_seconds{0.0};  // what a copy in the background takes longer
 
 void sleep_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
@@ -476,18 +486,25 @@ at::Tensor on_device(const at::Tensor& tensor) {
   return found;
 }
 
-c10::IValue converted(const c10::IValue& value) {
-  if (value.isTensor()) return on_cpu(value.toTensor());
+// A number on the host is read when an operation is called, and other memory of the host is refused, as on CUDA.
+at::Tensor argument_on_cpu(const at::Tensor& tensor, bool is_written) {
+  if (!tensor.defined() || is_ours(tensor)) return on_cpu(tensor);
+  TORCH_CHECK(tensor.dim() == 0, "Expected all tensors to be on the same device, but found one on the CPU");
+  return is_written ? tensor : tensor.clone();
+}
+
+c10::IValue converted(const c10::IValue& value, bool is_written) {
+  if (value.isTensor()) return argument_on_cpu(value.toTensor(), is_written);
   if (value.isDevice() && value.toDevice().type() == kType) return c10::Device(c10::kCPU);
   if (value.isTensorList()) {
     c10::List<at::Tensor> found;
-    for (const at::Tensor& each : value.toTensorList()) found.push_back(on_cpu(each));
+    for (const at::Tensor& each : value.toTensorList()) found.push_back(argument_on_cpu(each, is_written));
     return found;
   }
-  if (value.isOptionalTensorList()) {
+  if (value.isOptionalTensorList()) {  // indices, which may lie on the host
     c10::List<std::optional<at::Tensor>> found;
     for (const std::optional<at::Tensor>& each : value.toOptionalTensorList())
-      found.push_back(each ? std::optional(on_cpu(*each)) : each);
+      found.push_back(each ? std::optional(is_ours(*each) ? on_cpu(*each) : each->clone()) : each);
     return found;
   }
   return value;
@@ -501,12 +518,30 @@ c10::IValue result(const c10::IValue& value) {
   return found;
 }
 
+void find_device(const at::Tensor& tensor, std::optional<c10::Device>& found) {
+  if (!is_ours(tensor)) return;
+  TORCH_CHECK(
+      !found || *found == tensor.device(), "Expected all tensors to be on the same device, but found ", *found, " and ",
+      tensor.device());
+  found = tensor.device();
+}
+
 void find_device(const c10::IValue& value, std::optional<c10::Device>& found) {
-  if (value.isTensor() && is_ours(value.toTensor())) found = value.toTensor().device();
+  if (value.isTensor()) find_device(value.toTensor(), found);
   if (value.isDevice() && value.toDevice().type() == kType) found = value.toDevice();
   if (value.isTensorList())
-    for (const at::Tensor& each : value.toTensorList())
-      if (is_ours(each)) found = each.device();
+    for (const at::Tensor& each : value.toTensorList()) find_device(each, found);
+}
+
+// Whether the host waits for an operation of CUDA: for a number that it returns, or for the size of a result.
+bool waits(const c10::OperatorHandle& operation, c10::ArrayRef<c10::IValue> values) {
+  for (const auto& value : values) {
+    if (!value.isOptionalTensorList()) continue;
+    for (const std::optional<at::Tensor>& each : value.toOptionalTensorList())
+      if (each && each->defined() && (each->scalar_type() == at::kBool || each->scalar_type() == at::kByte)) return true;
+    return false;  // other indices have the size of the result
+  }
+  return operation.hasTag(at::Tag::dynamic_output_shape) || operation.hasTag(at::Tag::data_dependent_output);
 }
 
 // Whether an argument may be resized, as an empty `out=` is: the operation gets a tensor of its own instead.
@@ -545,8 +580,12 @@ void run(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   for (size_t number = 0; number < count; ++number) {
     const auto& value = outer[number];
     const bool is_new = is_resized(schema.arguments()[number], value);
-    inner.push_back(is_new ? at::empty({0}, value.toTensor().options().device(c10::kCPU)) : converted(value));
+    const auto* alias = schema.arguments()[number].alias_info();
+    inner.push_back(
+        is_new ? at::empty({0}, value.toTensor().options().device(c10::kCPU))
+               : converted(value, alias && alias->isWrite()));
   }
+  if (waits(operation, outer)) ++host_waits;
 
   if (only_writes(schema, outer)) {
     current_queue().add([operation, inner]() mutable { call_on_cpu(operation, &inner); });
@@ -597,9 +636,11 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool ma
   const auto& host = is_ours(source) ? target : source;
   const bool is_pinned = host.numel() && pinned().contains(host.const_data_ptr());
   const bool goes_on = !is_on_host || (may_go_on && (is_pinned || is_ours(source)));  // as on XPU
-  const auto held = is_on_host ? host : at::Tensor();  // as torch's allocator of pinned memory does
+  // As torch's allocator of pinned memory does. Python has no object of it, whose end would need Python's lock.
+  const auto held = is_on_host ? host.detach() : at::Tensor();
   const auto delay = goes_on && is_on_host ? copy_seconds.load() : 0.0;
-  queue.add([from = on_cpu(source), to = on_cpu(target), held, delay] {
+  const auto from = on_cpu(source).detach(), to = on_cpu(target).detach();
+  queue.add([from, to, held, delay] {
     at::AutoDispatchBelowADInplaceOrView below;
     sleep_for(delay);
     at::Tensor(to).copy_(from);
@@ -653,7 +694,7 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
 
-// The kernels of the CPU for attention take its own memory layout of the log of sums: torch's plain one is for all.
+// Choose attention from plain operators: the flash kernels of the CPU are other operators, which take no device tensors.
 int64_t fused_sdp_choice(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
     std::optional<double>, bool) {

@@ -92,13 +92,29 @@ def held(stream: torch.Stream) -> Iterator[None]:
         torch.ops.simulated.let_go(number)
 
 
-def delay_copies(seconds: float) -> None:
-    """Let every copy between host and device that goes on in the background take longer."""
+def delay_copies(seconds: float = 0.002) -> None:
+    """Let every non-blocking copy between host and device take longer from now on."""
     torch.ops.simulated.delay_copies(seconds)
 
 
+@contextmanager
+def delayed_copies(seconds: float) -> Iterator[None]:
+    """Let those that begin in the block take this much longer."""
+    delay_copies(seconds)
+    try:
+        yield
+    finally:
+        delay_copies()
+
+
+def synchronize() -> None:
+    """Wait for all devices."""
+    for index in range(DEVICES):
+        torch.accelerator.synchronize(index)
+
+
 def host_waits() -> int:
-    """Return how often the host has waited for the device, for a number or for a copy, in this process."""
+    """Return how often the host of this process has waited: for a number, a size, a copy, an event or a stream."""
     return int(torch.ops.simulated.host_waits())
 
 

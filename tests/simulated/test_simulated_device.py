@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,25 +38,28 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def ran(arguments: Sequence[str], variables: dict[str, str], timeout_s: float = 120.0) -> str:
-    """Run Python and return its output."""
-    command = [sys.executable, *arguments]
-    found = subprocess.run(
-        command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout + found.stderr
+    """Run Python and return its output; after `timeout_s`, fail with it, and end all processes of its group."""
+    command, streams = [sys.executable, *arguments], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, env=variables, cwd=ROOT, text=True, start_new_session=True, **streams) as process:
+        try:
+            text = process.communicate(timeout=timeout_s)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail(f"{command} did not end in {timeout_s} s:\n{process.communicate()[0]}")
+    assert process.returncode == 0, text
+    return str(text)
 
 
 def test_the_tests_of_a_device_pass_on_it(tmp_path: Path, variables: dict[str, str]) -> None:
     chosen = ["-m", "simulated", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'inner'}"]
     text = ran(["-m", "pytest", "-v", "tests/cuda", "tests/simulated", *chosen], variables, timeout_s=400.0)
-    ended = re.search(r"(\d+) passed, \d+ deselected in", text)  # and none skipped
+    ended = re.search(r"(\d+) passed, \d+ deselected", text)  # and none skipped
     assert ended is not None, text
     assert int(ended[1]) >= 24, text
 
 
 def test_a_run_moves_between_its_ranks_and_a_cpu(tmp_path: Path, variables: dict[str, str]) -> None:
-    """Each rank has a device of its own; the parts on the CPU, and the state, are those of the unbroken run there."""
+    """Each rank has a device of its own. A CPU continues from its state, and saves the same bytes again."""
     folder, cpu = tmp_path / "moved", "train.device=cpu"
     ran([*TRAINER, cpu, f"run.dir={tmp_path / 'cpu'}", "train.train_iters=7"], variables)
     for iterations, command, device in ((3, (), "cpu"), (5, TORCHRUN, "simulated"), (7, (), "cpu")):
@@ -63,6 +67,7 @@ def test_a_run_moves_between_its_ranks_and_a_cpu(tmp_path: Path, variables: dict
         overrides += ["parallel.zero_stage=3", "checkpoint.reshard=true"]
         ran([*command, *TRAINER, *overrides], variables)
     losses = [[float.fromhex(row[1]) for row in curve(path)] for path in (folder, tmp_path / "cpu")]
+    assert losses[0][:3] == losses[1][:3]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     saved = folder / "checkpoints/iter_0000005"
     again = [*TRAINER, cpu, f"run.dir={tmp_path / 'again'}", f"checkpoint.load={saved}", "checkpoint.reshard=true"]
@@ -85,6 +90,6 @@ def test_the_benchmarks_of_a_device_run_on_it(
     ran([*command, "--folder", str(tmp_path)], {**variables, "OUT": str(tmp_path)}, timeout_s=300.0)
     rows = json.loads((tmp_path / "bench-cuda.json").read_text())["rows"]
     left_out = {row["side"]: row[LEFT_OUT] for row in rows if LEFT_OUT in row}
-    # Both know the devices of torch by their names.
-    assert set(left_out) <= {"safetensors load_file", "DCP async_save, thread", "DCP async_save, process"}, left_out
+    for side, reason in left_out.items():  # it knows the devices of torch by their names
+        assert (side, reason) == ("safetensors load_file", "SafetensorError: device simulated:0 is invalid"), left_out
     assert len(rows) >= sides
