@@ -89,7 +89,10 @@ def test_variants_of_the_step_have_its_loss(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_variants_of_the_step_are_compiled() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+def test_variants_of_the_step_are_compiled(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """The graphs are the same; inductor takes a while to make code of them."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     threads = torch.get_num_threads()
     cluster = launch.start("cpu", deterministic=False, threads=1, variables={})
     torch.set_num_threads(threads)
