@@ -85,6 +85,9 @@ def adapter_problems(config: ModelConfig) -> list[str]:
     if lora.target_modules == []:
         found.append("model.lora.target_modules=[]: names no module, use null for the family's default")
     projections = _projections(config)
+    widest = max(size for name in adapted_modules(config) or projections for size in projections[name].shape)
+    if lora.rank > widest:
+        found.append(f"model.lora.rank={lora.rank}: must be at most {widest}, the largest width of an adapted matrix")
     others = {name.rpartition(".")[0] for name in stored_tensors(config)} | {"lm_head"}
     for target in lora.target_modules or ():
         odd = sorted(name for name in others - projections.keys() if _fits(name, (target,)))

@@ -1,20 +1,8 @@
-"""Write docs/options.md from the schema of the configuration: `python -m scripts.make_options`.
-
-The docstrings of the schema's dataclasses are the text, so a key without an explanation is an error here.
-"""
+"""Write docs/options.md from the schema of the configuration: `python -m scripts.make_options`."""
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from enum import Enum
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
-
-from trainer.__main__ import CONFIGS
-from trainer.config.schema import Config
+from trainer.config.options import CONFIGS, Row, groups, sections
 
 OUTPUT = CONFIGS.parent / "docs" / "options.md"
 
@@ -27,7 +15,14 @@ Every key of the configuration: its type, its default and its meaning. This page
 On the command line a key is set as `SECTION.KEY=VALUE`, as in `reprise train train.seed=5 checkpoint.save=null`. A
 group sets several keys at once by the name of one of its files, as in `parallel=zero3`. Keys on the command line win
 over an `experiment=`, and an experiment wins over the defaults of the other groups. `reprise train --cfg job` prints
-the configuration that a command line composes.
+the configuration that a command line composes, and `reprise options KEY` describes a key, a section or all keys with a
+prefix.
+
+A value is text, a number, `true`, `false`, `null`, a list `[a, b]` or a mapping `{a: 1}`, in the
+[grammar of Hydra](https://hydra.cc/docs/advanced/override_grammar/basic/). Text that this grammar refuses needs no
+quotes of its own, as in `run.name=训练一` or `data.path=语料/*`. Text that has another meaning in it does, as in
+`"run.name='1,2'"`. `${KEY}` is the value of another key
+(`tests/unit/config/test_overrides.py`).
 
 ## Groups
 
@@ -35,17 +30,6 @@ the configuration that a command line composes.
 |---|---|
 """
 _TABLE = "| key | type | default | meaning |\n|---|---|---|---|\n"
-_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", list: "list", NoneType: "null"}
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One key of the configuration as the page shows it."""
-
-    key: str
-    kind: str
-    default: str
-    meaning: str
 
 
 def main() -> None:
@@ -56,75 +40,10 @@ def main() -> None:
 
 def page() -> str:
     """Return the page that the schema and the files of configs/ describe."""
-    parts = [_HEAD + "".join(f"| `{group}=` | {', '.join(names)} |\n" for group, names in _groups())]
-    hints = get_type_hints(Config)
-    sections = {field.name: hints[field.name] for field in fields(Config) if is_dataclass(hints[field.name])}
-    for name, section in sections.items():
-        rows = "".join(_line(row) for row in _rows(section, name))
-        parts.append(f"## {name}\n\n{_summary(section)}\n\n{_TABLE}{rows}")
+    parts = [_HEAD + "".join(f"| `{group}=` | {', '.join(names)} |\n" for group, names in groups())]
+    for section in sections():
+        parts.append(f"## {section.name}\n\n{section.summary}\n\n{_TABLE}{''.join(map(_line, section.rows))}")
     return "\n".join(parts)
-
-
-def _groups() -> Iterator[tuple[str, list[str]]]:
-    """Yield the groups of the configuration and their choices."""
-    top = (CONFIGS / "train.yaml").read_text(encoding="utf-8")
-    for folder in sorted(path for path in CONFIGS.iterdir() if path.is_dir()):
-        default = re.search(rf"^  - {folder.name}: (\w+)", top, flags=re.M)
-        names = sorted(path.stem for path in folder.glob("*.yaml"))
-        yield folder.name, [f"**`{name}`**" if default and name == default[1] else f"`{name}`" for name in names]
-
-
-def _rows(section: Any, prefix: str) -> Iterator[Row]:
-    """Yield the keys of a section, those of nested sections behind them.
-
-    Raises:
-        KeyError: for a key that the docstring of its section does not explain.
-    """
-    hints, explained = get_type_hints(section), _meanings(section)
-    for field in fields(section):
-        hint = hints[field.name]
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (str, list, NoneType) if hint is Any else (hint,)
-        yield Row(f"{prefix}.{field.name}", " or ".join(map(_kind, kinds)), _default(field), explained[field.name])
-        for kind in filter(is_dataclass, kinds):
-            yield from _rows(kind, f"{prefix}.{field.name}")
-
-
-def _kind(kind: type) -> str:
-    if get_origin(kind) is list:
-        (member,) = get_args(kind)
-        return f"list of {_kind(member)}s"
-    if issubclass(kind, Enum):
-        return ", ".join(f"`{member.value}`" for member in kind)
-    return "the keys below" if is_dataclass(kind) else _NAMES[kind]
-
-
-def _default(field: Field[object]) -> str:
-    if field.default_factory is list:
-        return "`[]`"
-    if field.default is MISSING:
-        return "by `model=`"
-    match field.default:
-        case None:
-            return "`null`"
-        case bool(value):
-            return f"`{str(value).lower()}`"
-        case Enum(value=value):
-            return f"`{value}`"
-        case "":
-            return '`""`'
-        case value:
-            return f"`{value}`"
-
-
-def _summary(section: Any) -> str:
-    return inspect.cleandoc(section.__doc__ or "").split("\n\n")[0].replace("\n", " ").replace("``", "`")
-
-
-def _meanings(section: type) -> dict[str, str]:
-    """Return the entries of the docstring's list `Args:`, each in one line."""
-    _, _, listed = inspect.cleandoc(section.__doc__ or "").partition("\nArgs:\n")
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", listed, flags=re.M)
-    return {name: " ".join(text.split()).replace("``", "`") for name, text in entries}
 
 
 def _line(row: Row) -> str:

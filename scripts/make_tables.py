@@ -14,8 +14,8 @@ from pathlib import Path
 
 from scripts.tables.page import page
 from scripts.tables.runs import run_all
-from trainer.__main__ import CONFIGS
 from trainer.commands.arguments import local_path
+from trainer.config.options import CONFIGS
 
 OUTPUT = CONFIGS.parent / "docs" / "support.md"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -19,13 +20,15 @@ from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.format.box import Split, box_of_splits
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec
+from trainer.checkpoint.saving.snapshot import Snapshot
 from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.worker import Job
 from trainer.checkpoint.tensors.live import Contents, LiveTensor
 from trainer.data.token_file import HEADER_BYTES, TokenArray, TokenFile
 from trainer.metrics.run_log import IterationRecord
 
 T = TypeVar("T")
-JOIN_S = 30.0
+JOIN_S = 120.0  # what has not ended by then hangs, on the slowest machine
 
 
 def tokens_in_memory(tokens: TokenArray, name: str = "memory") -> TokenFile:
@@ -59,7 +62,7 @@ def run_ranks(
     call: Callable[[StoreChannel], T],
     *,
     store: Callable[[], Store] = HashStore,
-    timeout_s: float = 10.0,
+    timeout_s: float = JOIN_S,
 ) -> list[T | BaseException]:
     """Run `call` once per rank, each on a thread with its own channel; return what each returned or raised."""
     outcomes: list[T | BaseException] = [RuntimeError("the rank did not end")] * world_size
@@ -175,6 +178,23 @@ class StuckFiles(Files):
         self.reached.set()
         self.released.wait(JOIN_S)
         super().write(descriptor, buffers, offset=offset)
+
+
+def open_when_awaited(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
+    """Open a gate before the disk when training waits for it: a step that has copied what it can, or for the end."""
+    wait_written, wait_job = Snapshot._await_written, Job.wait
+
+    def step_waits(snapshot: Snapshot) -> None:
+        if snapshot._left:
+            gate.set()
+        wait_written(snapshot)
+
+    def end_is_awaited(job: Job, timeout_s: float | None = None) -> None:
+        gate.set()
+        wait_job(job, timeout_s)
+
+    monkeypatch.setattr(Snapshot, "_await_written", step_waits)
+    monkeypatch.setattr(Job, "wait", end_is_awaited)
 
 
 @dataclass(frozen=True)

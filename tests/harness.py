@@ -18,21 +18,22 @@ from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-
-import hydra
-from omegaconf import OmegaConf
+from typing import Any
 
 import trainer.__main__
 import trainer.loop
 from scripts.faults.ranks import become_rank, free_port
 from trainer.build import Run
-from trainer.config.schema import Config
+from trainer.config.compose import compose as compose
 from trainer.step import StepResult
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
 
 ALL_CORES = tuple(sorted(os.sched_getaffinity(0)))
+
+# What has not ended by then hangs, on the slowest machine.
+DEADLINE_S = 300.0
 
 # A model small enough for hundreds of runs, of odd sizes: 257 rows, widths that 3 does not divide.
 TINY = (
@@ -84,7 +85,7 @@ def launch(
     kill_after: int | None = None,
     saved: int = 0,
     cores: Collection[int] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = DEADLINE_S,
 ) -> Ended:
     """Run the trainer's command on `ranks` ranks with `run.dir=folder`.
 
@@ -111,7 +112,7 @@ def call_on_ranks(
     folder: Path,
     ranks: int,
     cores: Collection[int] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = DEADLINE_S,
 ) -> Ended:
     """Call `function(arguments)`, a module's own, on `ranks` ranks; their outputs go beside `folder`."""
     own = _cores(ranks, cores)
@@ -217,6 +218,13 @@ def tensor_files(iteration: Path) -> dict[str, bytes]:
     return {str(p.relative_to(iteration)): p.read_bytes() for p in sorted(iteration.rglob("*.safetensors"))}
 
 
+def state_of(iteration: Path) -> dict[str, Any]:
+    """Return `trainer_state.json` of a checkpoint without the one member by which two runs differ: who they are."""
+    state: dict[str, Any] = json.loads((iteration / "trainer_state.json").read_text())
+    del state["run"]
+    return state
+
+
 def all_files(folder: Path) -> dict[str, bytes]:
     """Return every file below a folder, to prove that nothing changed."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
@@ -232,14 +240,6 @@ def curve(folder: Path) -> list[tuple[int, str, str, str, int]]:
     ]
 
 
-def compose(overrides: Sequence[str]) -> Config:
-    """Return the configuration that the trainer's command makes of the overrides."""
-    with hydra.initialize_config_dir(str(trainer.__main__.CONFIGS), version_base="1.3"):
-        config = OmegaConf.to_object(hydra.compose("train", overrides=list(overrides)))
-    assert isinstance(config, Config)
-    return config
-
-
 def _await(processes: list[ForkServerProcess], kill: _Kill | None, deadline: float) -> None:
     while running := [process.sentinel for process in processes if process.is_alive()]:
         if time.monotonic() > deadline:
@@ -251,7 +251,7 @@ def _await(processes: list[ForkServerProcess], kill: _Kill | None, deadline: flo
         # A rank that fails takes the others down with it, as torchrun does.
         if any(process.exitcode not in (None, 0) for process in processes):
             for process in processes:
-                process.join(10.0)
+                process.join(DEADLINE_S / 5)
                 process.kill()
         wait(running, timeout=0.005 if kill is not None else 1.0)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,11 +15,15 @@ from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading.blocks import blocks_of
-from trainer.checkpoint.loading.reader import open_checkpoint, read_places
+from trainer.checkpoint.loading.choose import LoadSource
+from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
+from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import Contents
+
+_CLONE_FS = 0x200  # linux/sched.h
 
 COLUMNS = Sharding("columns over 2", (Axis("column", 2),))
 SPECS = [
@@ -40,7 +47,7 @@ def contents(rank: int, iteration: int) -> Contents:
 
 def save_on_two_hosts(folder: Path, *iterations: int, copies: int = 0) -> list[Path]:
     """Save iterations on two hosts, and return the folder of each."""
-    folders = [folder / f"host{rank}" for rank in range(2)]
+    folders = [folder / f"host{rank}" / "local" for rank in range(2)]
 
     def run(channel: StoreChannel) -> None:
         policy = LocalPolicy(folders[channel.rank], 1, 9, copies, SavePolicy(None, commit_timeout_s=20.0))
@@ -53,6 +60,41 @@ def save_on_two_hosts(folder: Path, *iterations: int, copies: int = 0) -> list[P
 
     all_ranks(2, run, store=tcp_store)
     return folders
+
+
+def load_on_hosts(folders: Sequence[Path], *, shared: Path | None = None) -> int:
+    """Load on two hosts with these folders, compare all bits, and return the iteration. Each host is a thread.
+
+    A thread has a working folder of its own, so that its folder has the same relative path as the other's.
+    """
+
+    def run(channel: StoreChannel) -> int:
+        if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_FS):
+            raise OSError(ctypes.get_errno(), "a thread cannot have a working folder of its own")
+        os.chdir(folders[channel.rank].parent)
+        folder, nonce = Path(folders[channel.rank].name), f"load{os.urandom(4).hex()}"
+        nonce = channel.broadcast("nonce", nonce.encode()).decode()
+        policy = LocalPolicy(folder, 1, 9, 0, SavePolicy(None, commit_timeout_s=20.0))
+        local = LocalCheckpointer(policy, channel, nonce=nonce, shared=shared)
+        local.start()
+        live = contents(channel.rank, 0).live
+        restored = Restorer(channel, nonce=nonce, local=local.folders).restore(
+            LoadSource(folder if shared is None else shared), check=_accept, live=lambda _: live, with_local=True
+        )
+        iteration = restored.checkpoint.iteration
+        local.close()
+        expected = contents(channel.rank, iteration).live
+        for tensor, other in zip(live, expected, strict=True):
+            assert torch.equal(tensor.local, other.local), tensor.spec.name
+        return iteration
+
+    iterations = all_ranks(2, run, store=tcp_store)
+    assert len(set(iterations)) == 1
+    return iterations[0]
+
+
+def _accept(_: Checkpoint) -> None:
+    """Accept every checkpoint."""
 
 
 def save_shared(folder: Path, iteration: int) -> Path:

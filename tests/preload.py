@@ -12,6 +12,7 @@ import torch.utils.tensorboard  # noqa: F401
 
 import trainer.__main__
 import trainer.build
+import trainer.config.compose
 import trainer.launch.process_group
 import trainer.launch.relaunch
 import trainer.launch.watchdog
@@ -20,4 +21,4 @@ import trainer.parallel.tensor
 import trainer.parallel.tree_reduce_scatter
 import trainer.restore
 
-trainer.__main__.compose(["model=gpt2_tiny", "train.train_iters=3", "optimizer.lr=0.001"])
+trainer.config.compose.compose(["model=gpt2_tiny", "train.train_iters=3", "optimizer.lr=0.001"])

@@ -10,12 +10,15 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy
 import pytest
+
+from trainer.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 MAX_MODULE_LINES = 400
@@ -32,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.errors",
         "trainer.json_value",
         "trainer.regular_file",
+        "trainer.suggest",
         "trainer.text_table",
         "trainer.versions",
     ),
@@ -44,14 +48,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "trainer.topology",
     ),
     ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
+    ("trainer.terms",),
     ("trainer.compatibility", "trainer.config", "trainer.data_origin", "trainer.launch", "trainer.sample_counts"),
     ("trainer.optimizers",),
     (
+        "trainer.environment_record",
         "trainer.memory_needs",
         "trainer.metrics",
         "trainer.optim",
         "trainer.parallel",
         "trainer.random",
+        "trainer.resume_rules",
         "trainer.run_data",
         "trainer.run_record",
     ),
@@ -59,7 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.state",),
     ("trainer.batch_loaders", "trainer.evaluate", "trainer.generate", "trainer.parallelize", "trainer.step"),
     ("trainer.build", "trainer.dry_run"),
-    ("trainer.beginning", "trainer.fitting"),
+    ("trainer.beginning", "trainer.fitting", "trainer.identity"),
     ("trainer.interop",),
     ("trainer.base_weights",),
     ("trainer.loop", "trainer.restore"),
@@ -83,10 +90,9 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
         f"{CHECKPOINT}.weights_checkpointer",
         f"{CHECKPOINT}.group",
         f"{CHECKPOINT}.inline_save",
-        f"{CHECKPOINT}.loaded",
     ),
     (f"{CHECKPOINT}.optimizer_state",),
-    (f"{CHECKPOINT}.model_contents", f"{CHECKPOINT}.nested"),
+    (f"{CHECKPOINT}.nested",),
     (f"{CHECKPOINT}.api", f"{CHECKPOINT}.state_dict"),
     (f"{CHECKPOINT}.async_saver",),
     (CHECKPOINT,),
@@ -96,15 +102,17 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
 FOUNDATION = {"trainer.atomic", "trainer.errors", "trainer.json_value", "trainer.regular_file"}
 ALLOWED: dict[str, frozenset[str]] = {
     "models": frozenset({"torch"}),
-    "trainer.data": frozenset({"numpy", "torch", "xxhash", "tokenizers", *FOUNDATION}),
+    "trainer.data": frozenset({"numpy", "torch", "xxhash", "tokenizers", "pyarrow", "zstandard", *FOUNDATION}),
     "trainer.checkpoint": frozenset({"torch", "numpy", "xxhash", *FOUNDATION}),
 }
 
 # Libraries, and the modules or packages that may import each.
 ONLY_IN = {
-    "hydra": ("trainer.__main__",),
-    "omegaconf": ("trainer.__main__",),
+    "hydra": ("trainer.config.compose", "trainer.config.overrides"),
+    "omegaconf": ("trainer.config.compose",),
     "matplotlib": ("trainer.compare.figure",),
+    "pyarrow": ("trainer.data.parquet",),
+    "zstandard": ("trainer.data.text_file",),
     "torch.utils.tensorboard": ("trainer.metrics.run_log",),
     "tensorboard": ("trainer.metrics.tensorboard_files",),
     "google.protobuf": (
@@ -121,8 +129,7 @@ HANDED_ON = {
     ("trainer.checkpoint.saving.snapshot", "BaseException"),
     ("trainer.checkpoint.saving.writer", "BaseException"),
     ("trainer.__main__", "BaseException"),
-    ("trainer.__main__", "Exception"),
-    ("trainer.interop.torch_file", "Exception"),
+    ("trainer.config.compose", "Exception"),
 }
 
 # Words that named something once, and the field's word for it. None comes back as a word of a name.
@@ -167,6 +174,7 @@ OF_NO_MODULE = {
     "tests.unit.checkpoint.tensors.test_names_and_strangers": "files and folders that are not the checkpoint's",
     "tests.unit.checkpoint.test_golden": "the checkpoint in tests/golden",
     "tests.unit.config.test_odd_commands": "commands that must end in one message",
+    "tests.unit.models.test_alignment": "layers with operands anywhere in memory",
     "tests.unit.models.test_dropout": "dropout in every family",
     "tests.unit.models.test_models": "every family against transformers",
     "tests.unit.test_makefile": "the Makefile",
@@ -187,10 +195,8 @@ PICKLING_CALLS = {
 MEASURED_AS_A_PEER = {("scripts.bench.peers", "torch.save"), ("scripts.bench.peers", "torch.load")}
 # Megatron reads `common.pt` with torch.load: it is written in that form, from plain data.
 WRITTEN_FOR_OTHERS = {("trainer.interop.megatron.export", "torch.save")}
-# Where other programs' files are read, and only with weights_only=True, spelled out.
-WEIGHTS_ONLY = {"trainer.interop.dcp.folder", "trainer.interop.torch_file"}
-# DCP's metadata is a pickle: read by an unpickler of our own, which admits the classes of that metadata and no others.
-ADMITS_BY_NAME = {("trainer.interop.dcp.metadata", "pickle")}
+# Other programs' pickles are read by an unpickler of our own, which admits what its callers name and nothing else.
+ADMITS_BY_NAME = {("trainer.interop.plain_pickle", "pickle")}
 CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}
 
 # Dependencies that no module imports, and why they are there. One that is imported does not belong here.
@@ -382,12 +388,11 @@ def nothing_runs_code(sources: Sequence[Source]) -> list[str]:
                 found.append(f"{source.module} imports {name}")
             if name.split(".")[-1] in PICKLING_CALLS:
                 found.append(f"{source.module} imports {name}, which pickles")
-        read_as_weights = _weights_only_loads(source) if source.module in WEIGHTS_ONLY else set()
         for node in source.nodes:
             match node:
                 case ast.Attribute(value=ast.Name(id="torch"), attr="save" | "load" as name):
                     listed = MEASURED_AS_A_PEER | WRITTEN_FOR_OTHERS
-                    if (source.module, f"torch.{name}") in listed or id(node) in read_as_weights:
+                    if (source.module, f"torch.{name}") in listed:
                         continue
                     found.append(f"{source.module}:{node.lineno} uses torch.{node.attr}")
                 case ast.Attribute(value=ast.Name(id="pickle"), attr="load" | "loads" | "Unpickler" as name):
@@ -411,16 +416,6 @@ def submodules_are_imported(sources: Sequence[Source]) -> list[str]:
         if isinstance(node.value, ast.Name) and node.value.id in ("np", "numpy")
         if node.attr in numpy.__numpy_submodules__
     ]
-
-
-def _weights_only_loads(source: Source) -> set[int]:
-    """Return what names `torch.load` in calls with `weights_only=True`."""
-    return {
-        id(node.func)
-        for node in source.nodes
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
-        if any(keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in node.keywords)
-    }
 
 
 def narrow_handlers(sources: Sequence[Source]) -> list[str]:
@@ -541,6 +536,29 @@ def docstrings_of(source: Source) -> str:
     return "\n".join(ast.get_docstring(node) or "" for node in source.nodes if isinstance(node, holders))
 
 
+def keys_of(section: type, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a section of the configuration and of its members."""
+    for name, kind in get_type_hints(section).items():
+        yield f"{prefix}{name}"
+        if is_dataclass(kind) and isinstance(kind, type):
+            yield from keys_of(kind, f"{prefix}{name}.")
+
+
+def messages_of_the_library(sources: Sequence[Source]) -> list[str]:
+    """The checkpoint library advises in its own terms: its callers have no keys of a configuration."""
+    keys = sorted((key for key in keys_of(Config) if "." in key), key=len, reverse=True)
+    pattern = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, keys))})(?![\w(])")
+    found = []
+    for source in sources:
+        if not is_or_in(source.module, CHECKPOINT):
+            continue
+        explained = {id(node.value) for node in source.nodes if isinstance(node, ast.Expr)}
+        for node in source.nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in explained:
+                found += [f"{source.module}:{node.lineno} says {key}" for key in pattern.findall(node.value)]
+    return found
+
+
 def clean_text(sources: Sequence[Source]) -> list[str]:
     """No path of somebody's machine and no note to come back to."""
     patterns = {
@@ -571,6 +589,7 @@ RULES: tuple[Rule, ...] = (
     unique_classes,
     retired_words,
     plain_docstrings,
+    messages_of_the_library,
     clean_text,
 )
 
@@ -642,7 +661,7 @@ BROKEN = [
         _DOC + "from trainer.config import schema\n",
         "trainer.checkpoint may not",
     ),
-    (foreign_imports, "trainer.build", _DOC + "from omegaconf import OmegaConf\n", "only trainer.__main__"),
+    (foreign_imports, "trainer.build", _DOC + "from omegaconf import OmegaConf\n", "only trainer.config.compose"),
     (foreign_imports, "trainer.loop", _DOC + "from torch.distributed.tensor import DTensor\n", "only trainer.checkp"),
     (foreign_imports, "trainer.loop", _DOC + "from . import build\n", "relative import"),
     (sizes, "trainer.loop", _DOC + "x = 1\n" * MAX_MODULE_LINES, "401 lines"),
@@ -671,7 +690,7 @@ BROKEN = [
     (nothing_runs_code, "trainer.interop.dcp.source", "import pickle\n", "imports pickle"),
     (nothing_runs_code, "trainer.interop.dcp.folder", "import torch\ntorch.save({}, 'x')\n", "torch.save"),
     (nothing_runs_code, "trainer.interop.dcp.folder", "import torch\ntorch.load('x')\n", "torch.load"),
-    (nothing_runs_code, "trainer.interop.dcp.metadata", "import pickle\npickle.load('x')\n", "pickle.load"),
+    (nothing_runs_code, "trainer.interop.plain_pickle", "import pickle\npickle.load('x')\n", "pickle.load"),
     (nothing_runs_code, "trainer.interop.torch_file", "import torch\ntorch.load('x')\n", "torch.load"),
     (
         nothing_runs_code,
@@ -710,6 +729,9 @@ BROKEN = [
     (mirrored, "tests.unit.test_layers", _DOC, "tests no module"),
     (plain_docstrings, "trainer.x", '"""A board is told."""\n', "trainer.x says `told`"),
     (plain_docstrings, "trainer.x", 'def f() -> None:\n    """' + "What? " * 1000 + '"""\n', "most in ['trainer.x'"),
+    (messages_of_the_library, f"{CHECKPOINT}.api", "fix = f'Set {x} or checkpoint.load.'\n", "says checkpoint.load"),
+    (messages_of_the_library, f"{CHECKPOINT}.api", "fix = 'run.name=x'\n", "says run.name"),
+    (messages_of_the_library, f"{CHECKPOINT}.api", "f('checkpoint.local.dir')\n", "says checkpoint.local.dir"),
     (clean_text, "trainer.loop", "PATH = '/ho" + "me/me/data'\n", "a path"),
     (clean_text, "trainer.loop", "x = 1  # TO" + "DO: two\n", "a note"),
 ]

@@ -16,11 +16,12 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-import trainer.__main__ as command
+import trainer.config.options as command
 from models.families import parameter_count
 from trainer.checkpoint.policy import SavePolicy
 from trainer.config.checks import validate
-from trainer.config.schema import CheckpointSection, Config, RunSection, length_of, topology_of
+from trainer.config.derived import length_of, topology_of
+from trainer.config.schema import CheckpointSection, Config, RunSection
 from trainer.errors import ConfigError
 from trainer.schedule import resolve
 from trainer.topology import Topology
@@ -371,4 +372,10 @@ def test_a_run_makes_its_own_folder_and_nothing_else(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["book.txt", "cache", "runs"]
     made = tmp_path / "runs" / "one"
-    assert sorted(path.name for path in made.iterdir()) == ["checkpoints", "config.yaml", "lock", "metrics.jsonl"]
+    assert sorted(path.name for path in made.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "lock",
+        "metrics.jsonl",
+        "run.json",
+    ]

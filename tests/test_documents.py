@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config.schema import CheckpointSection
-from trainer.run_record import RULES
+from trainer.resume_rules import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -31,6 +31,16 @@ def test_every_file_and_test_that_a_document_names_exists(path: Path) -> None:
         assert not test or f"def {test}(" in (ROOT / name).read_text(encoding="utf-8"), f"{name}::{test}"
     for target in re.findall(r"\]\(((?!http|#)[^)]+)\)", text):
         assert (path.parent / target.split("#")[0]).exists(), target
+
+
+def test_the_versions_of_other_programs_are_those_installed() -> None:
+    text = (ROOT / "docs" / "interop.md").read_text(encoding="utf-8")
+    named = {
+        name: versions.split(" and ") for name, versions in re.findall(r"^\| ([\w-]+) \| ([\d. and]+) \|", text, re.M)
+    }
+    pinned = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("constraints.txt", "Makefile"))
+    assert named == {name: re.findall(rf"\b{name}==([\d.]+)", pinned) for name in named}
+    assert named.keys() == {"transformers", "accelerate", "peft", "deepspeed", "megatron-core"}
 
 
 def test_the_readme_s_example_of_an_own_model_runs(

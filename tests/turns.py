@@ -15,7 +15,7 @@ from enum import Enum
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-_STUCK_S = 20.0  # real seconds: no thread computes that long between two turns
+_STUCK_S = 120.0  # real seconds: no thread computes that long between two turns
 
 
 class Gone(BaseException):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from models.adapters import base_of
-from trainer import run_record
+from trainer import resume_rules, run_record, terms
 from trainer.build import Run
 from trainer.checkpoint.format.names import ADAPTERS, MANIFEST
 from trainer.checkpoint.loading.choose import Chooser, LoadSource
@@ -118,8 +118,8 @@ def _agree_on_base(
 def _base_source(run: Run, choice: bytes) -> LoadSource:
     section, path = run.config.checkpoint, Path(choice[1:].decode())
     if section.base is not None:
-        return LoadSource(path, key="checkpoint.base")
-    return LoadSource(path, section.ckpt_step if choice[:1] == NAMED else None)
+        return LoadSource(path, terms=terms.BASE)
+    return LoadSource(path, section.ckpt_step if choice[:1] == NAMED else None, terms.LOAD)
 
 
 def _same_base(run: Run, choice: bytes, adapters: LoadSource, *, with_local: bool) -> bytes:
@@ -148,7 +148,7 @@ def _same_base(run: Run, choice: bytes, adapters: LoadSource, *, with_local: boo
     else:
         files = [source.path] if kind is WeightsKind.file else tensor_files(open_folder(source.path, Files()))
         identity = {"format": _OWNERS[kind], "xxh3_64": digest_of_samples(files).hex()}
-    settle(differences({"base": expected}, {"base": identity}, run_record.RULES), flags=(), where=where)
+    settle(differences({"base": expected}, {"base": identity}, resume_rules.RULES), flags=(), where=where)
     return choice
 
 
@@ -171,7 +171,7 @@ def _check(run: Run, checkpoint: Checkpoint) -> None:
     refuse_adapters(checkpoint, fix="Set checkpoint.base to the weights that they were trained on, or to merged ones.")
     model = base_of(run.config.model)
     current = {**run.description, "model": run_record.model_record(model)}
-    rules = [rule for rule in run_record.RULES if rule.field.startswith("model")]
+    rules = [rule for rule in resume_rules.weight_rules() if rule.field.startswith("model")]
     found = differences(checkpoint.state, current, rules)
     fix = "Give the model the saved values, or name another base."
     for line in settle(found, flags=(), where=checkpoint.path, problem="The base is another model", fix=fix):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from trainer.config.schema import Config, batch_schedule_of, micro_batches_of
+from trainer.config.derived import batch_schedule_of, micro_batches_of
+from trainer.config.schema import Config
 from trainer.data.batches import BlendedSamples, Samples
 from trainer.data.blend import Blend
 from trainer.data.loader import BatchLoader

@@ -7,9 +7,11 @@ import json
 from trainer.build import Run
 from trainer.checkpoint.storage.files import Files, cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder
-from trainer.config.schema import CheckpointSection, save_folder
+from trainer.config.derived import save_folder
+from trainer.config.schema import CheckpointSection
 from trainer.errors import TrainerError
 from trainer.launch.relaunch import Launch, has_committed, note
+from trainer.terms import SAVE
 
 
 def is_directed(section: CheckpointSection) -> bool:
@@ -59,7 +61,7 @@ def note_beginning(run: Run, launch: Launch, began_at: int | None) -> None:
         try:
             note(_record_folder(run), launch, began_at)
         except OSError as error:
-            problem = cannot_write(folder, error)
+            problem = cannot_write(folder, error, another=SAVE.another)
         except TrainerError as error:
             problem = error
     run.cluster.channel.agree("beginning", problem)

@@ -13,28 +13,23 @@ import torch
 
 from models import families
 from models.network import Model
-from trainer import run_record
+from trainer import run_record, terms
 from trainer.batch_loaders import build_loaders
 from trainer.batch_schedule import BatchSchedule
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import Retention, SavePolicy
-from trainer.checkpoint.storage.folder import WEIGHTS
+from trainer.checkpoint.storage.folder import WEIGHTS, FolderTerms
 from trainer.checkpoint.tensors.live import Grid
 from trainer.config import saved
+from trainer.config.derived import batch_schedule_of, length_of, save_folder, topology_of
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import (
-    CheckpointSection,
-    Config,
-    batch_schedule_of,
-    length_of,
-    save_folder,
-    topology_of,
-)
+from trainer.config.schema import CheckpointSection, Config
 from trainer.data.loader import BatchLoader
 from trainer.data.text import open_encoder, prompt_tokens
 from trainer.data.tokenizer_files import tokenizer_files
+from trainer.environment_record import environment_record, joint_environment
 from trainer.errors import TrainerError
 from trainer.generate.during_training import Sampler
 from trainer.launch.control import ControlRules, RunControl
@@ -145,7 +140,7 @@ def build(
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     state = _build_state(config, stages, build_grid(topology, mesh))
-    environment = _environment(config, cluster.device, cluster.threads)
+    environment = joint_environment(environment_record(config, cluster.device, cluster.threads), cluster)
     description = run_record.describe(
         config,
         schedule=schedule,
@@ -192,7 +187,7 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     """
     data = look_alone(config)
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
-    environment = _environment(config, torch.device("cpu"), thread_count(config.train.threads))
+    environment = environment_record(config, torch.device("cpu"), thread_count(config.train.threads))
     topology = topology_of(config, 1)
     return schedule, run_record.describe(
         config,
@@ -284,7 +279,7 @@ def run_config(config: Config, *, with_commit: bool) -> Json:
 
 
 def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:
-    policy = _save_policy(config.checkpoint)
+    policy = _save_policy(config.checkpoint, terms.SAVE)
     return Checkpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
 
 
@@ -294,7 +289,8 @@ def _build_local_checkpointer(config: Config, cluster: Cluster) -> LocalCheckpoi
         return None
     from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
 
-    policy = LocalPolicy(Path(local.dir), local.save_interval, local.keep, local.copies, _save_policy(section))
+    saving = _save_policy(section, terms.LOCAL)
+    policy = LocalPolicy(Path(local.dir), local.save_interval, local.keep, local.copies, saving)
     shared = None if section.save is None else Path(section.save)
     return LocalCheckpointer(
         policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, shared=shared
@@ -317,16 +313,17 @@ def _build_weights_checkpointer(config: Config, cluster: Cluster) -> WeightsChec
         frozenset(section.save_steps),
         getattr(torch, section.weights_dtype.value),
         section.weights_keep,
-        _save_policy(section),
+        _save_policy(section, terms.WEIGHTS),
     )
     return WeightsCheckpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
 
 
-def _save_policy(section: CheckpointSection) -> SavePolicy:
+def _save_policy(section: CheckpointSection, folder_terms: FolderTerms) -> SavePolicy:
     return SavePolicy(
         folder=None if section.save is None else Path(section.save),
         save_interval=section.save_interval,
         retention=Retention(section.max_checkpoint_keep, section.save_retain_interval, section.keep_best),
+        terms=folder_terms,
         file_bytes=section.file_bytes,
         commit_timeout_s=section.commit_timeout_s,
         async_save=section.async_save,
@@ -357,16 +354,3 @@ def _build_log(config: Config, cluster: Cluster) -> RunLog:
         tensorboard=config.logging.tensorboard,
         mfu_scale=None if peak is None else flops / (peak * cluster.world_size),
     )
-
-
-def _environment(config: Config, device: torch.device, threads: int) -> Json:
-    """Return the software and hardware on which bits depend, besides the configuration."""
-    return {
-        "device": device_name(device),
-        "threads": threads,
-        "torch": str(torch.__version__),
-        "optimizer_implementation": "fused",
-        "compile": config.train.compile,
-        "deterministic": config.train.deterministic,
-        "activation_checkpointing": config.train.activation_checkpointing,
-    }

@@ -53,15 +53,26 @@ class Difference:
 
 def differences(saved: Json, current: Json, table: Sequence[Rule]) -> list[Difference]:
     """Return every differing field that a rule of `table` covers, in order of the table."""
-    old, new = _flatten(saved), _flatten(current)
+    old, new = flattened(saved), flattened(current)
     found = []
     for field in sorted(old.keys() | new.keys()):
-        rule = _rule_for(field, table)
+        rule = rule_for(field, table)
         if rule is None or (rule.is_optional and not (field in old and field in new)):
             continue
         if old.get(field) != new.get(field):
             found.append(Difference(field, old.get(field), new.get(field), rule))
     return sorted(found, key=lambda d: table.index(d.rule))
+
+
+def flattened(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return all values of nested objects by their dotted paths."""
+    flat: dict[str, object] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
 
 
 def settle(
@@ -71,11 +82,13 @@ def settle(
     where: object,
     problem: str = "The checkpoint belongs to another run",
     fix: str = "Use the saved values, or start another run with checkpoint.load=none.",
+    otherwise: str = "",
 ) -> list[str]:
     """Return the lines to log about allowed differences.
 
     Args:
         fix: what to do about differences that no flag allows.
+        otherwise: what can be done about any difference.
 
     Raises:
         MismatchError: listing every difference that is refused or lacks its flag, with both values and the flag.
@@ -98,7 +111,7 @@ def settle(
             problem,
             where=where,
             found="these differences:\n" + "\n".join(rows),
-            fix="\n" + fix,
+            fix="\n".join(["", fix, *([otherwise] if otherwise else [])]),
         )
     return [_line(d) for d in found]
 
@@ -122,19 +135,10 @@ def _advice(difference: Difference) -> str:
     return f"  ({'; '.join(parts)})" if parts else ""
 
 
-def _rule_for(field: str, table: Sequence[Rule]) -> Rule | None:
+def rule_for(field: str, table: Sequence[Rule]) -> Rule | None:
+    """Return the rule for a dotted path: the one of the longest path that covers it."""
     fitting = [rule for rule in table if field == rule.field or field.startswith(rule.field + ".")]
     return max(fitting, key=lambda rule: len(rule.field), default=None)
-
-
-def _flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def _text(value: object) -> str:

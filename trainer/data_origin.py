@@ -6,6 +6,7 @@ that each source has consumed until then are recorded, so that every source goes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -13,10 +14,13 @@ from fractions import Fraction
 from trainer.checkpoint.format.json_file import Json
 from trainer.data.blend import Blend
 from trainer.data.documents import DocumentMarks
-from trainer.data.section import DataSection, SampleCut
+from trainer.data.section import DataPosition, DataSection, SampleCut
 from trainer.errors import CheckpointError
 from trainer.json_value import integer
 from trainer.progress import Progress
+
+# What `str` makes of a Fraction. Fraction itself reads exponents, whose digits take minutes.
+_SHARE = re.compile(r"[0-9]+(/[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,33 +81,46 @@ def sources_in(state: Json) -> dict[str, Fraction]:
     """
     data = state["data"]
     weights = data.get("weights", {data["fingerprint"]: "1"})
+    if odd := [weight for weight in weights.values() if not _SHARE.fullmatch(weight)]:
+        raise ValueError(f"{odd[0]!r} is no weight")
     found = {str(name): Fraction(weights[name]) for name in sorted(weights)}
     if min(found.values()) <= 0:
         raise ValueError(f"{weights!r} has a weight that is not positive")
     return found
 
 
-def origin_after(saved: Json, current: Json, progress: Progress, *, where: object) -> DataOrigin | None:
-    """Return where the data of a run begins that resumes from a checkpoint; None if it was and is one source.
+def origin_after(
+    saved: Json,
+    current: Json,
+    progress: Progress,
+    *,
+    where: object,
+    position: DataPosition = DataPosition.run,
+) -> DataOrigin | None:
+    """Return where the data of a run begins that resumes from a checkpoint.
+
+    None if it goes on at the position of the run: the sources are those of its start, or one took the place of one.
 
     Args:
         saved: `trainer_state.json`.
         current: the description of the run.
         progress: of the resumed run.
+        position: where a source begins that takes the place of another one; of no effect if the sources are the same.
 
     Raises:
         CheckpointError: if the record is malformed.
     """
     data, new = saved.get("data"), sources_in(current)
     if not isinstance(data, Mapping) or "fingerprint" not in data:  # imported, so that nothing is known of its samples
-        return None
+        return DataOrigin(progress.consumed_samples) if position is DataPosition.start else None
     try:
         old = sources_in(saved)
-        origin = _from_record(saved["blend"]) if "blend" in saved else DataOrigin()
+        recorded = _from_record(saved["blend"]) if "blend" in saved else None
+        origin = recorded or DataOrigin()
         was, now = (integer(state["batch"]["seq_length"]) for state in (saved, current))
-        is_same = (old, was) == (new, now)
-        if is_same or (len(old) == len(new) == 1 and not origin.consumed):
-            return origin if origin.consumed else None
+        keeps_position = position is DataPosition.run or old == new
+        if (old, was) == (new, now) or (recorded is None and len(old) == len(new) == 1 and keeps_position):
+            return recorded
         counts = Blend(list(old.values())).counts(integer(saved["consumed_samples"]) - origin.position)
     except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise CheckpointError("A state file has no valid record of its data", where=where, found=repr(error)) from error
@@ -113,6 +130,36 @@ def origin_after(saved: Json, current: Json, progress: Progress, *, where: objec
     if was != now:  # the position is converted through tokens, and so are these
         consumed = {name: count * was // now for name, count in consumed.items()}
     return DataOrigin(progress.consumed_samples, consumed)
+
+
+def new_source_lines(
+    saved: Json, current: Json, origin: DataOrigin | None, consumed_samples: int, files: Sequence[tuple[object, int]]
+) -> list[str]:
+    """Return a line for each source of a resumed run that its checkpoint does not have: where it begins.
+
+    A run that has consumed no sample has none.
+
+    Args:
+        origin: what `origin_after` returned.
+        consumed_samples: of the resumed run.
+        files: the first file and the number of samples of each source, in the order of the blend.
+    """
+    data, new = saved.get("data"), sources_in(current)
+    old = sources_in(saved) if isinstance(data, Mapping) and "fingerprint" in data else {}
+    origin = origin or DataOrigin()
+    counts = Blend(list(new.values())).counts(consumed_samples - origin.position)
+    lines = []
+    for name, count, (path, size) in zip(new, counts, files, strict=True):
+        consumed = count + origin.consumed.get(name, 0)
+        if name in old or not consumed_samples:
+            continue
+        if not consumed:
+            place = "its first sample"
+        else:
+            place = f"its sample {consumed % size} of {size} in epoch {consumed // size + 1}"
+            place += "" if name in origin.consumed else "; data.position=start begins a new source at its first sample"
+        lines.append(f"source {name} ({path}) is new at sample {consumed_samples} of the run and begins at {place}")
+    return lines
 
 
 def _from_record(record: Json) -> DataOrigin:

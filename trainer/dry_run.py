@@ -24,15 +24,9 @@ from trainer.checkpoint.format.box import Box, Image, image, intersect, whole
 from trainer.checkpoint.format.layout import Layout, TensorSpec, build_layout
 from trainer.checkpoint.saving.plan import Holding, pieces_of
 from trainer.checkpoint.tensors.live import Grid, placed_box
+from trainer.config.derived import batch_schedule_of, lanes_of, reduces_lanes_over_ranks, rounded_itemsize, topology_of
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import (
-    Config,
-    batch_schedule_of,
-    lanes_of,
-    reduces_lanes_over_ranks,
-    rounded_itemsize,
-    topology_of,
-)
+from trainer.config.schema import Config
 from trainer.optim import stored_names
 from trainer.optimizers import StateTensor, state_tensors
 from trainer.parallel.mesh import build_mesh, stage_grid

@@ -20,9 +20,11 @@ class TrainerError(Exception):
 
     Attributes:
         is_known_to_all: whether every rank of the run has raised it, so that it need not be reported to them.
+        is_echo: whether it repeats the failure of another rank.
     """
 
     is_known_to_all = False
+    is_echo = False
 
     def __init__(
         self, what: str, *, where: object = None, expected: object = None, found: object = None, fix: str | None = None
@@ -80,6 +82,10 @@ class ReplicaError(CheckpointError):
 
 class LaunchError(TrainerError):
     """The process group could not be formed, or a peer failed."""
+
+
+class OutOfMemoryError(TrainerError):
+    """A run that needs more memory than its host or its device has."""
 
 
 class NonFiniteError(TrainerError):

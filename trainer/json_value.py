@@ -6,6 +6,25 @@ import json
 import math
 
 MAX_INTEGER = 2**63 - 1  # the largest that numpy and torch count with
+_MOST_OF_A_VALUE, _MOST_PARTS, _MOST_BITS = 200, 10, 256
+
+
+def shown(value: object) -> str:
+    """Return a value of a file for a message: a short text, made in the time that it takes to read it.
+
+    Of what is neither a number, a text nor a list of them, the type alone is shown.
+    """
+    if isinstance(value, str | bytes):
+        return repr(value[:_MOST_OF_A_VALUE]) + ("..." if len(value) > _MOST_OF_A_VALUE else "")
+    if isinstance(value, list | tuple):
+        parts = [shown(part) if not isinstance(part, list | tuple | dict) else "..." for part in value[:_MOST_PARTS]]
+        text = ", ".join(parts) + (", ..." if len(value) > _MOST_PARTS else "")
+        return f"[{text}]" if isinstance(value, list) else f"({text})"
+    if value is None or isinstance(value, bool | float | complex):
+        return repr(value)
+    if isinstance(value, int):
+        return repr(value) if value.bit_length() <= _MOST_BITS else f"a number of {value.bit_length()} bits"
+    return f"an object of {type(value).__name__}"
 
 
 def integer(value: object, *, most: int = MAX_INTEGER) -> int:
@@ -15,7 +34,7 @@ def integer(value: object, *, most: int = MAX_INTEGER) -> int:
         ValueError: otherwise.
     """
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{value!r} is not an integer from 0 to {most}")
+        raise ValueError(f"{shown(value)} is not an integer from 0 to {most}")
     return value
 
 
@@ -27,7 +46,9 @@ def finite_number(value: object, *, least: float = -math.inf) -> float:
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not max(least, -MAX_INTEGER) <= value <= MAX_INTEGER:  # type: ignore[operator]
-        raise ValueError(f"{value!r} is not a finite number" + (f" of at least {least:g}" if least > -math.inf else ""))
+        raise ValueError(
+            f"{shown(value)} is not a finite number" + (f" of at least {least:g}" if least > -math.inf else "")
+        )
     return float(value)  # type: ignore[arg-type]
 
 
@@ -39,7 +60,7 @@ def step_count(value: object) -> float:
     """
     steps = finite_number(value, least=0)
     if not steps.is_integer():
-        raise ValueError(f"{value!r} is not a whole number")
+        raise ValueError(f"{shown(value)} is not a whole number")
     return steps
 
 

@@ -13,9 +13,11 @@ from trainer import run_record
 from trainer.build import Run
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Document
+from trainer.checkpoint.format.names import INTERIM, STATE
 from trainer.checkpoint.policy import SaveReport
+from trainer.config.derived import save_folder
 from trainer.config.saved import RUN_CONFIG
-from trainer.config.schema import OnNonfinite, save_folder
+from trainer.config.schema import OnNonfinite
 from trainer.errors import CheckpointError, LockError, ReplicaError, TrainerError
 from trainer.evaluate import evaluate
 from trainer.generate.during_training import Sampler, sample
@@ -42,11 +44,16 @@ def train(run: Run) -> None:
         _log_on_rank_0(run, f"iteration {state.progress.iteration} of {last} is reached, there is nothing to train")
     slowdown = Slowdown()
     run.control.begin()
-    if state.progress.owes_evaluation:
-        _evaluate(run)
+    is_late = state.progress.owes_evaluation
+    if is_late:
+        _evaluate_late(run)
     if run.log is not None and _goes_on(run):
         run.log.started(run.start_times)
-    if _goes_on(run):
+        if settings.compile:
+            _log.info("compiling the transformer blocks: the first iteration may take minutes")
+    if _goes_on(run) and (is_late or run.local is not None):
+        _save_due(run, slowdown)  # what the interruption has kept from one of the folders
+    elif _goes_on(run):
         _save_weights(run, slowdown)
     is_stopped = state.progress.owes_evaluation
     while _goes_on(run):
@@ -66,11 +73,8 @@ def train(run: Run) -> None:
             break
         if should_exit(iteration, settings.exit_interval):
             break
-        due = run.savers if flags.save else [saver for saver in run.savers if saver.is_due(iteration)]
         if iteration < last:
-            if due:
-                _save(run, due, slowdown)
-            _save_weights(run, slowdown)
+            _save_due(run, slowdown, is_asked=flags.save)
     run.profiler.close()
     _save_at_end(run, slowdown, is_stopped=is_stopped)
 
@@ -89,7 +93,7 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
     savers = run.savers if flushes else run.savers[:1]
     if run.local is not None and not is_stopped:
         run.local.await_copies()
-    _save(run, savers, slowdown)
+    _save(run, savers, slowdown, is_interrupted=not is_at_end)
     _save_weights(run, slowdown)
     for saver in run.all_savers:
         saver.wait()
@@ -99,6 +103,10 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
         error = run.weights.saver.results.last_error
     if error is not None:
         raise error
+    folder = save_folder(run.config.checkpoint)
+    if is_stopped and folder is not None:
+        iteration = run.state.progress.iteration
+        _log_on_rank_0(run, f"the run is saved at iteration {iteration} in {folder}; the same command resumes it")
 
 
 def _goes_on(run: Run) -> bool:
@@ -195,6 +203,15 @@ def _evaluate(run: Run) -> None:
         run.log.evaluation(run.state.progress.iteration, loss, run.state.progress.best_loss)
 
 
+def _evaluate_late(run: Run) -> None:
+    """Do the evaluation that was interrupted; checkpoints of the iteration are then saved again, with its loss."""
+    _evaluate(run)
+    progress = run.state.progress
+    if not progress.owes_evaluation:
+        for saver in run.all_savers:
+            saver.outdated(progress.iteration)
+
+
 def _sample(run: Run, sampler: Sampler) -> None:
     """Log a text of the model; after a signal, stop and omit it."""
     stop = run.control.is_signalled
@@ -210,16 +227,29 @@ def _check_replicas(run: Run) -> None:
     run.restorer.check_replicas([tensor for tensor in shards if not tensor.is_copy])
 
 
-def _save(run: Run, savers: Sequence[Checkpointer], slowdown: Slowdown) -> None:
-    """Save the current state by `savers`, in the background unless `checkpoint.async_save=false`."""
+def _save_due(run: Run, slowdown: Slowdown, *, is_asked: bool = False) -> None:
+    """Save the current state where it is due, or everywhere if it is asked for, and the weights where they are due."""
+    iteration = run.state.progress.iteration
+    due = [saver for saver in run.savers if is_asked or saver.is_due(iteration)]
+    if due:
+        _save(run, due, slowdown)
+    _save_weights(run, slowdown)
+
+
+def _save(run: Run, savers: Sequence[Checkpointer], slowdown: Slowdown, *, is_interrupted: bool = False) -> None:
+    """Save the current state by `savers`, in the background unless `checkpoint.async_save=false`.
+
+    Args:
+        is_interrupted: whether the run ends before its last iteration; a checkpoint that is not due is then interim.
+    """
     if run.main_saver in savers:
         run.control.saving()
     check_tied_copies(run.state, run.context.embedding_group)
     progress = run.state.progress
     if run.log is not None and run.main_saver in savers:
         run.log.sync()
-    documents = _documents(run)
     for saver in savers:
+        documents = _documents(run, is_interim=is_interrupted and not saver.is_due(progress.iteration))
         contents = run.state.contents(
             documents, with_optimizer=run.is_local(saver) or not run.config.checkpoint.no_save_optim
         )
@@ -243,12 +273,12 @@ def _save_weights(run: Run, slowdown: Slowdown) -> None:
         _record_saves(run, run.weights.saver, [report], slowdown)
 
 
-def _documents(run: Run) -> dict[str, Document]:
+def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
     """Return the files of a checkpoint of the current state that hold no tensors."""
-    progress = run.state.progress
+    record = run_record.state_record(run.state.progress, _lr(run), run.description)
     return {
         **model_documents(run.config.model),
-        "trainer_state.json": run_record.state_record(progress, _lr(run), run.description),
+        STATE: {**record, INTERIM: True} if is_interim else record,
         RUN_CONFIG: run.saved_config,
         **run.tokenizer,
     }

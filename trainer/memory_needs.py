@@ -9,9 +9,10 @@ from pathlib import Path
 
 from models.adapters import is_adapted, saved_tensors
 from models.families import parameter_count
+from trainer.config.derived import batch_schedule_of, rounded_itemsize, topology_of
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import Config, batch_schedule_of, rounded_itemsize, topology_of
-from trainer.errors import ConfigError
+from trainer.config.schema import Config
+from trainer.errors import ConfigError, OutOfMemoryError, TrainerError
 from trainer.optimizers import state_tensors
 from trainer.topology import ACCELERATORS
 
@@ -102,6 +103,29 @@ def require_memory(
             f"and moments{light} and {samples:,} samples of {config.train.seq_length:,} tokens",
             fix="Choose a smaller model or batch, or more hosts; train.dry_run=true shows the memory of every rank.",
         )
+
+
+def out_of_memory(error: BaseException, config: Config, *, where: str) -> OutOfMemoryError | None:
+    """Return the error to raise where `error` is a failed allocation on a host or a device; None for any other.
+
+    Args:
+        where: the rank and its device.
+    """
+    text = str(error)
+    is_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in text
+    if isinstance(error, TrainerError) or not (is_host or type(error).__name__ == "OutOfMemoryError"):  # torch's
+        return None
+    train = config.train
+    less = [f"train.micro_batch_size={train.micro_batch_size}", f"train.seq_length={train.seq_length}"]
+    recompute = "" if train.activation_checkpointing else ", set train.activation_checkpointing=true"
+    reason = text[max(0, text.find("DefaultCPUAllocator")) :].partition("\n")[0]
+    return OutOfMemoryError(
+        f"The {'host' if is_host else 'device'} has no memory left for this run",
+        where=where,
+        found=reason or type(error).__name__,
+        fix=f"Lower {' or '.join(less)}{recompute}, or use more ranks. train.dry_run=true shows the memory of every "
+        "rank. Committed checkpoints are untouched.",
+    )
 
 
 def _text(path: Path) -> str:

@@ -19,8 +19,9 @@ from models.network import Model
 from trainer.checkpoint.format.box import cut
 from trainer.checkpoint.tensors.live import Grid, local_of, with_memory
 from trainer.checkpoint.tensors.memory import memory_of
+from trainer.config.derived import lanes_of, reduces_lanes_over_ranks
 from trainer.config.frozen import frozen_names
-from trainer.config.schema import Config, Dtype, lanes_of, reduces_lanes_over_ranks
+from trainer.config.schema import Config, Dtype
 from trainer.data.documents import window_form
 from trainer.errors import CheckpointError
 from trainer.launch.process_group import Cluster

@@ -11,6 +11,8 @@ from pathlib import Path
 # For files that are small by nature: a configuration, a tokenizer. The largest tokenizer.json in use has 35 MB.
 SMALL_BYTES = 256 << 20
 
+_MOST_NAME_BYTES = 255  # of the usual file systems
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -48,6 +50,12 @@ def read_regular(path: Path, *, limit_bytes: int | None = None, follows_links: b
         if limit_bytes is not None and os.fstat(file.fileno()).st_size > limit_bytes:
             raise OSError(errno.EFBIG, f"larger than {limit_bytes} B", str(path))
         return file.read()
+
+
+def is_file_name(text: str) -> bool:
+    """Return whether a text names something in a folder, as a file system allows, and nothing outside it."""
+    size = len(text.encode("utf-8", "surrogatepass"))
+    return 0 < size <= _MOST_NAME_BYTES and not {"/", "\0"} & set(text) and text not in (".", "..")
 
 
 def is_url(text: str) -> bool:

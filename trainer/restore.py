@@ -9,11 +9,12 @@ from pathlib import Path
 
 from models import families
 from models.adapters import adapter_initial_values, is_adapted
-from trainer import run_record
+from trainer import resume_rules, run_record, terms
 from trainer.base_weights import NAMED, OWN, WEIGHTS_KINDS, load_base, log_load, named_source
 from trainer.beginning import find_launch, is_directed, note_beginning
 from trainer.build import Run
 from trainer.checkpoint.format.layout import TensorSpec
+from trainer.checkpoint.format.lineage import Lineage
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.loader import check_tensors, fill
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
@@ -23,11 +24,14 @@ from trainer.checkpoint.storage.patience import Patience, failed_read
 from trainer.checkpoint.tensors.live import LiveTensor, local_of
 from trainer.compatibility import differences, settle
 from trainer.config.checks import batch_problems
+from trainer.config.derived import save_folder
+from trainer.config.load_saved import own_command
 from trainer.config.saved import saved_config, with_schedule
-from trainer.config.schema import CheckpointSection, Verify, save_folder
-from trainer.data_origin import origin_after, sources_in
+from trainer.config.schema import CheckpointSection, Verify
+from trainer.data_origin import new_source_lines, origin_after, sources_in
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.fitting import Fit, Fitting, fill_unstored
+from trainer.identity import find_lineage, note_lineage
 from trainer.interop.start import WeightsKind, load_pretrained
 from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.optim import apply_settings
@@ -52,16 +56,17 @@ def restore(run: Run) -> bool:
         TrainerError: on every rank, before a byte is copied, if this run must not continue from the checkpoint.
     """
     run.checkpointer.start()
+    lineage = find_lineage(run)
     if run.local is not None:
-        run.local.start()
+        run.local.start(lineage)
     if run.weights is not None:
         run.weights.start()
     launch, is_restarted = find_launch(run)
-    origin = _agree_on_origin(run, is_restarted=is_restarted)
+    origin, loaded = _agree_on_origin(run, lineage, is_restarted=is_restarted), None
     if origin is None or origin.weights is not None:
         _check_batches(run, 0)
     if is_adapted(run.config.model):
-        load_base(run, None if origin is None else origin.source, with_local=origin is not None and origin.with_local)
+        load_base(run, None if origin is None else origin.source, with_local=origin is not None and origin.is_own)
     if origin is None:
         model = run.config.model
         initial = adapter_initial_values(model) if is_adapted(model) else families.initial_values(model)
@@ -74,10 +79,12 @@ def restore(run: Run) -> bool:
         found = load_pretrained(path, origin.weights, live, run.config.model, run.cluster, section, seed=seed)
         log_load(run, found.report, "weights", path)
     else:
-        load_from(run, origin)
+        loaded = load_from(run, origin)
     _rebind(run)
     begins_elsewhere = run.config.checkpoint.finetune if origin is None else not origin.goes_on
     began_at = run.state.progress.iteration if origin is not None or begins_elsewhere else -1
+    is_own = origin is not None and origin.is_own
+    note_lineage(run, lineage, loaded, began_at, is_own=is_own)
     run.checkpointer.rewind(began_at)
     if run.local is not None:
         run.local.rewind(began_at)
@@ -98,13 +105,13 @@ class Origin:
 
     Args:
         weights: the kind of another program's weights; None for a checkpoint.
-        with_local: whether local checkpoints are candidates, beside those in the folder.
+        is_own: whether it has the checkpoints of this run, so that local ones are candidates as well.
     """
 
     source: LoadSource
     goes_on: bool
     weights: WeightsKind | None
-    with_local: bool = False
+    is_own: bool = False
 
 
 def _continues_own(run: Run, origin: Origin | None) -> bool:
@@ -116,7 +123,7 @@ def _continues_own(run: Run, origin: Origin | None) -> bool:
     return own.resolve() in (path, *path.parents)
 
 
-def _agree_on_origin(run: Run, *, is_restarted: bool) -> Origin | None:
+def _agree_on_origin(run: Run, lineage: Lineage, *, is_restarted: bool) -> Origin | None:
     """Choose the source on rank 0 and broadcast it, because ranks may see a file system differently."""
     problem: TrainerError | None = None
     choice = b""
@@ -134,9 +141,10 @@ def _agree_on_origin(run: Run, *, is_restarted: bool) -> Origin | None:
         return None
     kind, path = choice[:1], Path(choice[1:].decode())
     goes_on = kind == OWN
-    source = LoadSource(path, None if goes_on else run.config.checkpoint.ckpt_step)
-    with_local = run.local is not None and (goes_on or run.config.checkpoint.load == "auto")
-    return Origin(source, goes_on, WEIGHTS_KINDS.get(kind), with_local)
+    is_own = goes_on or run.config.checkpoint.load == "auto"
+    iteration = None if goes_on else run.config.checkpoint.ckpt_step
+    source = LoadSource(path, iteration, terms.LOAD, lineage if is_own else None)
+    return Origin(source, goes_on, WEIGHTS_KINDS.get(kind), is_own)
 
 
 def _find(run: Run, *, is_restarted: bool) -> bytes:
@@ -205,8 +213,8 @@ def _refuse_lost_checkpoints(run: Run) -> None:
         )
 
 
-def load_from(run: Run, origin: Origin) -> None:
-    """Load the checkpoint that `origin` names into the run. A call of all ranks."""
+def load_from(run: Run, origin: Origin) -> Checkpoint:
+    """Load the checkpoint that `origin` names into the run, and return it. A call of all ranks."""
     section = run.config.checkpoint
     if origin.goes_on:
         section = replace(section, finetune=False, no_load_optim=section.no_load_optim and section.no_save_optim)
@@ -243,7 +251,7 @@ def load_from(run: Run, origin: Origin) -> None:
         live=live,
         verify=section.verify is not Verify.none,
         verify_all=section.verify is Verify.full,
-        with_local=origin.with_local,
+        with_local=origin.is_own,
     )
     checkpoint = restored.checkpoint
     assert fitting is not None
@@ -258,8 +266,13 @@ def load_from(run: Run, origin: Origin) -> None:
         _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
     report = replace(restored.report, expected=restored.report.expected + fitting.left_count)
     log_load(run, report, f"iteration {checkpoint.iteration}", checkpoint.path)
-    if section.finetune:
-        return
+    if not section.finetune:
+        _take_position(run, checkpoint, section)
+    return checkpoint
+
+
+def _take_position(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:
+    """Let the run go on where the checkpoint has it: its progress, its data and, if asked for, its schedule."""
     seq_length = run.config.train.seq_length
     run.state.progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
     _take_data_origin(run, checkpoint)
@@ -268,8 +281,13 @@ def load_from(run: Run, origin: Origin) -> None:
 
 
 def _take_data_origin(run: Run, checkpoint: Checkpoint) -> None:
-    """Let every source of training data go on where the checkpoint has it."""
-    origin = origin_after(checkpoint.state, run.description, run.state.progress, where=checkpoint.path)
+    """Let every source of training data go on where the checkpoint has it, and say where a new one begins."""
+    state, progress, position = checkpoint.state, run.state.progress, run.config.data.position
+    origin = origin_after(state, run.description, progress, where=checkpoint.path, position=position)
+    files = [(source.path, source.count) for source in run.train_data.samples.sources]
+    lines = new_source_lines(state, run.description, origin, progress.consumed_samples, files)
+    for line in lines if run.cluster.rank == 0 else ():
+        _log.warning(line)
     if origin is not None:
         consumed = origin.of(list(sources_in(run.description)))
         run.train_data = run.train_data.starting_at(origin.position, consumed)
@@ -315,10 +333,11 @@ def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
 
 def _check_state(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:
     """Refuse a checkpoint of another run, and log the allowed differences. Opens no tensor file."""
-    found = differences(*run_record.compared(checkpoint.state, run.description), run_record.rules_for(section))
+    found = differences(*resume_rules.compared(checkpoint.state, run.description), resume_rules.rules_for(section))
     if not section.no_load_optim:
-        found = run_record.with_same_bits(found, run.description)
-    for line in settle(found, flags=run_record.flags_set(section), where=checkpoint.path):
+        found = resume_rules.with_same_bits(found, checkpoint.state, run.description)
+    otherwise = own_command(checkpoint, run.config.run)
+    for line in settle(found, flags=resume_rules.flags_set(section), where=checkpoint.path, otherwise=otherwise):
         _log.warning(line)
     if not (checkpoint.has_optimizer or section.no_load_optim or section.finetune):
         raise MismatchError(

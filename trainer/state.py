@@ -32,6 +32,9 @@ from trainer.optim import build_optimizer, stored_names
 from trainer.optimizers import state_tensors
 from trainer.progress import Progress
 
+# The bytes of which every address that torch allocates on a CPU is a multiple (c10, `core/alignment.h`).
+_ALIGNMENT = 64
+
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
@@ -139,7 +142,9 @@ def build_part(
     live = [tensor for tensor in shards if tensor.spec.name in parameters]
     pairs = [(tensor, local_of(parameters[tensor.spec.name])) for tensor in live]
     plain = [(tensor, local) for tensor, local in pairs if not is_dtensor(parameters[tensor.spec.name])]
-    for name, memory in zeros_like_files(plain, ("",), layout).items():
+    # The parameters that FSDP2 gathers have the alignment of torch's allocator, and sums in products depend on it.
+    alignment = _ALIGNMENT if is_invariant else 1
+    for name, memory in zeros_like_files(plain, ("",), layout, alignment=alignment).items():
         parameters[name].data = memory.copy_(parameters[name].data)
     keys = dict.fromkeys(tensor.key for tensor in state_tensors(section.name, config, frozen) if tensor.stored.shape)
     zeros = zeros_like_files(pairs, [f"{key}." for key in keys], layout)

@@ -29,8 +29,8 @@ from scripts.bench.cuda_saves import save_sides
 from scripts.bench.cuda_steps import NANOGPT, TRANSFORMERS, step_sides
 from scripts.bench.cuda_steps import OURS as STEP_OURS
 from scripts.bench.cuda_variants import LOSS_VARIANTS, STEP_VARIANTS
-from trainer.__main__ import compose
 from trainer.commands.arguments import existing_folder
+from trainer.config.compose import compose
 from trainer.errors import LaunchError
 from trainer.launch import process_group as launch
 from trainer.launch.device import choose_device, device_name, memory_bytes

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from models.config import ModelConfig
 from scripts.bench.subject import Subject
 from trainer.checkpoint.format.layout import TensorKind
-from trainer.config.schema import CheckpointSection, Config, Dtype, ParallelSection, TrainSection, topology_of
+from trainer.config.derived import topology_of
+from trainer.config.schema import CheckpointSection, Config, Dtype, ParallelSection, TrainSection
 from trainer.errors import TrainerError
 from trainer.launch.process_group import Cluster
 from trainer.parallelize import build_context, build_grid, build_models

@@ -32,6 +32,7 @@ from scripts.bench.machine import describe
 from scripts.faults.ranks import free_port
 from trainer.build import build
 from trainer.checkpoint.tensors.live import local_of
+from trainer.config.derived import topology_of
 from trainer.config.schema import (
     CheckpointSection,
     Config,
@@ -41,7 +42,6 @@ from trainer.config.schema import (
     ParallelSection,
     RunSection,
     TrainSection,
-    topology_of,
 )
 from trainer.data.section import DataKind, DataSection
 from trainer.data.token_file import write_token_file

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.__main__ import compose
 from trainer.checkpoint.format import manifest
 from trainer.checkpoint.format.layout import Layout, build_layout
 from trainer.checkpoint.format.manifest import DIGEST_BYTES, FileEntry, Manifest, TensorEntry, WrittenPiece, block_count
@@ -29,7 +28,9 @@ from trainer.checkpoint.format.report import decode, encode
 from trainer.checkpoint.saving.chunks import Piece
 from trainer.checkpoint.saving.plan import pieces_of, plan
 from trainer.checkpoint.tensors.live import is_dtensor
-from trainer.config.schema import Config, topology_of
+from trainer.config.compose import compose
+from trainer.config.derived import topology_of
+from trainer.config.schema import Config
 from trainer.dry_run import Simulated, boxes_at, holdings_of, simulate
 from trainer.optim import build_optimizer
 from trainer.state import ModelPart, TrainerState, checkpoint_specs

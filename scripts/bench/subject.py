@@ -17,7 +17,8 @@ from trainer import run_record
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.tensors.live import Contents, LiveTensor
-from trainer.config.schema import CheckpointSection, Config, ParallelSection, TrainSection, topology_of
+from trainer.config.derived import topology_of
+from trainer.config.schema import CheckpointSection, Config, ParallelSection, TrainSection
 from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh

@@ -29,7 +29,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from models import families
 from scripts.bench.gpt2 import gpt2_config
-from trainer.config.schema import Config, Dtype, OptimizerSection, TrainSection, topology_of
+from trainer.config.derived import topology_of
+from trainer.config.schema import Config, Dtype, OptimizerSection, TrainSection
 from trainer.launch import process_group as launch
 from trainer.optim import AdamSettings, build_adamw
 from trainer.optimizers import no_decay_names

@@ -113,7 +113,7 @@ def _late(*_: object) -> None:
 def _fuzz_with_atheris(options: argparse.Namespace) -> int:
     atheris = importlib.import_module("atheris")
     with atheris.instrument_imports(
-        include=["trainer.checkpoint", "trainer.data", "trainer.run_record", "trainer.progress"]
+        include=["trainer.checkpoint", "trainer.data", "trainer.resume_rules", "trainer.run_record", "trainer.progress"]
     ):
         importlib.import_module("scripts.faults.fuzz.targets")
     with _attempts(options) as (attempt, good), tempfile.TemporaryDirectory() as corpus:
@@ -173,7 +173,9 @@ def _edges_of(attempt: _Attempt, data: bytes) -> set[tuple[object, int, int]]:
 
 def _is_ours(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return str(name).startswith(("trainer.checkpoint", "trainer.data", "trainer.run_record", "trainer.progress"))
+    return str(name).startswith(
+        ("trainer.checkpoint", "trainer.data", "trainer.resume_rules", "trainer.run_record", "trainer.progress")
+    )
 
 
 _ENGINES = {"atheris": _fuzz_with_atheris, "own": _fuzz_with_our_own}

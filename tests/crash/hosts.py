@@ -60,7 +60,7 @@ class Mount:
         """Mount it on the host of a process that runs, from any other process."""
         process = multiprocessing.get_context("forkserver").Process(target=_make_in, args=(self, pid))
         process.start()
-        process.join(30.0)
+        process.join(120.0)
         assert process.exitcode == 0, "it could not be mounted"
 
 
@@ -159,7 +159,7 @@ def require_mounts() -> None:
 def _can_mount() -> bool:
     process = multiprocessing.get_context("forkserver").Process(target=_try_to_enter)
     process.start()
-    process.join(30.0)
+    process.join(120.0)
     return process.exitcode == 0
 
 

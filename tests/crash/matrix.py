@@ -35,7 +35,7 @@ from trainer.checkpoint.storage.folder import WEIGHTS, CheckpointFolder, iterati
 # Names of what is on its way: nothing of the kind may be left when a run has ended.
 _TEMPORARY = (".partial", ".deleting", ".replaced", ".new", ".mark")
 _WRITES = ("write", "pwrite", "pwritev")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 Tensors = dict[str, bytes]
 

@@ -41,7 +41,7 @@ from trainer.checkpoint.tensors.live import Contents, Grid, aliases_of, live_ten
 from trainer.checkpoint.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 from trainer.metrics.run_log import IterationRecord, RunLog
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,9 @@ def _train(
     if local is not None and channel.rank == 0:
         committed = local.folders.iterations
     if channel.broadcast("committed", str(len(committed)).encode()) != b"0":
-        source = LoadSource(plan.checkpoints, plan.rewind_to)
+        kept = CheckpointFolder(plan.checkpoints, Files()).committed()
+        # A rewind acts once. After it, retention may delete the iteration that it went back to.
+        source = LoadSource(plan.checkpoints, plan.rewind_to if plan.rewind_to in kept else None)
         restorer = Restorer(channel, nonce=nonce, local=None if local is None else local.folders)
         restored = restorer.restore(
             source, check=lambda _: None, live=lambda _: run.contents().live, with_local=local is not None

@@ -13,10 +13,13 @@ from tests.harness import TINY, compose, launch, run_ok
 from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.checkpoint.format.box import whole
 from trainer.checkpoint.format.layout import TensorKind
+from trainer.checkpoint.format.names import ACCESSORIES
+from trainer.checkpoint.loading.accessories import find_accessory
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.loader import check_tensors
-from trainer.checkpoint.loading.reader import Checkpoint, read_places
+from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
 from trainer.checkpoint.loading.restorer import Restorer
+from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.config.schema import OptimizerName
 from trainer.errors import CheckpointError
@@ -35,7 +38,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files_of(iteration: Path) -> list[Path]:
-    return sorted(path for path in iteration.rglob("*") if path.is_file())
+    """Return the files that hold state, or say where it is."""
+    return sorted(path for path in iteration.rglob("*") if path.is_file() and path.name not in ACCESSORIES)
 
 
 class Loads:
@@ -105,6 +109,29 @@ def test_a_broken_file_is_found_and_the_older_iteration_loaded(
                 "iter_0000006" in record.getMessage() for record in caplog.records if record.levelname == "ERROR"
             )
             shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("name", sorted(ACCESSORIES))
+@pytest.mark.parametrize("content", [None, b"", b"{}"])
+def test_a_file_that_holds_no_state_is_named_and_costs_nothing(
+    run: Path, tmp_path: Path, name: str, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = Path(shutil.copytree(run / "checkpoints", tmp_path / "checkpoints"))
+    path = copy / "iter_0000006" / name
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    assert Loads().load(copy) == Loads().load(copy / "iter_0000006") == 6
+    (line, _) = [record.getMessage() for record in caplog.records if str(path) in record.getMessage()]
+    assert line.endswith("The file holds no state of the run: the checkpoint is loaded without it.")
+    with pytest.raises(CheckpointError, match=name):
+        open_checkpoint(path.parent, Files())
+    checkpoint = open_checkpoint(path.parent, Files(), may_lack=True)
+    assert list(checkpoint.lacking) == [name]
+    assert find_accessory(checkpoint, name) == copy / "iter_0000004" / name
+    for folder in copy.glob("iter_*"):
+        (folder / name).unlink(missing_ok=True)
+    assert find_accessory(checkpoint, name) is None
 
 
 def test_full_verification_also_reads_the_optimizer(run: Path, tmp_path: Path) -> None:

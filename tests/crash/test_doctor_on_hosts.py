@@ -9,6 +9,7 @@ import pytest
 
 from tests.crash.hosts import Mount, on_hosts
 from tests.harness import Ended, call_on_ranks
+from trainer import terms
 from trainer.checkpoint.storage import shared_folder
 from trainer.commands import doctor
 
@@ -58,5 +59,5 @@ def test_hosts_that_share_no_folder_are_named(tmp_path: Path, has_folder: bool) 
     line = ended.outputs[0].splitlines()[-1]
     assert line.startswith(f"MISSING  one folder for all hosts     {shared / 'runs'}/.shared.")
     assert ".mark of rank 0 is not seen by host host1 (rank 1): No such file or directory. Mount the same file" in line
-    assert line.endswith(shared_folder.WAY_OUT)
+    assert line.endswith(terms.WAY_OUT)
     assert sorted(path.name for path in [*shared.rglob("*"), *other.rglob("*")]) == ["runs"] * (1 + has_folder)

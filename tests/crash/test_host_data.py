@@ -11,7 +11,7 @@ import pytest
 
 from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.crash.moments import standing
-from tests.harness import TINY, Ended, all_files, call_on_ranks, curve, run_ok
+from tests.harness import DEADLINE_S, TINY, Ended, all_files, call_on_ranks, curve, run_ok
 from trainer.data.fingerprint import fingerprint, scan
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.token_file import open_token_file, write_token_file
@@ -175,7 +175,7 @@ def test_a_truncated_token_file_ends_all_ranks_by_name_and_size(data: Path, tmp_
         for found in data.glob("train_*.bin"):
             os.truncate(found, 0)
         gate.open()
-        running.join(60.0)
+        running.join(DEADLINE_S)
     ended = running.ended()
     assert ended.statuses == (1,) * ranks, ended.text
     assert "cut while it was in use" in ended.text

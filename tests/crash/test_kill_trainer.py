@@ -11,7 +11,7 @@ import pytest
 
 import trainer.__main__
 from tests.crash.killing import AFTER, BEFORE, Killer
-from tests.harness import TINY, call_on_ranks, curve, run_ok, started, tensor_files
+from tests.harness import DEADLINE_S, TINY, call_on_ranks, curve, run_ok, started, tensor_files
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder, iteration_name
 
@@ -73,7 +73,7 @@ def kill_at_some(folder: Path, layout: str, kills: int) -> None:
         at = (2 * number + 1) * calls // (2 * kills)
         arguments = [told(run, victim=victim, at=at, when=(BEFORE, AFTER)[number // 2 % 2]), *settings]
         with started(main, arguments, folder=run, ranks=ranks) as running:
-            running.processes[victim].join(60.0)
+            running.processes[victim].join(DEADLINE_S)
         assert running.ended().statuses[victim] == -9, running.ended().text
         committed = CheckpointFolder(run / "checkpoints", Files()).committed()
         # What has recorded iterations and no checkpoint is not taken for a fresh start unless the command says so.

@@ -13,10 +13,11 @@ import pytest
 
 from tests.crash.hosts import Mount, on_hosts, run_trainer, union
 from tests.crash.moments import Gate, describe, train_with_gate
-from tests.harness import TINY, Ended, call_on_ranks, curve, run_ok, started, tensor_files
+from tests.harness import TINY, Ended, all_files, call_on_ranks, curve, run_ok, started, tensor_files
 from trainer.checkpoint.loading.blocks import blocks_of
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
 from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import CheckpointFolder
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ BASE = (
     *TINY,
     f"train.train_iters={ITERATIONS}",
     "model.dropout=0.1",
-    "checkpoint.commit_timeout_s=10",
+    "checkpoint.commit_timeout_s=60",
 )
 ZERO3 = ("parallel.zero_stage=3",)
 TP2_PP2 = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
@@ -53,10 +54,18 @@ class Fleet:
         *,
         ranks_per_host: int = 1,
         function: Callable[[list[str]], None] = run_trainer,
+        shares_run: bool = True,
     ) -> Ended:
-        """Run the trainer, or `function` in its place, on a host for each of these disks."""
+        """Run the trainer, or `function` in its place, on a host for each of these disks.
+
+        Args:
+            shares_run: whether the hosts see one folder of the run; else each has its own, on its disk.
+        """
         self._launches += 1
         mounts = {host: [Mount(self.mount, self.disk(disk))] for host, disk in enumerate(disks)}
+        for host, disk in enumerate(() if shares_run else disks):
+            self.run.mkdir(exist_ok=True)
+            mounts[host].insert(0, Mount(self.run, self.disk(disk + 10)))
         function = on_hosts(function, mounts, ranks_per_host=ranks_per_host)
         arguments = [f"run.dir={self.run}", f"checkpoint.local.dir={self.mount}", *BASE, *overrides]
         folder, ranks = self._folder / f"launch{self._launches}", len(disks) * ranks_per_host
@@ -283,3 +292,76 @@ def test_another_model_is_refused_by_its_differences(fleet: Fleet, tmp_path: Pat
     assert again.statuses == (1, 1), again.text
     assert "MismatchError: The checkpoint belongs to another run" in again.outputs[0]
     assert "model.n_layer" in again.outputs[0]
+
+
+KEPT = (*ZERO3, *EACH, "checkpoint.local.keep=6")
+OTHER_DROPOUT = ("model.dropout=0.2", "checkpoint.override_dropout=true")
+
+
+@pytest.fixture(scope="module")
+def rewound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run in one folder that went back from iteration 4 to 2 and on with another dropout."""
+    run = tmp_path_factory.mktemp("rewound") / "run"
+    run_ok(run, [*BASE, *ZERO3, "checkpoint.save_interval=1", "train.exit_interval=4"], ranks=2)
+    run_ok(run, [*BASE, *ZERO3, "checkpoint.save_interval=1", "checkpoint.ckpt_step=2", *OTHER_DROPOUT], ranks=2)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("disks", "shares_run"),
+    [
+        ([0, 1], True),
+        pytest.param([1, 0], False, marks=pytest.mark.soak),
+        pytest.param([1, 2], True, marks=pytest.mark.soak),
+    ],
+    ids=["shared run folder", "run folders of hosts", "only the copy"],
+)
+def test_an_abandoned_branch_does_not_return_with_its_host(
+    fleet: Fleet, rewound: Path, disks: list[int], shares_run: bool
+) -> None:
+    for last in (2, 4):  # the end of a launch waits for the copies
+        ended = fleet.train([0, 1], [*KEPT, f"train.exit_interval={last}"], shares_run=shares_run)
+        assert ended.ok, ended.text
+    back = [*KEPT, "checkpoint.ckpt_step=2", *OTHER_DROPOUT, "train.exit_interval=3"]
+    ended = fleet.train([0, 2], back, shares_run=shares_run)
+    assert ended.ok, ended.text
+    assert "loaded iteration 2:" in ended.outputs[0]
+    ended = fleet.train(disks, [*KEPT, *OTHER_DROPOUT], shares_run=shares_run)
+    assert ended.ok, ended.text
+    name = f"host{disks.index(1)}"
+    assert f"local iterations of branches that the run has given up, on host {name}: 3, 4" in ended.outputs[0]
+    assert "loaded iteration 3:" in ended.outputs[0]
+    assert tensor_files(fleet.iteration(1, 6)) == tensor_files(rewound / "checkpoints/iter_0000006")
+
+
+def die_before_the_rename(arguments: list[str]) -> None:
+    """Run the trainer; rank 1 dies when it is to rename what a rewind leaves behind."""
+    if os.environ["RANK"] == "1":
+        CheckpointFolder.supersede = lambda *_: os._exit(9)  # type: ignore[method-assign, assignment]
+    run_trainer(arguments)
+
+
+@pytest.mark.soak
+def test_a_rewind_that_is_killed_half_way_is_a_rewind(fleet: Fleet, rewound: Path) -> None:
+    ended = fleet.train([0, 1], [*KEPT, "train.exit_interval=4"])
+    assert ended.ok, ended.text
+    ended = fleet.train([0, 1], [*KEPT, "checkpoint.ckpt_step=2"], function=die_before_the_rename)
+    assert not ended.ok
+    assert fleet.iteration(1, 4).is_dir()
+    ended = fleet.train([0, 1], [*KEPT, *OTHER_DROPOUT])
+    assert ended.ok, ended.text
+    assert "loaded iteration 2:" in ended.outputs[0]
+    assert tensor_files(fleet.iteration(1, 6)) == tensor_files(rewound / "checkpoints/iter_0000006")
+
+
+def test_the_local_folder_of_another_run_on_one_host_is_named(fleet: Fleet) -> None:
+    ended = fleet.train([0, 1], [*KEPT, "train.exit_interval=2"])
+    assert ended.ok, ended.text
+    before = all_files(fleet.disk(1))
+    fleet.run = fleet.run.parent / "other"
+    refused = fleet.train([2, 1], [*KEPT, "train.exit_interval=2"])
+    assert refused.statuses == (1, 1), refused.text
+    for output in refused.outputs:
+        assert "A folder of local checkpoints belongs to another run" in output
+        assert "on host host1 those of run " in output
+    assert all_files(fleet.disk(1)) == before

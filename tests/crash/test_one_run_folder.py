@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.moments import standing
-from tests.harness import TINY, all_files, curve, launch, run_ok
+from tests.harness import DEADLINE_S, TINY, all_files, curve, launch, run_ok
 
 INLINE = "checkpoint.async_save=false"
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=4", "checkpoint.save_interval=2", INLINE)
@@ -29,11 +29,11 @@ def test_a_second_job_with_the_same_run_folder_is_refused(tmp_path: Path, elsewh
         assert ended.statuses == (1,), ended.text
         assert f"LockError: Another job writes to this run folder ({run})" in ended.text
         assert f"host {socket.gethostname()}, pid {running.processes[0].pid}" in ended.text
-        assert "another run.name or run.dir" in ended.text
+        assert "another folder with run.name or run.dir" in ended.text
         assert all_files(run) == before
         assert not (tmp_path / "other").exists()
         gate.open()
-        running.join(40.0)
+        running.join(DEADLINE_S)
     assert running.ended().ok, running.ended().text
     assert [row[0] for row in curve(run)] == [1, 2, 3, 4]
     assert (run / "lock").read_bytes() == b""
@@ -48,6 +48,7 @@ def test_checkpoints_in_the_run_s_own_folder_share_its_lock(tmp_path: Path) -> N
         "latest_checkpointed_iteration.txt",
         "lock",
         "metrics.jsonl",
+        "run.json",
     ]
 
 

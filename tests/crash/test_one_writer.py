@@ -24,7 +24,7 @@ from tests.harness import TINY, Running, all_files, call_on_ranks, started
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.lock import STALE_S
 
-DEADLINE_S = 30.0
+DEADLINE_S = 240.0
 TRACKED = "checkpoints/latest_checkpointed_iteration.txt"
 FIRST = 2  # iterations that are saved before; in the save of the next one a process is stopped
 
@@ -125,7 +125,6 @@ def test_the_folder_of_a_job_killed_while_stopped_is_taken_over(tmp_path: Path) 
     ended = call_on_ranks(small_run.main, zombie_plan(folder).arguments(), folder=tmp_path / "next", ranks=1)
     assert ended.ok, ended.text
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
-        "iter_0000002",  # it was resumed from
         "iter_0000004",
         "iter_0000005",
         "latest_checkpointed_iteration.txt",
@@ -169,7 +168,7 @@ def test_a_stopped_trainer_taken_for_dead_ends_with_a_lock_error(tmp_path: Path,
             let_the_holder_seem_dead(held)
         arguments = [f"run.dir={run}", *BASE]
         with started(run_trainer, arguments, folder=tmp_path / "successor", ranks=ranks) as running:
-            running.join(60.0)
+            running.join(DEADLINE_S)
         successor = running.ended()
         assert successor.ok, successor.text
         assert "iteration 4 from" in successor.text

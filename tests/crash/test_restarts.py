@@ -32,7 +32,7 @@ BASE = (
 )
 LAST = f"checkpoints/iter_{ITERATIONS:07d}"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 @contextmanager

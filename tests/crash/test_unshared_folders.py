@@ -28,7 +28,7 @@ BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=4", "checkpoint.save_interv
 TENSOR_PARALLEL = "parallel.tensor_model_parallel_size=2"
 UNSEEN = "This host does not see the checkpoint folder of rank 0"
 # A run that cannot go on ends in 15 s; the rest is for a machine that is busy.
-BOUND_S = 30.0
+BOUND_S = 200.0
 
 
 def show_folders(arguments: list[str]) -> None:

@@ -26,7 +26,7 @@ from trainer.build import Run
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import iteration_of
 
-DEADLINE_S = 30.0
+DEADLINE_S = 200.0
 BALLAST = "ballast"
 
 

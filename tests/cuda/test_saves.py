@@ -16,7 +16,7 @@ import xxhash
 from torch import nn
 
 from tests.cuda.devices import SIMULATED
-from tests.fakes import Axis, Sharding, sample_specs, sample_state
+from tests.fakes import Axis, Sharding, open_when_awaited, sample_specs, sample_state
 from tests.harness import tensor_files
 from tests.simulated import register
 from trainer.checkpoint import AsyncSaver, load, save
@@ -93,7 +93,7 @@ class SlowDisk(Files):
         self.released = threading.Event()
 
     def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
-        assert self.released.wait(30.0)
+        assert self.released.wait(120.0)
         super().write(descriptor, buffers, offset=offset)
 
 
@@ -135,41 +135,41 @@ def _copying(training: Training) -> torch.Stream | None:
     return None if device.type == "cpu" else _copy_stream(device)
 
 
-def save_during_steps(folder: Path, training: Training, device: torch.device, *, waits: bool) -> list[str]:
+def save_during_steps(
+    folder: Path, training: Training, device: torch.device, disk: SlowDisk, *, waits: bool
+) -> list[str]:
     """Save while three steps follow; return the names of tensors whose saved bytes are not of the iteration saved.
 
     Args:
-        waits: whether the disk goes on while the first step waits for it, and not after all of them.
+        waits: whether the steps wait for the copies, so that these are not held until after the steps.
     """
     training.step()
-    disk = SlowDisk()
     with AsyncSaver(folder, files=disk, stall_timeout_s=30.0, max_checkpoint_keep=1) as saver:
         for iteration in (1, 2):  # the second has its memory from the first
             disk.released.clear()
             expected = training.values()
-            opening = threading.Timer(0.05, disk.released.set)
             with contextlib.nullcontext() if waits else _held(_copying(training)):
                 _keep_busy(_copying(training))
                 saver.save(iteration, training.net, training.optimizer)
                 assert saver.is_saving
-                if waits:
-                    opening.start()
                 for _ in range(3):
                     training.step()
             if device.type != "cpu":
                 torch.accelerator.synchronize()
             assert differing(training.values(), expected)
             disk.released.set()
-            opening.cancel()
             saver.wait()
     found = Training(device, training.net.count.numel())
     load(folder, found.net, found.optimizer)
     return differing(found.values(), expected)
 
 
-def test_a_save_has_the_bytes_of_its_iteration(tmp_path: Path, device: torch.device) -> None:
-    training = Training(device, WIDTHS[device.type])
-    assert save_during_steps(tmp_path / "saves", training, device, waits=True) == []
+def test_a_save_has_the_bytes_of_its_iteration(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, disk = Training(device, WIDTHS[device.type]), SlowDisk()
+    open_when_awaited(monkeypatch, disk.released)
+    assert save_during_steps(tmp_path / "saves", training, device, disk, waits=True) == []
 
 
 def test_without_the_hold_of_the_step_it_has_others(
@@ -179,7 +179,7 @@ def test_without_the_hold_of_the_step_it_has_others(
     monkeypatch.setattr(Snapshot, "release", lambda self: None)
     training = Training(device, WIDTHS[device.type])
     # A device copies in order, so that the first tensors may be copied in time, and the moments are not.
-    assert save_during_steps(tmp_path / "saves", training, device, waits=False)
+    assert save_during_steps(tmp_path / "saves", training, device, SlowDisk(), waits=False)
 
 
 def test_a_save_has_what_the_device_has_yet_to_write(tmp_path: Path, device: torch.device) -> None:

@@ -69,7 +69,7 @@ def test_another_topology_is_refused_before_tensor_files_open(tmp_path: Path) ->
     tiny = ["model=gpt2_tiny", *TINY, "train.train_iters=3"]
     run_ok(tmp_path / "run", tiny)
     arguments = [str(tmp_path / "opened"), f"run.dir={tmp_path / 'run'}", *tiny, _TP2]
-    ended = call_on_ranks(_train_and_count_opens, arguments, folder=tmp_path / "refused", ranks=2, timeout_s=30.0)
+    ended = call_on_ranks(_train_and_count_opens, arguments, folder=tmp_path / "refused", ranks=2)
     assert ended.statuses == (1, 1)
     for rank in range(2):
         assert json.loads((tmp_path / f"opened.{rank}").read_text()) == []

@@ -16,7 +16,7 @@ from tests.harness import TINY, call_on_ranks, compose, launch
 from trainer.build import build
 from trainer.checkpoint.format.layout import TensorKind, build_layout
 from trainer.checkpoint.saving.plan import plan
-from trainer.config.schema import topology_of
+from trainer.config.derived import topology_of
 from trainer.dry_run import working_bytes_of
 from trainer.launch import process_group as launching
 from trainer.loop import iterate

@@ -40,7 +40,7 @@ def _fail_somewhere(arguments: list[str]) -> None:
 @pytest.mark.parametrize("place", ["building", "training", "saving"])
 def test_a_defect_on_one_rank_ends_all_ranks_soon(tmp_path: Path, place: str) -> None:
     arguments = [place, f"run.dir={tmp_path}/run", *BASE]
-    ended = call_on_ranks(_fail_somewhere, arguments, folder=tmp_path / "run", ranks=2, timeout_s=30.0)
+    ended = call_on_ranks(_fail_somewhere, arguments, folder=tmp_path / "run", ranks=2)
     assert ended.statuses == (1, 1)
     assert "a defect of rank 1" in ended.outputs[1]
     assert "Rank 1 failed: a defect of rank 1" in ended.outputs[0]
@@ -64,7 +64,7 @@ def _fill_the_disk(arguments: list[str]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_whose_last_save_fails_does_not_end_with_status_0(tmp_path: Path, ranks: int) -> None:
     run = tmp_path / "run"
-    ended = call_on_ranks(_fill_the_disk, [str(run), *BASE], folder=run, ranks=ranks, timeout_s=30.0)
+    ended = call_on_ranks(_fill_the_disk, [str(run), *BASE], folder=run, ranks=ranks)
     assert ended.statuses == (1,) * ranks
     assert "No space left on device" in ended.outputs[0]
     assert [path.name for path in sorted((run / "checkpoints").glob("*iter_*"))] == ["iter_0000002"]
@@ -74,7 +74,7 @@ def test_a_run_whose_last_save_fails_does_not_end_with_status_0(tmp_path: Path, 
 
 def test_a_failed_save_in_between_does_not_end_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    ended = call_on_ranks(_fill_the_disk_once, [str(run), *BASE], folder=run, ranks=2, timeout_s=30.0)
+    ended = call_on_ranks(_fill_the_disk_once, [str(run), *BASE], folder=run, ranks=2)
     assert ended.statuses == (0, 0)
     assert "iteration 2 was not saved" in ended.outputs[0]
     assert [path.name for path in sorted((run / "checkpoints").glob("*iter_*"))] == ["iter_0000004"]

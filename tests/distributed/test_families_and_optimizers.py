@@ -65,6 +65,7 @@ def test_axes_train_the_curve_of_one_rank(origins: dict[str, Path], tmp_path: Pa
             f"train.train_iters={END}",
             f"checkpoint.load={origins[case] / FIRST}",
             "checkpoint.reshard=true",
+            "checkpoint.override_dropout=true",
         ]
         run_ok(tmp_path / topology, [*CASES[case], *RUN, *axes, *end], ranks=ranks)
         found[topology] = [float.fromhex(row[1]) for row in curve(tmp_path / topology)]

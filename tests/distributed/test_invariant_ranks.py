@@ -135,6 +135,20 @@ def test_tensor_parallel_ranks_have_their_own_bits(train: Train, dtype: str) -> 
     assert train(case, *overrides) == train(CUT_SEQUENCE, *overrides)
 
 
+def test_products_with_a_vector_have_the_bits_of_one_rank(train: Train) -> None:
+    """Kernels for them have other bits at other addresses: the parameters of one rank are aligned as gathered ones."""
+    sizes = (
+        "model.n_head=1",
+        "model.n_embd=6",
+        "model.intermediate_size=7",
+        "model.vocab_size=260",
+        "train.seq_length=1",
+    )
+    overrides = ("model=gpt2_tiny", *sizes, "model.n_layer=2", "parallel.invariant_ranks=2", "train.train_iters=4")
+    (case,) = (case for case in EVERY if case.name == "dp2 zero1")
+    assert train(case, *overrides) == train(ALONE, *overrides)
+
+
 @pytest.mark.parametrize("case", chosen("dp2 zero3", "pp2"))
 def test_qwen3_and_muon_have_the_bits_of_one_rank(train: Train, case: Case) -> None:
     family = ("model=qwen3_tiny", "model.n_kv_head=2", "optimizer=muon", "train.activation_checkpointing=true")

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.distributed.test_ranks_that_disagree import process_group, refused
 from tests.harness import call_on_ranks
 from trainer.checkpoint import AsyncSaver, load_state_dict, save_state_dict
-from trainer.checkpoint.state_dict import _known
+from trainer.checkpoint.nested.calls import _known
 from trainer.errors import TrainerError
 
 State = dict[str, Any]

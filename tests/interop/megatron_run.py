@@ -1,10 +1,12 @@
-"""What Megatron-Core itself does on a CPU: trains a `GPTModel` on given windows, saves half way, and notes every loss.
+"""What Megatron-Core itself does on a CPU: trains a model on given windows, saves half way, and notes every loss.
+
+The model is a `GPTModel`, or a `HybridModel` where the arguments name a `hybrid_layer_pattern`.
 
 A command of its own, on each rank: `python megatron_run.py FOLDER...`, where every folder has `job.json` and
 `windows.npy` [iterations, samples, tokens]. It needs megatron-core, copied by `megatron_core.patched`, and nothing of
 ours. A folder gets `SHARDING/iter_.../` for every way to save, `losses.json`, and `rank_N.pt` with the parameters and
-moments of a rank as they are in its memory. With `"load": PATH` it loads a folder before it trains, and also writes
-`logits.pt` of the first batch.
+moments of a rank as they are in its memory. With `"load": PATH` it loads a folder before it trains, saves what it has
+loaded, and also writes `logits.pt` of the first batch.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,45 @@ def pretend_cuda() -> None:
     torch.cuda.get_rng_state = torch.get_rng_state
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_, **__: None
     torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.current_stream = lambda *_, **__: None
+
+
+def pretend_triton() -> None:
+    """Stand in for megatron-core's one module of Triton that every import needs: its kernels are for experts."""
+    kernels = ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+    kernels.GLOBAL_BLOCK_SIZE = kernels.paged_stash_copy_kernel = kernels.paged_stash_pop_kernel = None
+    sys.modules[kernels.__name__] = kernels
+
+
+def gpt_model(args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the class of a `GPTModel`, and its layers without TransformerEngine."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    spec = get_gpt_layer_local_spec(normalization=args["normalization"], qk_layernorm=args["qk_layernorm"])
+    return GPTModel, {"transformer_layer_spec": spec}
+
+
+def hybrid_model(args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the class of a `HybridModel`, and its sub-blocks: the halves of a `GPTModel`'s layer."""
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    hybrid_block.TENorm = WrappedTorchNorm  # the only norm that no spec names
+    layer = gpt_model(args)[1]["transformer_layer_spec"].submodules
+    attention = replace(layer, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
+    mlp = replace(layer, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp)
+    blocks = hybrid_block.HybridStackSubmodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+    )
+    spec = ModuleSpec(module=hybrid_block.HybridStack, submodules=blocks)
+    return HybridModel, {"hybrid_stack_spec": spec, "hybrid_layer_pattern": args["hybrid_layer_pattern"]}
 
 
 class Trainer:
@@ -45,15 +87,13 @@ class Trainer:
             DistributedDataParallelConfig,
             finalize_model_grads,
         )
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         self.job, self.args = job, job["args"]
         mpu.initialize_model_parallel(job["tp"], job["pp"])
-        tensor_parallel.model_parallel_cuda_manual_seed(1234)
-        torch.manual_seed(1234)
+        tensor_parallel.model_parallel_cuda_manual_seed(job["seed"])
+        torch.manual_seed(job["seed"])
         args, is_gpt2 = self.args, not self.args["swiglu"]
         self.config = TransformerConfig(
             num_layers=args["num_layers"],
@@ -82,10 +122,10 @@ class Trainer:
             apply_rope_fusion=False,
             persist_layer_norm=False,
         )
-        spec = get_gpt_layer_local_spec(normalization=args["normalization"], qk_layernorm=args["qk_layernorm"])
-        self.raw = GPTModel(
+        build, spec = hybrid_model(args) if args.get("hybrid_layer_pattern") else gpt_model(args)
+        self.raw = build(
             config=self.config,
-            transformer_layer_spec=spec,
+            **spec,
             vocab_size=args["padded_vocab_size"],
             max_sequence_length=args["max_position_embeddings"],
             pre_process=mpu.is_pipeline_first_stage(),
@@ -220,6 +260,11 @@ class Trainer:
         metadata = {**metadata, "dp_cp_group": group}
         state: dict[str, Any] = {"model": self.raw.sharded_state_dict(metadata=metadata)}
         state["optimizer"] = self.optimizer.sharded_state_dict(state["model"], is_loading=True, metadata=metadata)
+        if pattern := self.args.get("hybrid_layer_pattern"):  # as Megatron-LM loads the folder of a GPTModel
+            from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
+
+            for part in state.values():
+                interop.retarget_sharded_state_dict_to_gpt_checkpoint(part, interop.gpt_compatible_layer_maps(pattern))
         found = dist_checkpointing.load(state, path)
         self.raw.load_state_dict(found["model"])
         optimizer = self.optimizer.chained_optimizers[0]
@@ -246,6 +291,20 @@ class Trainer:
         return found
 
 
+def save_all(trainer: Trainer, folder: Path) -> None:
+    """Save in every form that the job names, and what a rank has in memory."""
+    from megatron.core import parallel_state as mpu
+
+    if trainer.job["dp"] == 1:
+        rank = {"pp": mpu.get_pipeline_model_parallel_rank(), "tp": mpu.get_tensor_model_parallel_rank()}
+        torch.save({**rank, "state": trainer.in_memory()}, folder / f"rank_{dist.get_rank()}.pt")
+    for sharding in trainer.job["shardings"]:
+        if sharding == "torch":
+            trainer.save_torch(folder)
+        else:
+            trainer.save(folder, sharding)
+
+
 def work(folder: Path) -> None:
     """Do one job."""
     from megatron.core import parallel_state as mpu
@@ -257,17 +316,11 @@ def work(folder: Path) -> None:
         trainer.step(windows[0])  # torch's Adam has no state to load into before its first step
         trainer.losses.clear()
         trainer.load(job["load"])
+        save_all(trainer, folder)
         torch.save(trainer.logits(windows[0][:, :-1]), folder / "logits.pt")
     for number, batch in enumerate(windows):
         if number == job["saved"] and not job["load"]:
-            if job["dp"] == 1:
-                rank = {"pp": mpu.get_pipeline_model_parallel_rank(), "tp": mpu.get_tensor_model_parallel_rank()}
-                torch.save({**rank, "state": trainer.in_memory()}, folder / f"rank_{dist.get_rank()}.pt")
-            for sharding in job["shardings"]:
-                if sharding == "torch":
-                    trainer.save_torch(folder)
-                else:
-                    trainer.save(folder, sharding)
+            save_all(trainer, folder)
         trainer.step(batch)
     if mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(trainer.losses))
@@ -278,6 +331,7 @@ def work(folder: Path) -> None:
 def main() -> None:
     """Do the jobs of the command line, one after the other."""
     pretend_cuda()
+    pretend_triton()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     from megatron.core.tensor_parallel import random

@@ -542,7 +542,7 @@ def test_a_pickle_that_would_run_code_runs_none(
         source = opened(tmp_path / "ds", config)
         assert torch.equal(source.read("transformer.wpe.weight"), state.weights["transformer.wpe.weight"])
     else:
-        said = {os.system: "posix.system", Path.touch: "unrecognized function"}[call]
+        said = {os.system: "posix.system", Path.touch: "not callable"}[call]
         assert said in str(refusal(tmp_path / "ds", config))
     assert not harm.exists()
 

@@ -97,6 +97,18 @@ def test_a_run_its_checkpoints_and_its_newest_are_one_model(run: Path, capsys: p
     assert greedy(run / "checkpoints/iter_0000002", PROMPT, 20) != greedy(newest, PROMPT, 20)
 
 
+def test_a_lost_tokenizer_is_taken_from_another_checkpoint(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(run / "checkpoints", tmp_path / "checkpoints"))
+    expected = [main([str(copy), "--prompt", "def f("]), capsys.readouterr().out]
+    (copy / "iter_0000004/tokenizer.json").unlink()
+    assert [main([str(copy), "--prompt", "def f("]), capsys.readouterr().out] == expected
+    (copy / "iter_0000002/tokenizer.json").write_bytes(b"{}")
+    assert main([str(copy), "--prompt", "def f("]) == 2
+    assert "no undamaged tokenizer.json" in capsys.readouterr().err
+
+
 def test_a_damaged_newest_checkpoint_is_skipped_and_named(run: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "checkpoints"
     shutil.copytree(run / "checkpoints", damaged)

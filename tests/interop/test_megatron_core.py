@@ -1,7 +1,10 @@
 """Megatron-Core itself on the other side: a run goes on here with its losses, and there with ours.
 
-megatron-core has no CPU backend, so a copy of the installed package is patched: it names CUDA where it means the device
-of the tensors. The rest is its own: `GPTModel`, its optimizers, pipeline schedule and `dist_checkpointing`.
+It is the release that is installed and, beside it in a folder, the newest one, which pip installs for Python 3.12 and
+later alone. `make test-interop` installs both; what needs one that is not there is skipped.
+
+megatron-core has no CPU backend, so a copy of the package is patched: it names CUDA where it means the device of the
+tensors. The rest is its own: models, optimizers, pipeline schedule and `dist_checkpointing`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from torch import Tensor
 from models.build import build_model
 from models.config import ModelConfig
 from models.families import stored_tensors
-from tests.harness import compose, curve, run_ok
+from tests.harness import compose, curve, run_ok, tensor_files
 from tests.interop.dcp_producers import TRAINING, batches
 from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.storage.files import Files
@@ -47,7 +50,8 @@ MODELS = {
     "llama": [*LLAMA, *RUN, "model.tie_word_embeddings=false"],
     "llama-tied": [*LLAMA, *RUN, "model.tie_word_embeddings=true"],
 }
-DISTRIBUTED, PLAIN = ("fully_reshardable", "dp_reshardable", "torch"), ("plain", "torch")
+FULLY = "fully_reshardable"
+DISTRIBUTED, PLAIN = (FULLY, "dp_reshardable", "torch"), ("plain", "torch")
 # Family, ranks of tensor, pipeline and data parallelism, and the forms in which the run is saved.
 JOBS: Mapping[str, tuple[str, int, int, int, tuple[str, ...]]] = {
     "gpt2 1": ("gpt2", 1, 1, 1, DISTRIBUTED),
@@ -62,7 +66,17 @@ JOBS: Mapping[str, tuple[str, int, int, int, tuple[str, ...]]] = {
     "llama tp2 pp2": ("llama", 2, 2, 1, DISTRIBUTED),
     "llama-tied tp2 pp2 plain": ("llama-tied", 2, 2, 1, PLAIN),
 }
-CASES = [(job, form) for job, (*_, forms) in JOBS.items() for form in forms]
+# The same layers as sub-blocks of a `HybridModel`, which the newest release alone has.
+PATTERNS = {"gpt2 hybrid": "*-*-*-*-", "llama hybrid pp2": "*-*-|*-*-"}
+HYBRID_JOBS = {
+    "gpt2 hybrid": ("gpt2", 1, 1, 1, DISTRIBUTED),
+    "llama hybrid pp2": ("llama", 1, 2, 1, DISTRIBUTED),
+}
+# Initial weights with which the loss falls steadily: where it jumps, differences of rounding grow a thousandfold.
+SEEDS = {"gpt2 hybrid": 1}
+ALL_JOBS = {**JOBS, **HYBRID_JOBS}
+NEWEST = Path(sys.prefix) / "build" / "megatron-core"
+CASES = [(job, form) for job, (*_, forms) in ALL_JOBS.items() for form in forms]
 _ROOT = Path(__file__).parents[2]
 _PROGRAM = Path(__file__).with_name("megatron_run.py")
 
@@ -72,16 +86,23 @@ def windows_of(overrides: list[str]) -> Tensor:
     return torch.stack(batches(compose(overrides), TOTAL))
 
 
-def write_job(folder: Path, overrides: list[str], windows: Tensor, **others: Any) -> None:
+def hybrid_arguments(pattern: str | None) -> dict[str, Any]:
+    return {} if pattern is None else {"hybrid_layer_pattern": pattern, "num_layers": len(pattern.replace("|", ""))}
+
+
+def write_job(
+    folder: Path, overrides: list[str], windows: Tensor, *, pattern: str | None = None, seed: int = 1234, **others: Any
+) -> None:
     folder.mkdir(parents=True)
     config = compose(overrides)
     adam = config.optimizer
     job = {
-        "args": arguments_of(config.model),
+        "args": {**arguments_of(config.model), **hybrid_arguments(pattern)},
         "lr": adam.lr,
         "weight_decay": adam.weight_decay,
         "betas": [adam.adam_beta1, adam.adam_beta2],
         "eps": adam.adam_eps,
+        "seed": seed,
         "saved": SAVED,
         "load": None,
         **others,
@@ -90,14 +111,20 @@ def write_job(folder: Path, overrides: list[str], windows: Tensor, **others: Any
     np.save(folder / "windows.npy", windows.numpy())
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of megatron-core that runs on a CPU."""
+def installed() -> Path:
+    """Return the folder of the installed package; one that is not there if there is none."""
     found = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
-    if found is None or found.origin is None:
-        pytest.skip("megatron-core is not installed")
+    return Path(found.origin if found is not None and found.origin is not None else "nowhere/core").parent
+
+
+@pytest.fixture(scope="module", params=["installed", "newest"])
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of a release of megatron-core that runs on a CPU."""
+    package = installed() if request.param == "installed" else NEWEST / "megatron/core"
+    if not package.is_dir():
+        pytest.skip(f"megatron-core ({request.param}) is not there: `make test-interop` installs it")
     folder = tmp_path_factory.mktemp("site")
-    shutil.copytree(Path(found.origin).parent, folder / "megatron/core")
+    shutil.copytree(package, folder / "megatron/core")
     for path in (folder / "megatron").rglob("*.py"):
         if "fsdp" in path.parts:
             continue
@@ -133,15 +160,27 @@ def megatron(site: Path, ranks: int, *folders: Path) -> None:
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
+def has_hybrid(site: Path) -> bool:
+    return (site / "megatron/core/models/hybrid").is_dir()
+
+
+def saved_by(jobs: Path, job: str) -> Path:
+    """Return the folder of a job, of a release that has its model."""
+    if not (jobs / job).is_dir():
+        pytest.skip("this release has no HybridModel")
+    return jobs / job
+
+
 @pytest.fixture(scope="module")
 def jobs(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of every job, trained and saved by Megatron-Core."""
     folder = tmp_path_factory.mktemp("jobs")
     by_ranks = dict[int, list[Path]]()
-    for name, (family, tp, pp, dp, forms) in JOBS.items():
+    for name, (family, tp, pp, dp, forms) in (ALL_JOBS if has_hybrid(site) else JOBS).items():
         by_ranks.setdefault(tp * pp * dp, []).append(folder / name)
         shape = {"tp": tp, "pp": pp, "dp": dp, "shardings": forms, "distributed": forms != PLAIN}
-        write_job(folder / name, MODELS[family], windows_of(MODELS[family]), **shape)
+        chosen = {"pattern": PATTERNS.get(name), "seed": SEEDS.get(name, 1234)}
+        write_job(folder / name, MODELS[family], windows_of(MODELS[family]), **chosen, **shape)
     for ranks, folders in by_ranks.items():
         megatron(site, ranks, *folders)
     return folder
@@ -150,6 +189,7 @@ def jobs(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def in_memory(folder: Path, kind: str, tp: int, pp: int, layers: int) -> dict[str, Tensor]:
     """Return the tensors of a job as its ranks had them, by Megatron's names, joined by the dimension that is cut."""
     ranks = [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank_*.pt"))]
+    is_hybrid = "hybrid_layer_pattern" in json.loads((folder / "job.json").read_text())["args"]
     found = dict[str, Tensor]()
     for stage in range(pp):
         own = sorted((rank for rank in ranks if rank["pp"] == stage), key=lambda rank: rank["tp"])
@@ -164,9 +204,10 @@ def in_memory(folder: Path, kind: str, tp: int, pp: int, layers: int) -> dict[st
                 joined = torch.cat([half[side] for side in range(len(halves[0])) for half in halves])
             else:
                 joined = parts[0]
-            words = name.split(".")
+            words = name.replace("final_norm", "final_layernorm").split(".")
             if words[:2] == ["decoder", "layers"]:
-                words[2] = str(int(words[2]) + stage * layers // pp)
+                number = int(words[2]) // (2 if is_hybrid else 1)
+                words[2] = str(number + stage * layers // pp)
             found[".".join(words)] = joined
     return found
 
@@ -231,8 +272,8 @@ def opened(path: Path) -> StateSource:
 
 @pytest.mark.parametrize(("job", "form"), [case for case in CASES if "dp2" not in case[0]])
 def test_every_number_of_megatrons_memory_is_carried(jobs: Path, job: str, form: str) -> None:
-    family, tp, pp, *_ = JOBS[job]
-    source, model = opened(jobs / job / form), compose(MODELS[family]).model
+    family, tp, pp, *_ = ALL_JOBS[job]
+    source, model = opened(saved_by(jobs, job) / form), compose(MODELS[family]).model
     assert (source.model, source.iteration, source.has_optimizer) == (model, SAVED, True)
     for prefix, kind in (("", "param"), ("exp_avg.", "exp_avg"), ("exp_avg_sq.", "exp_avg_sq")):
         expected = ours(in_memory(jobs / job, kind, tp, pp, model.n_layer), model)
@@ -243,8 +284,8 @@ def test_every_number_of_megatrons_memory_is_carried(jobs: Path, job: str, form:
 
 @pytest.mark.parametrize(("job", "form"), CASES)
 def test_an_import_goes_on_with_megatrons_losses(jobs: Path, tmp_path: Path, job: str, form: str) -> None:
-    overrides = MODELS[JOBS[job][0]]
-    arguments = ["import", "megatron", str(jobs / job / form), str(tmp_path / "checkpoints"), "--trust-pickle"]
+    overrides = MODELS[ALL_JOBS[job][0]]
+    arguments = ["import", "megatron", str(saved_by(jobs, job) / form), str(tmp_path / "checkpoints"), "--trust-pickle"]
     samples = ["--consumed-samples", str(SAVED * compose(overrides).train.global_batch_size)]
     assert convert.main([*arguments, *samples, *overrides]) == 0
     run_ok(tmp_path, overrides)
@@ -260,16 +301,27 @@ def assert_same(found: list[float], expected: list[float]) -> None:
     assert max(differences) <= LATER
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_megatron_loads_an_export_and_goes_on(site: Path, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "pattern"), [*((family, None) for family in MODELS), ("llama", "*-*-*-*-")])
+def test_megatron_loads_an_export_and_goes_on(site: Path, tmp_path: Path, family: str, pattern: str | None) -> None:
+    if pattern and not has_hybrid(site):
+        pytest.skip("this release has no HybridModel")
     overrides, windows = MODELS[family], windows_of(MODELS[family])
     run_ok(tmp_path / "run", [*overrides, f"checkpoint.save_interval={SAVED}"])
     saved = tmp_path / f"run/checkpoints/iter_{SAVED:07d}"
     assert convert.main(["export", "megatron", str(saved), str(tmp_path / "out")]) == 0
-    job = {"load": str(tmp_path / f"out/iter_{SAVED:07d}"), "shardings": (), "distributed": True, "dp": 1, "pp": 1}
+    job = {
+        "load": str(tmp_path / f"out/iter_{SAVED:07d}"),
+        "shardings": (FULLY,),
+        "distributed": True,
+        "dp": 1,
+        "pp": 1,
+    }
     for tp in (1, 2):
-        write_job(tmp_path / f"tp{tp}", overrides, windows[SAVED:], tp=tp, **job)
+        write_job(tmp_path / f"tp{tp}", overrides, windows[SAVED:], pattern=pattern, tp=tp, **job)
         megatron(site, tp, tmp_path / f"tp{tp}")
+        back = ["import", "megatron", str(tmp_path / f"tp{tp}" / FULLY), str(tmp_path / f"back{tp}"), "--trust-pickle"]
+        assert convert.main([*back, *overrides]) == 0
+        assert tensor_files(tmp_path / f"back{tp}/iter_{SAVED:07d}") == tensor_files(saved)
         found = [float.fromhex(row[1]) for row in curve(tmp_path / "run")][SAVED:]
         assert_same(json.loads((tmp_path / f"tp{tp}/losses.json").read_text()), found)
     logits = torch.load(tmp_path / "tp1/logits.pt", weights_only=True)

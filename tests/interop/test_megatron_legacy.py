@@ -396,7 +396,7 @@ def test_a_flipped_bit_is_found_and_its_file_named(
     file.write_bytes(data)
     said = refusal(path, overrides)
     assert str(file) in said
-    assert "another checksum: Bad CRC-32" in said
+    assert "another checksum of" in said
 
 
 def test_a_file_of_torch_before_its_zip_archives_is_named(small: tuple[list[str], StateSource], tmp_path: Path) -> None:

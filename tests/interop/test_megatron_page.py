@@ -15,8 +15,10 @@ from tests.harness import compose
 from tests.interop.megatron_flags import known
 from trainer.batch_schedule import parse_batch_schedule
 from trainer.config.checks import validate
+from trainer.config.megatron_flags import FLAGS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "from_megatron.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "from_megatron.md").read_text(encoding="utf-8")
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `--")]
 OURS = {"--trust-pickle", "--nproc-per-node"}  # not Megatron-LM's, but of the commands that the page shows
 KEYS = set(re.findall(r"^\| `([\w.]+)` \|", options_page(), flags=re.M))
@@ -26,6 +28,12 @@ def test_every_flag_of_the_page_is_one_of_megatron_lm() -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", PAGE)) - OURS
     assert len(named) > 150
     assert sorted(named - known()) == []
+
+
+def test_the_page_names_the_releases_that_are_tested() -> None:
+    files = (ROOT / name for name in ("constraints.txt", "Makefile"))
+    older, newest = (re.findall(r"megatron-core==([\d.]+)", file.read_text(encoding="utf-8")) for file in files)
+    assert f"the releases {older[0]} and {newest[0]} of Megatron-Core" in PAGE.replace("\n", " ")
 
 
 def test_every_key_of_the_page_is_one_of_ours() -> None:
@@ -43,6 +51,13 @@ def test_a_row_names_flags_and_then_keys_or_none() -> None:
         assert keys == "none" or re.fullmatch(r"`[\w.]+`(, `[\w.]+`)*", keys), keys
     flags = [flag for row in ROWS for flag in re.findall(r"--[\w-]+", row[0])]
     assert len(flags) == len(set(flags)), "a flag has two rows"
+
+
+def test_the_command_answers_flags_as_the_page_does() -> None:
+    page = {flag: row[1].replace("`", "").split(", ") for row in ROWS for flag in re.findall(r"--[\w-]+", row[0])}
+    assert page.keys() == FLAGS.keys()
+    for flag, keys in FLAGS.items():
+        assert set(keys.split() or ["none"]) <= set(page[flag]), flag
 
 
 def test_its_commands_compose() -> None:

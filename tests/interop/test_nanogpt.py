@@ -328,6 +328,8 @@ def altered(case: str) -> dict[str, Any]:
             state = optimizer_of(model, Version()).state_dict()
         case "a moment of another shape":
             state["state"][3]["exp_avg"] = torch.zeros(7)
+        case "a number that is a tensor":
+            state["param_groups"][0]["params"][1] = torch.arange(2)
         case "two steps":
             state["state"][3]["step"] = torch.tensor(2.0)
         case "a derived model":
@@ -351,6 +353,7 @@ REFUSED = {
     "another optimizer": "It is not certain which moments belong to which parameter",
     "no step yet": "28 problems: number 0, transformer.wte.weight: no exp_avg and exp_avg_sq",
     "a moment of another shape": r"number 3, transformer.h.0.attn.c_proj.weight is \[20, 20\]",
+    "a number that is a tensor": "numbers that are not in order",
     "two steps": r"several steps: \[1.0, 2.0\]",
     "a derived model": "use_softermax=True",
     "other sizes": "n_embd=24, the tensors have 20",

@@ -32,6 +32,7 @@ from trainer.commands import convert
 from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerError
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
+from trainer.interop.megatron.hybrid import pattern_of
 from trainer.interop.megatron.names import by_our_name, correspondences
 from trainer.interop.megatron.shards import RankCopies, RankPiece, join
 from trainer.interop.megatron.source import read_source
@@ -55,9 +56,9 @@ def overrides_of(family: str) -> list[str]:
     return [*MODELS[family], *ALONE, *SIZES, *ENDS]
 
 
-def state_of(family: str, seed: int = 1) -> StateSource:
+def state_of(family: str, seed: int = 1, *overrides: str) -> StateSource:
     """Return a state of random numbers after three iterations."""
-    model = compose(overrides_of(family)).model
+    model = compose([*overrides_of(family), *overrides]).model
     generator = torch.Generator().manual_seed(seed)
     tensors = dict[str, torch.Tensor]()
     for name, stored in stored_tensors(model).items():
@@ -79,8 +80,10 @@ def assert_carried(source: StateSource, state: StateSource) -> None:
             assert torch.equal(source.read(prefix + name), state.read(prefix + name)), prefix + name
 
 
+HYBRID = {"num_layers": 8, "hybrid_layer_pattern": "*-*-|*-*-", "is_hybrid_model": True}
 LAYOUTS = {
     "gpt2 fully": ("gpt2", Way(), Form()),
+    "gpt2 fully, no file": ("gpt2", Way(), Form(has_file=False)),
     "gpt2 fully tp2, padded": ("gpt2", Way(tp=2, rows=264), Form(prefix="module.")),
     "gpt2 plain": ("gpt2", Way(tp=2), Form("plain")),
     "gpt2 plain bf16, numbered": ("gpt2", Way(tp=2, dtype=BF16), Form("plain", is_stacked=False)),
@@ -92,7 +95,10 @@ LAYOUTS = {
     "llama fully tp2": ("llama", Way(tp=2, rows=264), Form()),
     "llama plain bf16": ("llama", Way(dtype=BF16), Form("plain")),
     "llama buckets tp2 pp2 dp2 te": ("llama", Way(2, 2, 1, 2, names="te", dtype=BF16, rows=264), Form("buckets")),
+    "llama buckets pp2, no file": ("llama", Way(pp=2, dp=2), Form("buckets", has_file=False)),
     "llama buckets vpp2": ("llama", Way(2, 2, 2, 3, bucket=2000, rows=264), Form("buckets")),
+    "llama hybrid": ("llama", Way(tp=2, rows=264), Form(is_hybrid=True, has_file=False)),
+    "gpt2 hybrid buckets pp2": ("gpt2", Way(pp=2, dp=2, names="te"), Form("buckets", "module.", is_hybrid=True)),
     "llama flat tp2 dp2 bf16": ("llama", Way(tp=2, dp=2, dtype=BF16, rows=264), Form("flat", "module.")),
     "llama tied buckets pp2": ("llama-tied", Way(pp=2, dp=2, bucket=3000), Form("buckets")),
     "llama tied flat, numbered": ("llama-tied", Way(tp=2, dp=2, rows=264), Form("flat", is_stacked=False)),
@@ -127,10 +133,55 @@ def padded(way: Way) -> Way:
 def test_every_layout_gives_the_numbers_it_was_made_from(tmp_path: Path, layout: str) -> None:
     family, way, form = LAYOUTS[layout]
     state = state_of(family)
-    write(tmp_path, state, padded(way), form, qk_layernorm=family == "qwen3", kv_channels=6)
+    hybrid = HYBRID if form.is_hybrid else {}
+    write(tmp_path, state, padded(way), form, qk_layernorm=family == "qwen3", kv_channels=6, **hybrid)
     source = opened(tmp_path, [*ENDS, *ALONE])
     assert_carried(source, state)
     assert source.consumed_samples == 36
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ({"hybrid_layer_pattern": "M*-M*-M*-M*-"}, "HybridModel with the pattern 'M*-M*-M*-M*-'"),
+        ({"hybrid_layer_pattern": "*-*-*-*-/*-"}, "HybridModel with the pattern '*-*-*-*-/*-'"),
+        (
+            {"hybrid_layer_pattern": None, "hybrid_override_pattern": "*E*E*E*E"},
+            "HybridModel with the pattern '*E*E*E*E'",
+        ),
+        ({"hybrid_layer_pattern": "-*-*-*-*"}, "HybridModel with the pattern '-*-*-*-*'"),
+        ({"num_experts": 8}, "num_experts=8: none of our models has it"),
+    ],
+)
+def test_other_patterns_of_a_hybrid_model_are_refused(tmp_path: Path, args: dict[str, Any], named: str) -> None:
+    path = write(tmp_path, state_of("llama"), Way(), Form("weights", is_hybrid=True), **{**HYBRID, **args})
+    with pytest.raises(MismatchError) as caught:
+        opened(path, [*ENDS, *ALONE])
+    assert named in str(caught.value)
+
+
+def test_the_pattern_of_a_hybrid_model_is_that_of_its_tensors() -> None:
+    attention, mlp, mamba = "self_attention.linear_qkv.weight", "mlp.linear_fc1.weight", "mixer.in_proj.weight"
+    blocks = [
+        f"module.decoder.layers.{n}.{name}" for n, name in enumerate((attention, mlp, mamba, "mlp.router.weight"))
+    ]
+    assert pattern_of(blocks) == "*-ME"
+    assert pattern_of([f"decoder.layers.0.{name}" for name in (attention, mlp)]) is None
+    assert pattern_of([f"decoder.layers.{name}" for name in (attention, mlp)]) is None
+    assert pattern_of(["decoder.layers.0.self_attention.in_proj.weight"]) == "?"
+
+
+def test_a_hybrid_model_without_arguments_is_that_of_its_tensors(tmp_path: Path) -> None:
+    state = state_of("gpt2")
+    path = write(tmp_path, state, Way(), Form("weights", is_hybrid=True))
+    common = torch.load(path / "common.pt", weights_only=False)
+    del common["args"]
+    torch.save(common, path / "common.pt")
+    described = ["model=gpt2_tiny", "model.n_head=4", *SIZES[2:], "model.max_position_embeddings=256"]
+    source = opened(path, [*described, *ENDS, *ALONE], weights_only=True)
+    assert (source.model.n_layer, source.model.vocab_size) == (4, 257)
+    for name in stored_tensors(state.model):
+        assert torch.equal(source.read(name), state.read(name)), name
 
 
 def test_a_fused_projection_is_dealt_out_by_query_group() -> None:
@@ -314,22 +365,29 @@ class _Inert:
         self.__dict__.update(values=1, attributes=2, __class__=3)
 
 
-@pytest.mark.parametrize("where", ["metadata", "common", "arguments", "settings"])
+def _replace_value(path: Path, key: str, value: object) -> None:
+    """Let the metadata of a folder name another value that is not a tensor."""
+    metadata, index = _metadata(path), dcp.metadata.MetadataIndex(key)
+    torch.save(value, path / "__9_0.distcp")
+    length = (path / "__9_0.distcp").stat().st_size
+    metadata.storage_data[index] = replace(
+        metadata.storage_data[index], relative_path="__9_0.distcp", offset=0, length=length
+    )
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("where", ["metadata", "common", "arguments", "object", "settings"])
 def test_code_in_a_pickle_is_not_run(tmp_path: Path, where: str) -> None:
-    bomb, path = _Bomb(tmp_path / "boom"), write(tmp_path / "saved", state_of("gpt2"), Way(dp=2), Form("buckets"))
+    form = Form("buckets", has_file=where != "object")
+    bomb, path = _Bomb(tmp_path / "boom"), write(tmp_path / "saved", state_of("gpt2"), Way(dp=2), form)
     if where == "metadata":
         metadata = _metadata(path)
         metadata.all_local_plans.append(bomb)
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
     elif where == "settings":
-        key = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
-        metadata = _metadata(path)
-        info = metadata.storage_data[dcp.metadata.MetadataIndex(key)]
-        torch.save([bomb], path / info.relative_path)
-        metadata.storage_data[dcp.metadata.MetadataIndex(key)] = replace(
-            info, offset=0, length=(path / info.relative_path).stat().st_size
-        )
-        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        _replace_value(path, "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1", [bomb])
+    elif where == "object":
+        _replace_value(path, "common_state/shard_0_1", [{"iteration": 3, "extra": bomb}])
     else:
         common = torch.load(path / "common.pt", weights_only=False)
         if where == "common":
@@ -340,6 +398,14 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path, where: str) -> None:
     with pytest.raises(TrainerError):
         opened(path, [*ENDS, *ALONE])
     assert not (tmp_path / "boom").exists()
+
+
+@pytest.mark.parametrize("value", [[], {"iteration": 3}, [None]])
+def test_a_common_state_of_another_form_is_refused(tmp_path: Path, value: object) -> None:
+    path = write(tmp_path, state_of("gpt2"), Way(), Form("weights", has_file=False))
+    _replace_value(path, "common_state/shard_0_1", value)
+    with pytest.raises(CheckpointError, match="expected a list of one dictionary"):
+        opened(path, ALONE)
 
 
 def test_metadata_changes_no_class_of_this_process(tmp_path: Path) -> None:
@@ -356,8 +422,10 @@ def test_metadata_changes_no_class_of_this_process(tmp_path: Path) -> None:
             del PurePath.planted
 
 
-def test_objects_of_unknown_classes_are_left_alone(tmp_path: Path) -> None:
-    path = write(tmp_path, state_of("gpt2"), Way(), Form(), hook=_Inert(), other=argparse.Namespace(values=1))
+@pytest.mark.parametrize("has_file", [True, False])
+def test_objects_of_unknown_classes_are_left_alone(tmp_path: Path, has_file: bool) -> None:
+    form = Form(has_file=has_file)
+    path = write(tmp_path, state_of("gpt2"), Way(), form, hook=_Inert(), other=argparse.Namespace(values=1))
     assert_carried(opened(path, [*ENDS, *ALONE]), state_of("gpt2"))
 
 
@@ -475,6 +543,14 @@ def test_a_norm_stored_minus_one_gets_it_back(tmp_path: Path) -> None:
     assert torch.equal(source.read("lm_head.weight"), state.read("lm_head.weight"))
 
 
+def test_a_norm_of_a_hybrid_model_gets_its_one_back(tmp_path: Path) -> None:
+    state, form = state_of("llama"), Form("weights", is_hybrid=True)
+    path = write(tmp_path, state, Way(), form, **HYBRID, apply_layernorm_1p=True)
+    source = opened(path, [*ENDS, *ALONE], weights_only=True)
+    for name in ("model.norm.weight", "model.layers.1.post_attention_layernorm.weight"):
+        assert torch.equal(source.read(name), state.read(name) + 1)
+
+
 @pytest.mark.parametrize("kind", [_marked("fully", True), "buckets"])
 def test_a_conversion_holds_three_times_the_largest_tensor(tmp_path: Path, kind: str) -> None:
     sizes = ["model.n_layer=1", "model.n_head=4", "model.n_kv_head=4", "model.n_embd=128", "model.intermediate_size=8"]
@@ -572,7 +648,7 @@ LLAMA_ARGS = GPT2_ARGS | {
 
 
 def described(args: dict[str, Any], *overrides: str, rows: int = 264) -> DescribedModel:
-    return describe(args, rows, ImportOptions(compose([*overrides]), overrides=overrides), where="args")
+    return describe(args, rows, 48, ImportOptions(compose([*overrides]), overrides=overrides), where="args")
 
 
 def test_arguments_describe_the_model() -> None:

@@ -37,11 +37,15 @@ class Form:
             optimizer; `weights` has none.
         prefix: of the names of the model.
         is_stacked: whether the layers are dimension 0 of one tensor.
+        is_hybrid: whether the names are those of a `HybridModel`, in which attention and MLP are numbered one by one.
+        has_file: whether what is not sharded is in `common.pt`; since release 0.19 it is an object of the DCP folder.
     """
 
     kind: str = "fully"
     prefix: str = ""
     is_stacked: bool = True
+    is_hybrid: bool = False
+    has_file: bool = True
 
 
 class _Chunks(dcp.DefaultSavePlanner):
@@ -102,7 +106,10 @@ def write(folder: Path, source: StateSource, way: Way, form: Form, **others: Any
         common["optimizer"] = {"param_groups": [SETTINGS], "state": {"common_step": torch.tensor(source.iteration)}}
     elif form.kind != "weights":
         common["optimizer"] = _groups(source)
-    torch.save(common, path / "common.pt")
+    if form.has_file:
+        torch.save(common, path / "common.pt")
+    else:
+        values["common_state/shard_0_1"] = [common]
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (path / "metadata.json").write_text(json.dumps(backend))
     with warnings.catch_warnings():
@@ -125,8 +132,9 @@ def _kinds(form: Form, way: Way) -> list[tuple[str, str, torch.dtype]]:
 
 def _add(chunks: dict[str, Any], root: str, tensor: Any, value: Tensor, layers: int, way: Way, form: Form) -> None:
     """Add the chunks of one layer of a tensor, or of a tensor outside the layers."""
-    is_layer = tensor.layer is not None and form.is_stacked
-    key = root + form.prefix + (tensor.stacked if form.is_stacked else tensor.numbered)
+    is_layer = tensor.layer is not None and form.is_stacked and not form.is_hybrid
+    name = tensor.stacked if is_layer else tensor.numbered
+    key = root + form.prefix + (_of_hybrid(name) if form.is_hybrid else name)
     first, front = ((tensor.layer,), (layers,)) if is_layer else ((), ())
     counts = [1] * value.dim()
     if tensor.cut is not None:
@@ -147,6 +155,13 @@ def _add(chunks: dict[str, Any], root: str, tensor: Any, value: Tensor, layers: 
             if share.numel():
                 parts[(*first, *place, at)] = share.reshape(*one, *(1 for _ in place), -1)
             at += share.numel()
+
+
+def _of_hybrid(name: str) -> str:
+    words = name.replace("decoder.final_layernorm.", "decoder.final_norm.").split(".")
+    if words[1] == "layers":
+        words[2] = str(2 * int(words[2]) + ["self_attention", "mlp"].index(words[3]))
+    return ".".join(words)
 
 
 def _grid(counts: list[int]) -> Iterator[tuple[int, ...]]:

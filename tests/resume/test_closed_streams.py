@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import TINY, all_files, curve
-from trainer.__main__ import CONFIGS
+from trainer.config.options import CONFIGS
 
 ARGUMENTS = ("run.dir=run", "model=gpt2_tiny", *TINY, "train.train_iters=2", "schedule.lr_warmup_iters=1")
 

@@ -22,7 +22,7 @@ RANKS = {"plain_loop": 1, "pipeline": 2}
 SLOW = {"nested_state": 1, "fsdp2": 2, "ddp_batchnorm": 2, "hf_trainer": 1, "accelerate_loop": 2}
 NEED_ACCELERATE = ("hf_trainer", "accelerate_loop")
 ITERATIONS, KILLED_AFTER = 12, 7
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 def run_example(arguments: list[str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,3 +121,103 @@ def test_weights_only_runs_keep_their_moments_locally(tmp_path: Path, whole: Pat
     run_ok(run, [*overrides, "train.exit_interval=4"])
     run_ok(run, overrides)
     assert curve(run) == curve(whole)
+
+
+def run_member(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
+    member: dict[str, Any] = state["run"]
+    return member
+
+
+@pytest.mark.parametrize("more", [("checkpoint.load=none",), ("model.n_embd=60",)])
+def test_local_checkpoints_of_another_run_are_refused(tmp_path: Path, more: tuple[str, ...]) -> None:
+    local = tmp_path / "local"
+    overrides = [*BASE, "checkpoint.save_interval=2", f"checkpoint.local.dir={local}", "train.exit_interval=3"]
+    run_ok(tmp_path / "first", overrides)
+    before = all_files(local)
+    refused = launch(tmp_path / "second", [*overrides, *more])
+    assert refused.statuses == (1,), refused.text
+    assert "A folder of local checkpoints belongs to another run" in refused.text
+    named = run_member(local / "iter_0000003")["branches"][0]["id"]
+    assert f"those of run {named}" in refused.text
+    assert "checkpoint.local.adopt=true" in refused.text
+    assert all_files(local) == before
+    assert not list((tmp_path / "second").glob("checkpoints/iter_*"))
+
+
+def test_a_run_whose_folder_is_deleted_does_not_go_on_unasked(tmp_path: Path, whole: Path) -> None:
+    run, local = tmp_path / "run", tmp_path / "local"
+    overrides = [*BASE, *ALONE, f"checkpoint.local.dir={local}"]
+    run_ok(run, [*overrides, "train.exit_interval=3"])
+    first = run_member(local / "iter_0000003")
+    shutil.rmtree(run)
+    refused = launch(run, overrides)
+    assert "A folder of local checkpoints belongs to another run" in refused.text
+    ended = run_ok(run, [*overrides, "checkpoint.local.adopt=true"])
+    assert "loaded iteration 3: 100 % local" in ended.text
+    assert run_member(local / "iter_0000006") == first
+    assert tensor_files(local / "iter_0000006") == tensor_files(whole / "checkpoints/iter_0000006")
+
+
+@pytest.mark.slow
+def test_shared_checkpoints_name_the_run_whose_record_is_lost(tmp_path: Path, whole: Path) -> None:
+    run, local = tmp_path / "run", tmp_path / "local"
+    overrides = [
+        *BASE,
+        "checkpoint.save_interval=2",
+        f"checkpoint.local.dir={local}",
+        "checkpoint.local.save_interval=1",
+    ]
+    run_ok(run, [*overrides, "train.exit_interval=3"])
+    first = run_member(local / "iter_0000003")
+    (run / "run.json").unlink()
+    ended = run_ok(run, overrides)
+    assert "loaded iteration 3: 100 % local" in ended.text
+    assert run_member(run / "checkpoints/iter_0000006") == first
+    assert curve(run) == curve(whole)
+
+
+@pytest.mark.slow
+def test_a_damaged_record_of_a_run_is_made_anew(tmp_path: Path, whole: Path) -> None:
+    run, local = tmp_path / "run", tmp_path / "local"
+    overrides = [
+        *BASE,
+        "checkpoint.save_interval=2",
+        f"checkpoint.local.dir={local}",
+        "checkpoint.local.save_interval=1",
+    ]
+    run_ok(run, [*overrides, "train.exit_interval=3"])
+    good = (run / "run.json").read_bytes()
+    for path in (run / "run.json", local / "run.json"):
+        path.write_bytes(good.replace(b"began_at", b"begun_at"))
+    ended = run_ok(run, overrides)
+    assert "A record of a run is damaged" in ended.text
+    assert (run / "run.json").read_bytes() == (local / "run.json").read_bytes() == good
+    assert curve(run) == curve(whole)
+
+
+@pytest.mark.slow
+def test_a_run_from_anothers_checkpoint_is_a_run_of_its_own(tmp_path: Path) -> None:
+    first, second, local = tmp_path / "first", tmp_path / "second", tmp_path / "local"
+    run_ok(first, [*BASE, "checkpoint.save_interval=2", "train.exit_interval=4"])
+    source = first / "checkpoints/iter_0000002"
+    overrides = [*BASE, f"checkpoint.load={source}", "checkpoint.save_interval=2", f"checkpoint.local.dir={local}"]
+    run_ok(second, [*overrides, "train.exit_interval=4"])
+    run_ok(second, overrides)
+    saved, parent = run_member(second / "checkpoints/iter_0000006"), run_member(source)["branches"][0]["id"]
+    assert saved["parent"] == {"run": parent, "iteration": 2}
+    assert len(saved["branches"]) == 1
+    assert saved["branches"][0]["id"] != parent
+
+
+def test_a_rewind_begins_a_branch_and_a_resume_does_not(tmp_path: Path) -> None:
+    run, local = tmp_path / "run", tmp_path / "local"
+    overrides = [*BASE, *ALONE, f"checkpoint.local.dir={local}", "checkpoint.local.keep=6"]
+    run_ok(run, [*overrides, "train.exit_interval=3"])
+    run_ok(run, [*overrides, "train.exit_interval=4"])
+    (first,) = run_member(local / "iter_0000004")["branches"]
+    assert first["began_at"] == -1
+    run_ok(run, [*overrides, "checkpoint.ckpt_step=2", "train.exit_interval=3"])
+    assert [branch["began_at"] for branch in run_member(local / "iter_0000003")["branches"]] == [-1, 2]
+    run_ok(run, [*overrides, "checkpoint.load=none", "train.exit_interval=1"])
+    assert [branch["began_at"] for branch in run_member(local / "iter_0000001")["branches"]] == [-1, 2, -1]

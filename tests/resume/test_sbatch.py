@@ -20,7 +20,7 @@ from tests.resume.test_torchrun import PYTHON, ROOT, await_iteration, started
 
 JOB = ROOT / "scripts/train.sbatch"
 BASE = ["model=gpt2_tiny", *TINY, "checkpoint.save_interval=5", "train.train_iters=3000"]
-TIMEOUT_S = 90.0
+TIMEOUT_S = 300.0
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done

@@ -21,7 +21,7 @@ from tests.harness import TINY, curve, last_iteration, run_ok
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=30", "checkpoint.save_interval=5"]
 PYTHON = [sys.executable, "-m", "trainer"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 ROOT = Path(__file__).parents[2]
 
 
@@ -88,7 +88,45 @@ def test_a_refusal_ends_every_rank_soon_with_its_message(unbroken: Path, tmp_pat
     assert torchrun.returncode != 0
     assert "seed  saved 1234  current 7" in text
     assert "checkpoint.override_data=true" in text
+    last = "".join(text.splitlines(keepends=True)[-10:])  # as `| tail` shows
+    assert "seed  saved 1234  current 7" in last
+    assert "continue with the run's own configuration: `torchrun --nproc-per-node 2 -m trainer run.dir=run" in last
+    assert f"{load} train.train_iters=N`" in last.replace("/checkpoints ", " ") or str(unbroken) in last
+    assert text.count("current 7") == 2  # in the message, and in torchrun's report
     assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_saved_run_says_so_before_torchrun_ends(number: signal.Signals, tmp_path: Path) -> None:
+    endless = ["train.train_iters=100000", "schedule.lr_decay_iters=30"]
+    with started([*TORCHRUN, "-m", "trainer", "run.dir=run", *BASE, *endless], tmp_path) as torchrun:
+        await_iteration(torchrun, tmp_path / "run/metrics.jsonl", 2, saved=0)
+        torchrun.send_signal(number)
+        text, _ = torchrun.communicate(timeout=TIMEOUT_S)
+    (newest,) = sorted((tmp_path / "run/checkpoints").glob("iter_*"))[-1:]
+    line = f"the run is saved at iteration {int(newest.name[5:])} in run/checkpoints; the same command resumes it"
+    assert text.count(line) == 1
+    assert text.index(line) < text.index("SignalException")
+
+
+def test_one_process_for_several_ranks_is_given_the_command(tmp_path: Path) -> None:
+    with started([*PYTHON, *BASE, "parallel=tp2", "run.name=a b"], tmp_path) as process:
+        text, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    words = " ".join([*BASE, "parallel=tp2", "'run.name=a b'"])
+    assert text == (
+        "ConfigError: The parallel layout needs several processes, expected 2 ranks, or a multiple, found 1 process. "
+        f"Start it with `torchrun --nproc-per-node 2 -m trainer {words}`.\n"
+    )
+
+
+def test_a_folder_that_no_program_can_create_is_called_so(tmp_path: Path) -> None:
+    with started([*PYTHON, *BASE, "run.dir=run", "checkpoint.save=/proc/foo"], tmp_path) as process:
+        text, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    last = text.splitlines()[-1]
+    assert "The checkpoint folder cannot be created: the file system of /proc refuses it" in last
+    assert last.endswith("or name another folder with run.name or checkpoint.save.")
 
 
 def test_plain_python_trains_and_resumes_from_any_folder(tmp_path: Path) -> None:
@@ -103,7 +141,13 @@ def test_plain_python_trains_and_resumes_from_any_folder(tmp_path: Path) -> None
     assert [record["iteration"] for record in records(tmp_path / "runs/plain") if "start" in record] == [1, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
     run = tmp_path / "runs/plain"
-    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.yaml", "lock", "metrics.jsonl"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "lock",
+        "metrics.jsonl",
+        "run.json",
+    ]
     assert [row[0] for row in curve(run)] == [1, 2, 3, 4, 5]
 
 

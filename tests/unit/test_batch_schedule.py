@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.harness import TINY, compose
 from trainer.batch_schedule import BatchSchedule, parse_batch_schedule
-from trainer.config.schema import Config, batch_schedule_of, micro_batches_of, topology_of
+from trainer.config.derived import batch_schedule_of, micro_batches_of, topology_of
+from trainer.config.schema import Config
 from trainer.data.batches import Samples
 from trainer.data.loader import BatchLoader
 

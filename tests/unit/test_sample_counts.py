@@ -8,7 +8,8 @@ import pytest
 
 from trainer.compatibility import differences
 from trainer.progress import Progress
-from trainer.run_record import RULES, compared, saved_progress
+from trainer.resume_rules import RULES, compared
+from trainer.run_record import saved_progress
 from trainer.sample_counts import in_samples_of
 
 

@@ -20,7 +20,8 @@ HEAVY = {"torch", "numpy", "tokenizers", "xxhash", "tensorboard", "matplotlib", 
 _COMPOSE = """
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from trainer.__main__ import CONFIGS
+import trainer.config.compose
+from trainer.config.options import CONFIGS
 from trainer.config.checks import validate
 
 with initialize_config_dir(str(CONFIGS), version_base="1.3"):

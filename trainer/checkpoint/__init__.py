@@ -33,3 +33,8 @@ def __getattr__(name: str) -> object:
     found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = found
     return found
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also before their first use."""
+    return list(__all__)

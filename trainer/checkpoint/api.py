@@ -8,18 +8,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.checkpoint.format.layout import TensorKind
+from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
 from trainer.checkpoint.group import open_channel
-from trainer.checkpoint.inline_save import keep_problem, require_path, save_now
-from trainer.checkpoint.loaded import LoadedState, Matched, match
-from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.reader import Checkpoint, read_places
-from trainer.checkpoint.loading.restorer import Restorer
-from trainer.checkpoint.model_contents import contents_of_model
+from trainer.checkpoint.inline_save import number_problem, save_now
+from trainer.checkpoint.nested.calls import contents_of, fill, known_tables
 from trainer.checkpoint.nested.documents import read_values
+from trainer.checkpoint.nested.loaded import LoadedState
+from trainer.checkpoint.nested.module_tree import tree_of
 from trainer.checkpoint.nested.stored_names import MODEL, OPTIMIZER
-from trainer.checkpoint.optimizer_state import check_optimizer, make_state, set_groups
-from trainer.checkpoint.tensors.live import Grid, LiveTensor, live_tensors
+from trainer.checkpoint.optimizer_state import check_optimizer
 
 
 def save(
@@ -30,6 +27,7 @@ def save(
     iteration: int,
     state: Mapping[str, object] | None = None,
     max_checkpoint_keep: int = 0,
+    file_bytes: int = DEFAULT_FILE_BYTES,
     from_rank0: Sequence[str] = (),
 ) -> Path:
     """Save a model and its optimizer as `folder/iter_<iteration>`, and return that path.
@@ -41,6 +39,7 @@ def save(
     Args:
         state: JSON values of your own, given back by `load`; the same on all ranks.
         max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
+        file_bytes: the size in bytes at which a file is full.
         from_rank0: shell patterns for the names of tensors that differ between ranks by design, such as the BatchNorm
             statistics of DDP (`["*.running_*", "*.num_batches_tracked"]`). Rank 0's are saved. All other tensors that
             several ranks hold must be equal bit for bit.
@@ -53,18 +52,21 @@ def save(
             be written; nothing that was committed is touched.
     """
     channel, nonce = open_channel()
-    contents = contents_of_model(
+    contents = contents_of(
         channel,
         "save",
-        model,
-        optimizer,
+        lambda: tree_of(model, optimizer, state),
+        known=known_tables("save", channel),
         folder=folder,
         iteration=iteration,
-        state=state,
         from_rank0=from_rank0,
-        problem=keep_problem(max_checkpoint_keep),
+        optimizers=() if optimizer is None else (optimizer,),
+        is_replicated=True,
+        problem=number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes),
     )
-    return save_now(folder, contents, channel, iteration=iteration, nonce=nonce, keep=max_checkpoint_keep)
+    return save_now(
+        folder, contents, channel, iteration=iteration, nonce=nonce, keep=max_checkpoint_keep, file_bytes=file_bytes
+    )
 
 
 def load(
@@ -86,30 +88,13 @@ def load(
             optimizer where one is given.
     """
     channel, nonce = open_channel()
-    with channel.agreed("given"):
-        require_path(path)
-    matched = Matched([])
-    kinds = {TensorKind.MODEL} if optimizer is None else {TensorKind.MODEL, TensorKind.OPTIMIZER}
-
-    def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
-        nonlocal matched
-        if optimizer is not None:
-            places = read_places(checkpoint).items()
-            specs = {name: place.spec for name, place in places if place.spec.kind is TensorKind.OPTIMIZER}
-            make_state(model, optimizer, specs, where=checkpoint.path)
-        found = list(live_tensors(model, optimizer, grid=Grid.of(channel.ranks)))
-        matched = match(checkpoint, found, strict=strict, is_asked=lambda spec: spec.kind in kinds)
-        return matched.live
-
-    def check(checkpoint: Checkpoint) -> None:
-        read_values(checkpoint)
-        if optimizer is not None:
-            check_optimizer(checkpoint, optimizer)
-
-    checkpoint = Restorer(channel, nonce=nonce).restore(LoadSource(Path(path)), check=check, live=live).checkpoint
-    matched.log(checkpoint, is_first=channel.coordinates)
-    values = read_values(checkpoint)
-    if optimizer is not None:
-        set_groups(model, optimizer, values.groups.get("/optimizer", []))
-    state = values.nested(without=(MODEL, OPTIMIZER[0]))
-    return LoadedState({**state, "iteration": checkpoint.iteration}, matched.missing, matched.unexpected)
+    loaded, checkpoint = fill(
+        channel,
+        path,
+        lambda: tree_of(model, optimizer),
+        nonce=nonce,
+        strict=strict,
+        check=lambda checkpoint: None if optimizer is None else check_optimizer(checkpoint, optimizer),
+    )
+    values = read_values(checkpoint).nested(without=(MODEL, OPTIMIZER[0]))
+    return LoadedState({**values, "iteration": checkpoint.iteration}, loaded.missing_keys, loaded.unexpected_keys)

@@ -15,11 +15,12 @@ from torch import nn
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
 from trainer.checkpoint.group import COMMIT_TIMEOUT_S, open_channel
-from trainer.checkpoint.inline_save import check_patterns, check_target, keep_problem
-from trainer.checkpoint.model_contents import contents_of_model
+from trainer.checkpoint.inline_save import check_patterns, check_target, number_problem
 from trainer.checkpoint.nested.agreement import KnownTables
+from trainer.checkpoint.nested.calls import MakeTree, contents_of
+from trainer.checkpoint.nested.module_tree import tree_of
+from trainer.checkpoint.nested.tree import take_apart
 from trainer.checkpoint.policy import Retention, SavePolicy
-from trainer.checkpoint.state_dict import contents_of_state_dict
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import Contents
 from trainer.errors import CheckpointError, TrainerError
@@ -75,7 +76,7 @@ class AsyncSaver:
         with self._channel.agreed("folder"):
             check_target(folder, 0)
             check_patterns(from_rank0)
-            problem = keep_problem(max_checkpoint_keep)
+            problem = number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes)
             if problem is not None:
                 raise problem
         self._folder, self._from_rank0 = folder, tuple(from_rank0)
@@ -104,18 +105,8 @@ class AsyncSaver:
         Raises:
             TrainerError: on every rank, for the save before, or for what cannot be saved.
         """
-        contents = contents_of_model(
-            self._channel,
-            self._next_key(),
-            model,
-            optimizer,
-            folder=self._folder,
-            iteration=iteration,
-            state=state,
-            from_rank0=self._from_rank0,
-            problem=self._before_save(),
-        )
-        self._checkpointer.save(iteration, self._as_before(contents))
+        optimizers = () if optimizer is None else (optimizer,)
+        self._save(iteration, lambda: tree_of(model, optimizer, state), optimizers, is_replicated=True)
 
     def save_state_dict(
         self,
@@ -134,19 +125,7 @@ class AsyncSaver:
         Raises:
             TrainerError: on every rank, for the save before, or for what cannot be saved.
         """
-        contents = contents_of_state_dict(
-            self._channel,
-            self._next_key(),
-            state_dict,
-            known=self._known,
-            folder=self._folder,
-            iteration=iteration,
-            from_rank0=self._from_rank0,
-            model=model,
-            optimizers=optimizers,
-            problem=self._before_save(),
-        )
-        self._checkpointer.save(iteration, self._as_before(contents))
+        self._save(iteration, lambda: take_apart(state_dict, model=model), optimizers)
 
     @property
     def is_saving(self) -> bool:
@@ -187,6 +166,29 @@ class AsyncSaver:
             self._is_closed = True
             self._checkpointer.abandon()
 
+    def _save(
+        self,
+        iteration: int,
+        make_tree: MakeTree,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        is_replicated: bool = False,
+    ) -> None:
+        self._calls += 1
+        contents = contents_of(
+            self._channel,
+            f"contents/{self._calls}",
+            make_tree,
+            known=self._known,
+            folder=self._folder,
+            iteration=iteration,
+            from_rank0=self._from_rank0,
+            optimizers=optimizers,
+            is_replicated=is_replicated,
+            problem=self._before_save(),
+        )
+        self._checkpointer.save(iteration, self._as_before(contents))
+
     def _before_save(self) -> TrainerError | None:
         """Return why no save can begin: the one before failed, or the saver is closed."""
         if self._is_closed:
@@ -198,10 +200,6 @@ class AsyncSaver:
         self._checkpointer.wait()
         errors = [report.error for report in self._checkpointer.reports()]
         return next((error for error in errors if error is not None), None)
-
-    def _next_key(self) -> str:
-        self._calls += 1
-        return f"contents/{self._calls}"
 
     def _as_before(self, contents: Contents) -> Contents:
         """Return the tensors of the last save where they are the same, so that it need not be planned anew."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -110,7 +110,8 @@ class Checkpointer:
         self._policy, self._channel = policy, channel
         self._owned: OwnedFolder | None = None
         if policy.folder is not None:
-            self._owned = OwnedFolder(CheckpointFolder(policy.folder, files or Files()), channel, nonce, hosts)
+            folder = CheckpointFolder(policy.folder, files or Files(), policy.terms)
+            self._owned = OwnedFolder(folder, channel, nonce, hosts)
         self._hosts, self._local = hosts or Hosts.of(channel.ranks), local
         self._worker = Worker("checkpoint")
         # A clone has a connection of its own, which a run that saves nothing does not need.
@@ -140,28 +141,31 @@ class Checkpointer:
         self._owned.require_shared()
 
     def loaded(self, restored: Restored) -> None:
-        """Take note of the checkpoint that the run goes on from: one of its own stays, and need not be saved again."""
+        """Take note of the checkpoint that the run goes on from: one of its own need not be saved again."""
         if self._owned is None:
             return
         checkpoint = restored.checkpoint
         own = self._owned.folder.iteration(checkpoint.iteration)
         if not own.is_symlink() and checkpoint.path.resolve() == own.resolve():
-            has_optimizer, is_verified = checkpoint.has_optimizer, restored.is_verified
-            is_pinned = self._local is None
-            self._saved.loaded(checkpoint.iteration, has_optimizer, is_verified=is_verified, is_pinned=is_pinned)
+            is_verified = restored.is_verified and self._local is None
+            self._saved.loaded(checkpoint.iteration, checkpoint.has_optimizer, is_verified=is_verified)
 
-    def has_already(self, iteration: int, *, has_optimizer: bool, is_pinned: bool = True) -> None:
+    def has_already(self, iteration: int, *, has_optimizer: bool) -> None:
         """Take note that the folder has this iteration, which the run goes on from: it need not be saved again."""
         if self._owned is not None:
-            self._saved.loaded(iteration, has_optimizer, is_verified=False, is_pinned=is_pinned)
+            self._saved.loaded(iteration, has_optimizer, is_verified=False)
 
-    def rewind(self, iteration: int) -> None:
-        """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way; then delete those that
-        retention gives up: on a full disk no save will make room for the next."""
+    def outdated(self, iteration: int) -> None:
+        """Let the next save of `iteration` replace its checkpoint, whose record has become incomplete."""
+        self._saved.outdated(iteration)
+
+    def rewind(self, iteration: int, given_up: Collection[int] = ()) -> None:
+        """Rename checkpoints that this run overtakes, newer than `iteration` or `given_up`, out of the way; then delete
+        those that retention gives up: on a full disk no save will make room for the next."""
         self.wait()
         self._saved.rewound(iteration)
         if self._owned is not None:
-            self._owned.rewind(iteration, self._policy.retention, self._saved)
+            self._owned.rewind(iteration, given_up, self._policy.retention, self._saved)
 
     def is_due(self, iteration: int) -> bool:
         """Return whether the policy asks for a save after `iteration`."""
@@ -198,7 +202,8 @@ class Checkpointer:
             self._keep([(iteration, name)])
             return None
         plan = self._staging.plan(contents)
-        attempt = Attempt(iteration, name, self._owned.folder, plan.layout, self._hosts)
+        replaces = self._saved.gives_way(iteration, with_optimizer=has_optimizer)
+        attempt = Attempt(iteration, name, self._owned.folder, plan.layout, self._hosts, replaces=replaces)
         if self._stuck is not None and not self._stuck.is_done:
             self._refuse(attempt, _stalled(attempt))
         else:
@@ -306,7 +311,6 @@ class Checkpointer:
             shared=self._new_shared_state(),
             lock=owned.lock,
             retention=self._policy.retention,
-            pinned=frozenset(self._saved.pinned),
             local_ranks=self._local_ranks,
             may_share=self._staging.may_share(plan),
             local=self._local,
@@ -382,7 +386,7 @@ def _no_memory(attempt: Attempt, error: torch.OutOfMemoryError) -> CheckpointErr
         "A save found no memory on the device for copies of tensors that may change at any time",
         where=attempt.folder.iteration(attempt.iteration),
         found=str(error).splitlines()[0],
-        fix="Training continues and committed checkpoints are untouched; a smaller train.micro_batch_size leaves room.",
+        fix="Training continues and committed checkpoints are untouched; a smaller micro batch leaves room.",
     )
 
 
@@ -390,6 +394,6 @@ def _in_doubt_error(attempt: Attempt) -> CheckpointError:
     return CheckpointError(
         "A save did not end in time, and may still be committed",
         where=attempt.folder.iteration(attempt.iteration),
-        expected="an end within checkpoint.commit_timeout_s",
+        expected="an end within commit_timeout_s",
         fix="The disk or a peer hangs; the next save looks for it.",
     )

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel
-from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
 from trainer.checkpoint.format.manifest import MOST_ELEMENTS
 from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.checkpoint.tensors.live import Contents
@@ -48,15 +47,17 @@ def check_patterns(from_rank0: object) -> None:
         )
 
 
-def keep_problem(max_checkpoint_keep: object) -> ConfigError | None:
-    """Return why this is no number of checkpoints to keep, for a rank to share with the others; else None."""
-    if type(max_checkpoint_keep) is int and max_checkpoint_keep >= 0:
-        return None
-    return ConfigError(
-        "max_checkpoint_keep is no number of checkpoints",
-        expected="an int of 0 or more; 0 keeps all",
-        found=repr(max_checkpoint_keep),
-    )
+def number_problem(*, max_checkpoint_keep: object, file_bytes: object) -> ConfigError | None:
+    """Return why one of the numbers of a save is none, for a rank to share with the others; else None."""
+    if type(max_checkpoint_keep) is not int or max_checkpoint_keep < 0:
+        return ConfigError(
+            "max_checkpoint_keep is no number of checkpoints",
+            expected="an int of 0 or more; 0 keeps all",
+            found=repr(max_checkpoint_keep),
+        )
+    if type(file_bytes) is not int or file_bytes < 1:
+        return ConfigError("file_bytes is no size of a file", expected="an int of 1 or more", found=repr(file_bytes))
+    return None
 
 
 def require_path(path: object) -> None:
@@ -70,17 +71,25 @@ def require_path(path: object) -> None:
 
 
 def save_now(
-    folder: str | Path, contents: Contents, channel: StoreChannel, *, iteration: int, nonce: str, keep: int
+    folder: str | Path,
+    contents: Contents,
+    channel: StoreChannel,
+    *,
+    iteration: int,
+    nonce: str,
+    keep: int,
+    file_bytes: int,
 ) -> Path:
     """Save `contents` as `folder/iter_<iteration>`, and return that path. A call of all ranks of the channel.
 
     Args:
         keep: how many checkpoints stay, the newest ones; 0 keeps all.
+        file_bytes: the size in bytes at which a file is full.
 
     Raises:
         TrainerError: if it did not become a checkpoint.
     """
-    policy = SavePolicy(Path(folder), retention=Retention(keep), file_bytes=DEFAULT_FILE_BYTES)
+    policy = SavePolicy(Path(folder), retention=Retention(keep), file_bytes=file_bytes)
     checkpointer = Checkpointer(policy, channel, nonce=nonce)
     try:
         checkpointer.start()

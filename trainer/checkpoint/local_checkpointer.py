@@ -10,6 +10,7 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.file_exchange import FileExchange
 from trainer.checkpoint.commit.hosts import find_hosts
+from trainer.checkpoint.format.lineage import Lineage
 from trainer.checkpoint.loading.restorer import Restored
 from trainer.checkpoint.local.copies import Copies
 from trainer.checkpoint.local.host_folders import HostFolders
@@ -81,7 +82,7 @@ class LocalCheckpointer:
             local=LocalSaves(FileExchange(), self._copies),
         )
         self.folders = HostFolders(
-            CheckpointFolder(policy.folder, files),
+            CheckpointFolder(policy.folder, files, policy.saving.terms),
             channel,
             hosts,
             shared=None if shared is None else CheckpointFolder(shared, files),
@@ -89,14 +90,18 @@ class LocalCheckpointer:
             timeout_s=timeout_s,
         )
 
-    def start(self) -> None:
+    def start(self, lineage: Lineage | None = None) -> None:
         """Take the locks, settle what dead attempts left, and look at what lies on every host.
+
+        Args:
+            lineage: of the run; None for one that takes every checkpoint as its own.
 
         Raises:
             LockError: on every rank, if another job writes to the folder of a host.
             CheckpointError: on every rank, if a folder cannot be written, or the ranks of a host see different ones.
         """
         self.saver.start()
+        self.folders.lineage = lineage or Lineage()
         self.folders.survey()
         self._copies.found(self.folders.copied(self._copies.count))
 
@@ -107,9 +112,9 @@ class LocalCheckpointer:
             self._copies.loaded(restored.checkpoint.iteration)
 
     def rewind(self, iteration: int) -> None:
-        """Rename checkpoints newer than `iteration`, which this run overtakes, out of the way."""
+        """Rename checkpoints that this run overtakes, newer than `iteration` or given up before, out of the way."""
         self._copies.rewound(iteration)
-        self.saver.rewind(iteration)
+        self.saver.rewind(iteration, self.folders.given_up)
 
     def await_copies(self) -> None:
         """Wait a while for the copies that are under way on any host, so that the next checkpoint is copied too.

@@ -1,42 +1,17 @@
-"""What a checkpoint has of an optimizer beside its tensors' bytes: parameter groups, and tensors not made yet."""
+"""Checks of optimizer state against an optimizer, and the state that it does not have yet."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import TensorSpec
 from trainer.checkpoint.loading.reader import Checkpoint
-from trainer.checkpoint.tensors.live import local_of, parameter_names
+from trainer.checkpoint.tensors.live import local_of
 from trainer.errors import MismatchError
-
-
-def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Json]:
-    """Return the parameter groups: the names of their parameters, and their numbers, such as learning rates."""
-    names = parameter_names(model)
-    return [
-        {
-            "names": [names[parameter] for parameter in group["params"] if parameter in names],
-            "numbers": {k: v for k, v in group.items() if k != "params" and is_plain_number(v)},
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def set_groups(model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[Json]) -> None:
-    """Set each parameter group's numbers from the saved group that held its first parameter."""
-    names = parameter_names(model)
-    by_name = {name: group["numbers"] for group in saved for name in group["names"]}
-    for group in optimizer.param_groups:
-        numbers = by_name.get(names[group["params"][0]], {}) if group["params"] else {}
-        for key, value in numbers.items():
-            if key in group:
-                group[key] = tuple(value) if isinstance(value, list) and isinstance(group[key], tuple) else value
 
 
 def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
@@ -59,23 +34,6 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) ->
             found=saved,
             fix=f"Give a {saved}, or load the model alone.",
         )
-
-
-def make_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, specs: Mapping[str, TensorSpec], *, where: Path
-) -> None:
-    """Make the optimizer state that the checkpoint has and the optimizer lacks, as zeros, without a fake step.
-
-    Raises:
-        MismatchError: as `zeros_for`.
-    """
-    by_name = {name: parameter for parameter, name in parameter_names(model).items()}
-    on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
-    for full_name, spec in specs.items():
-        key, _, name = full_name.partition(".")
-        parameter = by_name.get(name)
-        if parameter is not None and key not in optimizer.state[parameter]:
-            optimizer.state[parameter][key] = zeros_for(parameter, key, spec, on_device=on_device, where=where)
 
 
 def zeros_for(parameter: nn.Parameter, key: str, spec: TensorSpec, *, on_device: bool, where: Path) -> torch.Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
+from trainer.checkpoint.storage.folder import FolderTerms
 from trainer.errors import TrainerError
 
 
@@ -15,18 +16,22 @@ class Retention:
     """Keep the newest `max_checkpoint_keep` (0 = all), every multiple of `save_retain_interval` (0 = none), the
     `keep_best` with the lowest validation loss, and the iterations in `always`.
 
-    Args:
-        key: the configuration key of `max_checkpoint_keep`, for messages.
+    The rules apply to checkpoints that the schedule asks for. An interim checkpoint, made where a run was interrupted,
+    stays until a later one of these is committed. So an interrupted run keeps what the unbroken run keeps.
     """
 
     max_checkpoint_keep: int = 0
     save_retain_interval: int = 0
     keep_best: int = 0
     always: frozenset[int] = frozenset()
-    key: str = "checkpoint.max_checkpoint_keep"
 
     def expired(
-        self, committed: Sequence[int], *, pinned: Collection[int] = (), losses: Mapping[int, float] | None = None
+        self,
+        committed: Collection[int],
+        *,
+        pinned: Collection[int] = (),
+        losses: Mapping[int, float] | None = None,
+        interim: Collection[int] = (),
     ) -> list[int]:
         """Return the iterations to delete, oldest first. The newest and the `pinned` ones are never among them.
 
@@ -34,16 +39,19 @@ class Retention:
 
         Args:
             losses: validation loss by iteration, where known; among equal losses the newest iteration is best.
+            interim: the iterations whose checkpoints are interim; at most `max_checkpoint_keep` of them stay.
         """
-        if self.max_checkpoint_keep <= 0:
+        count = self.max_checkpoint_keep
+        if count <= 0:
             return []
-        newest = sorted(committed)[-self.max_checkpoint_keep :]
-        known = {iteration: loss for iteration, loss in (losses or {}).items() if iteration in committed}
+        due = sorted(iteration for iteration in committed if iteration not in interim)
+        later = sorted(
+            iteration for iteration in committed if iteration in interim and iteration > max(due, default=-1)
+        )
+        known = {iteration: loss for iteration, loss in (losses or {}).items() if iteration in due}
         best = sorted(known, key=lambda iteration: (known[iteration], -iteration))[: self.keep_best]
-        kept = {*newest, *best, *pinned}
-        return [
-            iteration for iteration in sorted(committed) if iteration not in kept and not self._is_retained(iteration)
-        ]
+        retained = [iteration for iteration in due if self._is_retained(iteration)]
+        return sorted(set(committed) - {*due[-count:], *later[-count:], *best, *retained, *pinned})
 
     def _is_retained(self, iteration: int) -> bool:
         is_multiple = self.save_retain_interval > 0 and iteration % self.save_retain_interval == 0
@@ -67,6 +75,7 @@ class SavePolicy:
             change at any time (buffers, frozen parameters) are copied in addition.
         stall_timeout_s: seconds that this step waits for a disk that writes nothing before the save is aborted.
         check_replicas: compare the bits of replicas at every n-th save; 0 never compares.
+        terms: how messages name the folder.
     """
 
     folder: Path | None
@@ -79,6 +88,7 @@ class SavePolicy:
     stall_timeout_s: float = 5.0
     check_replicas: int = 1
     save_steps: frozenset[int] = frozenset()
+    terms: FolderTerms = FolderTerms()  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,28 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.checkpoint.commit.channel import StoreChannel
-from trainer.checkpoint.format.names import STATE
+from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
 from trainer.checkpoint.group import open_channel
-from trainer.checkpoint.inline_save import check_patterns, check_target, keep_problem, require_path, save_now
-from trainer.checkpoint.loaded import LoadedState
-from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.restorer import Restorer
-from trainer.checkpoint.nested.agreement import KnownTables, agree_on_state
-from trainer.checkpoint.nested.documents import NestedValues, read_values, values_of
-from trainer.checkpoint.nested.filling import Filling
-from trainer.checkpoint.nested.held import hold, require_patterns
-from trainer.checkpoint.nested.table import require_whole
-from trainer.checkpoint.nested.tree import take_apart
-from trainer.checkpoint.tensors.live import Contents, free_gathered_parameters
-from trainer.errors import TrainerError
-
-# What the ranks of each group know of each other, of saves and of loads.
-_known: dict[tuple[str, tuple[int, ...]], KnownTables] = {}
+from trainer.checkpoint.inline_save import number_problem, save_now
+from trainer.checkpoint.nested.calls import contents_of, fill, known_tables
+from trainer.checkpoint.nested.loaded import LoadedState
+from trainer.checkpoint.nested.tree import Tree, take_apart
+from trainer.checkpoint.tensors.live import free_gathered_parameters
 
 
 def save_state_dict(
@@ -38,6 +26,7 @@ def save_state_dict(
     process_group: dist.ProcessGroup | None = None,
     coordinator_rank: int = 0,
     max_checkpoint_keep: int = 0,
+    file_bytes: int = DEFAULT_FILE_BYTES,
     from_rank0: Sequence[str] = (),
     model: nn.Module | None = None,
 ) -> Path:
@@ -52,6 +41,7 @@ def save_state_dict(
         process_group: the ranks that save; None for all. The others have no part in it, and go on meanwhile.
         coordinator_rank: the global rank that takes the lock of the folder, decides, and renames.
         max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
+        file_bytes: the size in bytes at which a file is full.
         from_rank0: shell patterns for the stored names of tensors that differ between ranks by design, such as
             `["*.running_*"]`; the lowest rank that holds one saves it.
         model: names the parameters where an optimizer is given as `optimizer.state_dict()`, with numbers for them.
@@ -63,18 +53,19 @@ def save_state_dict(
         TrainerError: naming what cannot be saved, or differs between ranks; nothing that was committed is touched.
     """
     channel, nonce = open_channel(process_group, coordinator_rank=coordinator_rank)
-    contents = contents_of_state_dict(
+    contents = contents_of(
         channel,
         "save",
-        state_dict,
+        lambda: take_apart(state_dict, model=model),
         known=known_tables("save", channel),
         folder=folder,
         iteration=iteration,
         from_rank0=from_rank0,
-        model=model,
-        problem=keep_problem(max_checkpoint_keep),
+        problem=number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes),
     )
-    return save_now(folder, contents, channel, iteration=iteration, nonce=nonce, keep=max_checkpoint_keep)
+    return save_now(
+        folder, contents, channel, iteration=iteration, nonce=nonce, keep=max_checkpoint_keep, file_bytes=file_bytes
+    )
 
 
 def load_state_dict(
@@ -108,74 +99,10 @@ def load_state_dict(
             filled on every rank.
     """
     channel, nonce = open_channel(process_group, coordinator_rank=coordinator_rank)
-    problem, tree, held = None, None, None
-    try:
-        require_path(path)
+
+    def make_tree() -> Tree:
         if model is not None:
             free_gathered_parameters(model)
-        tree = take_apart(state_dict, model=model)
-        tree.require_lists()
-        held = hold(tree)
-    except TrainerError as error:
-        problem = error
-    channel.agree("given", problem)
-    assert tree is not None
-    assert held is not None
-    known = known_tables("load", channel)
-    joint, _ = agree_on_state(channel, "load", held.table(tree, ()), NestedValues(), known)
-    filling = Filling(tree, held.shared(joint, channel.rank), joint, model=model, strict=strict)
-    restorer = Restorer(channel, nonce=nonce)
-    restored = restorer.restore(LoadSource(Path(path)), check=_check, live=filling.live)
-    return filling.finish(restored.checkpoint, is_first=channel.coordinates)
+        return take_apart(state_dict, model=model)
 
-
-def contents_of_state_dict(
-    channel: StoreChannel,
-    key: str,
-    state_dict: dict[str, Any],
-    *,
-    known: KnownTables,
-    folder: str | Path,
-    iteration: int,
-    from_rank0: Sequence[str] = (),
-    model: nn.Module | None = None,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
-    problem: TrainerError | None = None,
-) -> Contents:
-    """Return what is saved of a state dict. A call of all ranks.
-
-    Args:
-        key: of the messages, new on this channel.
-        known: what the ranks know of each other.
-        optimizers: those whose steps change the tensors.
-        problem: why this rank cannot save, if it knows a reason already.
-
-    Raises:
-        TrainerError: on every rank, if one of them cannot save, or what they give does not fit together.
-    """
-    tree, held, values = None, None, NestedValues()
-    try:
-        check_target(folder, iteration)
-        check_patterns(from_rank0)
-        tree = take_apart(state_dict, model=model)
-        held, values = hold(tree), values_of(tree)
-        values.to_bytes()
-    except TrainerError as error:
-        problem = problem or error
-    channel.agree(f"{key}/given", problem)
-    assert tree is not None
-    assert held is not None
-    joint, values = agree_on_state(channel, key, held.table(tree, from_rank0), values, known)
-    require_whole(joint)
-    require_patterns(from_rank0, joint)
-    live = held.shared(joint, channel.rank, from_rank0)
-    return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration)}, tuple(optimizers))
-
-
-def known_tables(kind: str, channel: StoreChannel) -> KnownTables:
-    """Return what the ranks of a group know of each other from the calls before."""
-    return _known.setdefault((kind, channel.ranks), KnownTables())
-
-
-def _check(checkpoint: object) -> None:
-    read_values(checkpoint)  # type: ignore[arg-type]
+    return fill(channel, path, make_tree, nonce=nonce, strict=strict)[0]

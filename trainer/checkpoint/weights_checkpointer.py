@@ -69,7 +69,7 @@ class WeightsCheckpointer:
             folder=self._folder.root,
             save_interval=policy.save_interval,
             save_steps=policy.save_steps,
-            retention=Retention(policy.keep, always=policy.save_steps, key="checkpoint.weights_keep"),
+            retention=Retention(policy.keep, always=policy.save_steps),
         )
         self.saver = Checkpointer(saving, channel, nonce=self._nonce, files=self._folder.files, local_ranks=local_ranks)
         self._cast: _Cast | None = None
@@ -94,7 +94,7 @@ class WeightsCheckpointer:
         if self._channel.rank == 0 and iteration >= 0 and self._is_there(iteration):
             found = b"+"
         if self._channel.broadcast(f"weights/{self._nonce}/there", found):
-            self.saver.has_already(iteration, has_optimizer=False, is_pinned=False)
+            self.saver.has_already(iteration, has_optimizer=False)
 
     def is_due(self, iteration: int) -> bool:
         """Return whether the policy asks for the weights of `iteration`."""

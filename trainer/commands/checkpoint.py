@@ -20,12 +20,12 @@ from tqdm import tqdm
 from trainer.checkpoint.format.host_file import HostFile
 from trainer.checkpoint.format.layout import DTYPE_NAMES
 from trainer.checkpoint.format.names import ADAPTERS, HOST, MANIFEST
+from trainer.checkpoint.loading.accessories import misleading_files
 from trainer.checkpoint.loading.choose import LoadSource, committed_in, no_folder
 from trainer.checkpoint.loading.difference import state_differences, tensor_differences
 from trainer.checkpoint.loading.reader import (
     Checkpoint,
     check_first_blocks,
-    misleading_files,
     open_checkpoint,
     read_places,
 )

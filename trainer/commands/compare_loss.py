@@ -1,7 +1,8 @@
 """Compare the training losses of runs with those of one: `reprise compare-loss BASE TEST [TEST ...]`.
 
-Each argument is a run folder, a metrics.jsonl or a text log. The exit status is 0 when all curves are equal to BASE, 1
-when one differs, 2 when an input cannot be used.
+Each argument is a run folder, a metrics.jsonl or a text log; or BASE and TEST are two folders of logs, which are
+compared by name. The exit status is 0 when all curves are equal to BASE, 1 when one differs, 2 when an input cannot be
+used.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import replace
 
 from trainer.commands.arguments import amount, natural
 from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, compare, read_curve, report
+from trainer.compare.folders import dtype_in_name, is_log_folder, pair_logs
 from trainer.compare.plot import plot_comparison, plot_comparisons
-from trainer.compare.table import name_runs, report_all, summarize_all
-from trainer.errors import TrainerError
+from trainer.compare.table import name_runs, report_all, summarize, summarize_all
+from trainer.errors import DataError, TrainerError
 from trainer.json_value import dumps
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
@@ -25,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, print a report and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
+        if all(map(is_log_folder, (options.base, *options.tests))):
+            return _compare_folders(options)
         base, *tests = (_read(path, options) for path in (options.base, *options.tests))
         names = name_runs([curve.source for curve in (base, *tests)])
         comparisons = [_compare(base, test, options) for test in tests]
@@ -41,6 +45,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(report_all(comparisons, names))
     return EQUAL if all(comparison.equal for comparison in comparisons) else DIFFERENT
+
+
+def _compare_folders(options: argparse.Namespace) -> int:
+    """Compare the logs of two folders, each with the one of the same name; a log without another is a difference."""
+    if len(options.tests) > 1 or options.plot:
+        raise DataError(
+            "Folders of logs are compared two at a time and without a plot",
+            found=f"{1 + len(options.tests)} folders" if len(options.tests) > 1 else f"--plot {options.plot}",
+            fix="Name two folders, or the logs themselves.",
+        )
+    test = options.tests[0]
+    pairs = pair_logs(options.base, test)
+    comparisons = {
+        name: _compare(_read(str(ours), options), _read(str(other), options), options)
+        for name, (ours, other) in pairs.both.items()
+    }
+    alone = [(name, options.base) for name in pairs.only_in_base] + [(name, test) for name in pairs.only_in_test]
+    equal = sum(comparison.equal for comparison in comparisons.values())
+    if options.json:
+        logs = [summarize(comparison, name) for name, comparison in comparisons.items()]
+        lacking = {"only_in_base": pairs.only_in_base, "only_in_test": pairs.only_in_test}
+        print(dumps({"logs": logs, **lacking, "equal": equal == len(comparisons) and not alone}))
+    else:
+        for name, comparison in comparisons.items():
+            print(f"{name}\n{report(comparison, max_rows=options.max_rows)}\n")
+        for name, folder in alone:
+            print(f"{name} is in {folder} alone")
+        print(f"{equal} of {len(comparisons)} logs are equal")
+    return EQUAL if equal == len(comparisons) and not alone else DIFFERENT
 
 
 def _compare(base: Curve, test: Curve, options: argparse.Namespace) -> Comparison:
@@ -61,12 +94,12 @@ def _plot(comparisons: Sequence[Comparison], names: Sequence[str], path: str) ->
 
 def _read(path: str, options: argparse.Namespace) -> Curve:
     curve = read_curve(path, last_wins=options.last_wins)
-    return replace(curve, dtype=options.dtype) if options.dtype else curve
+    return replace(curve, dtype=options.dtype or curve.dtype or dtype_in_name(path))
 
 
 def _tolerance(options: argparse.Namespace, base: Curve, test: Curve) -> Tolerance:
-    bfloat16 = common_dtype(base, test) == "bfloat16"
-    return Tolerance(options.threshold_bf16 if bfloat16 else options.threshold_fp32, options.rtol)
+    of_dtype = options.threshold_bf16 if common_dtype(base, test) == "bfloat16" else options.threshold_fp32
+    return Tolerance(of_dtype if options.threshold is None else options.threshold, options.rtol)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,10 +108,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Compare the training losses of runs with those of one, iteration by iteration.",
         epilog="Exit status: 0 all equal to BASE, 1 one differs, 2 unusable input.",
     )
-    parser.add_argument("base", metavar="BASE", help="run folder, metrics.jsonl or text log of the reference")
+    parser.add_argument(
+        "base", metavar="BASE", help="run folder, metrics.jsonl or text log of the reference, or a folder of logs"
+    )
     parser.add_argument(
         "tests", metavar="TEST", nargs="+", help="run folder, metrics.jsonl or text log that is compared with it"
     )
+    parser.add_argument("--threshold", type=amount, default=None, metavar="X", help="absolute tolerance in any dtype")
     parser.add_argument(
         "--threshold-fp32", type=amount, default=1e-5, metavar="X", help="absolute tolerance in float32 (%(default)g)"
     )
@@ -92,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("float32", "bfloat16"),
         default=None,
-        help="which threshold to use; default: that of config.yaml beside metrics.jsonl, else float32",
+        help="which threshold to use; default: that of config.yaml or of the name of a log, else float32",
     )
     parser.add_argument(
         "--bitwise", action="store_true", help="loss, grad_norm and lr must have equal bits; needs metrics.jsonl"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from trainer.__main__ import compose
 from trainer.checkpoint.loading import choose
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.commands.arguments import local_path
+from trainer.config.compose import compose
 from trainer.errors import ConfigError, TrainerError
 from trainer.interop.formats import ExportOptions, ImportOptions
 from trainer.interop.megatron.refuse import refuse_megatron
@@ -107,7 +107,7 @@ def bring_out(options: argparse.Namespace) -> int:
 def _newest(path: Path) -> Checkpoint:
     """Return the checkpoint given by its own folder, or the newest valid one of a run."""
     chooser = choose.Chooser(choose.LoadSource.named(path), Files(), lambda _: None)
-    return open_checkpoint(chooser.pick(), Files())
+    return open_checkpoint(chooser.pick(), Files(), may_lack=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -29,7 +29,7 @@ from trainer.checkpoint.saving.column_sharing import SharedMemory
 from trainer.checkpoint.storage.files import Files, describe_free_space
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
-from trainer.checkpoint.storage.shared_folder import WAY_OUT, why_unseen
+from trainer.checkpoint.storage.shared_folder import why_unseen
 from trainer.checkpoint.tensors.arena import map_memory
 from trainer.commands.arguments import local_path
 from trainer.errors import TrainerError
@@ -37,6 +37,7 @@ from trainer.launch import process_group
 from trainer.launch.device import device_name
 from trainer.launch.environment import Environment
 from trainer.launch.process_group import Cluster
+from trainer.terms import WAY_OUT
 
 FINE, WORSE, BAD = "ok", "slower", "MISSING"
 _SPEED_BYTES = 256 << 20

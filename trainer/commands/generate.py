@@ -15,6 +15,10 @@ from pathlib import Path
 import torch
 
 from models.config import ModelConfig
+from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.loading.accessories import find_accessory
+from trainer.checkpoint.loading.reader import open_checkpoint
+from trainer.checkpoint.storage.files import Files
 from trainer.commands.arguments import amount, natural, positive
 from trainer.data.text import BYTES, Encoder, bytes_encoder, open_encoder, prompt_tokens
 from trainer.errors import ConfigError, TrainerError
@@ -52,16 +56,25 @@ def _text(options: argparse.Namespace) -> str:
 
 def _encoder(named: str | None, folder: Path, model: ModelConfig) -> Encoder:
     """Return the tokenizer that is named, or lies in the model's folder, or bytes where the vocabulary is theirs."""
-    if named is None and (folder / _TOKENIZER).exists():
-        return open_encoder(folder / _TOKENIZER)
-    if named is None and model.vocab_size != bytes_encoder().vocab_size:
+    own = _own_tokenizer(folder) if named is None else None
+    if own is not None and own.exists():
+        return open_encoder(own)
+    if named is None and (own is None or model.vocab_size != bytes_encoder().vocab_size):
         raise ConfigError(
             "The tokenizer of a model is not known",
             where=folder,
-            found=f"a vocabulary of {model.vocab_size} tokens and no {_TOKENIZER}",
+            found=f"a vocabulary of {model.vocab_size} tokens and no {'undamaged ' if own is None else ''}{_TOKENIZER}",
             fix=f"Name it with --tokenizer: a {_TOKENIZER}, or {BYTES}.",
         )
     return open_encoder(named)
+
+
+def _own_tokenizer(folder: Path) -> Path | None:
+    """Return the path of a model's tokenizer, which need not exist; None if a checkpoint's own is lost."""
+    if not (folder / MANIFEST).exists():
+        return folder / _TOKENIZER
+    checkpoint = open_checkpoint(folder, Files(), may_lack=True)
+    return find_accessory(checkpoint, _TOKENIZER) if _TOKENIZER in checkpoint.lacking else folder / _TOKENIZER
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
+
+from trainer.suggest import closest
 
 _FINE, _WRONG_USE = 0, 2
 _INTERRUPTED = 128 + signal.SIGINT  # the status that shells give
@@ -23,6 +24,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("trainer.__main__", "train a model, or continue a run"),
+    "options": Command("trainer.commands.options", "describe the keys of the configuration"),
     "doctor": Command(
         "trainer.commands.doctor", "check whether this machine and a folder can train and save, and how fast"
     ),
@@ -71,8 +73,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 
 def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}"
+    near = closest(name, COMMANDS)
+    hint = f"did you mean {near}?" if near else f"choose from {', '.join(COMMANDS)}"
     return f"unknown command {name!r}; {hint}"
 
 

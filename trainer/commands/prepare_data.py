@@ -1,4 +1,6 @@
-"""Make token files of text, JSON lines or raw tokens: `reprise prepare-data INPUT... --output FOLDER`.
+"""Make token files of text, JSON lines, Parquet or raw tokens: `reprise prepare-data INPUT... --output FOLDER`.
+
+Texts and JSON lines may be compressed with gzip or Zstandard, which the first bytes of a file tell.
 
 The folder appears whole or not at all, and its files do not depend on the number of processes. The last line of the
 output holds the overrides for the trainer's command line. The exit status is 0, 2 where it cannot be done, or 130 where
@@ -10,7 +12,6 @@ from __future__ import annotations
 import argparse
 import glob
 import os
-import re
 import shlex
 import signal
 import sys
@@ -21,11 +22,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from trainer.commands.arguments import local_path, positive
+from trainer.config.overrides import text_value
 from trainer.data.blocks import TextForm
 from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Side, write_prepared
 from trainer.data.raw import RAW_DTYPES, RawTokens, write_raw
 from trainer.data.section import DataKind
-from trainer.data.text import find_files
+from trainer.data.text import BYTES, find_files
+from trainer.data.text_file import FileForm, file_form, plain_name
 from trainer.errors import ConfigError, TrainerError
 
 FINE, IMPOSSIBLE = 0, 2
@@ -63,26 +66,15 @@ def overrides(made: Prepared) -> list[str]:
     end = made.end_of_text
     paths = [f"data.{side.name}={_pattern(side)}" for side in made.sides]
     tokens = [f"model.vocab_size={made.vocab_size}", f"model.bos_token_id={end}", f"model.eos_token_id={end}"]
-    tokenizer = "bytes" if made.tokenizer is None else _quoted(str(made.tokenizer))
+    tokenizer = "bytes" if made.tokenizer is None else text_value(str(made.tokenizer))
     return [f"data={made.kind.value}", *paths, *([f"data.tokenizer={tokenizer}"] if made.has_text else []), *tokens]
 
 
 def _pattern(side: Side) -> str:
     first = side.files[0]
     if len(side.files) == 1:
-        return _quoted(str(first))
-    return _quoted(f"{glob.escape(str(first.parent))}/{side.name}_*.bin")
-
-
-def _quoted(path: str) -> str:
-    """Return a path quoted for hydra.
-
-    Source: hydra's grammar of overrides, "Quoted values": a quote is escaped, and so are backslashes before one.
-    """
-    if re.fullmatch(r"[\w./*-]+", path):
-        return path
-    escaped = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + (found[2] and "\\'"), path)
-    return f"'{escaped}'"
+        return text_value(str(first))
+    return text_value(f"{glob.escape(str(first.parent))}/{side.name}_*.bin")
 
 
 @dataclass
@@ -91,7 +83,7 @@ class _Bars:
 
     _open: list[tqdm[object]] = field(default_factory=list)
 
-    def begin(self, title: str, total_bytes: int) -> Callable[[int], object]:
+    def begin(self, title: str, total_bytes: int | None) -> Callable[[int], object]:
         self.close()
         bar: tqdm[object] = tqdm(total=total_bytes, desc=title, unit="B", unit_scale=True, disable=None, leave=False)
         self._open.append(bar)
@@ -150,6 +142,7 @@ def _wanted(options: argparse.Namespace, inputs: Sequence[Path]) -> PrepareOptio
         valid_fraction=options.valid_fraction,
         file_tokens=options.file_tokens,
         kind=DataKind(options.format),
+        takes_bytes=options.tokenizer == [BYTES],
     )
 
 
@@ -159,13 +152,18 @@ def _needs_work(wanted: PrepareOptions) -> bool:
 
 
 def _form(options: argparse.Namespace, inputs: Sequence[Path]) -> TextForm:
+    is_table = [file_form(path) is FileForm.parquet for path in inputs]
     if options.form is not None:
-        return TextForm(options.form)
-    is_jsonl = {path.suffix in _JSONL for path in inputs}
+        form = TextForm(options.form)
+        if form is TextForm.text and any(is_table):
+            path = inputs[is_table.index(True)]
+            raise ConfigError("A Parquet file has documents and is not one text", where=path, fix="Leave --form out.")
+        return form
+    is_jsonl = {table or plain_name(path.name).endswith(_JSONL) for path, table in zip(inputs, is_table, strict=True)}
     if len(is_jsonl) > 1:
         raise ConfigError(
             "The inputs are of two forms",
-            found=f"{len(inputs)} files, some of them {' or '.join(_JSONL)}",
+            found=f"{len(inputs)} files, some of them {', '.join(_JSONL)} or Parquet",
             fix="Prepare them into two folders, or name the form with --form.",
         )
     return TextForm.jsonl if is_jsonl == {True} else TextForm.text
@@ -179,10 +177,13 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer",
         nargs="+",
         metavar="WORD",
-        help="bytes (the default), a tokenizer.json, or train-bpe N: train one of N tokens on the training documents",
+        help="bytes (the default; written out, it takes files that are not text), a tokenizer.json, or train-bpe N: "
+        "train one of N tokens on the training documents",
     )
     parser.add_argument(
-        "--form", choices=[form.value for form in TextForm], help="of all inputs; by default by their names"
+        "--form",
+        choices=[form.value for form in TextForm],
+        help="of all inputs; by default by their names, without .gz",
     )
     parser.add_argument(
         "--format",
@@ -194,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         "--raw", choices=RAW_DTYPES, help="the inputs are arrays of tokens of this dtype without a header, as nanoGPT's"
     )
     parser.add_argument("--valid", nargs="+", default=[], metavar="INPUT", help="arrays for validation; with --raw")
-    parser.add_argument("--key", default="text", help="of the text in a JSON line")
+    parser.add_argument("--key", default="text", help="of the text in a JSON line, or its column in Parquet")
     parser.add_argument("--valid-fraction", type=float, default=0.0, metavar="F", help="share that is held out")
     parser.add_argument("--file-tokens", type=int, default=FILE_TOKENS, metavar="N", help="most tokens of a file")
     parser.add_argument(

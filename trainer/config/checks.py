@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Sequence
 
 from models.adapters import adapter_problems, is_adapted
 from models.config import ModelConfig
 from models.families import parameter_count
 from models.families import problems as model_problems
+from trainer.config.derived import batch_schedule_of, command_line, length_of, topology_of
 from trainer.config.frozen import freeze_problems
 from trainer.config.schema import (
     CheckpointSection,
@@ -17,11 +20,8 @@ from trainer.config.schema import (
     OptimizerName,
     OptimizerSection,
     TrainSection,
-    batch_schedule_of,
-    length_of,
-    topology_of,
 )
-from trainer.config.values import number_problems, path_problems
+from trainer.config.values import number_problems, path_problems, type_problems
 from trainer.data.section import TOKEN_KINDS
 from trainer.data.section import problems as data_problems
 from trainer.errors import ConfigError
@@ -41,7 +41,7 @@ def validate(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: one message that lists every problem with its key.
     """
-    found = number_problems(config) or [  # comparisons with NaN are always false
+    found = [*number_problems(config), *type_problems(config)] or [  # comparisons with NaN are always false
         *path_problems(config),
         *(model_problems(config.model) or _size_problems(config.model) or _trained_problems(config)),
         *data_problems(config.data),
@@ -55,6 +55,25 @@ def validate(config: Config, world_size: int) -> None:
     if found:
         lines = "\n".join(f"  {problem}" for problem in found)
         raise ConfigError(f"The configuration cannot run:\n{lines}\nNothing was started")
+
+
+def require_ranks(config: Config, world_size: int, words: Sequence[str]) -> None:
+    """Refuse one process where the parallel layout needs several.
+
+    Args:
+        words: those of the command.
+
+    Raises:
+        ConfigError: with the same command under torchrun.
+    """
+    ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    if world_size == 1 and ranks > 1:
+        raise ConfigError(
+            "The parallel layout needs several processes",
+            expected=f"{ranks} ranks, or a multiple",
+            found="1 process",
+            fix=f"Start it with `{command_line(shlex.join(words), ranks)}`.",
+        )
 
 
 def unused_keys(config: Config) -> list[str]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint.format import json_file, manifest
 from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.loading.accessories import find_accessory
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder, is_iteration_name
 from trainer.checkpoint.storage.patience import Patience, PatientFiles, failed_read
+from trainer.config.derived import command_line
+from trainer.config.overrides import text_value
 from trainer.config.saved import RUN_CONFIG, saved_values
+from trainer.config.schema import RunSection
 from trainer.data.text import BYTES
 from trainer.data.tokenizer_files import TOKENIZER
 from trainer.errors import CheckpointError, TrainerError, UnreadableError
@@ -61,26 +66,40 @@ def find_saved(load: Path, *, iteration: int | None, own: Path | None) -> SavedC
     return SavedConfig(path, _with_tokenizer(values, checkpoint))
 
 
+def own_command(checkpoint: Checkpoint, run: RunSection) -> str:
+    """Return advice: the command that takes the configuration of a checkpoint; empty if the checkpoint has none."""
+    if RUN_CONFIG not in checkpoint.manifest.files:
+        return ""
+    folder = checkpoint.path.parent
+    load = folder.parent if folder.name == "checkpoints" else folder
+    is_default = Path(run.dir) == Path("runs") / run.name
+    name = f"run.name={text_value(run.name)}" if is_default else f"run.dir={text_value(run.dir)}"
+    topology = checkpoint.state.get("topology")
+    ranks = topology.get("world_size") if isinstance(topology, dict) else None
+    words = shlex.join([name, f"checkpoint.load={text_value(str(load))}", "train.train_iters=N"])
+    command = command_line(words, ranks if isinstance(ranks, int) else 1)
+    return f"To continue with the run's own configuration: `{command}`."
+
+
 def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint) -> dict[str, object]:
     """Return the values with the checkpoint's own tokenizer, which has the same tokens, where the run's is gone."""
     named = values.get("data.tokenizer")
-    if named in (None, BYTES) or TOKENIZER not in checkpoint.manifest.files:
+    if named in (None, BYTES) or os.path.exists(Path(str(named)).expanduser()):
         return values
-    if os.path.exists(Path(str(named)).expanduser()):
-        return values
-    return {**values, "data.tokenizer": str((checkpoint.path / TOKENIZER).absolute())}
+    path = find_accessory(checkpoint, TOKENIZER)
+    return values if path is None else {**values, "data.tokenizer": str(path.absolute())}
 
 
 def _open(load: Path, iteration: int | None, files: Files) -> Checkpoint | None:
     path = LoadSource.named(load).path
     if (path / MANIFEST).is_file() or is_iteration_name(path.name):
-        return open_checkpoint(path, files)
+        return open_checkpoint(path, files, may_lack=True)
     folder = CheckpointFolder(path, files)
     for number in reversed(folder.committed()):
         if iteration not in (None, number):
             continue
         try:
-            return open_checkpoint(folder.iteration(number), files)
+            return open_checkpoint(folder.iteration(number), files, may_lack=True)
         except UnreadableError:
             raise
         except TrainerError:  # the load names the damage, and takes the next older one

@@ -8,12 +8,13 @@ that as `topology`. So the file has the same bytes at every topology and in ever
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, get_type_hints
 
-from trainer.config.schema import Config, length_of
+from trainer.config.derived import length_of
+from trainer.config.schema import Config
 from trainer.errors import CheckpointError, MismatchError
 from trainer.schedule import Schedule, resolve, section_of
 
@@ -28,6 +29,7 @@ _LEFT_OUT = (
     "parallel",
     "experiment",
     "data.cache",
+    "data.position",
     "train.exit_interval",
     "train.exit_duration_in_mins",
     "train.profile_steps",
@@ -48,6 +50,8 @@ _LEFT_OUT = (
     "checkpoint.use_checkpoint_scheduler",
     "checkpoint.override_batch_size",
     "checkpoint.override_data",
+    "checkpoint.override_dropout",
+    "checkpoint.override_dtype",
     "checkpoint.override_freeze",
     "checkpoint.verify",
 )
@@ -135,34 +139,12 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
             found=", ".join(sorted(unknown)),
             fix=_OTHER_WAY,
         )
-    for key, value in found.items():
-        _refuse_expressions(key, value, where)
     topology = state.get("topology")
     table = topology if isinstance(topology, dict) else {}
     return found | {f"parallel.{key}": table[name] for name, key in _PARALLEL.items() if name in table}
 
 
 _OTHER_WAY = "Name the configuration on the command line, with model= or experiment=: nothing is taken from this file."
-
-
-def _refuse_expressions(key: str, value: object, where: object) -> None:
-    """Refuse text that the configuration would evaluate: a file must not read this machine's environment."""
-    for text in _texts(value):
-        if "${" in text:
-            raise CheckpointError(
-                "A checkpoint's configuration holds an expression", where=f"{where}, {key}", expected="a plain value"
-            )
-
-
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for member in value.values():
-            yield from _texts(member)
-    elif isinstance(value, list):
-        for member in value:
-            yield from _texts(member)
 
 
 def _settings(config: Config) -> Iterator[tuple[str, str, Any]]:
@@ -172,10 +154,8 @@ def _settings(config: Config) -> Iterator[tuple[str, str, Any]]:
         if field.name in _LEFT_OUT or not is_dataclass(section):
             continue
         for member in fields(section):
-            value = getattr(section, member.name)
-            is_expression = any("${" in text for text in _texts(value))  # it could not be read back as it is
-            if f"{field.name}.{member.name}" not in _LEFT_OUT and not is_expression:
-                yield field.name, member.name, value
+            if f"{field.name}.{member.name}" not in _LEFT_OUT:
+                yield field.name, member.name, getattr(section, member.name)
 
 
 def _known_keys() -> set[str]:

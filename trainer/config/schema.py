@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 
 from models.config import ModelConfig
-from trainer.batch_schedule import BatchSchedule, parse_batch_schedule
 from trainer.data.section import DataSection
-from trainer.lanes import Lanes
-from trainer.schedule import RunLength, ScheduleSection
-from trainer.topology import Topology
+from trainer.schedule import ScheduleSection
 
 
 class OnNonfinite(Enum):
@@ -211,6 +207,8 @@ class LocalSection:
         save_interval: iterations between local saves; 0 saves only when the run stops.
         keep: number of newest local checkpoints that are kept, beside the newest that is copied to all hosts.
         copies: number of hosts, those that follow in a ring, to which each host copies what it saved.
+        adopt: take the local checkpoints for the run's own where nothing else is left of it, neither its folder nor a
+            shared checkpoint; false refuses them.
         flush_on_exit: also save into `checkpoint.save` when a signal, a time limit or an exit interval stops the run.
     """
 
@@ -218,6 +216,7 @@ class LocalSection:
     save_interval: int = 10
     keep: int = 2
     copies: int = 1
+    adopt: bool = False
     flush_on_exit: bool = True
 
 
@@ -256,11 +255,15 @@ class CheckpointSection:
             for the mean of all loaded rows.
         partial: with `finetune`, shell patterns for the names of the weights to load, such as
             ``[model.embed_tokens.*]``; all others keep their initial values, and the log lists them. Empty loads all.
-        reshard: allow another topology than the one that saved: number of ranks, parallel sizes, ZeRO stage.
-        override_scheduler: allow another learning-rate schedule or other optimizer settings than the saved ones.
+        reshard: allow another topology than the one that saved (number of ranks, parallel sizes, ZeRO stage), or
+            another micro_batch_size.
+        override_scheduler: allow another learning-rate schedule, other optimizer settings or another clip_grad than the
+            saved ones.
         use_checkpoint_scheduler: take the schedule and the optimizer settings from the checkpoint.
         override_batch_size: allow another global_batch_size, batch_schedule or seq_length than the saved one.
         override_data: allow other data or another seed than the saved ones.
+        override_dropout: allow other dropout rates than the saved ones.
+        override_dtype: allow another dtype of activations and matrix products than the saved one.
         override_freeze: allow other frozen parameters than the saved ones; those that are trained only from now on
             begin with zero moments.
         verify: digests that a load checks beyond those of headers and JSON files: `touched` checks the blocks that are
@@ -302,6 +305,8 @@ class CheckpointSection:
     use_checkpoint_scheduler: bool = False
     override_batch_size: bool = False
     override_data: bool = False
+    override_dropout: bool = False
+    override_dtype: bool = False
     override_freeze: bool = False
     verify: Verify = Verify.touched
     file_bytes: int = 2 << 30
@@ -341,60 +346,3 @@ class Config:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     logging: LoggingSection = field(default_factory=LoggingSection)
     experiment: str | None = None
-
-
-def rounded_itemsize(section: CheckpointSection) -> int:
-    """Return the bytes of each element that a rank rounds into host memory for saves of the weights alone, or 0."""
-    saves = section.save is not None and (section.save_weights_interval > 0 or bool(section.save_steps))
-    return 2 if saves and section.weights_dtype is WeightsDtype.bfloat16 else 0
-
-
-def save_folder(section: CheckpointSection) -> Path | None:
-    """Return the folder that the run saves to, the shared one if there are two; None if it saves nothing."""
-    folder = section.save if section.save is not None else section.local.dir
-    return None if folder is None else Path(folder)
-
-
-def topology_of(config: Config, world_size: int) -> Topology:
-    """Return how `world_size` ranks, a multiple of the model-parallel sizes, are arranged."""
-    parallel = config.parallel
-    pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
-    dp = world_size // (pp * tp)
-    return Topology(pp, dp, tp, vpp=parallel.num_virtual_stages_per_pipeline_rank, sp=parallel.sequence_parallel)
-
-
-def batch_schedule_of(train: TrainSection) -> BatchSchedule:
-    """Return the global batch sizes of a run."""
-    if train.batch_schedule is None:
-        return BatchSchedule(((0, train.global_batch_size),))
-    return parse_batch_schedule(train.batch_schedule)
-
-
-def length_of(train: TrainSection) -> RunLength:
-    """Return the length of a run that begins at its first sample."""
-    sizes = batch_schedule_of(train)
-    if train.train_samples is None:
-        return RunLength(train.train_iters, sizes.consumed_after(train.train_iters), False, sizes.last)
-    return RunLength(sizes.iterations(0, train.train_samples), train.train_samples, True, sizes.last)
-
-
-def lanes_of(config: Config) -> Lanes | None:
-    """Return the lanes of an iteration, or None if bits may depend on the number of ranks."""
-    train, count = config.train, config.parallel.invariant_ranks
-    return Lanes(count, train.global_batch_size // train.micro_batch_size) if count else None
-
-
-def reduces_lanes_over_ranks(config: Config, topology: Topology) -> bool:
-    """Return whether every lane is reduced over ranks, as ZeRO stages 2 and 3 do except in a pipeline."""
-    return config.parallel.zero_stage >= 2 and topology.dp > 1 and topology.pp == 1
-
-
-def micro_batches_of(config: Config, topology: Topology, dp_rank: int, global_batch_size: int) -> list[int]:
-    """Return the numbers in an iteration of the micro batches of a data-parallel rank, in the order of their passes.
-
-    Those of a smaller iteration are the first of them.
-    """
-    lanes = lanes_of(config)
-    if lanes is None:
-        return list(range(dp_rank, global_batch_size // config.train.micro_batch_size, topology.dp))
-    return lanes.micro_batches_of(dp_rank, topology.dp, ranks_first=reduces_lanes_over_ranks(config, topology))

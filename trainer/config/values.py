@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from typing import get_args, get_origin, get_type_hints
 
 from trainer.regular_file import is_url
 
@@ -33,6 +34,24 @@ def number_problems(config: object) -> list[str]:
             found.append(f"{key}={value}: must be a finite number")
         elif isinstance(value, int) and not -_INT64 <= value < _INT64:
             found.append(f"{key}={value}: must fit into a signed integer of 64 bits")
+    return found
+
+
+def type_problems(config: object, prefix: str = "") -> list[str]:
+    """Return every section and list of a configuration with a value of another type, such as an interpolation."""
+    found = []
+    hints = get_type_hints(type(config))
+    for field in fields(config):  # type: ignore[arg-type]
+        key, value, hint = f"{prefix}{field.name}", getattr(config, field.name), hints[field.name]
+        sections = tuple(kind for kind in get_args(hint) or (hint,) if is_dataclass(kind))
+        if is_dataclass(value):
+            found += type_problems(value, f"{key}.")
+        elif sections and value is not None:
+            found.append(f"{key}={value}: must be a section of keys")
+        elif get_origin(hint) is list:
+            (kind,) = get_args(hint)
+            if not isinstance(value, list) or not all(type(member) is kind for member in value):
+                found.append(f"{key}={value}: must be a list of {kind.__name__}")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +73,16 @@ class Samples:
         return int(self._bounds[-1])
 
     @property
+    def sources(self) -> tuple[Samples, ...]:
+        """Return these samples as the one source of a run."""
+        return (self,)
+
+    @property
+    def path(self) -> Path:
+        """Return the first file."""
+        return self._files[0].path
+
+    @property
     def seq_length(self) -> int:
         """Return the number of inputs (and of targets) of a sample."""
         return self._seq_length
@@ -134,6 +145,11 @@ class BlendedSamples:
         self._sources, self._blend, self._position = tuple(sources), blend, position
         self._consumed = np.array([0] * len(sources) if consumed is None else consumed, dtype=np.int64)
         self._counts = np.array([source.count for source in sources], dtype=np.int64)
+
+    @property
+    def sources(self) -> tuple[Samples, ...]:
+        """Return the samples of each source."""
+        return self._sources
 
     def starting_at(self, position: int, consumed: Sequence[int]) -> BlendedSamples:
         """Return the same blend, begun at a global position after samples of each source were consumed."""

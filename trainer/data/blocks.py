@@ -15,9 +15,12 @@ from pathlib import Path
 
 import xxhash
 
+from trainer.data.text_file import Span, open_text
 from trainer.errors import DataError
 
 BLOCK_BYTES = 256 << 10
+# A line is parsed whole. Some bytes of a compressed file may be gigabytes without an end of line.
+MOST_LINE_BYTES = 256 << 20
 HASHES = 2**64
 
 # Tokenizers that split at white space first never make one token of what lies on both sides of such a place, be it
@@ -33,17 +36,8 @@ class TextForm(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes `[lo, hi)` of a file, read as if they were a file."""
-
-    path: Path
-    lo: int
-    hi: int
-
-
-@dataclass(frozen=True, slots=True)
 class TextBlock:
-    """Bytes of a file: complete lines of JSON from line number `line` on, or a part of a text from byte `offset` on."""
+    """Bytes of a file's text: complete lines of JSON from number `line` on, or a part of it from byte `offset` on."""
 
     path: Path
     offset: int
@@ -66,34 +60,40 @@ class SplitRule:
     share: tuple[int, int] = (0, HASHES)
 
 
-def read_blocks(span: Span, form: TextForm, *, block_bytes: int = BLOCK_BYTES) -> Iterator[TextBlock]:
+def read_blocks(
+    span: Span, form: TextForm, *, key: str = "text", takes_bytes: bool = False, block_bytes: int = BLOCK_BYTES
+) -> Iterator[TextBlock]:
     """Yield the blocks of a file, about `block_bytes` each; a line of JSON is never cut.
 
+    Args:
+        key: the column of a Parquet file.
+        takes_bytes: accept a text that is not text.
+
     Raises:
-        DataError: the file cannot be read, or became shorter meanwhile.
+        DataError: the file cannot be read, is no text, or became shorter meanwhile; a line is too long.
     """
     waiting, offset, line = bytearray(), span.lo, 1
-    try:
-        with span.path.open("rb") as file:
-            file.seek(span.lo)
-            left = span.hi - span.lo
-            while left:
-                read = file.read(min(block_bytes, left))
-                if not read:
-                    raise _shrunk(span, found=span.hi - left)
-                waiting += read
-                left -= len(read)
-                cut = len(waiting) if not left else _cut(waiting, form, searched=len(waiting) - len(read))
-                if cut:
-                    data = bytes(waiting[:cut])
-                    del waiting[:cut]
-                    yield TextBlock(span.path, offset, line, data, ends_text=not left)
-                    offset += cut
-                    line += data.count(b"\n")
-    except OSError as error:
-        raise DataError(
-            "a file cannot be read", where=span.path, expected="a readable file", found=error.strerror or str(error)
-        ) from error
+    is_text = form is TextForm.text
+    with open_text(span, key=key, takes_bytes=takes_bytes, checks_utf8=is_text) as reader:
+        while reader.has_more():
+            read = reader.read(block_bytes)
+            waiting += read
+            is_last = not reader.has_more()
+            cut = len(waiting) if is_last else _cut(waiting, form, searched=len(waiting) - len(read))
+            if cut:
+                data = bytes(waiting[:cut])
+                del waiting[:cut]
+                yield TextBlock(span.path, offset, line, data, ends_text=is_last)
+                offset += cut
+                line += data.count(b"\n")
+            elif len(waiting) > MOST_LINE_BYTES:
+                raise DataError(
+                    "a line is too long",
+                    where=f"{span.path}, line {line}",
+                    expected=f"at most {MOST_LINE_BYTES} bytes",
+                    found="more",
+                    fix="Split the document, or read the file as one text with --form text.",
+                )
 
 
 def texts(block: TextBlock, rule: SplitRule) -> list[bytes]:
@@ -152,14 +152,4 @@ def _text_of(line: bytes, key: str, *, where: str) -> bytes:
         expected=f"a JSON object with a text under {key!r}",
         found=problem,
         fix="Mend the line, or name the text's key with --key.",
-    )
-
-
-def _shrunk(span: Span, *, found: int) -> DataError:
-    return DataError(
-        "a file changed while it was being read",
-        where=span.path,
-        expected=f"{span.hi} bytes",
-        found=f"{found} bytes",
-        fix="Start again when no other program writes to it.",
     )

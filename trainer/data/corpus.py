@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,8 @@ import xxhash
 from trainer.data.indexed_file import find_indexed
 from trainer.data.section import TOKEN_KINDS, DataKind, DataSection, valid_paths
 from trainer.data.text import (
+    BYTES,
+    Document,
     Encoder,
     TextSource,
     bytes_encoder,
@@ -30,7 +32,7 @@ from trainer.data.token_file import open_token_file, write_token_file
 from trainer.errors import DataError
 
 # Part of every cache name: raise it when the same texts give other token files.
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +77,17 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
             end_of_text=None,
         )
     if section.kind is DataKind.text:
-        encoder = open_encoder(section.tokenizer)
+        encoder, takes_bytes = open_encoder(section.tokenizer), section.tokenizer == BYTES
         sources = text_sources(section.path or "")
     else:
-        encoder = bytes_encoder()
+        encoder, takes_bytes = bytes_encoder(), True
         sources = stdlib_sources(Path(sysconfig.get_paths()["stdlib"]))
     _check_vocab_size(section, encoder)
-    folder = cache / f"{section.kind.value}-{_key(sources, encoder, valid_fraction=section.valid_fraction)}"
+    folder = cache / f"{section.kind.value}-{_key(sources, encoder, section.valid_fraction, takes_bytes=takes_bytes)}"
     train, valid = folder / "train.bin", folder / "valid.bin"
     if not (_is_whole(train) and _is_whole(valid)):
-        _write(sources, encoder, train=train, valid=valid, valid_fraction=section.valid_fraction)
+        documents = split_documents(sources, section.valid_fraction, takes_bytes=takes_bytes)
+        _write(documents, encoder, train=train, valid=valid)
     return Corpus((train,), (valid,), section.vocab_size or encoder.vocab_size, encoder.end_of_text)
 
 
@@ -99,11 +102,11 @@ def _check_vocab_size(section: DataSection, encoder: Encoder) -> None:
         )
 
 
-def _key(sources: Sequence[TextSource], encoder: Encoder, *, valid_fraction: float) -> str:
+def _key(sources: Sequence[TextSource], encoder: Encoder, valid_fraction: float, *, takes_bytes: bool) -> str:
     files = [[source.name, source.size_bytes, source.mtime_ns] for source in sources]
     # The folder counts too: two data sets may hold files of the same names, sizes and times.
     root = os.path.abspath(sources[0].path)
-    parts = [_CACHE_VERSION, platform.python_version(), encoder.label, valid_fraction, root, files]
+    parts = [_CACHE_VERSION, platform.python_version(), encoder.label, valid_fraction, takes_bytes, root, files]
     return xxhash.xxh3_64_hexdigest(json.dumps(parts, separators=(",", ":")).encode("ascii"))
 
 
@@ -117,7 +120,9 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _write(sources: Sequence[TextSource], encoder: Encoder, *, train: Path, valid: Path, valid_fraction: float) -> None:
+def _write(
+    documents: tuple[Iterable[Document], Iterable[Document]], encoder: Encoder, *, train: Path, valid: Path
+) -> None:
     dtype = np.uint16 if encoder.vocab_size <= 2**16 else np.uint32
     try:
         train.parent.mkdir(parents=True, exist_ok=True)
@@ -128,6 +133,6 @@ def _write(sources: Sequence[TextSource], encoder: Encoder, *, train: Path, vali
             found=error.strerror or str(error),
             fix="Set data.cache to a folder that can.",
         ) from error
-    train_documents, valid_documents = split_documents(sources, valid_fraction)
+    train_documents, valid_documents = documents
     write_token_file(valid, token_chunks(valid_documents, encoder), dtype=dtype)
     write_token_file(train, token_chunks(train_documents, encoder), dtype=dtype)

@@ -19,7 +19,6 @@ from trainer.atomic import FileCalls, atomic_output
 from trainer.data.blocks import (
     BLOCK_BYTES,
     HASHES,
-    Span,
     SplitRule,
     TextBlock,
     TextForm,
@@ -32,6 +31,7 @@ from trainer.data.encoding import Encode, Encoded, dtype_of, encoding
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.section import DataKind
 from trainer.data.text import Document, as_characters, open_encoder
+from trainer.data.text_file import Span, open_text, plain_name, text_bytes, text_span
 from trainer.data.token_file import MAX_TOKENS, TokenArray, write_token_file
 from trainer.errors import DataError
 
@@ -43,8 +43,8 @@ _OURS = re.compile(
     r"|\.\.(train|valid)_\d{6}\.bin\.digest\.\d+-[0-9a-f]{8}\.partial"
 )
 
-# Takes the name of a step and the number of bytes it reads; returns the function that counts them.
-Progress = Callable[[str, int], Callable[[int], object]]
+# Takes the name of a step and the number of bytes it reads, None if unknown; returns the function that counts them.
+Progress = Callable[[str, int | None], Callable[[int], object]]
 WriteFile = Callable[[Path, Iterable[TokenArray]], None]
 
 
@@ -54,12 +54,13 @@ class PrepareOptions:
 
     Args:
         form: form of all input files.
-        key: key of the text in a JSON object.
+        key: key of the text in a JSON object, and the column of a Parquet file.
         tokenizer: a ``tokenizer.json``; None for bytes.
         train_vocab_size: train a tokenizer with this many tokens on the training documents; 0 trains none.
         valid_fraction: share of the documents that is held out (of bytes, for a single text); 0 holds out none.
         file_tokens: maximum number of tokens per file.
         kind: format of the files, `token_file` or `megatron`.
+        takes_bytes: accept files that are not text, as bytes.
     """
 
     form: TextForm
@@ -70,6 +71,7 @@ class PrepareOptions:
     file_tokens: int = FILE_TOKENS
     block_bytes: int = BLOCK_BYTES
     kind: DataKind = DataKind.token_file
+    takes_bytes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +228,9 @@ def _split(inputs: Sequence[Path], wanted: PrepareOptions) -> list[_Part]:
     """Return the input of each side, training documents first.
 
     JSON lines are split by the hash of their text, so equal texts are on one side; several texts are split by the hash
-    of their names; of a single text the end is held out.
+    of their names, without the suffix of a compression; of a single text the end is held out.
     """
-    spans = tuple(Span(path, 0, path.stat().st_size) for path in inputs)
+    spans = tuple(text_span(path) for path in inputs)
     limit = int(wanted.valid_fraction * HASHES)
     everything = SplitRule(wanted.form, wanted.key)
     if not limit:
@@ -237,21 +239,21 @@ def _split(inputs: Sequence[Path], wanted: PrepareOptions) -> list[_Part]:
         shares = {"train": (limit, HASHES), "valid": (0, limit)}
         return [_Part(name, spans, SplitRule(wanted.form, wanted.key, share)) for name, share in shares.items()]
     if len(spans) == 1:
-        cut = _cut(spans[0], wanted.valid_fraction)
+        cut = _cut(inputs[0], wanted)
         train, valid = [Span(inputs[0], 0, cut)], [Span(inputs[0], cut, spans[0].hi)]
     else:
-        hashed = {span: xxhash.xxh3_64_intdigest(os.fsencode(span.path.name)) for span in spans}
+        hashed = {span: xxhash.xxh3_64_intdigest(os.fsencode(plain_name(span.path.name))) for span in spans}
         train = [span for span in spans if hashed[span] >= limit]
         valid = [span for span in spans if hashed[span] < limit]
     return [_Part("train", tuple(train), everything), _Part("valid", tuple(valid), everything)]
 
 
-def _cut(span: Span, valid_fraction: float) -> int:
+def _cut(path: Path, wanted: PrepareOptions) -> int:
     """Return the start of the held-out end of a single text, between two characters."""
-    at = span.hi - round(span.hi * valid_fraction)
-    with span.path.open("rb") as file:
-        file.seek(max(0, at - 4))
-        before = file.read(min(4, at))
+    size = text_bytes(path, takes_bytes=wanted.takes_bytes)
+    at = size - round(size * wanted.valid_fraction)
+    with open_text(Span(path, max(0, at - 4), at), takes_bytes=wanted.takes_bytes, checks_utf8=False) as reader:
+        before = reader.read(4)
     return at - len(before) + start_of_character(before, len(before))
 
 
@@ -345,8 +347,12 @@ class _Stream:
 
 def _blocks(part: _Part, wanted: PrepareOptions) -> Iterator[TextBlock]:
     for span in part.spans:
-        yield from read_blocks(span, wanted.form, block_bytes=wanted.block_bytes)
+        yield from read_blocks(
+            span, wanted.form, key=wanted.key, takes_bytes=wanted.takes_bytes, block_bytes=wanted.block_bytes
+        )
 
 
-def _total(part: _Part) -> int:
-    return sum(span.hi - span.lo for span in part.spans)
+def _total(part: _Part) -> int | None:
+    """Return the bytes of the text; None where a file is compressed."""
+    sizes = [span.hi - span.lo for span in part.spans if span.hi is not None]
+    return sum(sizes) if len(sizes) == len(part.spans) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
@@ -11,6 +12,7 @@ from typing import Any
 from trainer.regular_file import is_url
 
 MOST_SOURCES = 4096  # of a blend
+_MOST_DIGITS = 400  # of a weight, which a float has at most
 
 
 class DataKind(Enum):
@@ -29,6 +31,13 @@ class SampleCut(Enum):
     per_document = "per_document"
 
 
+class DataPosition(Enum):
+    """Where a source begins that takes the place of another one in the middle of a run."""
+
+    run = "run"
+    start = "start"
+
+
 class DigestSource(Enum):
     """The source of the digests of token files at a start."""
 
@@ -43,16 +52,19 @@ class DataSection:
     Args:
         kind: source of the tokens: `stdlib`, the source text of Python's standard library; `text`, files of text;
             `token_file`, files of tokens; `megatron`, pairs of `.bin` and `.idx` files as Megatron-LM has them.
-        path: with `text`: a file or a glob, ``**`` allowed.
-        tokenizer: with `text`: a tokenizer.json; null, or ``bytes``, trains on bytes. With `token_file` and
-            `megatron`: the tokenizer that wrote the tokens, a tokenizer.json or ``bytes``, which sampled texts need. It
-            is saved with every checkpoint.
+        path: with `text`: a file or a glob, ``**`` allowed; plain, in gzip, Zstandard or Parquet (column ``text``).
+        tokenizer: with `text`: a tokenizer.json; null, or ``bytes``, trains on bytes, and ``bytes`` takes files
+            that are not text. With `token_file` and `megatron`: the tokenizer that wrote the tokens, a tokenizer.json
+            or ``bytes``, which sampled texts need. It is saved with every checkpoint.
         train: with `token_file` and `megatron`: training tokens, a file or a glob; with `megatron` also a prefix, a
             path without ``.bin``. A list ``[{path: A, weight: 0.7}, {path: B, weight: 0.3}]`` blends sources, with
             `text` too, whose `path` is null then. Weights are decimals, integers or fractions such as ``1/3`` of any
             sum.
         valid: validation tokens, a path like `train`, or a list of paths, which are read one after the other; null
             leaves nothing to evaluate on.
+        position: where a source begins that takes the place of another one when a run resumes: `run`, at the number of
+            samples that the run has consumed; `start`, at its first sample. It acts once, at the change. After a blend
+            or a `start`, a new source begins at its first sample with both.
         samples: `across_documents` cuts the next tokens of a file, whatever document they are of; `per_document`
             (`megatron` only) begins at the begin of each document and pads its last sample, without targets there.
         document_mask: keep attention and positions within the documents of a sample, which ends a document behind every
@@ -73,6 +85,7 @@ class DataSection:
     tokenizer: str | None = None
     train: Any = None
     valid: Any = None
+    position: DataPosition = DataPosition.run
     samples: SampleCut = SampleCut.across_documents
     document_mask: bool = False
     end_of_text: int | None = None
@@ -132,6 +145,9 @@ def weight_of(value: object) -> Fraction | None:
         return None
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    text = str(value).replace("_", "")  # which separates digits for Fraction
+    if len(text) > _MOST_DIGITS or re.search(r"[eE][+-]?\d{4}", text):
+        return None  # a fraction of that many digits takes minutes
     try:
         found = Fraction(str(value))  # the shortest digits of a float, not its binary value
     except (ValueError, ZeroDivisionError):

@@ -6,12 +6,15 @@ import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
+from trainer.data.parquet import column_texts, row_count
+from trainer.data.text_file import FileForm, Span, file_form, not_utf8, open_text, plain_name, unreadable
 from trainer.data.token_file import TokenArray
 from trainer.errors import DataError
 from trainer.regular_file import read_regular
@@ -26,6 +29,8 @@ _STDLIB_EXCLUDED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>")
 # It is saved beside every checkpoint; the largest in use are below 40 MiB.
 MOST_TOKENIZER_BYTES = 64 << 20
+# Of the texts of `data=text` in Parquet.
+PARQUET_COLUMN = "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,7 @@ def read_tokenizer(path: Path) -> bytes:
     try:
         return read_regular(path, limit_bytes=MOST_TOKENIZER_BYTES)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def prompt_tokens(encoder: Encoder, prompt: str, vocab_size: int) -> list[int]:
@@ -240,31 +245,40 @@ def stdlib_sources(root: Path) -> list[TextSource]:
 
 
 def split_documents(
-    sources: Sequence[TextSource], valid_fraction: float
+    sources: Sequence[TextSource], valid_fraction: float, *, takes_bytes: bool = False
 ) -> tuple[Iterable[Document], Iterable[Document]]:
     """Split into train and valid documents, read from disk lazily.
 
-    Several files are split by file: a file is valid if its hashed name falls into the fraction, so that it never
-    changes sides because others are added or removed; the file nearest to the limit moves if a side would be empty. The
-    last ``valid_fraction`` of a single file is valid, cut between two UTF-8 characters.
+    Several files are split by file: a file is valid if the hash of its name, without the suffix of a compression, falls
+    into the fraction, so that it never changes sides because others are added or removed; the file nearest to the limit
+    moves if a side would be empty. The last ``valid_fraction`` of a single file is valid, cut between two UTF-8
+    characters, or between two rows of a Parquet file, each of which is a document.
+
+    Args:
+        takes_bytes: accept files that are not text.
 
     Raises:
-        DataError: while reading, a file cannot be read or was changed after it was found.
+        DataError: while reading, a file cannot be read, is no text, or was changed after it was found.
     """
     if len(sources) == 1:
-        text = _read(sources[0])
+        source, path = sources[0], sources[0].path
+        if file_form(path) is FileForm.parquet:
+            rows = row_count(path)
+            first_valid = rows - round(rows * valid_fraction)
+            return _rows(source, 0, first_valid), _rows(source, first_valid, rows)
+        text = _read(source, takes_bytes=takes_bytes)
         cut = _cut(text, valid_fraction)
-        path = sources[0].path
         return [Document(path, text[:cut])], [Document(path, text[cut:])]
     ranks = {
-        source.name: xxhash.xxh3_64_intdigest(source.name.encode("utf-8", "surrogateescape")) for source in sources
+        source.name: xxhash.xxh3_64_intdigest(plain_name(source.name).encode("utf-8", "surrogateescape"))
+        for source in sources
     }
     limit = int(valid_fraction * 2**64)
     # Between the lowest and the highest rank neither side is empty.
     limit = min(max(limit, min(ranks.values()) + 1), max(ranks.values()))
     train = [source for source in sources if ranks[source.name] >= limit]
     valid = [source for source in sources if ranks[source.name] < limit]
-    return _documents(train), _documents(valid)
+    return _documents(train, takes_bytes=takes_bytes), _documents(valid, takes_bytes=takes_bytes)
 
 
 def token_chunks(documents: Iterable[Document], encoder: Encoder) -> Iterator[TokenArray]:
@@ -285,33 +299,49 @@ def _sources(root: Path, paths: Iterable[Path]) -> list[TextSource]:
         try:
             status = path.stat()
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         name = path.relative_to(root).as_posix()
         found.append(TextSource(path=path, name=name, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns))
     return sorted(found, key=lambda source: source.name)
 
 
-def _documents(sources: Iterable[TextSource]) -> Iterator[Document]:
-    return (Document(source.path, _read(source)) for source in sources)
+def _documents(sources: Iterable[TextSource], *, takes_bytes: bool) -> Iterator[Document]:
+    for source in sources:
+        if file_form(source.path) is FileForm.parquet:
+            yield from _rows(source, 0, None)
+        else:
+            yield Document(source.path, _read(source, takes_bytes=takes_bytes))
 
 
-def _read(source: TextSource) -> bytes:
+def _rows(source: TextSource, first: int, end: int | None) -> Iterator[Document]:
+    """Yield rows of a Parquet file as documents."""
+    with source.path.open("rb") as file:
+        for text in islice(column_texts(file, source.path, PARQUET_COLUMN), first, end):
+            yield Document(source.path, text.encode())
+    _check_unchanged(source)
+
+
+def _read(source: TextSource, *, takes_bytes: bool) -> bytes:
+    with open_text(Span(source.path), takes_bytes=takes_bytes) as reader:
+        text = reader.read_all()
+    _check_unchanged(source)
+    return text
+
+
+def _check_unchanged(source: TextSource) -> None:
+    """Refuse a file with another size or time than it was found with, by which the cache is named."""
     try:
-        with source.path.open("rb") as file:
-            text = file.read()
-            status = os.fstat(file.fileno())
+        status = source.path.stat()
     except OSError as error:
-        raise _unreadable(source.path, error) from error
-    # The cache is named after size and time as found; it must not keep another text under that name.
-    if (len(text), status.st_mtime_ns) != (source.size_bytes, source.mtime_ns):
+        raise unreadable(source.path, error) from error
+    if (status.st_size, status.st_mtime_ns) != (source.size_bytes, source.mtime_ns):
         raise DataError(
             "a text file changed while it was being read",
             where=source.path,
             expected=f"{source.size_bytes} bytes",
-            found=f"{len(text)} bytes, or another time of change",
+            found=f"{status.st_size} bytes, or another time of change",
             fix="Start again when no other program writes to it.",
         )
-    return text
 
 
 def _cut(text: bytes, valid_fraction: float) -> int:
@@ -332,16 +362,4 @@ def as_characters(document: Document) -> str:
     try:
         return document.text.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            "a text is not UTF-8, as a tokenizer needs it",
-            where=f"{document.path}, byte {document.offset + error.start}",
-            expected="UTF-8",
-            found=f"byte 0x{document.text[error.start]:02x} ({error.reason})",
-            fix="Convert the file, leave it out of data.path, or leave data.tokenizer out to train on bytes.",
-        ) from error
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(
-        "a file cannot be read", where=path, expected="a readable file", found=error.strerror or str(error)
-    )
+        raise not_utf8(document.path, document.offset, error) from error

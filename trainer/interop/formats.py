@@ -10,6 +10,7 @@ import torch
 
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.config.schema import Config
+from trainer.errors import MismatchError
 from trainer.interop.source import StateSource
 
 
@@ -32,6 +33,25 @@ class ImportOptions:
     optimizer_names: Sequence[str] | None = None
     overrides: Sequence[str] = ()
     from_rank0: bool = False
+
+
+def require_moments(signs: Sequence[str], asked: ImportOptions, *, where: object) -> None:
+    """Refuse to import weights alone from a checkpoint that was saved with moments, unless they alone are wanted.
+
+    Args:
+        signs: what says that there were moments; nothing if the checkpoint was saved without.
+
+    Raises:
+        MismatchError: naming the signs.
+    """
+    if signs and not asked.weights_only:
+        raise MismatchError(
+            "The optimizer's moments of a checkpoint are not there, and a run would begin again without them",
+            where=where,
+            expected="the state of Adam",
+            found=f"none, beside {' and '.join(signs)}",
+            fix="Copy the files that are missing, or take the weights alone with --weights-only.",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from models.adapters import PREFIX, A, B, adapted_modules, adapter_tensors, base
 from models.config import ModelConfig
 from models.families import spec_of
 from trainer.checkpoint.format.names import STATE
-from trainer.checkpoint.loading.choose import Chooser, LoadSource
+from trainer.checkpoint.loading.choose import Chooser, LoadSource, LoadTerms
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError, MismatchError
@@ -97,7 +97,7 @@ def _open_base(path: Path, model: ModelConfig, digest: object) -> tuple[StateSou
         check_tied(folder, plain)
         identity = {"format": "transformers", "xxh3_64": digest_of_samples(tensor_files(folder)).hex()}
         return StateSource(plain, 0, has_optimizer=False, read=lambda n: read_whole(folder, places[n])), identity
-    chooser = Chooser(LoadSource.named(path, key="the name of the base"), files, lambda _: None)
+    chooser = Chooser(LoadSource.named(path, terms=LoadTerms("the name of the base")), files, lambda _: None)
     same = (found for found in chooser.openable() if found.digest == digest)
-    checkpoint = next(same, None) or open_checkpoint(chooser.pick(), files)
+    checkpoint = next(same, None) or open_checkpoint(chooser.pick(), files, may_lack=True)
     return of_checkpoint(checkpoint), {"format": "reprise", "xxh3_64": checkpoint.digest}

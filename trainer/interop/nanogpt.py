@@ -24,7 +24,7 @@ from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import is_plain, open_torch_file
-from trainer.json_value import integer, step_count
+from trainer.json_value import integer, shown, step_count
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
         raise ConfigError(
             "nanoGPT's file is a pickle",
             where=path,
-            fix="If you know who wrote it, add --trust-pickle: torch unpickles it with weights_only=True.",
+            fix="If you know who wrote it, add --trust-pickle: no class in it is imported and no code is run.",
         )
     file = path / "ckpt.pt" if path.is_dir() else path
     table = open_torch_file(file)
@@ -136,11 +136,11 @@ def _groups(table: Table, where: Path) -> list[Table]:
     optimizer = _table(table, "optimizer", where)
     groups = optimizer.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
-        raise _damaged(where, "optimizer.param_groups", repr(type(groups)))
+        raise _damaged(where, "optimizer.param_groups", f"a {type(groups).__name__}")
     if not all(isinstance(group.get("params"), list) for group in groups):
         raise _damaged(where, "optimizer.param_groups", "a group without parameters")
     numbers = [number for group in groups for number in group["params"]]
-    if numbers != list(range(len(numbers))):
+    if not all(type(number) is int for number in numbers) or numbers != list(range(len(numbers))):
         raise _damaged(where, "optimizer.param_groups", "numbers that are not in order")
     return groups
 
@@ -184,7 +184,7 @@ def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path
             "The model has settings that nanoGPT's own does not have",
             where=f"{where}, model_args",
             expected=", ".join(sorted(_ARGUMENTS)),
-            found=", ".join(f"{name}={arguments[name]!r}" for name in unknown),
+            found=", ".join(f"{name}={shown(arguments[name])}" for name in unknown),
             fix="It is of a program derived from nanoGPT, whose model may compute something else: not imported.",
         )
     vocab_size, width = weights[_EMBEDDING].shape
@@ -195,7 +195,7 @@ def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path
     found = {**sizes, "bias": has_bias}
     given = {name: arguments[name] for name in found if arguments.get(name) is not None}
     odd = [
-        f"{name}={value!r}, the tensors have {found[name]}"
+        f"{name}={shown(value)}, the tensors have {found[name]}"
         for name, value in given.items()
         if not isinstance(value, int) or value != found[name]
     ]
@@ -204,7 +204,9 @@ def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path
     except ValueError:
         heads = 0
     if odd or heads < 1 or width % heads:
-        odd += [] if heads >= 1 and not width % heads else [f"n_head={arguments.get('n_head')!r} of n_embd={width}"]
+        odd += (
+            [] if heads >= 1 and not width % heads else [f"n_head={shown(arguments.get('n_head'))} of n_embd={width}"]
+        )
         raise CheckpointError("model_args and the tensors are of two models", where=where, found="; ".join(odd))
     dropout = arguments.get("dropout", 0.0)
     end = _END_OF_TEXT if vocab_size > _END_OF_TEXT else vocab_size - 1
@@ -276,14 +278,14 @@ def _steps(entry: Table, where: Path) -> float:
     try:
         return step_count(step)
     except ValueError as error:
-        raise _damaged(where, _STEP, repr(step)) from error
+        raise _damaged(where, _STEP, shown(step)) from error
 
 
 def _iteration(table: Table, where: Path) -> int:
     try:
         return integer(table.get("iter_num"))
     except ValueError as error:
-        raise _damaged(where, "iter_num", repr(table.get("iter_num"))) from error
+        raise _damaged(where, "iter_num", shown(table.get("iter_num"))) from error
 
 
 def _table(table: Table, key: str, where: Path) -> Table:
@@ -316,7 +318,7 @@ def _tell(saved: _Saved, table: Table, groups: Sequence[Table], asked: ImportOpt
             """'train.freeze=["*.bias"]' keeps them zero, here and in the run"""
         )
     keys = ("lr", "betas", "eps", "weight_decay")
-    for line in sorted({", ".join(f"{key} {g[key]}" for key in keys if key in g) for g in groups}):
+    for line in sorted({", ".join(f"{key} {shown(g[key])}" for key in keys if key in g) for g in groups}):
         _log.info(f"the optimizer was set to {line}: not carried, the run that continues has its own, optimizer.*")
     _log.info("not carried: best_val_loss, config; nanoGPT draws its batches at random, so there is no data position")
     steps = {_steps(entry, saved.path) for entry in saved.state.values()}

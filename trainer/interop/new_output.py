@@ -37,5 +37,4 @@ def _check_free(out: Path) -> None:
 def output_failed(path: Path, error: OSError, files: Files) -> CheckpointError:
     """Return the error to raise when writing an export fails."""
     found = describe_free_space(files, path.parent)
-    fix = "Nothing was committed; make room or fix the disk."
-    return cannot_write(path, error, what="The output", found=found, fix=fix)
+    return cannot_write(path, error, what="The output", found=found, another="another path")

@@ -44,7 +44,7 @@ def open_model(path: Path, device: torch.device, base: Path | None = None) -> tu
     while True:
         chosen = chooser.pick()
         try:
-            checkpoint = open_checkpoint(chosen, files)
+            checkpoint = open_checkpoint(chosen, files, may_lack=True)
             if base is not None:
                 check_adapters(checkpoint)
                 break

@@ -13,28 +13,23 @@ import torch
 from models import families
 from models.adapters import is_adapted
 from models.families import problems as model_problems
-from trainer import run_record
+from trainer import resume_rules, run_record
 from trainer.build import describe_alone, run_config, tokenizer_of
 from trainer.checkpoint.commit import finish
 from trainer.checkpoint.commit.attempt import Attempt
 from trainer.checkpoint.format.json_file import Document
 from trainer.checkpoint.format.layout import build_layout
 from trainer.checkpoint.format.names import STATE
+from trainer.checkpoint.policy import Retention
 from trainer.checkpoint.saving.room import require_room
 from trainer.checkpoint.storage.files import Files, cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.compatibility import differences, settle
+from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
 from trainer.config.saved import RUN_CONFIG
-from trainer.config.schema import (
-    CheckpointSection,
-    Config,
-    OptimizerName,
-    ParallelSection,
-    TrainSection,
-    batch_schedule_of,
-)
+from trainer.config.schema import CheckpointSection, Config, OptimizerName, ParallelSection, TrainSection
 from trainer.data.section import problems as data_problems
 from trainer.data.text import bytes_encoder, read_tokenizer
 from trainer.errors import CheckpointError, ConfigError, MismatchError
@@ -135,7 +130,7 @@ def _write(
         raise CheckpointError(
             "The iteration is there already", where=target, fix="Move it away, or name another folder."
         )
-    require_room(attempt, documents)
+    require_room(attempt, documents, Retention())
     files = attempt.folder.files
     try:
         files.make_folder(partial)
@@ -162,7 +157,7 @@ def _finite_reader(source: StateSource) -> Callable[[str], torch.Tensor]:
 def _documents(source: StateSource, config: Config, consumed_samples: int | None) -> dict[str, Document]:
     schedule, description = describe_alone(config)
     theirs = run_record.model_record(source.model)
-    found = differences({"model": theirs}, {"model": description["model"]}, run_record.rules_for(_MODEL_ALONE))
+    found = differences({"model": theirs}, {"model": description["model"]}, resume_rules.rules_for(_MODEL_ALONE))
     try:
         settle(found, flags=set(), where="the source")
     except MismatchError as error:
@@ -172,7 +167,8 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
             fix="\nThe source names these fields: leave out each model.KEY=VALUE of theirs, or model= where that sets "
             "them.",
         ) from None
-    train = config.train
+    train, batch = config.train, dict(description["batch"])
+    del batch["micro_batch_size"]  # no iteration has run with it, so a run may choose its own
     samples = source.consumed_samples if consumed_samples is None else consumed_samples
     if samples is None:
         samples = batch_schedule_of(train).consumed_after(source.iteration)
@@ -184,7 +180,7 @@ def _documents(source: StateSource, config: Config, consumed_samples: int | None
     return {
         "config.json": families.hf_config(config.model),
         "generation_config.json": families.generation_config(config.model),
-        STATE: run_record.state_record(progress, lr, description),
+        STATE: run_record.state_record(progress, lr, {**description, "batch": batch}),
         RUN_CONFIG: run_config(config, with_commit=True),
         **_tokenizer(source, config),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from models.config import Family, ModelConfig
+from trainer.config.overrides import text_value
 from trainer.run_record import model_record
 
 # Every field is overridden, but an override cannot give rope_scaling to a group that has none.
@@ -26,4 +27,6 @@ def _text(value: object) -> str:
         return "null"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{_text(member)}" for name, member in value.items()) + "}"
+    if isinstance(value, str):
+        return text_value(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

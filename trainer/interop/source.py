@@ -11,6 +11,7 @@ import torch
 from models.config import ModelConfig
 from trainer.checkpoint.format.box import whole
 from trainer.checkpoint.format.names import ADAPTERS
+from trainer.checkpoint.loading.accessories import find_accessory
 from trainer.checkpoint.loading.loader import fill
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
 from trainer.checkpoint.tensors.live import LiveTensor
@@ -105,5 +106,6 @@ def adapters_of(checkpoint: Checkpoint) -> StateSource:
         return memory.reshape(spec.shape)
 
     model = saved_model(checkpoint.state, where=checkpoint.path)
-    tokenizer = {n: path for n, path in tokenizer_files_in(checkpoint.path).items() if n in checkpoint.manifest.files}
+    paths = {name: find_accessory(checkpoint, name) for name in TOKENIZER_FILES}
+    tokenizer = {name: path for name, path in paths.items() if path is not None}
     return StateSource(model, checkpoint.iteration, checkpoint.has_optimizer, read, tokenizer)

@@ -1,25 +1,31 @@
-"""Opens a file of `torch.save` without running any code in it."""
+"""Opens a file of `torch.save` without running any code in it, and within bounds that its size sets."""
 
 from __future__ import annotations
 
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
+from trainer.checkpoint.storage.patience import failed_read
 from trainer.errors import CheckpointError
+from trainer.interop.plain_pickle import ForeignClass, PickleProblem, check_keys, most_reads, require_tree, unpickle
+from trainer.interop.torch_archive import Storage, TorchArchive
+from trainer.json_value import shown
+from trainer.regular_file import open_regular
 
 _OLDER = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle of 0x1950a86a20f9469cfc6c, see torch/serialization.py
-_BLOCK_BYTES = 4 << 20
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_MOST_DIMENSIONS = 64  # of torch's tensors
+_PICKLE, _BYTE_ORDER = "data.pkl", "byteorder"
 
 
 class Unread:
-    """Placeholder for an object of a class that torch does not admit; its content is discarded."""
+    """Placeholder for an object of a class that is not admitted; its content is discarded."""
 
     def __new__(cls, *_: object) -> Unread:
         return super().__new__(cls)
@@ -29,7 +35,7 @@ class Unread:
 
 
 class PlainObject:
-    """Placeholder for an object of a class that torch does not admit, with its content as plain data.
+    """Placeholder for an object of a class that is not admitted, with its content as plain data.
 
     Attributes:
         values: the arguments that the class was called with; that of an enumeration's member is its value.
@@ -52,31 +58,24 @@ class PlainObject:
             self.attributes = {name: value for name, value in state.items() if isinstance(name, str)}
 
     def __repr__(self) -> str:
-        return ", ".join(map(repr, self.values)) or "an object of a class that is not admitted"
+        return ", ".join(map(shown, self.values)) or "an object of a class that is not admitted"
 
 
-def open_torch_file(
-    path: Path, placeholder: type[Unread] | type[PlainObject] = Unread, *, is_checked: bool = True
-) -> Mapping[Any, Any]:
+Placeholder = type[Unread] | type[PlainObject]
+
+
+def open_torch_file(path: Path, placeholder: Placeholder = Unread, *, is_checked: bool = True) -> Mapping[Any, Any]:
     """Return the dictionary in a file; its tensors are memory-mapped.
 
-    torch unpickles it with `weights_only=True`. Every class that this does not admit is replaced by `placeholder`, so
-    that no module is imported and no function of the file's choice is called.
-
     Args:
-        is_checked: whether to read the file once and compare the checksums in it, which torch ignores.
+        placeholder: replaces every object that is no number, string, list, dictionary or dense tensor.
+        is_checked: whether to read the file once and compare the checksums in it.
 
     Raises:
         CheckpointError: if it is damaged, or does not hold a dictionary.
+        UnreadableError: if it cannot be read at the moment.
     """
     try:
-        with _torch_s_own_globals():
-            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-            with torch.serialization.safe_globals([(placeholder, name) for name in unknown]):
-                found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # a damaged pickle may raise anything; handed on
-        if isinstance(error, OSError) and error.filename is not None:
-            raise
         if _is_older(path):
             raise CheckpointError(
                 "A file has the form of torch before 1.6, which cannot be mapped",
@@ -84,69 +83,184 @@ def open_torch_file(
                 expected="a zip archive, as torch.save writes",
                 fix="Load it with torch.load and save it with torch.save of a newer torch, where its program is "
                 "installed and its writer is trusted.",
-            ) from error
-        raise _unreadable(path, f"{type(error).__name__}: {_telling(str(error))}") from error
+            )
+        found = load_plain(mapped(path, path.stat().st_size), placeholder, is_checked=is_checked)
+    except OSError as error:
+        raise failed_read("A file of torch cannot be read", error, where=path) from error
+    except PickleProblem as error:
+        raise _unreadable(path, str(error)) from error
     if not isinstance(found, Mapping):
         raise _unreadable(path, f"an object of {type(found).__name__}")
-    damaged = damaged_member(path) if is_checked else None
-    if damaged is not None:
-        raise _unreadable(path, damaged)
     return found
 
 
-@contextmanager
-def _torch_s_own_globals() -> Iterator[None]:
-    """Suspend classes that another library has registered with torch, as `import megatron.core` does, until the end."""
-    registered = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals([entry for entry in registered if _is_torch_s(entry)])
-    try:
-        yield
-    finally:
-        torch.serialization.add_safe_globals(registered)
+def load_plain(raw: torch.Tensor, placeholder: Placeholder | None, *, is_checked: bool = True) -> Any:
+    """Return the value that `torch.save` wrote; its tensors are views of `raw`.
 
+    Args:
+        raw: the bytes that it wrote.
+        placeholder: as for `open_torch_file`; None refuses such objects.
 
-def _is_torch_s(entry: Callable[..., Any] | tuple[Callable[..., Any], str]) -> bool:
-    name = entry[1] if isinstance(entry, tuple) else entry.__module__
-    return name.partition(".")[0] == "torch"
-
-
-def damaged_member(file: Path | IO[bytes]) -> str | None:
-    """Return the error of the first damaged member of a zip archive, None if all are whole.
-
-    torch writes 0 for all checksums if it is set to leave them out.
+    Raises:
+        ForeignClass: for an object that is not admitted.
+        PickleProblem: if they are damaged.
     """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            for member in archive.infolist():
-                if member.compress_type != zipfile.ZIP_STORED:
-                    return f"{member.filename} is compressed, as torch writes nothing, and may become of any size"
-                if member.CRC:
-                    with archive.open(member) as part:
-                        while part.read(_BLOCK_BYTES):
-                            pass
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        return f"another checksum: {error}"
-    return None
+    archive = TorchArchive.open(raw)
+    if is_checked:
+        archive.check()
+    if archive.read(_BYTE_ORDER, b"little") != b"little":
+        raise PickleProblem("numbers with their highest byte first")
+    most = most_reads(raw.numel())
+    data = archive.read(_PICKLE)
+    found = unpickle(data, _Names(placeholder), most=most, persistent=archive.storage, is_key=_is_key)
+    require_tree(found, _children, most=4 * most)
+    return found
+
+
+# ---- what pickles of torch name
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What stands for the classes and functions in a pickle of torch."""
+
+    placeholder: Placeholder | None
+
+    def __call__(self, module: str, name: str) -> Any:
+        if module in ("torch", "torch.storage"):
+            found = _STORAGES.get(name) or getattr(torch, name, None)
+            if isinstance(found, torch.dtype):
+                return found
+        if module in _ATTACKS:
+            raise PickleProblem(f"{module}.{name[:200]}, which no state has, and which would run a program")
+        made = _MADE.get(f"{module}.{name}")
+        if made is not None:
+            return made
+        if self.placeholder is None:
+            raise ForeignClass(f"{module[:200]}.{name[:200]}, which is no plain data")
+        return self.placeholder
+
+
+# Nothing is called anyway: a file with such a name was made to do harm.
+_ATTACKS = {"nt", "os", "posix", "sys"}
+_STORAGES = {
+    "UntypedStorage": torch.uint8,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+}
+
+
+def _tensor(storage: object, offset: Any, size: Any, stride: Any, *_: object) -> torch.Tensor:
+    """Return a tensor of a storage, all of whose numbers are there."""
+    are_numbers = type(offset) is int and offset >= 0 and _are_sizes(size) and _are_sizes(stride)
+    if not isinstance(storage, Storage) or not are_numbers:
+        raise PickleProblem("a tensor without storage, shape and strides")
+    end = offset + 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+    if 0 not in size and end * storage.dtype.itemsize > storage.memory.nbytes():
+        raise PickleProblem(f"a tensor of shape {shown(size)}, for which the storage is too small")
+    empty = torch.empty(0, dtype=storage.dtype)
+    return empty.new_empty(size) if 0 in size else empty.set_(storage.memory, offset, size, stride)
+
+
+def _parameter(tensor: object, *_: object) -> object:
+    return tensor
+
+
+def _subclassed(function: object, _: object, arguments: object, *__: object) -> object:
+    """Return the tensor beneath a subclass or attributes."""
+    if not callable(function) or not isinstance(arguments, tuple):
+        raise PickleProblem("a tensor without a function that makes it")
+    return function(*arguments)
+
+
+def _size(items: object = ()) -> torch.Size:
+    if not isinstance(items, tuple | list) or not _are_sizes(tuple(items)):
+        raise PickleProblem("a shape that is no list of numbers")
+    return torch.Size(items)
+
+
+def _dictionary(pairs: object = ()) -> OrderedDict[Any, Any]:
+    items = [*pairs.items()] if isinstance(pairs, dict) else list(pairs) if isinstance(pairs, list) else []
+    check_keys((key for key, _ in items), _is_key)
+    return OrderedDict(items)
+
+
+def _set(items: object = ()) -> set[Any]:
+    if not isinstance(items, list | tuple):
+        raise PickleProblem("a set of no list")
+    check_keys(items, _is_key)
+    return set(items)
+
+
+_MADE: Mapping[str, Callable[..., Any]] = {
+    "collections.OrderedDict": _dictionary,
+    "__builtin__.set": _set,
+    "builtins.set": _set,
+    "torch.Size": _size,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _subclassed,
+    "torch.Tensor": Unread,
+    "torch.nn.parameter.Parameter": Unread,
+}
+
+
+def _are_sizes(values: object) -> TypeGuard[Sequence[int]]:
+    if not isinstance(values, tuple) or len(values) > _MOST_DIMENSIONS:
+        return False
+    return all(type(value) is int and 0 <= value < 1 << 62 for value in values)
+
+
+def _is_key(key: object) -> bool:
+    return isinstance(key, Unread | PlainObject | torch.dtype) or type(key) is torch.Size
+
+
+def _children(value: object) -> Iterable[object] | None:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, PlainObject):
+        return [value.values, value.attributes]
+    return value if type(value) in (list, tuple, set, frozenset) else None  # type: ignore[return-value]
+
+
+# ---- tensors
 
 
 def is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether a tensor is dense floating point with all its numbers in the file."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+    """Return whether a value is a tensor of floating-point numbers that all have a place of their own in the file."""
+    if not isinstance(value, torch.Tensor) or value.dtype not in _FLOATS:
         return False
-    is_there = value.device.type == "cpu" and value.dtype in _FLOATS
-    return is_there and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+def mapped(path: Path, size: int) -> torch.Tensor:
+    """Return the first bytes of a file, which are read when they are used.
+
+    Raises:
+        OSError: if it cannot be opened.
+        PickleProblem: if `size` is 0, which nothing that torch writes has.
+    """
+    os.close(open_regular(path))  # torch names no reason
+    if not size:
+        raise PickleProblem("an empty file")
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
 
 
 def _is_older(path: Path) -> bool:
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         return file.read(len(_OLDER)) == _OLDER
-
-
-def _telling(text: str) -> str:
-    """Return the message of a torch error, without its advice on torch's own option."""
-    lines = [line.strip().removesuffix("WeightsUnpickler error:") for line in text.splitlines()]
-    return " ".join(line for line in lines if line and "weights_only" not in line)
 
 
 def _unreadable(path: Path, found: str) -> CheckpointError:

@@ -10,6 +10,7 @@ from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.storage.files import cannot_write
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.errors import TrainerError
+from trainer.terms import RUN
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def hold_run_folder(folder: Path, checkpoints: Path | None, channel: StoreChanne
     problem: TrainerError | None = None
     if channel.rank == 0 and (checkpoints is None or checkpoints.resolve() != folder.resolve()):
         try:
-            lock = FolderLock(folder, nonce, kind="run folder", key="run.dir")
+            lock = FolderLock(folder, nonce, kind="run folder", another=RUN.another)
             lock.acquire()
         except TrainerError as error:
             problem = error
@@ -44,5 +45,4 @@ def hold_run_folder(folder: Path, checkpoints: Path | None, channel: StoreChanne
 
 def run_folder_failed(folder: Path, error: OSError) -> TrainerError:
     """Return the error of a run's folder that cannot be written."""
-    fix = "Free space or repair the file system, or set another folder with run.dir."
-    return cannot_write(folder, error, what="The run's folder", fix=fix)
+    return cannot_write(folder, error, what="The run's folder", another=RUN.another)

@@ -15,6 +15,8 @@ from trainer.regular_file import read_regular
 
 _log = logging.getLogger(__name__)
 
+_SAVES = ("save", "local_save")  # the events of saves that a run may go on from
+
 
 class JsonlFile:
     """A file of JSON lines to append to. While the disk fails, lines wait in memory until it works again."""
@@ -113,6 +115,14 @@ def last_recorded_iteration(path: Path) -> int | None:
         return None
     numbers = [_parsed(line)[0] for line in _read_lines(path)]
     return max((number for number in numbers if number is not None), default=None)
+
+
+def last_saved_iteration(path: Path) -> int | None:
+    """Return the newest iteration that `path` records as saved, in the shared folder or on hosts, or None."""
+    if not path.exists():
+        return None
+    parsed = [_parsed(line) for line in _read_lines(path)]
+    return max((number for number, event in parsed if number is not None and event in _SAVES), default=None)
 
 
 def _read_lines(path: Path) -> list[str]:

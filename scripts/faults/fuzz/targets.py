@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer import run_record
+from trainer import resume_rules, run_record
 from trainer.checkpoint import load, save
 from trainer.checkpoint.format import json_file, manifest
 from trainer.checkpoint.format.json_file import Json
@@ -156,7 +156,7 @@ class Inputs:
 
     def _try_trainer_state(self, data: bytes) -> None:
         state = json_file.parse(data, where=STATE)
-        settle(differences(state, _STATE, run_record.RULES), flags=_FLAGS, where=STATE)
+        settle(differences(state, _STATE, resume_rules.RULES), flags=_FLAGS, where=STATE)
         run_record.saved_progress(state, seq_length=32, where=STATE)
         run_record.saved_schedule(state, OptimizerSection(), where=STATE)[0].at(5, 40)
 
@@ -168,7 +168,7 @@ class Inputs:
 
 
 _FILES = {"state": STATE, "index": INDEX, "header": MODEL, "optimizer_header": OPTIMIZER}
-_FLAGS = {rule.flag for rule in run_record.RULES if rule.flag}
+_FLAGS = {rule.flag for rule in resume_rules.RULES if rule.flag}
 
 
 class Opened:

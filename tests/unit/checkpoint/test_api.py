@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -247,12 +248,12 @@ def test_a_load_that_is_not_strict_returns_the_missing_names(tmp_path: Path, cap
     path = save(tmp_path, source, OPTIMIZERS["sgd"](source.parameters()), iteration=1, state={"epoch": 3})
     target = nn.Sequential(nn.Linear(2, 2), nn.Identity(), nn.Linear(2, 2))
     kept = copy.deepcopy(dict(target[2].state_dict()))
-    with pytest.raises(MismatchError, match=r"2\.weight is missing; 2\.bias is missing; 1\.weight is unexpected"):
+    with pytest.raises(MismatchError, match=r"2\.bias is missing; 2\.weight is missing; 1\.weight is unexpected"):
         load(path, target)
     found = load(path, target, strict=False)
     assert found == {"epoch": 3, "iteration": 1}
-    assert (found.missing_keys, found.unexpected_keys) == (["2.weight", "2.bias"], ["1.weight", "1.bias"])
-    assert caplog.records[1].message == f"not in {path}: 2 names, which keep their values: 2.weight, 2.bias"
+    assert (found.missing_keys, found.unexpected_keys) == (["2.bias", "2.weight"], ["1.weight", "1.bias"])
+    assert caplog.records[1].message == f"not in {path}: 2 names, which keep their values: 2.bias, 2.weight"
     assert_equal(dict(target[2].state_dict()), kept)
     assert torch.equal(target[0].weight, source[0].weight)
     whole = load(path, source)
@@ -266,6 +267,46 @@ def test_an_untied_weight_is_read_under_its_other_name(tmp_path: Path) -> None:
     untied.head.weight = nn.Parameter(torch.zeros(11, 8))
     load(tmp_path, untied)
     assert torch.equal(untied.head.weight, model.embed.weight)
+
+
+def test_parameters_of_one_memory_are_stored_once_as_tied(tmp_path: Path) -> None:
+    memory = torch.randn(3, 2)
+    model = nn.ParameterDict({"a": nn.Parameter(memory), "b": nn.Parameter(memory)})
+    path = save(tmp_path, model, iteration=1)
+    assert list(load_file(path / "model.safetensors")) == ["a"]
+    apart = nn.ParameterDict({name: nn.Parameter(torch.zeros(3, 2)) for name in "ab"})
+    load(tmp_path, apart)
+    assert torch.equal(apart["a"], memory)
+    assert torch.equal(apart["b"], memory)
+
+
+def test_state_under_the_names_of_model_and_optimizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="stands for the model or the optimizer, found model"):
+        save(tmp_path, nn.Linear(2, 2), iteration=1, state={"model": "tiny"})
+
+
+def test_a_number_of_a_group_that_json_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "schedule": {1: 0.1}}], lr=0.1)
+    with pytest.raises(CheckpointError, match="/optimizer/param_groups/0/schedule"):
+        save(tmp_path, model, optimizer, iteration=1)
+
+
+def test_state_of_no_parameter_is_refused_by_its_key(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["global"] = {"scale": torch.ones(())}  # type: ignore[index]
+    with pytest.raises(CheckpointError, match="belongs to none of its parameters, found key 'global'"):
+        save(tmp_path, model, optimizer, iteration=1)
+
+
+def test_a_learning_rate_in_a_tensor_is_carried(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.025))
+    save(tmp_path, model, optimizer, iteration=1)
+    optimizer.param_groups[0]["lr"].fill_(0.1)
+    load(tmp_path, model, optimizer)
+    assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.025))
 
 
 def test_a_load_that_is_not_strict_logs_omissions_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -316,3 +357,28 @@ def test_a_url_is_no_checkpoint_folder(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"A checkpoint folder is a URL.*found s3://bucket/run"):
         save("s3://bucket/run", nn.Linear(2, 2), iteration=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_completion_lists_the_public_names_without_torch() -> None:
+    code = "import sys, trainer.checkpoint as c; assert 'torch' not in sys.modules; print(dir(c) == sorted(c.__all__))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
+
+
+def test_a_value_that_json_lacks_is_named_by_its_keys(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither a tensor nor JSON \(/a/b/3\)"):
+        save(tmp_path, nn.Linear(1, 1), iteration=1, state={"a": {"b": [0, 1, 2, {3}]}})
+    with (
+        checkpoint.AsyncSaver(tmp_path) as saver,
+        pytest.raises(CheckpointError, match=r"neither a tensor nor JSON \(/rate\)"),
+    ):
+        saver.save(1, nn.Linear(1, 1), state={"rate": float("inf")})
+
+
+def test_file_bytes_divide_the_files(tmp_path: Path) -> None:
+    path = save(
+        tmp_path, nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(3))), iteration=1, file_bytes=800
+    )
+    assert len(list(path.glob("model-*.safetensors"))) == 2
+    with pytest.raises(ConfigError, match="file_bytes is no size of a file, expected an int of 1 or more, found 0"):
+        save(tmp_path, nn.Linear(2, 2), iteration=2, file_bytes=0)

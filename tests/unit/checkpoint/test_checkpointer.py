@@ -26,7 +26,7 @@ from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import Retention, SavePolicy, SaveReport
 from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import TRACKER
+from trainer.checkpoint.storage.folder import TRACKER, FolderTerms
 from trainer.checkpoint.tensors.live import Contents
 from trainer.errors import CheckpointError, LockError
 
@@ -121,6 +121,43 @@ def test_an_iteration_of_another_process_is_superseded(tmp_path: Path) -> None:
     assert folders_in(tmp_path) == ["iter_0000005", "iter_0000005.superseded-1", "iter_0000005.superseded-2"]
 
 
+def test_an_outdated_checkpoint_gives_way_to_its_next_save(tmp_path: Path) -> None:
+    first = started(SavePolicy(tmp_path))
+    saved(first, 5)
+    first.close()
+    again = started(SavePolicy(tmp_path), nonce="m")
+    assert restore(again, LoadSource(tmp_path)) == 5
+    again.outdated(5)
+    saved(again, 5)
+    again.close()
+    assert folders_in(tmp_path) == ["iter_0000005"]
+
+
+def test_an_outdated_checkpoint_of_elsewhere_costs_no_own_one(tmp_path: Path) -> None:
+    for name in ("own", "elsewhere"):
+        first = started(SavePolicy(tmp_path / name))
+        saved(first, 5)
+        first.close()
+    again = started(SavePolicy(tmp_path / "own"), nonce="m")
+    assert restore(again, LoadSource(tmp_path / "elsewhere")) == 5
+    again.outdated(5)
+    saved(again, 5)
+    again.close()
+    assert folders_in(tmp_path / "own") == ["iter_0000005", "iter_0000005.superseded-1"]
+
+
+def test_an_outdated_checkpoint_outlives_one_without_moments(tmp_path: Path) -> None:
+    first = started(SavePolicy(tmp_path))
+    first.save(5, contents(5, with_optimizer=True))
+    first.close()
+    again = started(SavePolicy(tmp_path), nonce="m")
+    assert restore(again, LoadSource(tmp_path), with_optimizer=True) == 5
+    again.outdated(5)
+    saved(again, 5)
+    again.close()
+    assert folders_in(tmp_path) == ["iter_0000005", "iter_0000005.superseded-1"]
+
+
 def test_loading_a_superseded_folder_is_not_its_iteration(tmp_path: Path) -> None:
     first = started(SavePolicy(tmp_path))
     report = saved(first, 5)
@@ -161,7 +198,7 @@ def test_retention_leaves_the_right_folders(tmp_path: Path, retention: Retention
     assert folders_in(tmp_path) == [f"iter_{iteration:07d}" for iteration in left]
 
 
-def test_retention_counts_past_seven_digits_and_spares_loaded(tmp_path: Path) -> None:
+def test_retention_counts_past_seven_digits_and_a_loaded_one_too(tmp_path: Path) -> None:
     first = started(SavePolicy(tmp_path))
     saved(first, 9_999_998)
     first.close()
@@ -170,7 +207,7 @@ def test_retention_counts_past_seven_digits_and_spares_loaded(tmp_path: Path) ->
     for iteration in (9_999_999, 10_000_000, 10_000_001):
         saved(second, iteration)
     second.close()
-    assert folders_in(tmp_path) == ["iter_10000000", "iter_10000001", "iter_9999998"]
+    assert folders_in(tmp_path) == ["iter_10000000", "iter_10000001"]
 
 
 def resumed(root: Path, retention: Retention, iteration: int | None = None) -> list[str]:
@@ -196,7 +233,7 @@ def test_a_start_deletes_what_retention_does_not_keep(five: Path, caplog: pytest
     caplog.set_level(logging.INFO)
     (five / "iter_0000002" / "hold").touch()
     assert resumed(five, Retention(2)) == ["iter_0000002", "iter_0000004", "iter_0000005"]
-    assert "deleted iteration 1, which checkpoint.max_checkpoint_keep=2 does not keep" in caplog.text
+    assert "deleted iteration 1, which max_checkpoint_keep=2 does not keep" in caplog.text
     assert load(five) == 5.0
 
 
@@ -333,33 +370,51 @@ def test_a_file_system_that_does_not_tell_its_size_is_saved_to(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("keep", "advice"),
+    ("keep", "saved_before", "abandoned", "advice"),
     [
-        (0, "start the run again with checkpoint.max_checkpoint_keep=1 or more"),
-        (3, "start the run again with a smaller checkpoint.max_checkpoint_keep: the start deletes"),
-        (1, "one is kept already"),
+        (0, 0, 0, "No checkpoint there can be deleted."),
+        (1, 1, 0, "No checkpoint there can be deleted: the newest stays until the next is complete."),
+        (0, 3, 0, "2 older checkpoints there: {older} B, deleted by the next start with count=1."),
+        (2, 2, 0, "1 older checkpoint there: {older} B, deleted by the next start with count=1."),
+        (0, 1, 1, "1 abandoned branch there (*.superseded-*): {abandoned} B, to be deleted."),
+        (2, 2, 2, "count=1. 2 abandoned branches there (*.superseded-*): {abandoned} B, to be deleted."),
     ],
 )
-def test_the_advice_on_a_full_disk_is_one_that_works(tmp_path: Path, keep: int, advice: str) -> None:
-    checkpointer = started(SavePolicy(tmp_path, retention=Retention(keep)), Room(0))
+def test_the_advice_on_a_full_disk_is_one_that_works(
+    tmp_path: Path, keep: int, saved_before: int, abandoned: int, advice: str
+) -> None:
+    terms = FolderTerms("another place", "count")
+    checkpointer = started(SavePolicy(tmp_path, retention=Retention(keep), terms=terms), room := Room(1 << 30))
+    for iteration in range(1, saved_before + 1):
+        saved(checkpointer, iteration)
+    older = room.allocated_bytes(*(tmp_path / f"iter_{number:07d}" for number in range(1, saved_before)))
+    for number in range(abandoned):
+        (tmp_path / f"iter_0000009.superseded-{number}").mkdir()
+        (tmp_path / f"iter_0000009.superseded-{number}" / "file").write_bytes(bytes(10_000))
+    branches = room.allocated_bytes(*tmp_path.glob("*superseded*"))
+    room.free_now = 100
     report = checkpointer.save(10, contents(10))
     checkpointer.close()
     assert report is not None
-    assert advice in str(report.error)
+    text = str(report.error)
+    expected = re.search(r"expected (\d+) B free, found 100 B free\. Free (\d+) B more, or name another place\. ", text)
+    assert expected is not None, text
+    assert int(expected[1]) - 100 == int(expected[2])
+    assert text.endswith(advice.format(older=older, abandoned=branches))
 
 
 class Room(Files):
     """A file system with so much room, of which other ranks may have taken a part for their pieces already."""
 
     def __init__(self, free_bytes: int, taken_bytes: int = 0) -> None:
-        self._free_bytes, self._taken_bytes = free_bytes, taken_bytes
+        self.free_now, self._taken_bytes = free_bytes, taken_bytes
 
     def free_bytes(self, path: Path) -> int | None:
-        return self._free_bytes
+        return self.free_now
 
     def allocated_bytes(self, *paths: Path) -> int:
-        assert paths[0].name.endswith(".partial")
-        return super().allocated_bytes(*paths) + self._taken_bytes
+        is_partial = bool(paths) and paths[0].name.endswith(".partial")
+        return super().allocated_bytes(*paths) + self._taken_bytes * is_partial
 
 
 def needed_bytes(root: Path) -> int:

@@ -286,6 +286,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: {"milestones": {30: 1}}, r"a key that is not text \(/milestones\), found 30"),
     (lambda: {"a": [torch.ones(1), object()]}, r"neither a tensor nor JSON \(/a/1\).*found object"),
     (lambda: {"loss": float("nan")}, r"neither a tensor nor JSON \(/loss\).*found nan"),
+    (lambda: {"a": {"b": [0, "\ud800"]}}, r"neither a tensor nor JSON \(/a/b/1\).*found '.ud800'"),
     (lambda: {"model": Odd()}, r"neither a tensor nor JSON \(/model\).*found Odd.*Give its state_dict\(\)"),
     (lambda: {"model": {"rotary": torch.zeros(2, dtype=torch.complex64)}}, r"rotary.*complex64"),
     (lambda: {"s": torch.eye(2).to_sparse()}, r"not plain memory \(/s\)"),
@@ -393,3 +394,9 @@ def test_only_some_checkpoints_are_kept(tmp_path: Path) -> None:
     state = {"a": 0}
     load_state_dict(tmp_path, state)
     assert state == {"a": 3}
+
+
+def test_file_bytes_divide_the_files(tmp_path: Path) -> None:
+    state = {"model": {f"w{number}": torch.zeros(100) for number in range(3)}}
+    path = save_state_dict(tmp_path, state, iteration=1, file_bytes=800)
+    assert len(list(path.glob("model-*.safetensors"))) == 2

@@ -231,3 +231,46 @@ def test_without_matplotlib_only_a_plot_fails_naming_the_extra(tmp_path: Path, s
     result = script(run, run, "--plot", "out.png", path=hidden)
     assert result.returncode == 2
     assert "pip install 'reprise[plot]'" in result.stderr
+
+
+def make_logs(folder: Path, **losses: float) -> Path:
+    folder.mkdir()
+    for name, loss in losses.items():
+        (folder / f"{name}.log").write_text("".join(f"step {n}/2 | train loss {loss + n:.6f} |\n" for n in (1, 2)))
+    return folder
+
+
+def test_two_folders_of_logs_are_compared_by_name(tmp_path: Path, compare_loss: Run) -> None:
+    base = make_logs(tmp_path / "a", gpt2=1.0, llama3_bfloat16=2.0)
+    same = make_logs(tmp_path / "b", gpt2=1.0, llama3_bfloat16=2.009)  # within the threshold of its dtype
+    equal = compare_loss(base, same)
+    assert equal.returncode == 0
+    assert "gpt2.log\n" in equal.stdout
+    assert equal.stdout.endswith("2 of 2 logs are equal\n")
+    assert compare_loss(base, same, "--dtype", "float32").returncode == 1
+    other = make_logs(tmp_path / "c", gpt2=1.5, llama3_bfloat16=2.0)
+    different = compare_loss(base, other)
+    assert (different.returncode, different.stdout.splitlines()[-1]) == (1, "1 of 2 logs are equal")
+    assert json.loads(compare_loss(base, other, "--json").stdout)["equal"] is False
+
+
+def test_a_log_of_one_folder_alone_is_a_difference(tmp_path: Path, compare_loss: Run) -> None:
+    base, test = make_logs(tmp_path / "a", gpt2=1.0, llama3=2.0), make_logs(tmp_path / "b", gpt2=1.0)
+    result = compare_loss(base, test)
+    assert result.returncode == 1
+    assert f"llama3.log is in {base} alone" in result.stdout
+
+
+def test_folders_without_logs_in_common_are_refused(tmp_path: Path, compare_loss: Run) -> None:
+    base, test = make_logs(tmp_path / "a", gpt2=1.0), make_logs(tmp_path / "b", llama3=1.0)
+    assert compare_loss(base, test).returncode == 2
+    assert compare_loss(base, base, test).returncode == 2
+    assert compare_loss(base, base, "--plot", "x.png").returncode == 2
+
+
+def test_one_threshold_serves_every_dtype(tmp_path: Path, compare_loss: Run) -> None:
+    for dtype in ("float32", "bfloat16"):
+        base = make_run(tmp_path / f"{dtype}_a", {1: 1.0}, dtype)
+        test = make_run(tmp_path / f"{dtype}_b", {1: 1.001}, dtype)
+        assert compare_loss(base, test, "--threshold", "0.002").returncode == 0
+        assert compare_loss(base, test, "--threshold", "0.0005").returncode == 1

@@ -10,11 +10,13 @@ import pytest
 from models.config import Family, ModelConfig
 from trainer.compatibility import Verdict
 from trainer.config.checks import unused_keys, validate
-from trainer.config.schema import CheckpointSection, Config, Dtype, NewRows, OptimizerName, length_of
+from trainer.config.derived import length_of
+from trainer.config.schema import CheckpointSection, Config, Dtype, NewRows, OptimizerName
 from trainer.data.section import DataKind
 from trainer.errors import ConfigError
 from trainer.optimizers import no_decay_names
-from trainer.run_record import RULES, describe, flags_set, rules_for
+from trainer.resume_rules import RULES, flags_set, rules_for
+from trainer.run_record import describe
 from trainer.schedule import resolve
 from trainer.topology import Topology
 

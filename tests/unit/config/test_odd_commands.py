@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from trainer.__main__ import CONFIGS, compose
 from trainer.config.checks import loose_threads, unused_keys, validate
+from trainer.config.compose import compose
+from trainer.config.options import CONFIGS, keys
 from trainer.dry_run import report
 from trainer.errors import ConfigError, LaunchError
 from trainer.launch.environment import Environment
@@ -65,12 +68,21 @@ ODD: list[tuple[str, str]] = [
     ("checkpoint.commit_timeout_s=1e300", "at most 1e+09"),
     ("checkpoint.stall_timeout_s=0", "above 0"),
     ("model=llama3_1b model.rope_scaling.factor=nan", "model.rope_scaling.factor=nan"),
+    # lists and mappings in the place of other values
+    ("train.freeze=[['a']]", "train.freeze=[['a']]: must be a list of str"),
+    ("train.freeze=${train.seed}", "train.freeze=1234: must be a list of str"),
+    ("checkpoint.local=${train.seed}", "checkpoint.local=1234: must be a section of keys"),
+    ("model.lora=${train.seed}", "model.lora=1234: must be a section of keys"),
+    ("checkpoint.save_steps=[[1]]", "checkpoint.save_steps=[[1]]: must be a list of int"),
+    ("data=token_file data.train={path:a,weight:1}", "must be a path, or a list"),
+    ("data=token_file data.train=[{path:a,weight:1e999999999}]", "data.train[0].weight"),
+    ("data=token_file data.train=[{path:a,weight:1/1e999999999}]", "data.train[0].weight"),
     # interpolations
     ("run.dir=${oc.env:NO_SUCH_VARIABLE_HERE}", "NO_SUCH_VARIABLE_HERE"),
     ("run.name=${nothing.here}", "nothing.here"),
     ("run.name=${foo:bar}", "foo"),
     ("run.name=${run.name}", "Recursive"),
-    ("run.name=${", "run.name=${"),
+    ("run.name=${", "run.name='${'"),
     ("run.name=???", "name"),
     ("train.seed=???", "seed"),
     ("run.dir=runs/${now:%H}", "depends on the time"),
@@ -86,10 +98,10 @@ ODD: list[tuple[str, str]] = [
     ("train.seed=1,2", "no multirun"),
     ("train.seed=range(1,3)", "no multirun"),
     ("train", "train"),
-    ("train.seed==3", "train.seed==3"),
+    ("train.seed==3", "Value '=3' of type 'str' could not be converted to Integer"),
     ("???", "???"),
     ("@", "@"),
-    ("a=b=c", "="),
+    ("a=b=c", "Key 'a' not in 'Config'"),
     ("train.seed=true", "seed"),
     ("train=null", "train"),
     ("run.name=null", "name"),
@@ -109,6 +121,14 @@ ODD: list[tuple[str, str]] = [
     ("~model", "model is removed"),
     ("~train.seed", "train.seed"),
     ("train.train_iter=5", "Could not override 'train.train_iter': Key 'train_iter' not in 'TrainSection'"),
+    ("train.train_iter=5", "Did you mean train.train_iters?"),
+    ("lr=5", "Did you mean optimizer.lr?"),
+    ("modle=gpt2_tiny", "Did you mean model?"),
+    ("+train.train_iter=5", "Did you mean train.train_iters?"),
+    ("model=gpt2_tinny", "Did you mean model=gpt2_tiny?"),
+    ("parallel=zero4", "Did you mean parallel=zero"),
+    ("train.dtype=bf16", "Did you mean train.dtype=bfloat16?"),
+    ("checkpoint.verify=ful", "Did you mean checkpoint.verify=full?"),
     # paths
     *((f"{key}=", f"{key}=: is empty") for key in ("run.dir", "run.name", "checkpoint.save", "checkpoint.load")),
     ("run.name='  '", "run.name=  : is empty"),
@@ -152,6 +172,41 @@ def test_an_odd_override_is_refused_in_one_message(overrides: str, words: str) -
     assert words in str(refusal.value)
     for useless in ("reference_type", "To append", "Config search path", "provider="):
         assert useless not in str(refusal.value)
+
+
+ODD_VALUES = (
+    "[[1]]",
+    "[['a']]",
+    "{a:1}",
+    "{path:a,weight:1}",
+    "[{path:a,weight:1e999999999}]",
+    "[null]",
+    "null",
+    "",
+    "-1",
+    "0",
+    "1000000",
+    HUGE,
+    "1e400",
+    "nan",
+    "-inf",
+    "训练",
+    "true",
+    "9" * 400,
+    "${train.seed}",
+    "[]",
+    "{}",
+)
+
+
+@pytest.mark.parametrize("every", [257, pytest.param(1, marks=pytest.mark.soak)])
+def test_odd_values_of_every_key_end_in_one_message(every: int) -> None:
+    words = [f"{key}={value}" for key in keys() for value in ODD_VALUES]
+    for word in words[::every]:
+        with suppress(ConfigError):
+            config = compose([word])
+            validate(config, 1)
+            require_host_memory(config, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -283,3 +338,9 @@ def test_a_script_takes_no_url(module: str, arguments: list[str], capsys: pytest
         importlib.import_module(module).main(arguments)
     assert ended.value.code == 2
     assert "is a URL; only paths of mounted file systems can be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("weight", ["1e999999999", "1e9_9_9_9_9_9_9", "1e+9_9_9_9_9_9_9"])
+def test_a_weight_of_many_digits_is_refused_unexpanded(weight: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.train\[0\]\.weight={re.escape(weight)}: must be a number above 0"):
+        check(["data=token_file", f"data.train=[{{path: a, weight: '{weight}'}}]"])

@@ -33,7 +33,7 @@ def written(path: Path, tokens: range) -> Path:
     """Write a file whose last change lies in the past by the clock of its file system."""
     write_token_file(path, [np.array(tokens)], dtype=np.uint16)
     probe = path.with_name("probe")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120.0
     while True:
         probe.write_bytes(b"")
         if probe.stat().st_mtime_ns > path.stat().st_ctime_ns:

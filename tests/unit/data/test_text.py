@@ -57,7 +57,8 @@ def split_at_end_of_text(tokens: list[int]) -> list[bytes]:
 
 def test_a_single_file_gives_its_end_to_valid(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(100)))
-    corpus = prepare(text_section(tmp_path / "a.txt", valid_fraction=0.1), cache=tmp_path / "cache")
+    section = text_section(tmp_path / "a.txt", tokenizer="bytes", valid_fraction=0.1)
+    corpus = prepare(section, cache=tmp_path / "cache")
     assert tokens_of(corpus.train) == [*range(90), 256]
     assert tokens_of(corpus.valid) == [*range(90, 100), 256]
     assert (corpus.vocab_size, corpus.end_of_text) == (257, 256)
@@ -72,7 +73,8 @@ def test_a_single_file_is_cut_between_characters(
     raw = text.encode("utf-8")
     path.write_bytes(raw)
     source = TextSource(path=path, name="a.txt", size_bytes=len(raw), mtime_ns=path.stat().st_mtime_ns)
-    train, valid = ([document.text for document in part] for part in split_documents([source], valid_fraction))
+    sides = split_documents([source], valid_fraction, takes_bytes=True)  # a text may have NUL
+    train, valid = ([document.text for document in part] for part in sides)
     assert train[0].decode() + valid[0].decode() == text
 
 
@@ -290,13 +292,16 @@ def test_a_tokenizer_without_end_of_text_is_refused_by_name(tmp_path: Path) -> N
         prepare(text_section(tmp_path / "a.txt", tokenizer=str(tokenizer)), cache=tmp_path / "cache")
 
 
-def test_a_text_not_in_utf_8_is_refused_for_a_tokenizer(tmp_path: Path) -> None:
+def test_a_text_not_in_utf_8_is_refused_unless_bytes_are_named(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json", special=["</s>"])
     (tmp_path / "a.txt").write_bytes(b"fine" * 10)
     (tmp_path / "b.txt").write_bytes(b"abc\xff" * 10)
     with pytest.raises(DataError, match=r"b\.txt, byte 3.*0xff"):
         prepare(text_section(tmp_path / "[ab].txt", tokenizer=str(tokenizer)), cache=tmp_path / "cache")
-    assert prepare(text_section(tmp_path / "[ab].txt"), cache=tmp_path / "cache").vocab_size == 257
+    by_bytes = text_section(tmp_path / "[ab].txt", tokenizer="bytes")
+    assert prepare(by_bytes, cache=tmp_path / "cache").vocab_size == 257
+    with pytest.raises(DataError, match=r"b\.txt, byte 3"):  # the bytes of the cache were asked for by name
+        prepare(text_section(tmp_path / "[ab].txt"), cache=tmp_path / "cache")
 
 
 def test_a_tokenizer_that_is_none_is_refused_by_name(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tests.fakes import JOIN_S
 from trainer.launch.signals import SIGNALS, SignalHandler
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
@@ -86,22 +87,26 @@ def test_a_process_not_done_within_the_notice_exits_with_1() -> None:
     case = Case(notice_s=0.01)
     case.handler.await_iteration()
     case.handler.receive(TERM)
-    assert case.has_left.wait(10.0)
+    assert case.has_left.wait(JOIN_S)
     assert case.statuses == [1]
     assert "train.exit_signal_save_seconds" in case.reports[0]
 
 
 def test_who_is_through_within_the_notice_is_left_alone() -> None:
-    case = Case(notice_s=0.05)
+    case = Case()
     case.handler.await_iteration()
+    others = set(threading.enumerate())
     case.handler.receive(TERM)
+    (notice,) = set(threading.enumerate()) - others
     case.handler.stop()
-    assert not case.has_left.wait(0.2)
+    notice.join(JOIN_S)
+    assert not notice.is_alive()
+    assert case.statuses == []
 
 
 def test_a_report_that_hangs_keeps_nobody() -> None:
     stuck, left = threading.Event(), threading.Event()
-    handler = SignalHandler(LONG_S, report=lambda _: stuck.wait(30.0), leave=lambda _: left.set())
+    handler = SignalHandler(LONG_S, report=lambda _: stuck.wait(JOIN_S), leave=lambda _: left.set())
     handler.receive(TERM)
     assert left.is_set()
     assert not stuck.is_set()

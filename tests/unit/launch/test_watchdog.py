@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from tests.fakes import run_ranks
+from tests.fakes import JOIN_S, run_ranks
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.errors import CheckpointError, LaunchError
 from trainer.launch import watchdog as peers
@@ -23,10 +23,17 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_GUARD_EVERY_S", 0.01)
 
 
+class Standing:
+    """A clock that stands still: no grace is over, whatever the machine does."""
+
+    def monotonic(self) -> float:
+        return 100.0
+
+
 class Rank:
     """A watch whose process does not end, and its rank's channels."""
 
-    def __init__(self, store: Store, rank: int, *, world_size: int = 2, timeout_s: float = 30.0) -> None:
+    def __init__(self, store: Store, rank: int, *, world_size: int = 2, timeout_s: float = JOIN_S) -> None:
         self.channel = StoreChannel(store, rank, world_size=world_size, timeout_s=timeout_s)
         self.has_left = threading.Event()
         self.watch = Watchdog(self.channel.clone(), timeout_s, leave=self._leave)
@@ -42,18 +49,22 @@ def test_a_rank_that_hangs_is_left_when_another_gave_up(capsys: pytest.CaptureFi
     first, second = Rank(store, 0), Rank(store, 1)
     second.watch.start()
     first.channel.fail("the disk is gone")
-    assert second.has_left.wait(10.0)
+    assert second.has_left.wait(JOIN_S)
     assert second.statuses == [1]
     assert "rank 1 exits: Rank 0 failed: the disk is gone" in capsys.readouterr().err
 
 
-def test_a_rank_that_ends_by_itself_is_not_left() -> None:
+def test_a_rank_that_ends_by_itself_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "time", Standing())
     store = HashStore()
     first, second = Rank(store, 0), Rank(store, 1)
     second.watch.start()
     first.channel.fail("the disk is gone")
+    store.wait(["here/1"])  # it knows, and answers
     second.watch.stop()
-    assert not second.has_left.wait(0.5)
+    second.watch._thread.join(JOIN_S)
+    assert not second.watch._thread.is_alive()
+    assert second.statuses == []
 
 
 def test_nobody_is_watched_in_a_world_of_one() -> None:
@@ -96,16 +107,20 @@ def test_a_lost_message_follows_from_the_rank_that_gave_up_first() -> None:
     assert cause == "Rank 0 failed: no room"
 
 
-def test_a_rank_that_shows_no_sign_of_life_is_named_to_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_shows_no_sign_of_life_is_named_to_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "time", Standing())  # silence is counted in looks, and the store is never silent
+    monkeypatch.setattr(peers, "_GRACE_S", 0.0)
     store = HashStore()
-    ranks = [Rank(store, rank, world_size=3, timeout_s=0.5) for rank in range(3)]
+    ranks = [Rank(store, rank, world_size=3, timeout_s=1.0) for rank in range(3)]
     for rank in ranks[:2]:
         rank.watch.start()  # rank 2 is stopped before it does
     for rank in ranks[:2]:
-        assert rank.has_left.wait(10.0)
+        assert rank.has_left.wait(JOIN_S)
         assert rank.statuses == [1]
     said = capsys.readouterr().err
-    assert "rank 0 exits: Rank 1 failed: Rank 2 sent no heartbeat for 0 s" in said
+    assert "rank 0 exits: Rank 1 failed: Rank 2 sent no heartbeat for 1 s" in said
     assert "rank 1 exits: Rank 2 sent no heartbeat" in said
 
 
@@ -133,7 +148,7 @@ class Brittle(Store):  # type: ignore[misc]
         return self
 
     def _do(self, call: Callable[[], object]) -> object:
-        self.flows.wait(30.0)
+        self.flows.wait(JOIN_S)
         if self.is_dead:
             raise dist.DistNetworkError("Broken pipe")
         return call()
@@ -156,7 +171,7 @@ def test_a_store_that_is_gone_ends_those_who_hang(capsys: pytest.CaptureFixture[
     rank = Rank(store, 1)
     rank.watch.start()
     store.is_dead = True
-    assert rank.has_left.wait(10.0)
+    assert rank.has_left.wait(JOIN_S)
     assert "rank 1 exits: The store is gone: its host, rank 0, was killed" in capsys.readouterr().err
 
 
@@ -175,11 +190,11 @@ def test_a_store_that_hangs_ends_all_even_the_one_that_explains(capsys: pytest.C
     store.flows.clear()
     explaining = threading.Thread(target=rank.watch.explain, args=(LaunchError("x"), rank.channel), daemon=True)
     explaining.start()
-    assert rank.has_left.wait(10.0)
+    assert rank.has_left.wait(JOIN_S)
     assert explaining.is_alive()
     assert "the store's host, rank 0, has not answered" in capsys.readouterr().err
     store.flows.set()
-    explaining.join(10.0)
+    explaining.join(JOIN_S)
 
 
 class Suspended:
@@ -200,6 +215,6 @@ def test_time_while_a_process_was_stopped_does_not_count(monkeypatch: pytest.Mon
     rank = Rank(store, 1, timeout_s=60.0)
     monkeypatch.setattr(peers, "time", clock)
     rank.watch.start()
-    assert rank.has_left.wait(10.0)
+    assert rank.has_left.wait(JOIN_S)
     assert clock.looks > 60.0 / peers._STOPPED_S
     store.flows.set()

@@ -24,7 +24,7 @@ from trainer.compare.speed import read_timing
 from trainer.errors import TrainerError
 from trainer.json_value import dumps
 from trainer.launch.start_times import Phase, StartTimes
-from trainer.metrics.jsonl_file import cut_after, last_recorded_iteration
+from trainer.metrics.jsonl_file import cut_after, last_recorded_iteration, last_saved_iteration
 from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
 
 
@@ -322,3 +322,12 @@ def test_an_evaluation_is_no_line_of_an_iteration_of_training(tmp_path: Path, ca
         log.open(2, "config")
     log.close()
     assert "the first 2, the last 2" in caplog.text
+
+
+def test_the_last_save_is_told_from_the_last_iteration(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert last_saved_iteration(path) is None
+    path.write_text('{"iteration": 2}\n{"iteration": 2, "event": "local_save"}\n{"iteration": 1, "event": "save"}\n')
+    with path.open("a") as file:
+        file.write('{"iteration": 3}\n{"iteration": 3, "event": "weights_save"}\n{"iteration": 3, "event": "save"}')
+    assert last_saved_iteration(path) == 2

@@ -85,6 +85,7 @@ def test_the_configuration_of_peft_names_no_base() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
+        ({"rank": 1_000_000}, "model.lora.rank=1000000: must be at most"),
         ({"rank": -1}, "model.lora.rank=-1"),
         ({"alpha": 0.0}, "model.lora.alpha=0.0"),
         ({"dropout": 1.0}, "model.lora.dropout=1.0"),

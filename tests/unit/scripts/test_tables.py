@@ -22,8 +22,8 @@ from scripts.tables.runs import (
     resume_keys,
     straight_keys,
 )
-from trainer.__main__ import compose
 from trainer.config.checks import validate
+from trainer.config.compose import compose
 
 _VARIANT = re.compile(r"## (\w+), (\w+)")
 _ROW = re.compile(r"\| `(\w+)` \| `?(\w+)`? \| ([\w* ]*) \| (\S+).*? \| (\S+).*? \| (\S+).*? \| `(.*)` \|")

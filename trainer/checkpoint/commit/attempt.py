@@ -17,13 +17,18 @@ from trainer.checkpoint.storage.folder import CheckpointFolder
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try to save an iteration: `name` is unique in the life of the folder, the same on all ranks."""
+    """One try to save an iteration: `name` is unique in the life of the folder, the same on all ranks.
+
+    Args:
+        replaces: whether a checkpoint of this iteration gives way to this one, in place of being kept as superseded.
+    """
 
     iteration: int
     name: str
     folder: CheckpointFolder
     layout: Layout
     hosts: Hosts = field(default_factory=lambda: Hosts.shared(1))
+    replaces: bool = False
 
     @property
     def partial(self) -> Path:

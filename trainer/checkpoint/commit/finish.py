@@ -97,7 +97,7 @@ def rename(attempt: Attempt) -> bool:
         CheckpointError: if the file system fails; no checkpoint is there then.
     """
     try:
-        return attempt.folder.commit(attempt.iteration, attempt.name)
+        return attempt.folder.commit(attempt.iteration, attempt.name, replaces=attempt.replaces)
     except OSError as error:
         raise _commit_failed(attempt, error) from error
 

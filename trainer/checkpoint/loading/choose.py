@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Protocol
 
 from trainer.checkpoint.format.host_file import PieceNumbers
+from trainer.checkpoint.format.lineage import Lineage, saved_lineage
 from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.loading.accessories import misleading_files
 from trainer.checkpoint.loading.reader import (
     Checkpoint,
     check_first_blocks,
-    misleading_files,
     open_checkpoint,
     read_places,
 )
@@ -26,22 +27,42 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class LoadTerms:
+    """How advice names what the caller has set; by default for a caller that gives the path as an argument.
+
+    Args:
+        path: what names the folder.
+        iteration: what names the iteration in it.
+        fresh: how to start without a checkpoint; empty where nothing else can be done.
+    """
+
+    path: str = "the path"
+    iteration: str = "the iteration"
+    fresh: str = ""
+
+    def advice(self, fix: str) -> str:
+        """Return a sentence that advises `fix`, or the start without a checkpoint."""
+        return f"{fix}, or {self.fresh}." if self.fresh else f"{fix}."
+
+
+@dataclass(frozen=True, slots=True)
 class LoadSource:
     """The folder to load from: a run's checkpoint folder, optionally with an `iteration`, or one iteration folder.
 
     Args:
-        key: the configuration key or option that names it, for messages.
+        lineage: of the run that goes on from it: what is not of its branches is no candidate; None for any.
     """
 
     path: Path
     iteration: int | None = None
-    key: str = "checkpoint.load"
+    terms: LoadTerms = LoadTerms()
+    lineage: Lineage | None = None
 
     @staticmethod
-    def named(path: Path, *, key: str = "checkpoint.load") -> LoadSource:
+    def named(path: Path, *, terms: LoadTerms = LoadTerms()) -> LoadSource:
         """Return the source for a path given by a user: a run's own folder, its checkpoint folder or one iteration."""
         inner = path / "checkpoints"
-        return LoadSource(inner if inner.is_dir() else path, key=key)
+        return LoadSource(inner if inner.is_dir() else path, terms=terms)
 
 
 def no_folder(path: Path, *, kind: str = "such folder", fix: str | None = None) -> CheckpointError:
@@ -67,10 +88,36 @@ def committed_in(folder: CheckpointFolder) -> list[int]:
                 where=path,
                 expected="a folder",
                 found=kind_of(path),
-                fix="Replace the link by its target or remove it, or set checkpoint.load to the target.",
+                fix="Replace the link by its target or remove it, or load the target.",
             )
         _log.warning("%s is %s, not a checkpoint of this run, and is ignored", path, kind_of(path))
     return committed
+
+
+class GivenUpError(CheckpointError):
+    """A checkpoint of a branch that the run has given up."""
+
+
+def _require_admitted(checkpoint: Checkpoint, lineage: Lineage) -> None:
+    """Refuse a checkpoint that is not of the branches of a run.
+
+    Raises:
+        MismatchError: if it is of another run.
+        GivenUpError: if it is of a branch that the run has given up.
+    """
+    saved = saved_lineage(checkpoint.state, where=checkpoint.path)
+    if lineage.admits(saved, checkpoint.iteration):
+        return
+    fix = "Begin another run from it, with a folder of its own, or move this run's run.json away to go on from it."
+    if saved.run == lineage.run:
+        raise GivenUpError("A checkpoint is of a branch that the run has given up", where=checkpoint.path, fix=fix)
+    raise MismatchError(
+        "A checkpoint is of another run",
+        where=checkpoint.path,
+        expected=f"run {lineage.run}",
+        found=f"run {saved.run}" if saved.run else "one that names no run",
+        fix=fix,
+    )
 
 
 class LocalFolders(Protocol):
@@ -124,7 +171,8 @@ class Chooser:
         self._patience = patience or Patience(0.0)
         self._candidates: list[Path] | None = None
         self._is_exact = False
-        self._skipped: list[str] = []
+        self._skipped: list[tuple[str, str, bool]] = []  # the name, the reason, and whether it is damage
+        self._logged = 0
         self.digest = ""
 
     def pick(self, *, is_complete: bool = True) -> Path:
@@ -149,11 +197,13 @@ class Chooser:
             path = self._candidates[0]
             if path in self._local_paths and not is_complete:
                 self.digest = ""
+                self._log_skipped()
                 return path
             try:
-                checkpoint = open_checkpoint(path, self._files)
+                checkpoint = self._open(path)
                 self._check(checkpoint)
-                check_first_blocks(checkpoint, read_places(checkpoint))
+                if path not in self._local_paths:  # whose hosts have checked theirs, and taken damaged ones elsewhere
+                    check_first_blocks(checkpoint, read_places(checkpoint))
             except (MismatchError, UnreadableError):
                 raise
             except TrainerError as error:
@@ -161,6 +211,9 @@ class Chooser:
                 is_complete = False
                 continue
             self.digest = checkpoint.digest
+            self._log_skipped()
+            for problem in checkpoint.lacking.values():
+                _log.warning("%s The file holds no state of the run: the checkpoint is loaded without it.", problem)
             for name in misleading_files(checkpoint):
                 _log.warning(
                     "%s is not part of the checkpoint, but transformers would read it: move it away", path / name
@@ -169,9 +222,28 @@ class Chooser:
         raise CheckpointError(
             "No valid checkpoint is left",
             where=self._source.path,
-            found="; ".join(self._skipped) or "none",
-            fix="Repair one, or start from scratch with checkpoint.load=none.",
+            found="; ".join(self._reasons()) or "none",
+            fix=self._source.terms.advice(self._remedy()),
         )
+
+    def _remedy(self) -> str:
+        """Return what to do where every candidate was skipped."""
+        is_damaged = any(damaged for _, _, damaged in self._skipped)
+        return "Repair one" if is_damaged or not self._skipped else "Move this run's run.json away to go on from one"
+
+    def _reasons(self) -> list[str]:
+        """Return each reason once, after the names of the checkpoints that were skipped for it."""
+        names: dict[str, list[str]] = {}
+        for name, problem, _ in self._skipped:
+            reason = problem.replace(f" ({self._source.path / name})", "").replace(f"{self._source.path / name}/", "")
+            names.setdefault(reason.rstrip("."), []).append(name)
+        return [f"{', '.join(skipped)}: {reason}" for reason, skipped in names.items()]
+
+    def _log_skipped(self) -> None:
+        """Log what was skipped since the last call, once there is a candidate in its place."""
+        for name, problem, is_damaged in self._skipped[self._logged :]:
+            _log.error("%s is %sskipped: %s", name, "damaged and " if is_damaged else "", problem)
+        self._logged = len(self._skipped)
 
     def openable(self) -> Iterator[Checkpoint]:
         """Yield every candidate that can be opened, newest first, without a check, a log line or a choice.
@@ -182,7 +254,7 @@ class Chooser:
         """
         for path in self._find():
             try:
-                yield open_checkpoint(path, self._files)
+                yield self._open(path)
             except TrainerError:  # `pick` names it
                 continue
 
@@ -198,8 +270,19 @@ class Chooser:
             raise error
         if self._candidates:
             path = self._candidates.pop(0)
-            _log.error("%s is damaged and skipped: %s", path.name, error)
-            self._skipped.append(f"{path.name}: {str(error).rstrip('.')}")
+            problem = str(error).removesuffix(error.fix or "").rstrip()
+            self._skipped.append((path.name, problem, not isinstance(error, GivenUpError)))
+
+    def _open(self, path: Path) -> Checkpoint:
+        """Open a checkpoint that the run may go on from.
+
+        Raises:
+            CheckpointError: as `open_checkpoint` and `_require_admitted`.
+        """
+        checkpoint, lineage = open_checkpoint(path, self._files, may_lack=True), self._source.lineage
+        if lineage is not None:
+            _require_admitted(checkpoint, lineage)
+        return checkpoint
 
     def _find(self) -> list[Path]:
         if self._local is None:
@@ -216,21 +299,22 @@ class Chooser:
                 "No local checkpoint is whole, and no folder that all hosts share has one",
                 where=self._source.path,
                 found=self._local.describe_missing() or "no local checkpoint",
-                fix="Bring back the hosts that have the rest, or start over with checkpoint.load=none.",
+                fix=self._source.terms.advice("Bring back the hosts that have the rest"),
             )
         return [path for _, path in sorted(found, key=lambda pair: -pair[0])]  # stable: of two, the local one is first
 
     def _find_shared(self) -> list[Path]:
         path = self._source.path
         if not path.is_dir():
-            raise no_folder(path, kind="checkpoint folder", fix=f"Correct the path, or {self._source.key}.")
+            raise no_folder(path, kind="checkpoint folder", fix=f"Correct {self._source.terms.path}.")
         if (path / MANIFEST).exists() or is_iteration_name(path.name):
             if self._source.iteration is not None:
                 raise CheckpointError(
                     "An iteration was requested from a folder that is itself one iteration",
                     where=path,
-                    found=f"checkpoint.ckpt_step={self._source.iteration}",
-                    fix="Leave checkpoint.ckpt_step out, or name the run's checkpoint folder in checkpoint.load.",
+                    found=f"iteration {self._source.iteration}",
+                    fix=f"Leave {self._source.terms.iteration} out, or let {self._source.terms.path} name the run's "
+                    "checkpoint folder.",
                 )
             self._is_exact = True
             return [path]
@@ -243,7 +327,7 @@ class Chooser:
                 "A folder holds no checkpoint",
                 where=path,
                 expected="an iter_ folder",
-                fix=f"Correct the path, or {self._source.key}.",
+                fix=f"Correct {self._source.terms.path}.",
             )
         return [folder.iteration(iteration) for iteration in reversed(committed)]
 
@@ -255,14 +339,14 @@ class Chooser:
                 where=path,
                 expected="one of " + (", ".join(map(str, committed)) or "none"),
                 found=kind_of(path),
-                fix="Replace the link by its target, or set checkpoint.load to the target.",
+                fix="Replace the link by its target, or load the target.",
             )
         if iteration not in committed:
             raise CheckpointError(
                 "An iteration was never saved",
                 where=path,
                 expected="one of " + (", ".join(map(str, committed)) or "none"),
-                fix="Correct checkpoint.ckpt_step.",
+                fix=f"Correct {self._source.terms.iteration}.",
             )
         self._is_exact = True
         return [path]

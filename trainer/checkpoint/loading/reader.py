@@ -16,14 +16,13 @@ from trainer.checkpoint.format.host_file import HostFile
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import Place, TensorSpec, kind_of_file
 from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest
-from trainer.checkpoint.format.names import FORMAT, HOST, INDEX, MANIFEST, STATE
+from trainer.checkpoint.format.names import ACCESSORIES, FORMAT, HOST, INDEX, MANIFEST, STATE
 from trainer.checkpoint.loading.gather import Gatherer
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import named_iteration
 from trainer.checkpoint.storage.patience import failed_read, is_damage, unreadable
-from trainer.errors import CheckpointError, MismatchError
+from trainer.errors import CheckpointError, MismatchError, UnreadableError
 
-_MISLEADING = ("model.safetensors", "adapter_config.json")
 _MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
 
 
@@ -34,6 +33,7 @@ class Checkpoint:
     Args:
         digest: digest of the manifest: two folders with the same one hold the same checkpoint.
         host: the pieces that this folder holds, if it is that of one host; None if it holds all.
+        lacking: the problem of each file that holds no state and is missing or damaged, by name.
     """
 
     path: Path
@@ -42,6 +42,7 @@ class Checkpoint:
     state: Json
     digest: str = ""
     host: HostFile | None = None
+    lacking: Mapping[str, CheckpointError] = field(default_factory=dict, compare=False)
     _places: dict[str, Place] = field(
         default_factory=dict, repr=False, compare=False
     )  # filled by the first `read_places`
@@ -66,8 +67,11 @@ class Checkpoint:
         return self.host.held.get(tensor, ())
 
 
-def open_checkpoint(path: Path, files: Files) -> Checkpoint:
+def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Checkpoint:
     """Check the manifest, all file sizes and every JSON file, and return the checkpoint. Reads no tensor.
+
+    Args:
+        may_lack: open it also where files that hold no state are missing or damaged.
 
     Raises:
         MismatchError: if it has another format version.
@@ -82,8 +86,15 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
             "A folder is not a checkpoint", error, where=path, expected=MANIFEST, fix="Name another one."
         ) from error
     document: bytes | None = None
+    lacking: dict[str, CheckpointError] = {}
     for name, entry in found.files.items():
-        data = _checked_file(path, name, entry, files)
+        try:
+            data = _checked_file(path, name, entry, files)
+        except CheckpointError as error:
+            if not may_lack or name not in ACCESSORIES or isinstance(error, UnreadableError):
+                raise
+            lacking[name] = error
+            continue
         document = data if name == STATE else document
         if name == INDEX:
             _check_index(json_file.parse(data, where=path / name), found, where=path / name)
@@ -105,7 +116,7 @@ def open_checkpoint(path: Path, files: Files) -> Checkpoint:
         )
     _check_name(path, iteration)
     digest = manifest.digest_of(content)
-    return Checkpoint(path, files, found, state, digest, _host_file(path, files, found, digest))
+    return Checkpoint(path, files, found, state, digest, _host_file(path, files, found, digest), lacking)
 
 
 def _host_file(path: Path, files: Files, found: Manifest, digest: str) -> HostFile | None:
@@ -139,26 +150,6 @@ def _check_name(path: Path, iteration: int) -> None:
             found=f"iteration {iteration}",
             fix="Give the folder the name of its iteration, or one that does not begin with iter_.",
         )
-
-
-def misleading_files(checkpoint: Checkpoint) -> list[str]:
-    """Return foreign files in the folder that transformers' `from_pretrained` prefers to the checkpoint's own.
-
-    As of transformers 5.23, `model.safetensors` takes precedence over the index of several files, and with PEFT
-    installed `adapter_config.json` redirects to another folder.
-
-    Raises:
-        UnreadableError: if the folder cannot be listed at the moment.
-    """
-    found = []
-    for name in _MISLEADING:
-        path = checkpoint.path / name
-        try:
-            if name not in checkpoint.manifest.files and path.is_file():
-                found.append(name)
-        except OSError as error:
-            raise unreadable(error, where=path) from error
-    return found
 
 
 def _check_index(index: Json, found: Manifest, *, where: Path) -> None:
@@ -278,7 +269,7 @@ def not_held(checkpoint: Checkpoint, place: Place, number: int) -> CheckpointErr
         where=f"{checkpoint.path / place.file}, tensor {place.spec.name}, piece {number}",
         expected=f"a copy of what {writer} wrote",
         found="a hole",
-        fix="Resume with checkpoint.local.dir on all hosts, or join their folders: "
+        fix="Resume from the local checkpoints of all hosts, or join their folders: "
         "`reprise checkpoint gather FOLDER... OUT`.",
     )
 

@@ -30,7 +30,7 @@ def open_same(path: Path, digest: str, files: Files, *, reader: int = 0) -> Chec
 
     def problem() -> str:
         try:
-            checkpoint = open_checkpoint(path, files)
+            checkpoint = open_checkpoint(path, files, may_lack=True)
         except UnreadableError:
             raise
         except CheckpointError as error:

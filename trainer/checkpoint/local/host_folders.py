@@ -17,14 +17,14 @@ from trainer.checkpoint.commit.hosts import Hosts
 from trainer.checkpoint.format import host_file
 from trainer.checkpoint.format.host_file import HostFile, PieceNumbers, union, without
 from trainer.checkpoint.format.layout import Place
+from trainer.checkpoint.format.lineage import Lineage, saved_lineage
 from trainer.checkpoint.format.names import HOST
 from trainer.checkpoint.loading.blocks import bytes_of
-from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
+from trainer.checkpoint.loading.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
 from trainer.checkpoint.loading.same_checkpoint import open_same
 from trainer.checkpoint.local.fetch import Fetcher, damaged_pieces
 from trainer.checkpoint.local.skeleton import make_skeleton, mend_skeleton, skeleton_of
 from trainer.checkpoint.local.survey import Candidate, Transfer, assign, candidates, describe
-from trainer.checkpoint.storage.files import cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.shared_folder import on_this_host
 from trainer.errors import CheckpointError, TrainerError, UnreadableError
@@ -63,6 +63,11 @@ class HostFolders:
         shared: the folder of the checkpoints that all hosts share; None without one.
         nonce: a name of this run of the program, equal on all ranks.
         timeout_s: how long a host waits for the bytes of another.
+
+    Attributes:
+        lineage: of the run, known before the first survey.
+        given_up: on leaders, the iterations of this host that are of branches that the run has given up.
+        candidates: on rank 0, the newest first.
     """
 
     def __init__(
@@ -81,8 +86,10 @@ class HostFolders:
         self._leads = channel.rank in hosts.leaders
         self._fetcher = Fetcher(channel, hosts, nonce=nonce, timeout_s=timeout_s)
         self._messages = 0
+        self.lineage = Lineage()
+        self.given_up: set[int] = set()
         self._surveyed: dict[int, HostFile] = {}  # on leaders, of this host
-        self.candidates: list[Candidate] = []  # on rank 0, the newest first
+        self.candidates: list[Candidate] = []
 
     @property
     def leads(self) -> bool:
@@ -96,19 +103,23 @@ class HostFolders:
         return ranks.index(self._channel.rank), len(ranks)
 
     def survey(self) -> None:
-        """Let rank 0 know what lies on every host. Afterwards it has the `candidates`."""
+        """Let rank 0 know what lies on every host. Afterwards it has the `candidates`: those of the run's `lineage`."""
         damaged: list[int] = []
-        with self._agreed(lambda error: cannot_write(self.folder.root, error, what="The folder of local checkpoints")):
+        with self._agreed(lambda error: self.folder.cannot_write(error, what="The folder of local checkpoints")):
             if self._leads:
                 self._surveyed = self._own()
-                damaged = [iteration for iteration in self._surveyed if not self._is_intact(iteration)]
+                damaged = [iteration for iteration in list(self._surveyed) if not self._is_intact(iteration)]
         found = {iteration: known.to_bytes().decode() for iteration, known in self._surveyed.items()}
-        data = json.dumps([found, damaged]).encode()
+        data = json.dumps([found, damaged, sorted(self.given_up)]).encode()
         tables = [json.loads(table) for table in self._channel.gather(self._key("survey"), data)]
         if tables:
             leaders = self.hosts.leaders
             bad = [(number, iteration) for number, rank in enumerate(leaders) for iteration in tables[rank][1]]
             self.candidates = candidates([_parsed(tables[rank][0], f"rank {rank}") for rank in leaders], bad)
+            for name, rank in zip(self.hosts.names, leaders, strict=True):
+                if tables[rank][2]:
+                    listed = ", ".join(map(str, tables[rank][2]))
+                    _log.warning("local iterations of branches that the run has given up, on host %s: %s", name, listed)
 
     @property
     def iterations(self) -> list[int]:
@@ -169,6 +180,8 @@ class HostFolders:
             checkpoint = open_same(path, candidate.manifest, self.folder.files)
             if self._channel.rank == 0:
                 check(checkpoint)
+            if self._leads:
+                check_first_blocks(checkpoint, read_places(checkpoint))
             places, needs = read_places(checkpoint), dict(wanted(checkpoint))
         tables = [json.loads(data) for data in self._channel.gather(self._key("needs"), json.dumps(needs).encode())]
         plan, report = b"", LoadedFrom.here()
@@ -246,9 +259,17 @@ class HostFolders:
         return found
 
     def _is_intact(self, iteration: int) -> bool:
-        """Return whether the JSON files and headers of an iteration are not damaged on this host; log what is."""
+        """Return whether the JSON files and headers of an iteration are not damaged on this host; log what is.
+
+        An iteration that the run has given up moves from the survey to `given_up`.
+        """
+        path = self.folder.iteration(iteration)
         try:
-            read_places(open_checkpoint(self.folder.iteration(iteration), self.folder.files))
+            checkpoint = open_checkpoint(path, self.folder.files)
+            read_places(checkpoint)
+            if not self.lineage.admits(saved_lineage(checkpoint.state, where=path), iteration):
+                del self._surveyed[iteration]
+                self.given_up.add(iteration)
         except UnreadableError:
             raise
         except TrainerError as error:
@@ -292,6 +313,7 @@ class HostFolders:
                 if self._host in candidate.found:
                     mend_skeleton(path, found, self.folder.files)
                 else:
+                    self.given_up.discard(candidate.iteration)  # which is renamed to make room
                     make_skeleton(self.folder, candidate, found, attempt=f"{self._nonce}-fetch")
         if self._leads and self._host == source:
             self._channel.delete([key])
@@ -314,7 +336,7 @@ class HostFolders:
                 "A local checkpoint is not whole",
                 where=self.folder.iteration(candidate.iteration),
                 found=f"on no host: {describe(union(left), known)}",
-                fix="Bring back the host that has them, or set checkpoint.ckpt_step to an older iteration.",
+                fix="Bring back the host that has them, or load an older iteration.",
             )
         if not transfers and not any(left):  # a large checkpoint has millions of pieces to count
             return [], list(left), LoadedFrom.here()
@@ -363,7 +385,7 @@ def _without_room(path: Path, found: str | None, *, expected: str | None = None)
         where=on_this_host(path),
         expected=expected,
         found=found,
-        fix="Nothing is lost. Make room on this host, or name another folder with checkpoint.local.dir.",
+        fix="Nothing is lost. Make room on this host, or name another folder.",
     )
 
 

@@ -163,8 +163,7 @@ def join(
             out.files.sync_folder(name)
         out.commit(first.iteration, attempt)
     except OSError as error:
-        fix = "Nothing was committed; make room, or name another folder."
-        raise cannot_write(partial, error, what="The output", fix=fix) from error
+        raise cannot_write(partial, error, what="The output", files=out.files) from error
     finally:
         with contextlib.suppress(OSError):  # the error that led here matters more
             out.files.remove_tree(partial)

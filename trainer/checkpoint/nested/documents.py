@@ -26,25 +26,29 @@ class NestedValues:
 
     Args:
         groups: by the optimizer's JSON Pointer: the `names` and the `numbers` of each group.
+        optimizer: the class of `/optimizer`; None if only its state dict is known.
     """
 
     values: Json = field(default_factory=dict)
     groups: Mapping[str, list[Json]] = field(default_factory=dict)
+    optimizer: str | None = None
 
     def to_bytes(self) -> bytes:
         """Return the message to another rank."""
-        return json_file.to_bytes({"values": self.values, "groups": dict(self.groups)})
+        return json_file.to_bytes({"values": self.values, "groups": dict(self.groups), "optimizer": self.optimizer})
 
     @staticmethod
     def from_bytes(data: bytes) -> NestedValues:
         """Return the values in a message."""
         found = json_file.parse(data, where="a message")
-        return NestedValues(found["values"], found["groups"])
+        return NestedValues(found["values"], found["groups"], found["optimizer"])
 
     def document(self, iteration: int) -> Json:
         """Return the state file of a checkpoint."""
         groups = dict(self.groups)
         document: Json = {"format": FORMAT, "iteration": iteration, "groups": groups.pop(_OPTIMIZER, [])}
+        if self.optimizer is not None:
+            document["optimizer"] = {"name": self.optimizer}
         return {**document, STATE_DICT: {"values": self.values, "groups": groups}}
 
     def nested(self, *, without: Sequence[str] = ()) -> Json:
@@ -66,7 +70,7 @@ def values_of(tree: Tree) -> NestedValues:
         where: [{"names": group.names, "numbers": group.numbers} for group in found.groups]
         for where, found in tree.optimizers.items()
     }
-    return NestedValues(tree.values, groups)
+    return NestedValues(tree.values, groups, tree.optimizer_class)
 
 
 def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
@@ -78,7 +82,11 @@ def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
     values: dict[str, tuple[int, Any]] = {}
     groups: dict[str, list[Json]] = {}
     of_parameter: dict[tuple[str, str], tuple[int, Json]] = {}
+    classes = {rank: given.optimizer for rank, given in sorted(by_rank.items())}
+    first_rank = min(by_rank)
     for rank, given in sorted(by_rank.items()):
+        if given.optimizer != classes[first_rank]:
+            raise _differs(_OPTIMIZER, (first_rank, classes[first_rank]), (rank, given.optimizer))
         for where, value in given.values.items():
             first, known = values.setdefault(where, (rank, value))
             if _text(known) != _text(value):
@@ -92,7 +100,7 @@ def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
                         raise _differs(f"{where}/param_groups, {name}", (first, numbers), (rank, group["numbers"]))
                 if _text(group) not in map(_text, known_groups):
                     known_groups.append(group)
-    return NestedValues({where: value for where, (_, value) in values.items()}, groups)
+    return NestedValues({where: value for where, (_, value) in values.items()}, groups, classes[first_rank])
 
 
 def read_values(checkpoint: Checkpoint) -> NestedValues:

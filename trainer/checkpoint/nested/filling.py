@@ -7,21 +7,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import TensorSpec
-from trainer.checkpoint.loaded import LoadedState, Matched, match
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
 from trainer.checkpoint.nested.documents import NestedValues, read_values
+from trainer.checkpoint.nested.loaded import LoadedState, Matched, match
 from trainer.checkpoint.nested.stored_names import keys_of, keys_of_pointer, pointer
 from trainer.checkpoint.nested.table import JointTable
-from trainer.checkpoint.nested.tree import OptimizerState, ParameterGroup, Tree, as_given
+from trainer.checkpoint.nested.tree import ParameterGroup, Tree, as_given
 from trainer.checkpoint.optimizer_state import zeros_for
-from trainer.checkpoint.tensors.live import Grid, LiveTensor, locate, parameter_names
+from trainer.checkpoint.tensors.live import Grid, LiveTensor, locate
 from trainer.errors import MismatchError
 
-_Made = dict[tuple[int | str, str], Any]
+_Made = dict[tuple[str, str], Any]  # by the names of a parameter and of its state
 
 
 @dataclass(slots=True)
@@ -31,14 +30,12 @@ class Filling:
     Args:
         tensors: this rank's, with the ranks that hold the same boxes.
         joint: the table of all ranks.
-        model: makes the state that an optimizer with numbers lacks; None if none is made.
         made: by the optimizer's pointer, the state that was made for the checkpoint at hand.
     """
 
     tree: Tree
     tensors: Sequence[LiveTensor]
     joint: JointTable
-    model: nn.Module | None
     strict: bool
     matched: Matched = field(default_factory=lambda: Matched([]))
     made: dict[str, _Made] = field(default_factory=dict)
@@ -59,11 +56,11 @@ class Filling:
             if keys_of_pointer(where)[0] in joint.entries and value != {}
         }
         made_values = {
-            pointer((*keys_of_pointer(where), "state", self.tree.optimizers[where].names[number], key))
-            for where, found in self.made.items()
-            for (number, key) in found
+            pointer((*keys_of_pointer(where), "state", name, key))
+            for where, made_state in self.made.items()
+            for (name, key) in made_state
         }
-        missing = [where for where in self.tree.values if where not in values.values]
+        missing = [where for where, value in self.tree.values.items() if where not in values.values and value != {}]
         missing += list(self._groups_missing(values))
         other_names = self._other_names(checkpoint)
         tensors = [
@@ -92,8 +89,8 @@ class Filling:
             if where in values.values:
                 self.tree.replace_value(where, values.values[where])
         for where, optimizer in self.tree.optimizers.items():
-            for (number, key), value in self.made[where].items():
-                optimizer.state.setdefault(number, {})[key] = value
+            for (name, key), value in self.made[where].items():
+                optimizer.state.setdefault(optimizer.keys[name], {})[key] = value
             by_name = _numbers_of(values, where)
             for group in optimizer.groups:
                 for key, value in (by_name.get(group.names[0], {}) if group.names else {}).items():
@@ -123,36 +120,23 @@ class Filling:
                     _require_one(f"{where}/param_groups/{number}", group, by_name)
 
     def _make_tensors(self, checkpoint: Checkpoint) -> Iterator[LiveTensor]:
-        """Make the tensors that an optimizer with numbers lacks, as before its first step."""
-        for where, optimizer, parameters in self._numbered():
+        """Make the tensors that an optimizer lacks, as before its first step."""
+        for where, optimizer in self.tree.optimizers.items():
             on_device = any(g.given.get("fused") or g.given.get("capturable") for g in optimizer.groups)
-            numbers = {name: number for number, name in optimizer.names.items()}
             for spec in (place.spec for place in read_places(checkpoint).values()):
                 *parents, name, key = ("", *keys_of(spec.kind, spec.name))
-                is_state = pointer(parents[1:]) == f"{where}/state" and name in parameters
-                if not is_state or not self._lacks(optimizer, numbers, name, key):
-                    continue
-                made = zeros_for(parameters[name], key, spec, on_device=on_device, where=checkpoint.path)
-                self.made[where][numbers[name], key] = made
-                yield from _alone(spec, made)
+                if pointer(parents[1:]) == f"{where}/state" and optimizer.lacks(name, key):
+                    parameter = optimizer.parameters[name]
+                    made = zeros_for(parameter, key, spec, on_device=on_device, where=checkpoint.path)
+                    self.made[where][name, key] = made
+                    yield from _alone(spec, made)
 
     def _make_values(self, values: NestedValues) -> None:
-        for where, optimizer, _ in self._numbered():
-            numbers = {name: number for number, name in optimizer.names.items()}
-            for found, value in values.values.items():
-                *parents, name, key = ("", *keys_of_pointer(found))
-                if pointer(parents[1:]) == f"{where}/state" and self._lacks(optimizer, numbers, name, key):
-                    self.made[where][numbers[name], key] = value
-
-    def _numbered(self) -> Iterator[tuple[str, OptimizerState, dict[str, nn.Parameter]]]:
-        if self.model is not None:
-            parameters = {name: parameter for parameter, name in parameter_names(self.model).items()}
-            for where, optimizer in self.tree.optimizers.items():
-                if optimizer.is_numbered:
-                    yield where, optimizer, parameters
-
-    def _lacks(self, optimizer: OptimizerState, numbers: Mapping[str, int | str], name: str, key: str) -> bool:
-        return name in numbers and key not in optimizer.state.get(numbers[name], {})
+        for where, optimizer in self.tree.optimizers.items():
+            for at, value in values.values.items():
+                *parents, name, key = ("", *keys_of_pointer(at))
+                if pointer(parents[1:]) == f"{where}/state" and optimizer.lacks(name, key):
+                    self.made[where][name, key] = value
 
 
 def _numbers_of(values: NestedValues, where: str) -> dict[str, Json]:

@@ -27,14 +27,10 @@ class HeldTensors:
     live: Mapping[str, LiveTensor]
     aliases: Mapping[str, str]
 
-    def table(self, tree: Tree, patterns: Sequence[str]) -> Table:
-        """Return the table of this rank.
-
-        Args:
-            patterns: of the names of tensors that differ between ranks by design.
-        """
+    def table(self, tree: Tree, patterns: Sequence[str], *, is_replicated: bool = False) -> Table:
+        """Return the table of this rank; see `Table` for the arguments."""
         rows = {name: TableRow(tensor.spec, tensor.box) for name, tensor in self.live.items()}
-        return Table(rows, self.aliases, tree.entries, tuple(tree.values), patterns)
+        return Table(rows, self.aliases, tree.entries, tuple(tree.values), patterns, is_replicated)
 
     def shared(self, joint: JointTable, rank: int, patterns: Sequence[str] = ()) -> tuple[LiveTensor, ...]:
         """Return the tensors with all ranks that hold the same boxes, in the order of the joint table.

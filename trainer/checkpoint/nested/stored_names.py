@@ -7,7 +7,7 @@ as every optimizer's, and every other leaf under its JSON Pointer (RFC 6901), wh
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 
@@ -48,17 +48,20 @@ def keys_of(kind: TensorKind, name: str) -> Keys:
     return MODEL, name
 
 
-def order_of(spec: TensorSpec) -> tuple[object, ...]:
+def order_of(spec: TensorSpec, place_of: Callable[[str], tuple[object, ...]] | None = None) -> tuple[object, ...]:
     """Return a sort key for the tensors of a state dict: the ranks that hold them have no part in the order.
 
-    Weights come first, then optimizer state by key with 0-d tensors last, then the rest; names are in natural order,
-    in which `layers.10` follows `layers.9`.
+    Weights come first, then optimizer state by key with 0-d tensors last, then the rest.
+
+    Args:
+        place_of: returns the sort key of a name; None for the natural order, in which `layers.10` follows `layers.9`.
     """
+    place_of = place_of or natural
     number = list(TensorKind).index(spec.kind)
     if spec.kind is TensorKind.OPTIMIZER and not spec.name.startswith("/"):
         key, _, parameter = spec.name.partition(".")
-        return number, not spec.shape, key, natural(parameter), spec.name
-    return number, False, "", natural(spec.name), spec.name
+        return number, not spec.shape, key, place_of(parameter), spec.name
+    return number, False, "", place_of(spec.name), spec.name
 
 
 def natural(name: str) -> tuple[object, ...]:

@@ -37,6 +37,8 @@ class Table:
         entries: the outermost keys.
         values: JSON Pointers to what is no tensor.
         patterns: of the names of tensors that differ between ranks by design; the same on all ranks.
+        is_replicated: whether every rank gives all tensors, and rows are in the order of the model; else each rank
+            gives its own, and the joint table has an order that depends on names alone.
     """
 
     rows: Mapping[str, TableRow]
@@ -44,6 +46,7 @@ class Table:
     entries: Sequence[str] = ()
     values: Sequence[str] = ()
     patterns: Sequence[str] = ()
+    is_replicated: bool = False
 
     def to_bytes(self) -> bytes:
         """Return the table as JSON."""
@@ -59,17 +62,17 @@ class Table:
             for name, row in self.rows.items()
         ]
         members = [rows, dict(self.aliases), list(self.entries), list(self.values), sorted(self.patterns)]
-        return json.dumps(members).encode()
+        return json.dumps([*members, self.is_replicated]).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> Table:
         """Return the table in a message."""
-        rows, aliases, entries, values, patterns = json.loads(data)
+        rows, aliases, entries, values, patterns, is_replicated = json.loads(data)
         found = {
             name: TableRow(_spec(kind, name, shape, dtype), Box(tuple(offset), tuple(box)))
             for name, kind, dtype, shape, offset, box in rows
         }
-        return Table(found, aliases, entries, values, patterns)
+        return Table(found, aliases, entries, values, patterns, is_replicated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,15 @@ def join(tables: Mapping[int, Table]) -> JointTable:
         if alias in first
     ]
     _refuse(problems, "The ranks give different tensors under one name", "Give each of them its own name.")
-    specs = tuple(sorted((row.spec for _, row in first.values()), key=order_of))
+    coordinator = tables[min(tables)]
+    if coordinator.is_replicated:
+        _require_same_tensors(holders, sorted(tables))
+        places = {name: (place,) for place, name in enumerate(coordinator.rows)}
+        specs = tuple(
+            sorted((row.spec for _, row in first.values()), key=lambda spec: order_of(spec, places.__getitem__))
+        )
+    else:
+        specs = tuple(sorted((row.spec for _, row in first.values()), key=order_of))
     found = {
         spec.name: {box: tuple(ranks) for box, ranks in sorted(holders[spec.name].items(), key=_box_order)}
         for spec in specs
@@ -164,6 +175,21 @@ def _require_patterns(by_rank: Mapping[int, Sequence[str]]) -> None:
                 expected="the same on every rank",
                 found=f"{by_rank[first]} on rank {first} and {patterns} on rank {rank}",
             )
+
+
+def _require_same_tensors(holders: Mapping[str, Mapping[Box, Sequence[int]]], ranks: Sequence[int]) -> None:
+    """Refuse a tensor of which a rank has no part."""
+    problems = []
+    for name, boxes in holders.items():
+        giving = {rank for found in boxes.values() for rank in found}
+        lacking = [rank for rank in ranks if rank not in giving]
+        if lacking:
+            problems.append(f"{name} is on rank {min(giving)} and not on rank {lacking[0]}")
+    _refuse(
+        problems,
+        "The ranks give different models or optimizers",
+        "Give the same on every rank. `save_state_dict` saves ranks with different tensors, as stages of a pipeline.",
+    )
 
 
 def require_whole(joint: JointTable) -> None:

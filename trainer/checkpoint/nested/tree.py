@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.nested.numbered import is_optimizer_state, names_of
 from trainer.checkpoint.nested.stored_names import Keys, pointer
 from trainer.checkpoint.optimizer_state import is_plain_number
-from trainer.checkpoint.tensors.live import is_dtensor
+from trainer.checkpoint.tensors.live import is_dtensor, parameter_names
 from trainer.errors import CheckpointError
 
 _Container = dict[str, Any] | list[Any] | tuple[Any, ...]
@@ -35,24 +36,25 @@ class ParameterGroup:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The state dict of an optimizer within a nested one.
+    """An optimizer, or its state dict, within a nested state dict.
 
     Args:
-        names: the name of each parameter, by the name or the number that `state` and `groups` give it.
-        state: `given["state"]`, in which a load makes what is missing where parameters have numbers.
+        keys: by the name of a parameter, its key in `state`: a name, a number, or the parameter itself.
+        state: state of parameters, to which a load adds what is missing.
+        parameters: by name, those whose missing state a load makes.
     """
 
-    names: Mapping[str | int, str]
+    keys: Mapping[str, Any]
     groups: list[ParameterGroup]
-    state: dict[Any, dict[str, Any]]
+    state: MutableMapping[Any, Any]
+    parameters: Mapping[str, nn.Parameter]
 
-    @property
-    def is_numbered(self) -> bool:
-        """Return whether parameters have numbers."""
-        return any(isinstance(given, int) for given in self.names)
+    def lacks(self, name: str, key: str) -> bool:
+        """Return whether a load makes the state `key` of a parameter, since the optimizer has none yet."""
+        return name in self.parameters and key not in self.state.get(self.keys[name], {})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tree:
     """A nested state dict by leaf.
 
@@ -62,6 +64,7 @@ class Tree:
         values: everything else, by JSON Pointer; a list that holds no tensor is one value.
         optimizers: by JSON Pointer.
         places: the container and the key of each value.
+        optimizer_class: the name of the class of the optimizer under `"optimizer"`; None if only its state is given.
     """
 
     entries: tuple[str, ...]
@@ -69,6 +72,7 @@ class Tree:
     values: Json = field(default_factory=dict)
     optimizers: dict[str, OptimizerState] = field(default_factory=dict)
     places: dict[str, tuple[_Container, str | int]] = field(default_factory=dict)
+    optimizer_class: str | None = None
 
     def replace_value(self, where: str, value: object) -> None:
         """Replace a value in its container, after `require_lists`; a tuple stays a tuple."""
@@ -126,7 +130,7 @@ def _walk_dict(tree: Tree, found: dict[Any, Any], keys: Keys, model: nn.Module |
                 found=repr(key),
                 fix="JSON and file names have text only: use str(key), or a list.",
             )
-        if any("\ud800" <= character <= "\udfff" for character in key):
+        if not _is_unicode(key):
             raise CheckpointError("A key cannot be stored as UTF-8", where=repr(keys), found=repr(key))
     if is_optimizer_state(found):
         _take_optimizer(tree, found, keys, model)
@@ -137,33 +141,63 @@ def _walk_dict(tree: Tree, found: dict[Any, Any], keys: Keys, model: nn.Module |
 
 def _walk(tree: Tree, value: object, keys: Keys, place: tuple[_Container, str | int], model: nn.Module | None) -> None:
     if isinstance(value, torch.Tensor):
-        tree.tensors[keys] = _plain(value, keys)
-    elif isinstance(value, dict):
+        add_tensor(tree, keys, value)
+    elif isinstance(value, dict) and value:
         _walk_dict(tree, value, keys, model)
     elif isinstance(value, (list, tuple)) and _holds_tensor(value):
         for number, member in enumerate(value):
             _walk(tree, member, (*keys, str(number)), (value, number), model)
     else:
-        _require_json(value, keys)
-        tree.values[pointer(keys)] = value
+        tree.values[pointer(keys)] = _json_copy(value, keys)
         tree.places[pointer(keys)] = place
 
 
 def _take_optimizer(tree: Tree, found: dict[str, Any], keys: Keys, model: nn.Module | None) -> None:
     names = names_of(found, model, where=pointer(keys) or "the state dict")
-    groups = []
-    for number, group in enumerate(found["param_groups"]):
+    is_numbered = any(isinstance(given, int) for given in names)
+    parameters = {} if model is None or not is_numbered else parameter_names(model)
+    add_optimizer(
+        tree,
+        keys,
+        names=names,
+        groups=found["param_groups"],
+        state=found["state"],
+        parameters={name: parameter for parameter, name in parameters.items()},
+    )
+
+
+def add_optimizer(
+    tree: Tree,
+    keys: Keys,
+    *,
+    names: Mapping[Any, str],
+    groups: Sequence[dict[str, Any]],
+    state: MutableMapping[Any, Any],
+    parameters: Mapping[str, nn.Parameter],
+) -> None:
+    """Add an optimizer to a tree under `keys`; see `OptimizerState`.
+
+    Args:
+        groups: its parameter groups, whose `params` are keys of `names`.
+
+    Raises:
+        CheckpointError: naming a value that is neither a tensor nor JSON.
+    """
+    named = []
+    for number, group in enumerate(groups):
         numbers = {}
         for key, value in group.items():
             inner = (*keys, "param_groups", str(number), str(key))
             if isinstance(value, torch.Tensor):
-                tree.tensors[inner] = _plain(value, inner)
+                add_tensor(tree, inner, value)
             elif key not in ("params", "param_names"):
                 numbers[key] = _plain_number(value, inner)
-        groups.append(ParameterGroup([names[given] for given in group["params"]], numbers, group))
-    for given, values in found["state"].items():
-        _walk_dict(tree, values, (*keys, "state", names[given]), model)
-    tree.optimizers[pointer(keys)] = OptimizerState(names, groups, found["state"])
+        named.append(ParameterGroup([names[given] for given in group["params"]], numbers, group))
+    for given, values in state.items():
+        _walk_dict(tree, values, (*keys, "state", names[given]), None)
+    tree.optimizers[pointer(keys)] = OptimizerState(
+        {name: given for given, name in names.items()}, named, state, parameters
+    )
 
 
 def _plain_number(value: object, keys: Keys) -> object:
@@ -174,12 +208,17 @@ def _plain_number(value: object, keys: Keys) -> object:
             expected="a number, text, a boolean, None, a list of numbers, or a tensor",
             found=type(value).__name__,
         )
-    return value
+    return copy.copy(value)
 
 
-def _plain(tensor: torch.Tensor, keys: Keys) -> torch.Tensor:
-    own = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if own and not is_dtensor(tensor):
+def add_tensor(tree: Tree, keys: Keys, tensor: torch.Tensor) -> None:
+    """Add a tensor to a tree.
+
+    Raises:
+        CheckpointError: naming it, if its class keeps its memory elsewhere.
+    """
+    is_foreign = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if is_foreign and not is_dtensor(tensor):
         raise CheckpointError(
             "A tensor is of a class that keeps its memory elsewhere",
             where=pointer(keys),
@@ -187,7 +226,7 @@ def _plain(tensor: torch.Tensor, keys: Keys) -> torch.Tensor:
             found=type(tensor).__name__,
             fix="Give its parts as tensors of their own.",
         )
-    return tensor.detach()
+    tree.tensors[keys] = tensor.detach()
 
 
 def _holds_tensor(value: object) -> bool:
@@ -205,24 +244,27 @@ def _leaves(value: object) -> Iterator[object]:
         yield value
 
 
-def _require_json(value: object, keys: Keys) -> None:
-    if value is None or isinstance(value, (bool, int, str)):
-        return
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair, which UTF-8 lacks."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _json_copy(value: object, keys: Keys) -> object:
+    """Return a copy of a JSON value, which a background save stores as it is now."""
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, str) and _is_unicode(value)):
+        return value
     if isinstance(value, float) and math.isfinite(value):
-        return
+        return value
     if isinstance(value, (list, tuple)):
-        for number, member in enumerate(value):
-            _require_json(member, (*keys, str(number)))
-        return
+        members = [_json_copy(member, (*keys, str(number))) for number, member in enumerate(value)]
+        return members if isinstance(value, list) else tuple(members)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        for key, member in value.items():
-            _require_json(member, (*keys, key))
-        return
+        return {key: _json_copy(member, (*keys, key)) for key, member in value.items()}
     has_state = hasattr(value, "state_dict")
     raise CheckpointError(
         "A state dict holds a value that is neither a tensor nor JSON",
         where=pointer(keys),
         expected="a tensor, a finite number, text, a boolean, None, or a list or dict of them with text as keys",
-        found=repr(value) if isinstance(value, (float, dict)) else type(value).__name__,
+        found=repr(value) if isinstance(value, (float, dict, str)) else type(value).__name__,
         fix="Give its state_dict()." if has_state else "Give numbers as Python's own, and arrays as tensors.",
     )

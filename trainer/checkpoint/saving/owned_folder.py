@@ -18,7 +18,6 @@ from trainer.checkpoint.format.names import HOST
 from trainer.checkpoint.policy import Retention
 from trainer.checkpoint.saving.room import decide_expired, delete
 from trainer.checkpoint.saving.saved_iterations import SavedIterations
-from trainer.checkpoint.storage.files import cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.checkpoint.storage.shared_folder import require_mark
@@ -53,8 +52,8 @@ class OwnedFolder:
         """
         problem: TrainerError | None = None
         if self._leads:
-            key = "checkpoint.local.dir" if self._is_local else "checkpoint.save"
-            lock = FolderLock(self.folder.root, self._nonce, key=key, is_local=self._is_local)
+            another = self.folder.terms.another
+            lock = FolderLock(self.folder.root, self._nonce, another=another, is_local=self._is_local)
             problem = self._trying(lock.acquire)
             self.lock = lock if problem is None else None
         elsewhere = self._committed_elsewhere(has_lock=self.lock is not None) if self._is_local else frozenset()
@@ -98,10 +97,9 @@ class OwnedFolder:
         return None
 
     def _cannot_write(self, error: OSError) -> TrainerError:
-        if not self._is_local:
-            return cannot_write(self.folder.root, error)
-        fix = "Make room, fix the file system of this host, or name another folder with checkpoint.local.dir."
-        return cannot_write(self.folder.root, error, what="The folder of local checkpoints", fix=fix)
+        return self.folder.cannot_write(
+            error, what="The folder of local checkpoints" if self._is_local else "The checkpoint folder"
+        )
 
     def require_shared(self) -> None:
         """Let every rank of a host find the mark that its leader has left in the folder, then remove it.
@@ -115,7 +113,7 @@ class OwnedFolder:
         mark = self.folder.mark(self._nonce)
         try:
             if not self._leads:
-                require_mark(mark, self.folder.files, leader=self._channel.coordinator, is_local=self._is_local)
+                require_mark(mark, self.folder, leader=self._channel.coordinator, is_local=self._is_local)
         except TrainerError as error:
             problem = error
         try:
@@ -125,14 +123,14 @@ class OwnedFolder:
                 with contextlib.suppress(OSError):  # the next start sweeps it
                     self.folder.files.remove_file(mark)
 
-    def rewind(self, iteration: int, retention: Retention, saved: SavedIterations) -> None:
-        """Rename checkpoints newer than `iteration`, then delete those that retention gives up."""
+    def rewind(self, iteration: int, given_up: Collection[int], retention: Retention, saved: SavedIterations) -> None:
+        """Rename checkpoints newer than `iteration` or `given_up`, then delete those that retention gives up."""
         problem: TrainerError | None = None
         if self._leads:
             try:
                 names = [*self.folder.committed(), *self.folder.non_folders()]
-                newer = [found for found in names if found > iteration]
-                for path in self.folder.supersede(newer):
+                overtaken = [found for found in names if found > iteration or found in given_up]
+                for path in self.folder.supersede(overtaken):
                     _log.info("an abandoned branch of this run is kept as %s", path.name)
                 self._retain(retention, saved)
             except OSError as error:
@@ -155,9 +153,9 @@ class OwnedFolder:
 
     def _retain(self, retention: Retention, saved: SavedIterations) -> None:
         """Delete what retention gives up, if the newest was loaded and all of it checked: it is known to be good."""
-        expired, committed = decide_expired(self.folder, retention, pinned=saved.pinned)
-        if not expired or committed[-1] not in saved.pinned or not saved.is_loaded_verified:
+        expired, committed = decide_expired(self.folder, retention)
+        if not expired or not saved.is_verified(committed[-1]):
             return
         keep = retention.max_checkpoint_keep
         for gone in delete(self.folder, expired, attempt=self._nonce, lock=self.lock):
-            _log.info("deleted iteration %d, which %s=%d does not keep", gone, retention.key, keep)
+            _log.info("deleted iteration %d, which %s=%d does not keep", gone, self.folder.terms.keep, keep)

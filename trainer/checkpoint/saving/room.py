@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from trainer.checkpoint.commit.attempt import Attempt, Successor
 from trainer.checkpoint.format import json_file
+from trainer.checkpoint.format.host_file import path_of
 from trainer.checkpoint.format.layout import Layout
-from trainer.checkpoint.format.names import STATE
+from trainer.checkpoint.format.names import INTERIM, STATE
 from trainer.checkpoint.policy import Retention
-from trainer.checkpoint.storage.files import cannot_write
 from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.errors import CheckpointError, LockError, TrainerError, UnreadableError
@@ -19,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def decide_expired(
-    folder: CheckpointFolder, retention: Retention, *, pinned: Collection[int]
+    folder: CheckpointFolder, retention: Retention, *, pinned: Collection[int] = ()
 ) -> tuple[list[int], list[int]]:
     """Return the iterations that retention gives up, and all committed ones; none where the folder cannot be listed.
 
@@ -32,8 +33,9 @@ def decide_expired(
     except OSError as error:
         _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
         return [], []
-    losses, unknown = _losses(folder, committed) if retention.keep_best else ({}, [])
-    return retention.expired(committed, pinned={*pinned, *held, *unknown}, losses=losses), committed
+    records = _Records.of(folder, committed if retention.max_checkpoint_keep else [])
+    pinned = {*pinned, *held, *records.unknown}
+    return retention.expired(committed, pinned=pinned, losses=records.losses, interim=records.interim), committed
 
 
 def delete(
@@ -67,26 +69,41 @@ def delete(
     return gone
 
 
-def _losses(folder: CheckpointFolder, iterations: Sequence[int]) -> tuple[dict[int, float], list[int]]:
-    """Return the validation loss of the checkpoints that were evaluated when they were saved.
+@dataclass(slots=True)
+class _Records:
+    """What retention reads from the state files of checkpoints.
 
-    Second are those whose state cannot be read now: any of them may be the best.
+    Args:
+        losses: validation loss by iteration, of those that were evaluated.
+        interim: those made where a run was interrupted.
+        unknown: those whose state cannot be read now: any of them may be the best.
     """
-    found, unknown = {}, []
-    for iteration in iterations:
-        path = folder.iteration(iteration) / STATE
-        try:
-            loss = json_file.read(path).get("valid_loss")
-        except UnreadableError as error:
-            _log.error("iteration %d stays, its loss is not known: %s", iteration, error)
-            unknown.append(iteration)
-            continue
-        except TrainerError as error:
-            _log.error("%s cannot be read, its loss counts for nothing: %s", path, error)
-            continue
-        if isinstance(loss, float):  # as a loss is written; `json_file` lets no NaN through
-            found[iteration] = float(loss)
-    return found, unknown
+
+    losses: dict[int, float] = field(default_factory=dict)
+    interim: set[int] = field(default_factory=set)
+    unknown: set[int] = field(default_factory=set)
+
+    @staticmethod
+    def of(folder: CheckpointFolder, iterations: Sequence[int]) -> _Records:
+        """Read the records of these iterations."""
+        records = _Records()
+        for iteration in iterations:
+            path = path_of(folder.iteration(iteration), STATE)
+            try:
+                state = json_file.read(path)
+            except UnreadableError as error:
+                _log.error("iteration %d stays, its loss is not known: %s", iteration, error)
+                records.unknown.add(iteration)
+                continue
+            except TrainerError as error:
+                _log.error("%s cannot be read, its loss counts for nothing: %s", path, error)
+                continue
+            loss = state.get("valid_loss")
+            if isinstance(loss, float):  # as a loss is written; `json_file` lets no NaN through
+                records.losses[iteration] = float(loss)
+            if state.get(INTERIM) is True:
+                records.interim.add(iteration)
+        return records
 
 
 def _needed_bytes(layout: Layout) -> int:
@@ -97,15 +114,15 @@ def _needed_bytes(layout: Layout) -> int:
 def require_room(
     attempt: Attempt,
     documents: Mapping[str, json_file.Document],
-    retention: Retention | None = None,
+    retention: Retention,
     *,
     parts: int = 1,
 ) -> None:
     """Refuse to begin where tensors and documents would not fit beside all that is there.
 
     Args:
-        parts: how many folders share the tensors, about evenly.
         retention: of the run that saves, for the advice: it has not deleted anything for this save yet.
+        parts: how many folders share the tensors, about evenly.
     """
     folder, files = attempt.folder, attempt.folder.files
     needed = _needed_bytes(attempt.layout) // parts + sum(
@@ -116,25 +133,33 @@ def require_room(
         # Looked at afterwards: what other ranks reserve meanwhile may count twice, but is never missing.
         taken = files.allocated_bytes(attempt.partial, *folder.discarded(attempt.name))
     except OSError as error:
-        raise cannot_write(folder.root, error) from error
+        raise folder.cannot_write(error) from error
     if free is not None and free + taken < needed:
         raise CheckpointError(
             "There is no room for a checkpoint",
             where=folder.root,
             expected=f"{needed} B free",
             found=f"{free} B free",
-            fix=_advice(retention),
+            fix=_advice(folder, retention, short_bytes=needed - free - taken),
         )
 
 
-def _advice(retention: Retention | None) -> str:
-    """Return how to make room: a smaller `max_checkpoint_keep` acts at the start of a run."""
-    if retention is None:
-        return "Make room, or name another folder."
-    if retention.max_checkpoint_keep == 1:
-        return "Make room: the next checkpoint is written before an older one is deleted, and one is kept already."
-    if retention.max_checkpoint_keep == 0:
-        smaller, kept = f"{retention.key}=1 or more", "all are kept"
-    else:
-        smaller, kept = f"a smaller {retention.key}", f"{retention.max_checkpoint_keep} are kept"
-    return f"Make room, or start the run again with {smaller}: the start deletes what is beyond it; now {kept}."
+def _advice(folder: CheckpointFolder, retention: Retention, *, short_bytes: int) -> str:
+    """Return how to make room: what could be deleted, and by what."""
+    older, committed = decide_expired(folder, replace(retention, max_checkpoint_keep=1))
+    abandoned, parts = folder.superseded(), []
+    if older:
+        taken = folder.files.allocated_bytes(*map(folder.iteration, older))
+        name = folder.terms.keep
+        parts.append(f"{_count(older, 'older checkpoint')} there: {taken} B, deleted by the next start with {name}=1.")
+    if abandoned:
+        taken = folder.files.allocated_bytes(*abandoned)
+        parts.append(f"{_count(abandoned, 'abandoned branch', 'es')} there (*.superseded-*): {taken} B, to be deleted.")
+    if not parts:
+        reason = ": the newest stays until the next is complete" if committed else ""
+        parts.append(f"No checkpoint there can be deleted{reason}.")
+    return f"Free {short_bytes} B more, or name {folder.terms.another}. {' '.join(parts)}"
+
+
+def _count(members: Sequence[object], noun: str, ending: str = "s") -> str:
+    return f"{len(members)} {noun}{'' if len(members) == 1 else ending}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,7 +51,6 @@ class SaveJob:
         replicas: digests of the tensors that other ranks hold too.
         channel: the worker thread's.
         shared: the state of the attempt on this rank; the main thread may abort on it.
-        pinned: iterations that retention leaves alone.
         local_ranks: the ranks of this host, for columns that become whole rows in memory that they share.
         may_share: whether this rank has the memory for that.
         local: where each host has a folder of its own, what their leaders share; None for a shared folder.
@@ -72,7 +71,6 @@ class SaveJob:
     shared: SharedCommitState
     lock: FolderLock | None
     retention: Retention
-    pinned: Collection[int]
     local_ranks: LocalRanks
     may_share: bool = False
     local: LocalSaves | None = None
@@ -140,7 +138,7 @@ class SaveJob:
             self._remove_earlier(with_messages=commit.has_all_reports)
             self._remove_discarded()
         if is_durable:  # on leaders alone
-            pinned = {*self.pinned, attempt.iteration, *(() if local is None else local.copying.pinned)}
+            pinned = {attempt.iteration, *(() if local is None else local.copying.pinned)}
             expired, _ = decide_expired(attempt.folder, self.retention, pinned=pinned)
             delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock, successor=self.successor)
             if local is not None:  # the memory or the small disk of a host holds what a restart needs, and no more
@@ -211,7 +209,7 @@ class SaveJob:
             return
         try:
             leader = attempt.hosts.leader_of(self.channel.rank)
-            require_mark(attempt.mark, files, leader=leader, is_local=self.local is not None)
+            require_mark(attempt.mark, attempt.folder, leader=leader, is_local=self.local is not None)
         except TrainerError:
             with contextlib.suppress(OSError):
                 files.remove_tree(partial)

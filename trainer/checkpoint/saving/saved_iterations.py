@@ -35,8 +35,8 @@ class SavedIterations:
 
     def __init__(self) -> None:
         self._newest: tuple[int, bool] | None = None  # the iteration, and whether it holds optimizer state
-        self.pinned: set[int] = set()  # loaded by this process: retention leaves them alone
-        self.is_loaded_verified = False  # whether all digests of the loaded checkpoint were checked
+        self._verified: int | None = None  # a loaded checkpoint of which all digests were checked
+        self._outdated: tuple[int, bool] | None = None  # a loaded checkpoint, like `_newest`, to be saved again
         self.in_doubt: list[InDoubt] = []  # in the order of the attempts
 
     def has(self, iteration: int, *, with_optimizer: bool) -> bool:
@@ -48,12 +48,26 @@ class SavedIterations:
         self._newest = iteration, has_optimizer
         self.in_doubt.clear()
 
-    def loaded(self, iteration: int, has_optimizer: bool, *, is_verified: bool, is_pinned: bool = True) -> None:
-        """Take note of a checkpoint of this run's folder that was loaded: it is there and, if pinned, it stays."""
+    def loaded(self, iteration: int, has_optimizer: bool, *, is_verified: bool) -> None:
+        """Take note of a checkpoint of this run's folder that was loaded: it is there."""
         self._newest = iteration, has_optimizer
-        if is_pinned:
-            self.pinned.add(iteration)
-        self.is_loaded_verified = is_verified
+        self._verified = iteration if is_verified else None
+
+    def is_verified(self, iteration: int) -> bool:
+        """Return whether this process has loaded `iteration` and checked all of it."""
+        return self._verified == iteration
+
+    def outdated(self, iteration: int) -> None:
+        """Let `iteration` be saved again, in place of the checkpoint that was loaded.
+
+        One that this process has not loaded is another: nothing shows that it may go.
+        """
+        if self._newest is not None and self._newest[0] == iteration:
+            self._newest, self._outdated = None, self._newest
+
+    def gives_way(self, iteration: int, *, with_optimizer: bool) -> bool:
+        """Return whether the checkpoint of `iteration` is outdated, and a save of it has all that it has."""
+        return self._outdated is not None and self._outdated[0] == iteration and with_optimizer >= self._outdated[1]
 
     def rewound(self, iteration: int) -> None:
         """Forget checkpoints newer than `iteration`, which were renamed."""

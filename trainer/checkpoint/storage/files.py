@@ -140,23 +140,32 @@ def describe_free_space(files: Files, path: Path) -> str:
 
 
 def cannot_write(
-    path: Path, error: OSError, *, what: str = "The checkpoint folder", found: str | None = None, fix: str | None = None
+    path: Path,
+    error: OSError,
+    *,
+    what: str = "The checkpoint folder",
+    found: str | None = None,
+    files: Files | None = None,
+    another: str = "another folder",
 ) -> CheckpointError:
-    """Return the error of a folder or file, `what`, that cannot be written.
+    """Return the error of a folder or file, `what`, that cannot be written or created.
 
     Args:
         path: where the error does not name one.
-        fix: by default, that of a checkpoint folder.
+        found: by default the space that is left, if the file system is full.
+        another: what to give in order to write elsewhere.
     """
-    if fix is None:
-        fix = "Fix the file system, or name another folder with checkpoint.save."
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            fix = (
-                "Make room. A run deletes at its start what checkpoint.max_checkpoint_keep does not keep, and of saves "
-                "of the weights alone what checkpoint.weights_keep does not keep."
-            )
-    problem = f"{what} cannot be written: {error.strerror} (errno {error.errno})"
-    return CheckpointError(problem, where=error.filename or path, found=found, fix=fix)
+    where = Path(error.filename) if isinstance(error.filename, str) else path
+    verb, reason, fix = "written", f"{error.strerror} (errno {error.errno})", "Fix the file system"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix, found = "Make room there", found or describe_free_space(files or Files(), path.parent)
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        fix = "Correct the permissions"
+    if error.errno == errno.ENOENT and where.parent.is_dir():  # as in /proc, which takes no folders from users
+        verb, reason, fix = "created", f"the file system of {where.parent} refuses it, {reason}", "Correct the path"
+    return CheckpointError(
+        f"{what} cannot be {verb}: {reason}", where=where, found=found, fix=f"{fix}, or name {another}."
+    )
 
 
 def keep_block(descriptor: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.atomic import replace_file, temporary_of
-from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.files import Files, cannot_write
 from trainer.errors import CheckpointError
 from trainer.regular_file import read_regular
 
@@ -65,11 +65,31 @@ def kind_of(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class FolderTerms:
+    """How advice names what the caller has set; by default for a caller that gives the folder as an argument.
+
+    Args:
+        another: what to give in order to write elsewhere.
+        keep: the number of checkpoints that stay.
+        unshared: a sentence for hosts that share no folder; empty if there is no advice.
+    """
+
+    another: str = "another folder"
+    keep: str = "max_checkpoint_keep"
+    unshared: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """The folder `checkpoint.save`. Only rank 0 changes names in it, and only under the lock."""
+    """The folder that a run saves to. Only rank 0 changes names in it, and only under the lock."""
 
     root: Path
     files: Files
+    terms: FolderTerms = FolderTerms()
+
+    def cannot_write(self, error: OSError, *, what: str = "The checkpoint folder") -> CheckpointError:
+        """Return the error of this folder if it cannot be written."""
+        return cannot_write(self.root, error, what=what, files=self.files, another=self.terms.another)
 
     def committed(self) -> list[int]:
         """Return the committed iterations in ascending order; an empty list if the folder does not exist."""
@@ -125,10 +145,13 @@ class CheckpointFolder:
         matches = (_PARTIAL.fullmatch(path.name) for path in sorted(self.root.iterdir()) if path.is_dir())
         return [(int(match[1]), match[2]) for match in matches if match]
 
-    def commit(self, iteration: int, attempt: str) -> bool:
+    def commit(self, iteration: int, attempt: str, *, replaces: bool = False) -> bool:
         """Rename a complete, synced partial folder to its final name. From here on the checkpoint exists.
 
         Invariant: a process whose partial folder was swept by its successor changes nothing here.
+
+        Args:
+            replaces: whether a checkpoint of that name is deleted, in place of being kept as superseded.
 
         Returns:
             Whether the name is durable. If it is not, and the rename could not be undone either, the checkpoint exists,
@@ -158,7 +181,9 @@ class CheckpointFolder:
                 raise
             _log.error("%s is there, but may not be durable: its folder cannot be synced: %s", target, error)
             is_durable = False
-        if aside is not None:
+        if aside is not None and replaces and is_durable:
+            self._delete_replaced(iteration, attempt, aside)
+        elif aside is not None:
             self._keep_replaced(aside, target)
         self._mend_tracker()
         return is_durable
@@ -181,10 +206,13 @@ class CheckpointFolder:
 
     def discard(self, iteration: int, attempt: str) -> Path:
         """Rename a committed folder away, durably: it no longer exists, and `remove_tree` may take its time."""
-        target = self.root / f".{iteration_name(iteration)}.{attempt}.deleting"
+        target = self._leaving(iteration, attempt)
         self.files.rename(self.iteration(iteration), target)
         self.files.sync_folder(self.root)
         return target
+
+    def _leaving(self, iteration: int, attempt: str) -> Path:
+        return self.root / f".{iteration_name(iteration)}.{attempt}.deleting"
 
     def discarded(self, name: str) -> list[Path]:
         """Return the folders that were discarded under the name of an attempt, or by any attempt of a nonce.
@@ -245,6 +273,15 @@ class CheckpointFolder:
             self.files.rename(aside, self._free_name(target))
         except OSError as error:
             _log.error("the replaced %s waits as %s for the next start: %s", target, aside, error)
+
+    def _delete_replaced(self, iteration: int, attempt: str, aside: Path) -> None:
+        """Delete a replaced checkpoint; if that fails, the next start sweeps it or gives it a name of its own."""
+        leaving = self._leaving(iteration, attempt)
+        try:
+            self.files.rename(aside, leaving)
+            self.files.remove_tree(leaving)
+        except OSError as error:
+            _log.error("the replaced %s could not be deleted: %s", aside, error)
 
     def _settle(self, path: Path) -> None:
         match = _REPLACED.fullmatch(path.name)

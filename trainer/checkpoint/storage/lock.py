@@ -29,6 +29,20 @@ STALE_S = 120.0
 _LOOK_S = 1.0
 _MOST_BYTES = 64 << 10
 
+# Of the locks of this process. flock(2) belongs to the open file, which a forked child shares: as long as the child, a
+# worker of a DataLoader for one, has it open, the kernel keeps the lock of a parent that has died.
+_descriptors: set[int] = set()
+
+
+def _close_in_child() -> None:
+    for descriptor in _descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _descriptors.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -48,7 +62,7 @@ class FolderLock:
 
     Args:
         kind: the kind of folder, for messages.
-        key: the configuration key that names the folder.
+        another: what to give for another folder, for messages.
         is_local: whether the folder is this host's own, whatever the host was called before: flock alone decides.
     """
 
@@ -59,11 +73,11 @@ class FolderLock:
         *,
         clock: Callable[[], float] = time.time,
         kind: str = "checkpoint folder",
-        key: str = "checkpoint.save",
+        another: str = "another folder",
         is_local: bool = False,
     ) -> None:
         self._is_local = is_local
-        self._kind, self._key = kind, key
+        self._kind, self._another = kind, another
         self._path = folder / "lock"
         self._me = Holder(socket.gethostname(), os.getpid(), nonce, clock())
         self._clock = clock
@@ -92,7 +106,7 @@ class FolderLock:
         """
         if self._descriptor is not None and not self._path.exists():
             lost, self._descriptor = self._descriptor, self._take()
-            os.close(lost)
+            _close(lost)
         holder = self._holder()
         if self._descriptor is None or holder is None or holder.nonce != self._me.nonce:
             raise self._refusal(holder)
@@ -121,7 +135,7 @@ class FolderLock:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, 0)
                     keep_block(self._descriptor)
-            os.close(self._descriptor)
+            _close(self._descriptor)
             self._descriptor = None
 
     def _take(self) -> int:
@@ -136,7 +150,7 @@ class FolderLock:
             os.pwrite(descriptor, json.dumps(asdict(self._me)).encode(), 0)
             os.fsync(descriptor)
         except (OSError, LockError):
-            os.close(descriptor)
+            _close(descriptor)
             raise
         return descriptor
 
@@ -147,8 +161,9 @@ class FolderLock:
             if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder, a socket
                 raise self._no_file() from error
             raise
+        _descriptors.add(descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
+            _close(descriptor)
             raise self._no_file()
         return descriptor
 
@@ -182,7 +197,7 @@ class FolderLock:
             raise LockError(
                 f"The lock of a {self._kind} cannot be taken: {error.strerror} (errno {error.errno})",
                 where=self._path,
-                fix=f"Let the file system carry flock(2), or name another folder with {self._key}.",
+                fix=f"Let the file system carry flock(2), or name {self._another}.",
             ) from error
 
     def _beat(self) -> None:
@@ -205,15 +220,18 @@ class FolderLock:
 
     def _refusal(self, holder: Holder | None) -> LockError:
         found = "a holder that left no name"
-        fix = f"End that job, or give this one another run.name or {self._key}."
+        fix = f"End that job, or give this one {self._another}."
         if holder is not None:
             started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
             found = f"host {holder.host}, pid {holder.pid}, started {started}"
+        if holder is not None and holder.host == self._me.host and not _is_alive(holder.pid):
+            found += "; that process is gone, and a child of it has the lock open"
+            fix = f"End that child, which `fuser {self._path}` names, or give this job {self._another}."
         if holder is not None and holder.host != self._me.host:  # it may have died with its host
             age_s = max(0.0, self._clock() - self._heartbeat())
             found += f", last heard of {age_s:.0f} s ago"
             fix = (
-                f"If that job runs, end it, or give this one another run.name or {self._key}. If it is dead, start "
+                f"If that job runs, end it, or give this one {self._another}. If it is dead, start "
                 f"this one again in {max(1.0, STALE_S - age_s):.0f} s, or remove {self._path}."
             )
         return LockError(f"Another job writes to this {self._kind}", where=self._path.parent, found=found, fix=fix)
@@ -222,5 +240,21 @@ class FolderLock:
         return LockError(
             f"The lock of a {self._kind} is no regular file",
             where=self._path,
-            fix=f"Remove it, or name another folder with {self._key}.",
+            fix=f"Remove it, or name {self._another}.",
         )
+
+
+def _close(descriptor: int) -> None:
+    _descriptors.discard(descriptor)
+    os.close(descriptor)
+
+
+def _is_alive(pid: int) -> bool:
+    """Return whether a process of this host exists; one in another PID namespace does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True

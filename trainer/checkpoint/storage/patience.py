@@ -51,7 +51,7 @@ def unreadable(error: OSError, *, where: object) -> UnreadableError:
         f"A file cannot be read now: {error.strerror} (errno {error.errno})",
         where=error.filename or where,
         fix="Nothing was changed, and the file may be whole. Repair the file system, the permissions or the limits of "
-        "this host, and start again. If the file is lost for good, name an older iteration with checkpoint.ckpt_step.",
+        "this host, and start again. If the file is lost for good, load an older iteration.",
     )
 
 

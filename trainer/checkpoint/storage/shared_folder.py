@@ -12,18 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.storage.patience import Patience
 from trainer.errors import CheckpointError
 
 # How long a rank looks for what rank 0 has written. A file system on the network may show it late.
 SEEN_WITHIN_S = 5.0
 _PAUSES_S = (0.005, 0.25)
-
-# How a run saves on hosts that share no folder.
-WAY_OUT = (
-    "Hosts that share no folder keep local checkpoints: checkpoint.local.dir=FOLDER, on a disk of each host's own, and "
-    "checkpoint.save=null."
-)
 
 
 def sees_mark(mark: Path, files: Files) -> bool:
@@ -36,27 +31,28 @@ def why_unseen(mark: Path, files: Files) -> str:
     return look_again(lambda: _problem_of(mark, files), mark.parent)
 
 
-def require_mark(mark: Path, files: Files, *, leader: int = 0, is_local: bool = False) -> None:
+def require_mark(mark: Path, folder: CheckpointFolder, *, leader: int = 0, is_local: bool = False) -> None:
     """Return as soon as this rank sees the marker file that its leader made.
 
     Args:
+        folder: the folder of rank 0, or of the host.
         leader: the rank that made it, where all ranks share the folder.
         is_local: whether the folder is that of one host, whose first rank made it.
 
     Raises:
         CheckpointError: naming this host and the path, if it does not within SEEN_WITHIN_S.
     """
-    problem = why_unseen(mark, files)
+    problem = why_unseen(mark, folder.files)
     if not problem:
         return
     maker, what = f"rank {leader}", f"This host does not see the checkpoint folder of rank {leader}"
     fix = (
-        "Nothing was saved. Mount the same file system at this path on every host, or let checkpoint.save name "
-        f"a folder that all hosts share. {WAY_OUT}"
-    )
+        "Nothing was saved. Mount the same file system at this path on every host, or name "
+        f"{folder.terms.another}, one that all hosts share. {folder.terms.unshared}"
+    ).rstrip()
     if is_local:
         maker, what = "the first rank of this host", "A rank does not see the folder of local checkpoints of its host"
-        fix = "Nothing was saved. Let all ranks of a host see one folder at the path of checkpoint.local.dir."
+        fix = "Nothing was saved. Let all ranks of a host see one folder at this path."
     expected = f"the file {mark.name} that {maker} has made there"
     raise CheckpointError(what, where=on_this_host(mark.parent), expected=expected, found=problem, fix=fix)
 

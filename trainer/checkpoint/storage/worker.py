@@ -46,7 +46,7 @@ class Job:
         if not self._done.wait(timeout_s):
             raise CheckpointError(
                 "A save did not end in time",
-                expected=f"an end within checkpoint.commit_timeout_s={timeout_s:.0f}",
+                expected=f"an end within commit_timeout_s={timeout_s:.0f}",
                 fix="The disk or a peer hangs; committed checkpoints are untouched.",
             )
         if self._error is not None:

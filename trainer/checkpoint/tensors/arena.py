@@ -110,7 +110,7 @@ def pin(memory: Bytes) -> None:
         raise CheckpointError(
             "The staging memory cannot be pinned",
             found=f"CUDA error {result} for {memory.nbytes} B",
-            fix="Lower checkpoint.staging_bytes.",
+            fix="Lower staging_bytes.",
         )
 
 

@@ -12,7 +12,11 @@ from trainer.checkpoint.tensors.live import LiveTensor
 
 
 def zeros_like_files(
-    parameters: Iterable[tuple[LiveTensor, torch.Tensor]], prefixes: Iterable[str], layout: Layout
+    parameters: Iterable[tuple[LiveTensor, torch.Tensor]],
+    prefixes: Iterable[str],
+    layout: Layout,
+    *,
+    alignment: int = 1,
 ) -> dict[str, torch.Tensor]:
     """Return zeros for parameters and moments, at addresses congruent to their file offsets, in file order.
 
@@ -22,6 +26,7 @@ def zeros_like_files(
     Args:
         parameters: each with the local memory that its live tensor is part of.
         prefixes: name prefixes of a parameter's tensors: empty for itself, `exp_avg.` for a moment.
+        alignment: tensors whose offset in their file is no multiple of it are left out too.
 
     Returns:
         Tensors with shape and dtype of the local memory, by stored name.
@@ -32,7 +37,7 @@ def zeros_like_files(
         for live, local in wanted:
             name = prefix + live.spec.name
             offset = _offset_in_file(live, name, layout)
-            if offset is not None and local.device.type == "cpu" and local.is_contiguous():
+            if offset is not None and offset % alignment == 0 and local.device.type == "cpu" and local.is_contiguous():
                 files.setdefault(layout.places[name].file, []).append((offset, name, local))
     found: dict[str, torch.Tensor] = {}
     for members in files.values():

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import io
-import warnings
-import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from trainer.checkpoint.format.box import Box, intersect
+from trainer.checkpoint.format.box import Box, intersect, relative
 from trainer.errors import CheckpointError
 from trainer.interop.dcp.metadata import read_metadata, unsound
-from trainer.interop.torch_file import damaged_member
+from trainer.interop.plain_pickle import PickleProblem
+from trainer.interop.torch_file import PlainObject, load_plain, mapped
+from trainer.json_value import shown
+from trainer.regular_file import is_file_name
 
 METADATA = ".metadata"
 
@@ -68,11 +60,7 @@ class DcpFolder:
         Raises:
             CheckpointError: if a chunk is damaged, or does not hold a tensor.
         """
-        stored = self.tensors[key]
-        self._check_chunks(key)
-        target = torch.empty(stored.shape, dtype=stored.dtype)
-        self._load(key, {key: target}, DefaultLoadPlanner())
-        return target
+        return self.read_box(key, (0,) * len(self.tensors[key].shape), self.tensors[key].shape)
 
     def read_box(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return a box of a tensor on the CPU, assembled from the chunks that it meets with one in memory at a time.
@@ -81,10 +69,15 @@ class DcpFolder:
             CheckpointError: if a chunk is damaged, or does not hold a tensor.
         """
         box = Box(tuple(offset), tuple(shape))
-        self._check_chunks(key, box)
-        target = torch.empty(box.shape, dtype=self.tensors[key].dtype)
-        if target.numel():
-            self._load(key, {key: target}, _BoxPlanner(box, target))
+        entry = self._metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        target = torch.empty(box.shape, dtype=entry.properties.dtype)
+        for chunk in entry.chunks:
+            of_chunk = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            part = intersect(of_chunk, box)
+            if part.numel:
+                values = self._tensor(MetadataIndex(key, chunk.offsets), of_chunk.shape)
+                target[relative(part, box).slices] = values[relative(part, of_chunk).slices]
         return target
 
     def fragments(self, key: str) -> tuple[int, ...]:
@@ -93,111 +86,47 @@ class DcpFolder:
         assert isinstance(entry, TensorStorageMetadata)
         return tuple(len({chunk.offsets[dim] for chunk in entry.chunks}) for dim in range(len(entry.size)))
 
-    def read_value(self, key: str) -> object:
+    def read_value(self, key: str, placeholder: type[PlainObject] | None = None) -> object:
         """Return a value that is not a tensor, or a 0-d tensor as a number.
+
+        Args:
+            placeholder: replaces objects of other classes, see `load_plain`; by default they are refused.
 
         Raises:
             CheckpointError: if it is damaged, or is anything except numbers, strings, lists and dictionaries of them.
         """
         if key in self.tensors:
             return self.read_tensor(key).item()
-        planner = _PlainValue()
-        self._load(key, {key: None}, planner)
-        return planner.value
+        return self._read(MetadataIndex(key), placeholder)
 
-    def _check_chunks(self, key: str, box: Box | None = None) -> None:
-        """Compare the checksums in the files of a tensor, which torch writes but ignores when it loads.
+    def _tensor(self, index: MetadataIndex, shape: Sequence[int]) -> torch.Tensor:
+        """Return the tensor of a chunk."""
+        found = self._read(index, None)
+        if not isinstance(found, torch.Tensor) or tuple(found.shape) != tuple(shape):
+            raise self._damaged(index, f"{shown(found)}, no tensor of shape {list(shape)}")
+        return found
 
-        Args:
-            box: the part of the tensor whose chunks are meant; by default all of it.
-        """
-        entry = self._metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        for chunk in entry.chunks:
-            if box is not None and not intersect(Box(tuple(chunk.offsets), tuple(chunk.sizes)), box).numel:
-                continue
-            info = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-            if info.transform_descriptors:
-                continue  # compressed or encrypted: what undoes that checks it
-            with (self.path / info.relative_path).open("rb") as file:
-                file.seek(info.offset)
-                damaged = _damaged_part(file.read(info.length))
-            if damaged is not None:
-                raise CheckpointError(
-                    "A tensor of a DCP folder is damaged",
-                    where=f"{self.path / info.relative_path}, {key}, bytes from {info.offset} on",
-                    found=damaged,
-                    fix="Import another checkpoint; this one cannot be trusted.",
-                )
-
-    def _load(self, key: str, state: dict[str, Any], planner: LoadPlanner) -> None:
-        reader = _Reader(self.path, self._metadata, key)
+    def _read(self, index: MetadataIndex, placeholder: type[PlainObject] | None) -> Any:
+        """Return what `torch.save` wrote to a part of a file."""
+        info = self._metadata.storage_data[index]
+        file = self.path / info.relative_path
+        if info.transform_descriptors:
+            raise self._damaged(index, "values that an extension of torch compressed or encrypted")
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                load(state, storage_reader=reader, planner=planner, no_dist=True)
-        except CheckpointException as error:
-            failed, _ = next(iter(error.failures.values()))
-            raise CheckpointError(
-                "A value of a DCP folder cannot be read",
-                where=f"{self.path}, {key}",
-                expected="plain data that torch reads with weights_only=True",
-                found=f"{type(failed).__name__}: {str(failed).splitlines()[0] if str(failed) else ''}",
-                fix="The file is damaged or written by something else; import another checkpoint.",
-            ) from None
+            return load_plain(mapped(file, info.offset + info.length)[info.offset :], placeholder)
+        except PickleProblem as error:
+            raise self._damaged(index, str(error)) from None
 
-
-class _Reader(FileSystemReader):
-    """torch's reader of the folder's files, restricted to one key of the metadata read before."""
-
-    def __init__(self, path: Path, metadata: Metadata, key: str) -> None:
-        super().__init__(path)
-        table = {key: metadata.state_dict_metadata[key]}
-        self._shown = Metadata(table, storage_data=metadata.storage_data, storage_meta=StorageMeta())
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self._shown
-
-
-class _BoxPlanner(DefaultLoadPlanner):
-    """Reads a box of the only key: torch's own planner reads whole tensors."""
-
-    def __init__(self, box: Box, target: torch.Tensor) -> None:
-        super().__init__()
-        self._box, self._target = box, target
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        chunk = ChunkStorageMetadata(torch.Size(self._box.offset), torch.Size(self._box.shape))
-        found = [
-            item
-            for key, entry in self.metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-            for item in create_read_items_for_chunk_list(key, entry, [chunk])
-        ]
-        return LoadPlan(found)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._target
-
-
-class _PlainValue(DefaultLoadPlanner):
-    """Reads values that are not tensors with `weights_only=True`, unlike torch's own planner: that runs no code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value: object = None
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        damaged = _damaged_part(value.getvalue())
-        if damaged is not None:
-            raise ValueError(damaged)
-        self.value = torch.load(value, map_location="cpu", weights_only=True)
-
-
-def _damaged_part(data: bytes) -> str | None:
-    """Return the error of the first damaged member of a zip file; a file that is not a zip is not judged."""
-    return damaged_member(io.BytesIO(data)) if zipfile.is_zipfile(io.BytesIO(data)) else None
+    def _damaged(self, index: MetadataIndex, found: str) -> CheckpointError:
+        info = self._metadata.storage_data[index]
+        return CheckpointError(
+            "A tensor of a DCP folder is damaged"
+            if index.fqn in self.tensors
+            else "A value of a DCP folder is damaged, or is no plain data",
+            where=f"{self.path / info.relative_path}, {index.fqn}, bytes from {info.offset} on",
+            found=found,
+            fix="Import another checkpoint; this one cannot be trusted.",
+        )
 
 
 def open_folder(path: Path, *, trust_pickle: bool, with_plans: bool = False) -> DcpFolder:
@@ -248,22 +177,25 @@ def _no_folder(path: Path) -> CheckpointError:
 
 
 def _missing_files(path: Path, metadata: Metadata) -> Iterable[str]:
-    """Yield the files that are missing, lie outside the folder, or are too short for their chunks."""
-    ends = dict[str, int]()
+    """Yield the files that are missing, lie outside the folder, or are too short for their parts."""
+    ends, totals = dict[str, int](), dict[str, int]()
     storage = metadata.storage_data
     for info in storage.values() if isinstance(storage, dict) else ():
         name, offset, length = (getattr(info, field, None) for field in ("relative_path", "offset", "length"))
-        if not isinstance(name, str) or "/" in name or "\0" in name or name in ("", ".", ".."):
-            yield f"{name!r}: no name of a file in the folder"
+        if not isinstance(name, str) or not is_file_name(name):
+            yield f"{shown(name)}: no name of a file in the folder"
         elif not (type(offset) is int and type(length) is int and offset >= 0 and length >= 0):
             yield f"{name}: no offset and length"
         else:
             ends[name] = max(ends.get(name, 0), offset + length)
+            totals[name] = totals.get(name, 0) + length
     for name, end in ends.items():
         if not (path / name).is_file():
             yield f"{name}: no such file"
         elif (path / name).stat().st_size < end:
             yield f"{name}: {(path / name).stat().st_size} B, expected at least {end} B"
+        elif (path / name).stat().st_size < totals[name]:
+            yield f"{name}: its parts overlap"
 
 
 __all__ = ["DcpFolder", "DcpTensor", "open_folder"]

@@ -7,75 +7,75 @@ from __future__ import annotations
 
 import math
 import pathlib
-import pickle
-import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
 from trainer.checkpoint.format.box import Box, intersect
+from trainer.checkpoint.storage.patience import failed_read
 from trainer.errors import CheckpointError, MismatchError
+from trainer.interop.plain_pickle import ForeignClass, PickleProblem, most_reads, unpickle
+from trainer.json_value import shown
+from trainer.regular_file import read_regular
 
 _MOST_METADATA_BYTES = 4 << 30  # 200 bytes for each chunk: room for twenty million
+_MOST_DIMENSIONS = 64  # of torch's tensors
 
-_ADMITTED = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
+
+def _strided(*_: object) -> torch.layout:
+    return torch.strided
+
+
+def _memory_format(number: object) -> _MEM_FORMAT_ENCODING:
+    if type(number) is not int:
+        raise PickleProblem("a memory format that is no number")
+    return _MEM_FORMAT_ENCODING(number)
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+_ADMITTED: Mapping[tuple[str, str], Any] = {
+    **{(_METADATA, found.__name__): found for found in _CLASSES},
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _memory_format,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("torch.serialization", "_get_layout"): _strided,
 }
 # Older torch writes the folder's own path, which is not used, as a class of the system that wrote it.
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 
 
-class _ForeignClass(pickle.UnpicklingError):
-    """A class that is not admitted."""
-
-
-class _Unpickler(pickle._Unpickler):
-    """Admits the classes of DCP's metadata, `torch.Size`, dtypes and paths, and refuses every other name.
-
-    It is Python's own unpickler written in Python: the one in C allocates memory for any number of values a damaged
-    file names.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch":
-            found = getattr(torch, name, None)
-            if found is torch.Size or isinstance(found, torch.dtype):
-                return found
-        elif module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return pathlib.PurePath
-        elif name in _ADMITTED.get(module, ()):
-            return super().find_class(module, name)
-        raise _ForeignClass(f"{module}.{name}, which is no part of DCP's metadata")
-
-    def _load_build(self) -> None:
-        """Set the attributes of a value, and never those of a class or a function: they would outlast the read."""
-        stack: list[Any] = self.stack  # type: ignore[attr-defined]
-        if len(stack) > 1 and callable(stack[-2]):
-            raise _ForeignClass(f"attributes of {stack[-2]!r}, which is no value")
-        super().load_build()  # type: ignore[misc]
-
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _load_build}  # type: ignore[dict-item]
+def _admitted(module: str, name: str) -> Any:
+    """Return a class of DCP's metadata, `torch.Size`, a dtype or a path, and refuse every other name."""
+    if module == "torch":
+        found = getattr(torch, name, None)
+        if found is torch.Size or isinstance(found, torch.dtype):
+            return found
+    elif module in ("pathlib", "pathlib._local") and name in _PATHS:
+        return pathlib.PurePath
+    elif (module, name) in _ADMITTED:
+        return _ADMITTED[(module, name)]
+    raise ForeignClass(f"{module[:200]}.{name[:200]}, which is no part of DCP's metadata")
 
 
 # Classes of the plans that Megatron stores beside the metadata: not needed, and replaced by a placeholder.
@@ -96,15 +96,20 @@ class _Discarded:
         pass
 
 
-class _PlansUnpickler(_Unpickler):
-    """Admits the metadata of Megatron-Core too: plans of the save, and its subclass of `Metadata`."""
+def _with_plans(module: str, name: str) -> Any:
+    """Return what `_admitted` does, and stand-ins for plans of the save and for Megatron-Core's subclass."""
+    if module in _PLAN_MODULES and name in _PLANS:
+        return _Discarded
+    if (module, name) == (_PLAN_MODULES[1], "MCoreMetadata"):
+        return Metadata
+    return _admitted(module, name)
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module in _PLAN_MODULES and name in _PLANS:
-            return _Discarded
-        if (module, name) == (_PLAN_MODULES[1], "MCoreMetadata"):
-            return Metadata
-        return super().find_class(module, name)
+
+def _is_key(key: object) -> bool:
+    """Return whether a value is the place of a chunk, whose hash is quickly made."""
+    if not isinstance(key, MetadataIndex) or type(getattr(key, "fqn", None)) is not str:
+        return False
+    return key.offset is None or isinstance(key.offset, torch.Size)
 
 
 def read_metadata(file: Path, *, with_plans: bool = False) -> Metadata:
@@ -117,16 +122,14 @@ def read_metadata(file: Path, *, with_plans: bool = False) -> Metadata:
         CheckpointError: if it is damaged or holds something else.
         MismatchError: if it names other classes.
     """
-    unpickler: type[_Unpickler] = _PlansUnpickler if with_plans else _Unpickler
-    size = file.stat().st_size
-    if size > _MOST_METADATA_BYTES:
-        raise CheckpointError("A DCP metadata file is too large", where=file, found=f"{size} B")
+    find = _with_plans if with_plans else _admitted
     try:
-        with file.open("rb") as stream:
-            metadata = unpickler(stream).load()
+        data = read_regular(file, limit_bytes=_MOST_METADATA_BYTES)
+        described = sum(child.stat().st_size for child in file.parent.iterdir())
+        metadata = unpickle(data, find, most=most_reads(described), is_key=_is_key)
     except OSError as error:
-        raise CheckpointError("A DCP metadata file cannot be read", where=file, found=error.strerror) from error
-    except _ForeignClass as error:
+        raise failed_read("A DCP metadata file cannot be read", error, where=file) from error
+    except ForeignClass as error:
         raise MismatchError(
             "A DCP metadata file holds more than torch's own classes",
             where=file,
@@ -135,26 +138,12 @@ def read_metadata(file: Path, *, with_plans: bool = False) -> Metadata:
             fix="Another program than torch wrote it, or a release of torch that is not known here, or it is damaged. "
             "Where that program can save a Hugging Face folder, import that as `hf`.",
         ) from None
-    except (
-        pickle.UnpicklingError,
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        EOFError,
-        ImportError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        struct.error,
-    ) as error:
+    except PickleProblem as error:
         raise CheckpointError(
             "A DCP metadata file cannot be read",
             where=file,
             expected="a pickle of torch.distributed.checkpoint.metadata.Metadata",
-            found=f"{str(error) or type(error).__name__}" if size else "an empty file",
+            found=str(error) if data else "an empty file",
             fix="It is damaged, or its writer was killed; import another checkpoint.",
         ) from None
     if not isinstance(metadata, Metadata):
@@ -170,7 +159,7 @@ def unsound(metadata: Metadata) -> Iterable[str]:
         return
     for key, entry in table.items():
         if not isinstance(key, str):
-            yield f"a key is no string: {key!r}"
+            yield f"a key is no string: {shown(key)}"
         elif isinstance(entry, TensorStorageMetadata):
             problem = _unsound_tensor(key, entry, storage)
             if problem is not None:
@@ -196,8 +185,12 @@ def _unsound_tensor(key: str, entry: TensorStorageMetadata, storage: dict[Any, A
         inside = zip(offsets, sizes, size, strict=False)
         if not len(offsets) == len(sizes) == len(size) or any(o + s > n for o, s, n in inside):
             return f"a chunk at {list(offsets)} of shape {list(sizes)} is not inside {list(size)}"
-        if MetadataIndex(key, offsets) not in storage:
+        info = storage.get(MetadataIndex(key, offsets))
+        if info is None:
             return f"the chunk at {list(offsets)} lies nowhere"
+        length, expected = getattr(info, "length", None), math.prod(sizes) * properties.dtype.itemsize
+        if type(length) is not int or length < expected:
+            return f"the chunk at {list(offsets)} lies in {shown(length)} B, and has {expected}"
         filled[tuple(offsets)] = tuple(sizes)
     held = sum(math.prod(sizes) for sizes in filled.values())
     if held != math.prod(size):
@@ -224,4 +217,4 @@ def _overlap(boxes: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
 
 
 def _is_size(value: object) -> TypeGuard[torch.Size]:
-    return isinstance(value, torch.Size) and all(0 <= n < 2**62 for n in value)
+    return isinstance(value, torch.Size) and len(value) <= _MOST_DIMENSIONS and all(0 <= n < 2**62 for n in value)

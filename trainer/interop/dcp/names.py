@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from models.config import Family, ModelConfig
 from models.families import aliases, stored_tensors
 from trainer.errors import MismatchError
+from trainer.interop.query_groups import split_groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
@@ -164,6 +165,11 @@ def is_numbered(keys: Set[str]) -> bool:
     return any(re.search(rf"(^|\.)state\.\d+\.{MOMENTS[0]}$", key) for key in keys)
 
 
+def of_optimizer(keys: Iterable[str]) -> list[str]:
+    """Return the keys that are the state of an optimizer, whatever its parameters are called."""
+    return [key for key in keys if re.search(r"(^|\.)state\..+\.\w+$", key)]
+
+
 # What is in state dicts of older releases and can be computed: masks, rotary frequencies.
 _COMPUTED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq|freqs_cis|rope\.cache)$")
 _ROOTS = {
@@ -275,9 +281,15 @@ _OTHER_SCHEMES = {Family.llama3: {"torchtitan": _torchtitan}}
 
 
 def _titan_attention(config: ModelConfig, layer: str, part: str, shape: Shape) -> list[KeyOrigin]:
-    theirs = _TITAN_ATTENTION[part]
+    """Return the origins of a projection; release 0.3 fuses the three in the optimizer, and splits the weights."""
+    theirs, root = _TITAN_ATTENTION[part], f"layers.{layer}.attention."
     take = _whole if theirs == "wv" else (lambda tensor: halves_from_pairs(tensor, config.head_width))
-    return [KeyOrigin(f"layers.{layer}.attention.{inner}{theirs}.weight", shape, take) for inner in ("", "qkv_linear.")]
+    number = list(_TITAN_ATTENTION).index(part)
+    fused = (config.n_head + 2 * config.n_kv_head) * config.head_width, *shape[1:]
+    return [
+        *(KeyOrigin(f"{root}{inner}{theirs}.weight", shape, take) for inner in ("", "qkv_linear.")),
+        KeyOrigin(f"{root}qkv_linear.wqkv.weight", fused, lambda tensor: take(split_groups(tensor, config)[number])),
+    ]
 
 
 def halves_from_pairs(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -14,13 +14,13 @@ from trainer.checkpoint.format import json_file
 from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.folder import DcpFolder, open_folder
-from trainer.interop.dcp.names import STEP, FoundKeys, is_numbered, locate, possessive
+from trainer.interop.dcp.names import STEP, FoundKeys, is_numbered, locate, of_optimizer, possessive
 from trainer.interop.finite import require_finite
-from trainer.interop.formats import Format, ImportOptions
-from trainer.interop.hf.config import read_model
+from trainer.interop.formats import Format, ImportOptions, require_moments
+from trainer.interop.hf.config import read_model, require_layers
 from trainer.interop.hf.folder import CONFIG
 from trainer.interop.source import StateSource
-from trainer.json_value import step_count
+from trainer.json_value import shown, step_count
 
 _log = logging.getLogger(__name__)
 
@@ -42,11 +42,17 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
     """
     folder = open_folder(path, trust_pickle=asked.trusts_pickle)
     config = path / CONFIG
-    model = read_model(json_file.read(config), where=config) if config.is_file() else asked.config.model
+    model = asked.config.model
+    if config.is_file():
+        model = read_model(json_file.read(config), where=config)
+        require_layers(model, len(folder.tensors), where=config)
     shapes = {key: stored.shape for key, stored in folder.tensors.items()} | dict.fromkeys(_scalars(folder), ())
     found = locate(shapes, model, where=path, with_optimizer=not asked.weights_only)
     _check_dtypes(folder, found)
     steps = _steps(folder, found) if found.has_optimizer else {}
+    if not found.has_optimizer:
+        signs = of_optimizer(folder.tensors)
+        require_moments([f"{len(signs)} tensors such as {signs[0]}"] if signs else [], asked, where=path)
     _tell(folder, found)
     read = partial(_read, folder, found, steps)
     return StateSource(model, max((int(step.item()) for step in steps.values()), default=0), found.has_optimizer, read)
@@ -85,7 +91,7 @@ def _step(value: object, *, where: str) -> float:
     try:
         return step_count(value)
     except ValueError as error:
-        raise CheckpointError("A step is no natural number", where=where, found=repr(value)) from error
+        raise CheckpointError("A step is no natural number", where=where, found=shown(value)) from error
 
 
 def _read(folder: DcpFolder, found: FoundKeys, steps: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -130,7 +136,7 @@ def _settings(folder: DcpFolder) -> dict[str, set[str]]:
     named = [(match[1], key) for key in sorted(folder.values) if (match := _SETTING.search(key))]
     for name, key in named[:_MOST_SETTINGS_READ]:
         try:
-            settings.setdefault(name, set()).add(str(folder.read_value(key)))
+            settings.setdefault(name, set()).add(shown(folder.read_value(key)))
         except CheckpointError:  # it would only have been logged
             continue
     return settings

@@ -22,7 +22,7 @@ from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, take
 from trainer.interop.deepspeed.numbered import Numbered, names_of
 from trainer.interop.torch_file import is_plain
-from trainer.json_value import step_count
+from trainer.json_value import shown, step_count
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = "weights"
@@ -284,7 +284,7 @@ def _shapes(table: Table, key: str, where: object) -> list[dict[str, tuple[int, 
     try:
         found = [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in groups]
     except (AttributeError, TypeError, ValueError) as error:
-        raise _damaged(where, key, repr(error)) from error
+        raise _damaged(where, key, str(error)[:200]) from error
     if any(size < 0 for group in found for shape in group.values() for size in shape):
         raise _damaged(where, key, "a size below 0")
     return found
@@ -338,7 +338,7 @@ def _step(entry: Table, where: object) -> float:
     try:
         return step_count(step)
     except ValueError as error:
-        raise _damaged(where, "step", repr(step)) from error
+        raise _damaged(where, "step", shown(step)) from error
 
 
 def _damaged(where: object, key: str, found: str) -> CheckpointError:

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from trainer.checkpoint.loading.choose import no_folder
 from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.torch_file import open_torch_file
+from trainer.json_value import shown
+from trainer.regular_file import is_file_name
 
 Table = Mapping[Any, Any]
 T = TypeVar("T")
@@ -112,8 +114,8 @@ def tag_of(path: Path) -> Path:
             raise _not_imported(path, "a universal checkpoint")
         return path
     tag = latest.read_bytes().decode("utf-8", "replace").strip()
-    if not tag or "/" in tag or tag in (".", "..") or not (path / tag).is_dir():
-        raise CheckpointError("The newest tag of a folder is not there", where=latest, found=tag)
+    if not is_file_name(tag) or not (path / tag).is_dir():
+        raise CheckpointError("The newest tag of a folder is not there", where=latest, found=shown(tag))
     return path / tag
 
 
@@ -179,12 +181,12 @@ def check_complete(
         )
     beyond = {kind: sorted(rank for rank in found if rank >= world) for kind, found in ranks.items()}
     odd = {kind: found for kind, found in beyond.items() if found}
-    versions = {str(table.get("ds_version")) for table in [*models, *files]}
+    versions = {shown(table.get("ds_version")) for table in [*models, *files]}
     if odd or any(count != world for count in counts) or len(versions) > 1:
         raise CheckpointError(
             "The files of a DeepSpeed checkpoint do not belong together",
             where=folder,
-            found=f"counts of ranks {sorted(set(map(str, counts)))}, versions {sorted(versions)}, ranks beyond {odd}",
+            found=f"counts of ranks {sorted(set(map(shown, counts)))}, versions {sorted(versions)}, ranks beyond {odd}",
             fix="The folder may hold an older save of more ranks beside this one; take them apart.",
         )
 

@@ -11,6 +11,7 @@ Sources: `GPTModelPipe` of Megatron-DeepSpeed's `megatron/model/gpt_model.py`; `
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -26,10 +27,10 @@ from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.joined import EMBEDDING, MASTERS, OUTPUT, Pieces, joined_state
 from trainer.interop.megatron.legacy_names import core_name, in_newest_order_of_all, stage_of
-from trainer.interop.megatron.shards import RankCopies, RankPiece, Stage, by_global_name, joined_shape
+from trainer.interop.megatron.shards import RankCopies, RankPiece, Stage, by_global_name, joined_shape, layers_of
 from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, tell
 from trainer.interop.torch_file import PlainObject, open_torch_file
-from trainer.json_value import integer
+from trainer.json_value import integer, shown
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def read_megatron(folder: Path, asked: ImportOptions) -> tuple[MegatronState, De
     weights = _weights(folder, names, stages)
     if EMBEDDING not in weights:
         raise CheckpointError("The first stage has no embedding", where=folder, expected=EMBEDDING)
-    described = describe(args, joined_shape(weights[EMBEDDING], 0)[0], asked, where=folder)
+    described = describe(args, joined_shape(weights[EMBEDDING], 0)[0], layers_of(weights), asked, where=folder)
     kept, step = _kept(folder, stages, weights_only=asked.weights_only)
     if not kept and not asked.weights_only:
         raise MismatchError(
@@ -145,10 +146,10 @@ def _ranks(folder: Path, names: Sequence[str], asked: ImportOptions) -> list[_Ra
             optimizers.setdefault(int(match[2]), {})[int(match[1])] = name
     tables = {rank: open_torch_file(folder / name, PlainObject) for rank, name in sorted(models.items())}
     args = _arguments(tables[0])
-    sizes = [int(args.get(f"{kind}_model_parallel_size") or 1) for kind in ("tensor", "pipeline")]
+    sizes = [integer(args.get(f"{kind}_model_parallel_size") or 1) for kind in ("tensor", "pipeline")]
     count = sizes[0] * sizes[1]
-    odd = sorted(set(range(count)) ^ tables.keys())
-    if odd:
+    missing = itertools.islice((rank for rank in range(count) if rank not in tables), 10)
+    if odd := [*missing, *(rank for rank in tables if rank >= count)]:
         raise CheckpointError(
             "Files of a checkpoint of Megatron-DeepSpeed are missing, or of several saves",
             where=folder,
@@ -168,7 +169,7 @@ def _ranks(folder: Path, names: Sequence[str], asked: ImportOptions) -> list[_Ra
             folder, [table], [take(file, "optimizer_state_dict", dict, folder) for file in files], is_stage_3=False
         )
         found.append(_Rank(table, locate(saved, Whole({}, {}), given=None, weights_only=asked.weights_only)))
-    steps = {repr(table.get("global_steps")) for table in tables.values()}
+    steps = {shown(table.get("global_steps")) for table in tables.values()}
     if len(steps) > 1:
         raise CheckpointError(
             "The files of a checkpoint are of several saves", where=folder, found=f"global_steps {sorted(steps)}"

@@ -12,18 +12,19 @@ import torch
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from trainer.checkpoint.format import json_file
-from trainer.config.schema import batch_schedule_of
+from trainer.config.derived import batch_schedule_of
 from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Whole, locate
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, open_saved, tag_of, take
 from trainer.interop.deepspeed.megatron import is_megatron, read_megatron
 from trainer.interop.finite import require_finite
-from trainer.interop.formats import Format, ImportOptions
-from trainer.interop.hf.config import read_model
+from trainer.interop.formats import Format, ImportOptions, require_moments
+from trainer.interop.hf.config import read_model, require_layers
 from trainer.interop.hf.folder import CONFIG
 from trainer.interop.megatron.state import as_source
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import is_plain
+from trainer.json_value import shown
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
         raise ConfigError(
             "DeepSpeed's files are pickles",
             where=path,
-            fix="If you know who wrote them, add --trust-pickle: torch unpickles them with weights_only=True.",
+            fix="If you know who wrote them, add --trust-pickle: no class of theirs is imported and no code is run.",
         )
     try:
         folder = tag_of(path)
@@ -82,7 +83,7 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
         raise CheckpointError(
             "A DeepSpeed checkpoint has a form that is not known",
             where=path,
-            found=repr(error),
+            found=f"{type(error).__name__}: {str(error)[:200]}",
             fix="It is damaged, or its version of DeepSpeed lays it out in another way.",
         ) from error
     iteration = take(saved.models[0], "global_steps", int, saved.path)
@@ -90,6 +91,8 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
         raise CheckpointError("The number of steps is below 0", where=saved.path, found=iteration)
     if asked.weights_only:
         return StateSource(model, 0, has_optimizer=False, read=reader.read)
+    if not has_optimizer:
+        require_moments([f"{iteration} steps"] if iteration else [], asked, where=saved.path)
     _tell_position(saved.models[0].get("global_samples"), iteration, asked)
     return StateSource(model, iteration, has_optimizer, reader.read)
 
@@ -99,7 +102,9 @@ def _model(saved: DeepSpeedCheckpoint, asked: ImportOptions) -> ModelConfig:
     if not path.is_file():
         return asked.config.model
     _log.info(f"the model is that of {path}")
-    return read_model(json_file.read(path), where=path)
+    model = read_model(json_file.read(path), where=path)
+    require_layers(model, len(take(saved.models[0], "module", dict, saved.path)), where=path)
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +199,7 @@ def _shared(saved: DeepSpeedCheckpoint) -> Mapping[str, str]:
         for name, other in shared.items():
             if not isinstance(other, str):
                 raise CheckpointError(
-                    "A shared parameter has no name", where=f"{saved.path}, {name}", found=repr(other)
+                    "A shared parameter has no name", where=f"{saved.path}, {name}", found=shown(other)
                 )
         return shared
     first, found = dict[tuple[int, torch.Size], str](), dict[str, str]()
@@ -236,7 +241,7 @@ def _tell(saved: DeepSpeedCheckpoint, reader: _Reader, asked: ImportOptions, *, 
     table, places = saved.models[0], reader.flats.places
     frozen = [name for name, place in places.items() if place.step is None]
     ranks = f"{len(saved.optimizers)} ranks" if saved.optimizers else "stage 0"
-    _log.info(f"{saved.path}: DeepSpeed {table.get('ds_version')}, {ranks}")
+    _log.info(f"{saved.path}: DeepSpeed {shown(table.get('ds_version'))}, {ranks}")
     if saved.optimizers and asked.optimizer_names is not None:
         _log.warning("--optimizer-names is not used: at ZeRO 1 and above the files have the names themselves")
     if not has_optimizer:
@@ -264,7 +269,7 @@ def _settings(saved: DeepSpeedCheckpoint) -> list[str]:
     found = [table.get("param_groups") for table in tables if isinstance(table, Mapping)]
     groups = [group for group in (found[0] if found else None) or () if isinstance(group, Mapping)]
     keys = ("lr", "betas", "eps", "weight_decay")
-    return sorted({", ".join(f"{key} {group[key]}" for key in keys if key in group) for group in groups})
+    return sorted({", ".join(f"{key} {shown(group[key])}" for key in keys if key in group) for group in groups})
 
 
 def _first(names: Collection[str]) -> str:

@@ -9,6 +9,7 @@ from models import families
 from models.config import ModelConfig
 from trainer.checkpoint.format.json_file import Json
 from trainer.errors import MismatchError
+from trainer.json_value import shown
 
 # Fields that affect neither the tensors nor the result: a difference is logged.
 _FREE = ("dropout", "initializer_range", "bos_token_id", "eos_token_id")
@@ -29,7 +30,7 @@ def read_model(table: Json, *, where: object) -> ModelConfig:
             "A folder holds a model of another family",
             where=where,
             expected=f"{', '.join(known[:-1])} or {known[-1]}",
-            found=repr(table.get("model_type")),
+            found=shown(table.get("model_type")),
         )
     found: list[str] = []
     spec = families.FAMILIES[family]
@@ -45,6 +46,16 @@ def read_model(table: Json, *, where: object) -> ModelConfig:
         where=where,
         found="these unsupported settings:\n" + "\n".join(f"  {problem}" for problem in found),
     )
+
+
+def require_layers(model: ModelConfig, tensors: int, *, where: object) -> None:
+    """Refuse a model with more layers than there are tensors, before its tensors are listed.
+
+    Raises:
+        MismatchError: naming both numbers.
+    """
+    if model.n_layer > tensors:
+        raise MismatchError("There are fewer tensors than layers", where=where, expected=model.n_layer, found=tensors)
 
 
 def differences(theirs: ModelConfig, ours: ModelConfig, *, where: object, kind: str = "folder") -> list[str]:

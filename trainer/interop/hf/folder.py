@@ -19,7 +19,8 @@ from trainer.checkpoint.loading.reader import open_tensor_file, read_header
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import is_iteration_name
 from trainer.errors import CheckpointError, MismatchError
-from trainer.interop.hf.config import read_model
+from trainer.interop.hf.config import read_model, require_layers
+from trainer.json_value import shown
 
 CONFIG = "config.json"
 _SINGLE = "model.safetensors"
@@ -83,10 +84,7 @@ def open_folder(path: Path, files: Files) -> HfFolder:
     for name, file in wanted.items():
         if name not in places or places[name].file != file:
             raise CheckpointError("A tensor is not in the file of the index", where=index, expected=f"{name} in {file}")
-    if model.n_layer > len(places):
-        raise MismatchError(
-            "A folder has fewer tensors than layers", where=path / CONFIG, expected=model.n_layer, found=len(places)
-        )
+    require_layers(model, len(places), where=path / CONFIG)
     return HfFolder(path, files, model, places)
 
 
@@ -169,13 +167,13 @@ def _padded(tensor: StoredTensor, model: ModelConfig) -> tuple[int, ...] | None:
 def _weight_map(index: Path) -> dict[str, str]:
     table = json_file.read(index).get("weight_map")
     if not isinstance(table, dict) or not table:
-        raise CheckpointError("An index has no weight_map", where=index, found=repr(table))
+        raise CheckpointError("An index has no weight_map", where=index, found=shown(table))
     for name, file in table.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(
                 "An index names a file that is not safetensors",
                 where=f"{index}, {name}",
-                found=repr(file),
+                found=shown(file),
             )
     return table
 

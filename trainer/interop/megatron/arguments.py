@@ -7,7 +7,7 @@ heads, the form of the GELU, the base of the rotary frequencies, the part of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,9 @@ from models import families
 from models.config import Activation, Family, ModelConfig, RopeScaling
 from trainer.errors import MismatchError
 from trainer.interop.formats import ImportOptions
+from trainer.interop.megatron.hybrid import as_gpt, in_sub_blocks, pattern_of
+from trainer.interop.megatron.names import Correspondence, correspondences
+from trainer.json_value import finite_number, integer, shown
 
 # Fields of ours and the argument of the same meaning. All must be known, from `args` or from overrides.
 _SIZES = {
@@ -25,6 +28,9 @@ _SIZES = {
     "max_position_embeddings": "max_position_embeddings",
 }
 _NUMBERS = {"norm_eps": "norm_epsilon", "initializer_range": "init_method_std"}
+# All that is computed with: integers, and numbers that may be fractions.
+_INTEGERS = (*_SIZES.values(), "num_query_groups", "kv_channels", "vocab_size", "consumed_train_samples")
+_FRACTIONS = (*_NUMBERS.values(), "rotary_base", "rope_scaling_factor", "hidden_dropout", "attention_dropout")
 _GPT2_POSITIONS, _ROTARY = "learned_absolute", "rope"
 _ROTARY_BASE = 10000.0  # Megatron's default
 _NONE = (None, 0, False)
@@ -76,15 +82,24 @@ class DescribedModel:
         padded_vocab_size: rows of Megatron's embedding, at least `model.vocab_size`.
         adds_one: whether weights of norms are stored minus 1 (`apply_layernorm_1p`).
         notes: log lines on differences that the import allows.
+        is_hybrid: whether Megatron's is a `HybridModel`, whose sub-blocks are numbered in place of layers.
     """
 
     model: ModelConfig
     padded_vocab_size: int
     adds_one: bool = False
     notes: tuple[str, ...] = field(default=())
+    is_hybrid: bool = False
+
+    def correspondences(self) -> list[Correspondence]:
+        """Return every tensor of Megatron's model with ours."""
+        found = correspondences(self.model, self.padded_vocab_size)
+        return in_sub_blocks(found) if self.is_hybrid else found
 
 
-def describe(args: Mapping[str, Any], rows: int, asked: ImportOptions, *, where: object) -> DescribedModel:
+def describe(
+    args: Mapping[str, Any], rows: int, layers: int, asked: ImportOptions, *, where: object, names: Iterable[str] = ()
+) -> DescribedModel:
     """Return the model that `args` describe.
 
     Fields that `args` lack, as those of programs other than Megatron-LM do, are taken from the overrides
@@ -93,11 +108,17 @@ def describe(args: Mapping[str, Any], rows: int, asked: ImportOptions, *, where:
     Args:
         args: the attributes of `args`; empty if the checkpoint has none.
         rows: rows of the embedding in the checkpoint, with padding.
+        layers: layers that the checkpoint has tensors of, and no model may exceed.
+        names: of the tensors, which tell a `HybridModel`.
 
     Raises:
         MismatchError: listing every option that our models do not have, and every field that nothing names.
     """
-    family, problems = _family(args, asked)
+    pattern = pattern_of(names)
+    args, problems = as_gpt(args, pattern)
+    family, unnamed = _family(args, asked)
+    problems += unnamed
+    problems += _out_of_range(args)
     problems += _unsupported(args, family)
     problems += _unnamed(args, asked)
     problems += _vocabulary(args, rows, asked)
@@ -123,9 +144,11 @@ def describe(args: Mapping[str, Any], rows: int, asked: ImportOptions, *, where:
         model = replace(model, head_dim=None)
     notes += _invisible(args, model, asked)
     model = _tokens(_dropout(model, args, asked, notes), asked, notes)
+    if model.n_layer > layers:
+        raise _refused([f"num_layers={model.n_layer}: the checkpoint has {layers}"], where=where)
     if found := [*families.problems(model), *_width(args, model)]:
         raise _refused(found, where=where)
-    return DescribedModel(model, rows, bool(args.get("apply_layernorm_1p")), tuple(notes))
+    return DescribedModel(model, rows, bool(args.get("apply_layernorm_1p")), tuple(notes), pattern is not None)
 
 
 def _family(args: Mapping[str, Any], asked: ImportOptions) -> tuple[Family | None, list[str]]:
@@ -141,7 +164,21 @@ def _family(args: Mapping[str, Any], asked: ImportOptions) -> tuple[Family | Non
     expected = f"{_GPT2_POSITIONS} (GPT-2) or {_ROTARY} (LLaMA-3)"
     if positions is None:
         return None, [f"args have no position_embedding_type, {expected}: set model=NAME"]
-    return None, [f"position_embedding_type={_shown(positions)}: ours are {expected}"]
+    return None, [f"position_embedding_type={shown(positions)}: ours are {expected}"]
+
+
+def _out_of_range(args: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the arguments that are no numbers that can be computed with."""
+    checks: dict[str, Callable[[object], object]] = {
+        **dict.fromkeys(_INTEGERS, integer),
+        **dict.fromkeys(_FRACTIONS, finite_number),
+    }
+    for name, check in checks.items():
+        if args.get(name) is not None:
+            try:
+                check(args[name])
+            except ValueError as error:
+                yield f"{name}: {error}"
 
 
 def _unsupported(args: Mapping[str, Any], family: Family | None) -> Iterator[str]:
@@ -151,7 +188,7 @@ def _unsupported(args: Mapping[str, Any], family: Family | None) -> Iterator[str
             wanted = "none of our models has it"
             if family is not None and allowed[0] is not None:
                 wanted = f"{family.value} has {allowed[0]}"
-            yield f"{name}={_shown(args[name])}: {wanted}"
+            yield f"{name}={shown(args[name])}: {wanted}"
 
 
 def _unnamed(args: Mapping[str, Any], asked: ImportOptions) -> Iterator[str]:
@@ -304,10 +341,6 @@ def _tokens(model: ModelConfig, asked: ImportOptions, notes: list[str]) -> Model
         listed = " ".join(f"model.{name}={token}" for name, token in chosen.items())
         notes.append(f"args do not name the tokens that begin and end a document: taken as {listed}")
     return replace(model, **chosen)
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:80]
 
 
 def _refused(problems: Sequence[str], *, where: object) -> MismatchError:

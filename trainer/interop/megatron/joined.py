@@ -9,7 +9,7 @@ import torch
 
 from trainer.errors import MismatchError
 from trainer.interop.megatron.arguments import DescribedModel
-from trainer.interop.megatron.names import MegatronTensor, correspondences
+from trainer.interop.megatron.names import MegatronTensor
 from trainer.interop.megatron.shards import RankCopies, RankPiece, join, joined_shape
 from trainer.interop.megatron.state import MegatronState
 
@@ -73,7 +73,7 @@ def joined_state(
 def _check(pieces: Pieces, described: DescribedModel, *, where: object) -> None:
     """Refuse pieces of another model; a tied output layer may be there twice."""
     model = described.model
-    expected = {one.tensor.numbered: one.tensor for one in correspondences(model, described.padded_vocab_size)}
+    expected = {one.tensor.numbered: one.tensor for one in described.correspondences()}
     problems = [f"missing: {name}" for name in expected if name not in pieces]
     allowed = expected.keys() | ({OUTPUT} if model.tie_word_embeddings else set())
     problems += [f"not of the model: {name}" for name in pieces if name not in allowed]

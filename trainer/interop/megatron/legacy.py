@@ -6,6 +6,7 @@ Sources: `get_checkpoint_name`, `save_checkpoint` and `generate_state_dict` of `
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -16,17 +17,25 @@ from typing import Any
 import torch
 
 from trainer.errors import CheckpointError, MismatchError
-from trainer.interop.formats import ImportOptions
+from trainer.interop.formats import ImportOptions, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.buckets import locate
 from trainer.interop.megatron.data_shards import state_of_data_ranks
 from trainer.interop.megatron.joined import EMBEDDING, MASTERS, Pieces, joined_state
 from trainer.interop.megatron.legacy_names import in_newest_order_of_all, stage_of
 from trainer.interop.megatron.numbered import groups_of, named_state, step_of
-from trainer.interop.megatron.shards import RankCopies, RankPiece, Stage, by_global_name, joined_shape, stage_order
-from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, tell
+from trainer.interop.megatron.shards import (
+    RankCopies,
+    RankPiece,
+    Stage,
+    by_global_name,
+    joined_shape,
+    layers_of,
+    stage_order,
+)
+from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, signs_of_moments, tell
 from trainer.interop.torch_file import PlainObject, is_plain, open_torch_file
-from trainer.json_value import integer
+from trainer.json_value import integer, shown
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +87,10 @@ def read_legacy(path: Path, asked: ImportOptions) -> tuple[MegatronState, Descri
     if EMBEDDING not in weights:
         found = ", ".join(list(weights)[:_MOST_NAMED])
         raise CheckpointError("The first stage has no embedding", where=path, expected=EMBEDDING, found=found)
-    described = describe(args, joined_shape(weights[EMBEDDING], 0)[0], asked, where=path)
-    kept, step = ({}, None) if asked.weights_only else _optimizer(ranks, path)
+    described = describe(
+        args, joined_shape(weights[EMBEDDING], 0)[0], layers_of(weights), asked, where=path, names=weights
+    )
+    kept, step = ({}, None) if asked.weights_only else _optimizer(ranks, asked, path)
     iteration = _iteration(first, path) if kept else 0
     if kept and step is None:
         step = float(iteration)
@@ -134,11 +145,11 @@ def _ranks(path: Path, asked: ImportOptions) -> list[list[_Rank]]:
     }
     args = _arguments(opened[(0, 0)].model) if (0, 0) in opened else {}
     sizes = [
-        max(int(args.get(f"{kind}_model_parallel_size") or 1), 1 + max((place[axis] for place in found), default=0))
+        max(integer(args.get(f"{kind}_model_parallel_size") or 1), 1 + max((place[axis] for place in found), default=0))
         for axis, kind in enumerate(("tensor", "pipeline"))
     ]
-    lacking = [(tp, pp) for pp in range(sizes[1]) for tp in range(sizes[0]) if (tp, pp) not in opened]
-    if lacking:
+    places = ((tp, pp) for pp in range(sizes[1]) for tp in range(sizes[0]) if (tp, pp) not in opened)
+    if lacking := list(itertools.islice(places, _MOST_NAMED + 1)):
         shown = ", ".join(
             f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if sizes[1] > 1 else "") for tp, pp in lacking[:_MOST_NAMED]
         )
@@ -188,7 +199,7 @@ def _open(folder: Path, of_data_ranks: Collection[str], *, with_optimizer: bool)
 def _check_one_save(ranks: Sequence[Sequence[_Rank]], path: Path) -> None:
     every = [rank for stage in ranks for rank in stage]
     for key in ("iteration", "checkpoint_version"):
-        values = {repr(rank.model.get(key)) for rank in every}
+        values = {shown(rank.model.get(key)) for rank in every}
         if len(values) > 1:
             raise CheckpointError(
                 "The files of a Megatron checkpoint are of several saves", where=path, found=f"{key} {sorted(values)}"
@@ -221,10 +232,13 @@ def _arguments(table: Table) -> dict[str, Any]:
 # ---- the optimizer
 
 
-def _optimizer(ranks: Sequence[Sequence[_Rank]], path: Path) -> tuple[dict[str, Pieces], float | None]:
+def _optimizer(
+    ranks: Sequence[Sequence[_Rank]], asked: ImportOptions, path: Path
+) -> tuple[dict[str, Pieces], float | None]:
     """Return the pieces of master weights and moments by global name, and the number of steps."""
     first = ranks[0][0]
     if first.model.get("optimizer") is None and first.flat is None and not first.of_data_ranks:
+        require_moments(signs_of_moments(first.model, path), asked, where=path)
         _log.warning(f"{path}: there is no optimizer's state (--no-save-optim); the weights alone are carried")
         return {}, None
     found = [[_of_rank(rank) for rank in stage] for stage in ranks]

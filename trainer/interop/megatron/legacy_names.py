@@ -17,6 +17,7 @@ from models.config import ModelConfig
 from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.megatron.shards import RankPiece, Stage
 from trainer.interop.torch_file import is_plain
+from trainer.json_value import shown
 
 _QUERY_KEY_VALUE = ".self_attention.linear_qkv."
 _LAST_VERSION = 3.0
@@ -99,7 +100,7 @@ def in_newest_order(stage: Stage, version: object, head_width: int, *, where: ob
             "A Megatron checkpoint has a version that is not known",
             where=where,
             expected="checkpoint_version 0 to 3",
-            found=repr(version),
+            found=shown(version),
         )
     if number >= 2:
         return dict(stage)
@@ -127,7 +128,7 @@ def in_newest_order_of_all(
             "The order of the rows of fused queries, keys and values is not certain",
             where=where,
             expected="rows by query group, as of checkpoint_version 2 and 3",
-            found=f"those of version {version}, {model.n_head} heads of queries and {model.n_kv_head} of keys",
+            found=f"those of version {shown(version)}, {model.n_head} heads of queries and {model.n_kv_head} of keys",
             fix="No program with grouped queries has that order: the arguments and the weights are of two programs.",
         )
     return {name: [rank[name] for rank in ranks] for name in pieces}

@@ -16,7 +16,7 @@ from trainer.interop.megatron.joined import MASTERS
 from trainer.interop.megatron.shards import RankPiece, Stage
 from trainer.interop.megatron.state import MOMENTS
 from trainer.interop.torch_file import is_plain
-from trainer.json_value import step_count
+from trainer.json_value import shown, step_count
 
 Table = Mapping[Any, Any]
 
@@ -83,7 +83,7 @@ def step_of(groups: Sequence[Table], entries: Sequence[Table], *, where: object)
         try:
             found.add(step_count(step.item() if isinstance(step, torch.Tensor) else step))
         except (ValueError, RuntimeError) as error:
-            raise _damaged(where, _STEP, repr(step)) from error
+            raise _damaged(where, _STEP, shown(step)) from error
     if len(found) > 1:
         raise _damaged(where, _STEP, f"several: {sorted(found)}")
     return found.pop() if found else None

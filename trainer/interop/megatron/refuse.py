@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trainer.checkpoint.format import json_file
 from trainer.errors import CheckpointError, MismatchError
+from trainer.json_value import shown
 
 _METADATA = "metadata.json"  # megatron/core/dist_checkpointing/core.py, CheckpointingConfig
 _BACKEND = "sharded_backend"
@@ -43,7 +44,7 @@ def _form(path: Path) -> str | None:
         except CheckpointError:
             backend = None
         if isinstance(backend, str):
-            return f"megatron.core.dist_checkpointing, {_BACKEND} {backend!r} in {_METADATA}"
+            return f"megatron.core.dist_checkpointing, {_BACKEND} {shown(backend)} in {_METADATA}"
     if path.is_dir() and any(next(path.glob(pattern), None) for pattern in _LEGACY):
         return "Megatron-LM's format `torch`, a folder mp_rank_* for each rank"
     return None

@@ -23,7 +23,6 @@ import torch
 
 from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.dcp.folder import DcpFolder
-from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.buckets import Slot
 from trainer.interop.megatron.names import MegatronTensor, Shape
 from trainer.interop.megatron.shards import RankCopies, RankPiece, join, stage_order
@@ -68,7 +67,6 @@ class Buckets:
     def open(
         cls,
         dcp: DcpFolder,
-        described: DescribedModel,
         weights: Callable[[MegatronTensor], torch.Tensor],
         tensors: Sequence[MegatronTensor],
         copies: RankCopies,
@@ -91,7 +89,7 @@ class Buckets:
         tried = list[str]()
         for order in (_local_order, _fused_order):
             for alignment in _ALIGNMENTS:
-                found = _places(buffers, order(tensors), described, tp=tp, stages=stages, alignment=alignment)
+                found = _places(buffers, order(tensors), tp=tp, stages=stages, alignment=alignment)
                 if found is None:
                     continue
                 buckets = cls(dcp, copies, found)
@@ -174,14 +172,14 @@ def _fused_order(tensors: Sequence[MegatronTensor]) -> list[MegatronTensor]:
 def _places(
     buffers: Sequence[Sequence[_Buffer]],
     tensors: Sequence[MegatronTensor],
-    described: DescribedModel,
     *,
     tp: int,
     stages: int,
     alignment: int,
 ) -> dict[str, tuple[Sequence[_Buffer], Slot]] | None:
     """Return the place of every parameter, or None if the sizes of the buckets are not those of this order."""
-    first, found, n_layer = 0, dict[str, tuple[Sequence[_Buffer], Slot]](), described.model.n_layer
+    first, found = 0, dict[str, tuple[Sequence[_Buffer], Slot]]()
+    n_layer = 1 + max(tensor.layer or 0 for tensor in tensors)
     order = stage_order(stages, len(buffers[0]))
     for number, (stage, chunk) in enumerate(order):
         ranks = [buffers[stage * tp + rank][chunk] for rank in range(tp)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -142,6 +142,11 @@ def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[
             found[full] = [rank[name] for rank in ranks]
         first += len(layers)
     return found
+
+
+def layers_of(names: Iterable[str]) -> int:
+    """Return the number of layers among the names of tensors."""
+    return len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
 
 
 def joined_shape(pieces: Sequence[RankPiece], cut: int | None) -> Shape:

@@ -10,11 +10,9 @@ from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.megatron import export
 from trainer.interop.megatron.export import TRACKER
 from trainer.interop.megatron.legacy import is_legacy, read_legacy
-from trainer.interop.megatron.state import as_source
+from trainer.interop.megatron.state import RELEASE, as_source
 from trainer.interop.megatron.torch_dist import METADATA, read_torch_dist
 from trainer.interop.source import StateSource
-
-_RELEASE = "release"
 
 
 def read_source(path: Path, asked: ImportOptions) -> StateSource:
@@ -44,7 +42,7 @@ def read_source(path: Path, asked: ImportOptions) -> StateSource:
         raise CheckpointError(
             "A Megatron checkpoint has a form that is not known",
             where=folder,
-            found=repr(error),
+            found=f"{type(error).__name__}: {str(error)[:200]}",
             fix="It is damaged, or its version of Megatron lays it out in another way.",
         ) from error
     return as_source(state, described, where=folder)
@@ -71,12 +69,12 @@ def newest(path: Path) -> Path:
             )
         return path
     text = tracker.read_bytes()[:100].decode("utf-8", "replace").strip()
-    name = text if text == _RELEASE else f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else None
+    name = text if text == RELEASE else f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else None
     if name is None or not (path / name).is_dir():
         raise CheckpointError(
             "The newest iteration of a Megatron folder is not there",
             where=tracker,
-            expected=f"a number or {_RELEASE!r}, and its folder",
+            expected=f"a number or {RELEASE!r}, and its folder",
             found=repr(text),
             fix="Copy that iteration too, or name the folder of another one.",
         )

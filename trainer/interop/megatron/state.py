@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from models.families import stored_tensors
 from trainer.errors import CheckpointError
 from trainer.interop.finite import require_finite
 from trainer.interop.megatron.arguments import DescribedModel
-from trainer.interop.megatron.names import MegatronTensor, by_our_name, correspondences, is_norm
+from trainer.interop.megatron.names import MegatronTensor, by_our_name, is_norm
 from trainer.interop.source import StateSource
+from trainer.json_value import shown
 
 _log = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+RELEASE = "release"  # the folder of a model that is not to be continued
 _STEP = "step"
 
 
@@ -51,7 +54,7 @@ def as_source(state: MegatronState, described: DescribedModel, *, where: object)
     memory at a time, beside ours.
     """
     model = described.model
-    found = by_our_name(correspondences(model, described.padded_vocab_size))
+    found = by_our_name(described.correspondences())
     names = stored_tensors(model)
 
     def read(name: str) -> torch.Tensor:
@@ -149,7 +152,7 @@ def _settings(table: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> 
     schedule = table.get("opt_param_scheduler")
     if isinstance(schedule, Mapping):
         names = ("lr_decay_style", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps")
-        listed = ", ".join(f"{name} {schedule[name]}" for name in names if name in schedule)
+        listed = ", ".join(f"{name} {shown(schedule[name])}" for name in names if name in schedule).replace("'", "")
         yield f"the schedule was {listed}, in samples: not carried, the run that continues has its own, schedule.*"
     for group in sorted(set(map(_group, groups))):
         yield f"a group of the optimizer was set to {group}: not carried, see optimizer.*"
@@ -157,7 +160,21 @@ def _settings(table: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> 
 
 def _group(group: Mapping[str, Any]) -> str:
     keys = ("lr", "betas", "eps", "weight_decay")
-    return ", ".join(f"{key} {group[key]}" for key in keys if key in group)
+    return ", ".join(f"{key} {shown(group[key])}" for key in keys if key in group)
+
+
+def signs_of_moments(table: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return what says that a checkpoint was saved with moments: its optimizer, and an iteration of training.
+
+    Args:
+        table: the unsharded part of a checkpoint, as for `tell`.
+        folder: of the iteration; that of a release has weights alone.
+    """
+    found = ["the settings of an optimizer"] if table.get("optimizer") is not None else []
+    iteration = table.get("iteration")
+    if type(iteration) is int and iteration > 0 and folder.name != RELEASE:
+        found.append(f"iteration {iteration}")
+    return found
 
 
 def parameter_groups(optimizer: object) -> list[Mapping[str, Any]]:

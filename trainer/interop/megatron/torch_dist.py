@@ -1,8 +1,9 @@
-"""Reads the format `torch_dist` of megatron-core's `dist_checkpointing`: a DCP folder beside a file `common.pt`.
+"""Reads the format `torch_dist` of megatron-core's `dist_checkpointing`: a DCP folder.
 
-Tensors are joined over tensor and pipeline parallelism in the file. The state of the optimizer is under the names of
-the parameters, as full tensors or, of older versions, as flattened ones; or it is in buckets without names
-(`reshardable`). Source: `megatron/core/dist_checkpointing` and `optimizer/distrib_optimizer.py`, release 0.16.
+What is not sharded is an object of that folder, or before release 0.19 a file `common.pt`. Tensors are joined over
+tensor and pipeline parallelism in the folder. The state of the optimizer is under the names of the parameters, as full
+tensors or, of older versions, as flattened ones; or it is in buckets without names (`reshardable`). Sources:
+`megatron/core/dist_checkpointing` and `optimizer/distrib_optimizer.py`, releases 0.16 and 0.19.
 """
 
 from __future__ import annotations
@@ -21,19 +22,29 @@ import torch
 from trainer.checkpoint.format import json_file
 from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.dcp.folder import DcpFolder, open_folder
-from trainer.interop.formats import ImportOptions
+from trainer.interop.formats import ImportOptions, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
-from trainer.interop.megatron.names import LAYERS, MegatronTensor, Shape, correspondences
+from trainer.interop.megatron.hybrid import stored_name
+from trainer.interop.megatron.names import LAYERS, MegatronTensor, Shape
 from trainer.interop.megatron.reshardable import Buckets, is_bucket
-from trainer.interop.megatron.shards import RankCopies
-from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, parameter_groups, tell
+from trainer.interop.megatron.shards import RankCopies, layers_of
+from trainer.interop.megatron.state import (
+    MOMENTS,
+    MegatronState,
+    consumed_samples,
+    parameter_groups,
+    signs_of_moments,
+    tell,
+)
 from trainer.interop.torch_file import PlainObject, open_torch_file
-from trainer.json_value import step_count
+from trainer.json_value import integer, shown, step_count
 
 _log = logging.getLogger(__name__)
 
 METADATA, COMMON, BACKEND, TORCH_DIST = "metadata.json", "common.pt", "sharded_backend", "torch_dist"
+_COMMON_OBJECT = "common_state/shard_0_1"
 _TABLE = "embedding.word_embeddings.weight"
+_STACKED = f"{LAYERS}.self_attention.linear_proj.weight"
 _STATE = "optimizer.state."
 _MASTERS = ("param", "fp32_param")  # fully_reshardable; the other optimizers
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
@@ -57,14 +68,15 @@ def read_torch_dist(folder: Path, asked: ImportOptions) -> tuple[MegatronState, 
             fix=f"Save it with --ckpt-format {TORCH_DIST}.",
         )
     dcp = open_folder(folder, trust_pickle=asked.trusts_pickle, with_plans=True)
-    common = _common(folder)
+    common = _common(dcp)
     args = common["args"].attributes if isinstance(common.get("args"), PlainObject) else {}
     prefix = _prefix(dcp)
-    described = describe(args, dcp.tensors[prefix + _TABLE].shape[0], asked, where=folder)
-    files = _Files(dcp, prefix, _is_stacked(dcp, prefix))
-    tensors = [one.tensor for one in correspondences(described.model, described.padded_vocab_size)]
+    rows, layers = dcp.tensors[prefix + _TABLE].shape[0], _layers(dcp, prefix)
+    described = describe(args, rows, layers, asked, where=folder, names=dcp.tensors)
+    files = _Files(dcp, prefix, _is_stacked(dcp, prefix), described.is_hybrid)
+    tensors = [one.tensor for one in described.correspondences()]
     _check_model(files, tensors)
-    masters, moments, groups = _optimizer(files, tensors, described, common, asked)
+    masters, moments, groups = _optimizer(files, tensors, common, asked)
     tell(common, described, args, groups)
     iteration = _iteration(common, folder)
     state = MegatronState(
@@ -78,21 +90,34 @@ def read_torch_dist(folder: Path, asked: ImportOptions) -> tuple[MegatronState, 
     return state, described
 
 
-def _common(folder: Path) -> Mapping[str, Any]:
-    if not (folder / COMMON).is_file():
+def _common(dcp: DcpFolder) -> Mapping[str, Any]:
+    """Return what is not sharded: the iteration, the arguments and the optimizer's settings."""
+    if (dcp.path / COMMON).is_file():
+        return open_torch_file(dcp.path / COMMON, PlainObject)
+    if _COMMON_OBJECT not in dcp.values:
         raise CheckpointError(
-            "A file of a Megatron checkpoint is missing",
-            where=folder / COMMON,
-            fix="It holds the iteration and the arguments, and is written by rank 0; copy it too.",
+            "A Megatron checkpoint has no iteration and no arguments",
+            where=dcp.path,
+            expected=f"the object {_COMMON_OBJECT}, or a file {COMMON} of Megatron-Core before 0.19",
+            found="neither",
+            fix=f"If that folder was copied, copy {COMMON} too; otherwise take another checkpoint.",
         )
-    return open_torch_file(folder / COMMON, PlainObject)
+    found = dcp.read_value(_COMMON_OBJECT, PlainObject)
+    if not (isinstance(found, list) and len(found) == 1 and isinstance(found[0], Mapping)):
+        raise CheckpointError(
+            "The unsharded state of a Megatron checkpoint has another form",
+            where=f"{dcp.path}, {_COMMON_OBJECT}",
+            expected="a list of one dictionary",
+            found=type(found).__name__,
+        )
+    return found[0]
 
 
 def _iteration(common: Mapping[str, Any], folder: Path) -> int:
-    found = common.get("iteration")
-    if type(found) is not int or found < 0:
-        raise CheckpointError("A Megatron checkpoint names no iteration", where=folder / COMMON, found=repr(found))
-    return found
+    try:
+        return integer(common.get("iteration"))
+    except ValueError as error:
+        raise CheckpointError("A Megatron checkpoint names no iteration", where=folder, found=str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +127,20 @@ class _Files:
     Args:
         prefix: of the model's names, such as `module.`.
         is_stacked: whether all layers of a name are one tensor.
+        is_hybrid: whether the names are those of a `HybridModel`.
     """
 
     dcp: DcpFolder
     prefix: str
     is_stacked: bool
+    is_hybrid: bool
 
     def weight(self, tensor: MegatronTensor) -> torch.Tensor:
         return self.read("", tensor)
 
     def key(self, root: str, tensor: MegatronTensor) -> str:
-        return root + self.prefix + (tensor.stacked if self.is_stacked else tensor.numbered)
+        name = tensor.stacked if self.is_stacked else tensor.numbered
+        return root + self.prefix + (stored_name(name) if self.is_hybrid else name)
 
     def expected(self, tensor: MegatronTensor, layers: int) -> Shape:
         return (layers, *tensor.shape) if self.is_stacked and tensor.layer is not None else tensor.shape
@@ -169,7 +197,15 @@ def _is_optimizers(key: str) -> bool:
 
 
 def _is_stacked(dcp: DcpFolder, prefix: str) -> bool:
-    return f"{prefix}{LAYERS}.self_attention.linear_proj.weight" in dcp.tensors
+    return f"{prefix}{_STACKED}" in dcp.tensors
+
+
+def _layers(dcp: DcpFolder, prefix: str) -> int:
+    """Return the number of layers; stacked ones are not counted beyond their numbers."""
+    stacked = dcp.tensors.get(f"{prefix}{_STACKED}")
+    if stacked is not None:
+        return min(stacked.shape[0], prod(stacked.shape)) if stacked.shape else 0
+    return layers_of(key.removeprefix(prefix) for key in dcp.tensors if key.startswith(prefix))
 
 
 def _check_model(files: _Files, tensors: Sequence[MegatronTensor]) -> None:
@@ -213,7 +249,6 @@ def _listed(problems: Sequence[str]) -> str:
 def _optimizer(
     files: _Files,
     tensors: Sequence[MegatronTensor],
-    described: DescribedModel,
     common: Mapping[str, Any],
     asked: ImportOptions,
 ) -> tuple[Any, Any, list[Mapping[str, Any]]]:
@@ -238,9 +273,11 @@ def _optimizer(
             parameter_groups(common.get("optimizer")),
         )
     if any(is_bucket(key) for key in dcp.tensors):
-        buckets = Buckets.open(dcp, described, files.weight, tensors, RankCopies(asked.from_rank0))
+        buckets = Buckets.open(dcp, files.weight, tensors, RankCopies(asked.from_rank0))
         return partial(buckets.read, _MASTERS[0]), buckets.read, _saved_groups(dcp)
     _refuse_others(dcp)
+    require_moments(signs_of_moments(common, dcp.path), asked, where=dcp.path)
+    _log.warning("The checkpoint has no state of the optimizer: the weights are imported alone, as iteration 0")
     return None, None, []
 
 
@@ -260,7 +297,6 @@ def _refuse_others(dcp: DcpFolder) -> None:
     others = sorted(key for key in (*dcp.tensors, *dcp.values) if _is_optimizers(key))
     if others:
         raise _partial_optimizer(dcp.path, f"{len(others)} entries: {', '.join(others[:5])} ...")
-    _log.warning("The checkpoint has no state of the optimizer: the weights are imported alone, as iteration 0")
 
 
 def _partial_optimizer(path: Path, found: str) -> MismatchError:
@@ -280,7 +316,7 @@ def _step(groups: Sequence[Mapping[str, Any]], common: Mapping[str, Any], iterat
     try:
         steps = {step_count(value.item() if isinstance(value, torch.Tensor) else value) for value in found}
     except (ValueError, RuntimeError) as error:
-        raise CheckpointError("A step is no natural number", where=where, found=repr(found)[:200]) from error
+        raise CheckpointError("A step is no natural number", where=where, found=shown(found)) from error
     if len(steps) > 1:
         raise MismatchError("The steps of a Megatron optimizer differ", where=where, found=sorted(steps))
     if not steps:

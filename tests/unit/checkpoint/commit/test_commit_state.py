@@ -369,7 +369,6 @@ class SimulatedJob(SaveJob):
             shared=rank.shared,
             lock=None,
             retention=Retention(1 if is_local else 0),
-            pinned=(),
             local_ranks=LocalRanks(channel, ()),
             local=LocalSaves(FileExchange(), NoCopies()) if is_local else None,
             number=rank.number,
@@ -434,14 +433,22 @@ def require_one_outcome_after_restart(found: Attempted, *, is_committed: bool) -
 
 
 @given(troubles())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_rank_contradicts_the_folder_and_all_end(told: Troubles) -> None:
     attempted(told)
 
 
 @given(troubles(is_local=True))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_after_a_restart_all_hosts_have_an_attempt_or_none(told: Troubles) -> None:
+    attempted(told)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@given(troubles() | troubles(is_local=True))
+@settings(max_examples=4000, deadline=None)
+def test_no_rank_contradicts_the_folder_in_thousands_of_troubles(told: Troubles) -> None:
     attempted(told)
 
 

@@ -32,6 +32,24 @@ def test_to_bytes_refuses_what_standard_json_does_not_have(value: object) -> Non
         json_file.to_bytes({"a": [value]})
 
 
+@pytest.mark.parametrize(
+    ("state", "place"),
+    [
+        ({"a": {"b": [0, 1, 2, object()]}}, 'state["a"]["b"][3]'),
+        ({"a": 1, "b": (1, float("nan"))}, 'state["b"][1]'),
+        ({"a": {(1, 2): 3}}, 'state["a"][(1, 2)]'),
+        ({"\u00e9": "\ud800"}, 'state["\u00e9"]'),
+        ({"\ud800": 1}, r'state["\ud800"]'),
+        ({"a": 10**5000}, 'state["a"]'),
+        ({"a": nested(63)}, 'state["a"]' + 63 * "[0]"),
+    ],
+)
+def test_to_bytes_names_the_place_of_what_json_lacks(state: object, place: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        json_file.to_bytes({"before": [1, {"x": None}], "state": state})
+    assert str(caught.value).startswith(f"A value cannot be stored as JSON ({place}), expected ")
+
+
 def test_what_nests_as_deep_as_may_be_comes_back() -> None:
     value: Json = {"a": nested(json_file.MAX_DEPTH - 1)}
     assert json_file.parse(json_file.to_bytes(value), where="x") == value

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fakes import SHARDINGS, FailingFiles, Sharding, all_ranks, lone_contents, sample_specs, sample_state
+from tests.fakes import JOIN_S, SHARDINGS, FailingFiles, Sharding, all_ranks, lone_contents, sample_specs, sample_state
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.format import manifest
@@ -274,7 +274,7 @@ def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monk
                 reads.append(offset)
                 if len(reads) == 1:
                     raise OSError(errno.EIO, "it failed")
-                told.append(closed.wait(10.0))
+                told.append(closed.wait(JOIN_S))
             return super().read(descriptor, buffer, offset=offset)
 
     monkeypatch.setattr(loader._Queue, "close", close_and_tell)
@@ -292,7 +292,7 @@ def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypa
     class Stuck(Files):
         def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
             if buffer.nbytes == BLOCK_BYTES:
-                released.wait(20.0)
+                released.wait(JOIN_S)
             return super().read(descriptor, buffer, offset=offset)
 
     def break_off(done: int, total: int) -> None:
@@ -313,7 +313,7 @@ def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypa
     assert all(thread.daemon for thread in reading)
     released.set()
     for thread in reading:
-        thread.join(20.0)
+        thread.join(JOIN_S)
     assert threading.active_count() == before
 
 
@@ -335,7 +335,7 @@ def test_progress_rises_to_all_bytes_on_the_calling_thread(large: Path, monkeypa
 
     class Waiting(Files):
         def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-            assert not live or go_on.wait(30.0)
+            assert not live or go_on.wait(JOIN_S)
             return super().read(descriptor, buffer, offset=offset)
 
     def progress(done: int, total: int) -> None:

@@ -164,7 +164,7 @@ def test_what_a_rank_gives_up_too_late_is_there_on_that_rank_too(
     assert first == [[None], []]
     assert second[0] == [
         f"A save did not end in time, and may still be committed ({tmp_path / 'iter_0000001'}), "
-        "expected an end within checkpoint.commit_timeout_s. The disk or a peer hangs; the next save looks for it."
+        "expected an end within commit_timeout_s. The disk or a peer hangs; the next save looks for it."
     ]
     assert second[1] == []
     assert names(tmp_path) == ["iter_0000001"]

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,17 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from models.build import build_model
 from tests import ROOT
-from tests.fakes import JOIN_S, FailingFiles, StuckFiles, run_ranks
+from tests.fakes import JOIN_S, FailingFiles, StuckFiles, open_when_awaited, run_ranks
 from tests.unit.model_samples import GPT2, fill, random_values
 from trainer.checkpoint import load
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.format.layout import build_layout
-from trainer.checkpoint.format.names import FORMAT, STATE
+from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.restorer import Restorer
+from trainer.checkpoint.nested.documents import values_of
+from trainer.checkpoint.nested.module_tree import tree_of
 from trainer.checkpoint.policy import Retention, SavePolicy, SaveReport
 from trainer.checkpoint.saving import chunks
 from trainer.checkpoint.storage.files import Files
@@ -93,7 +96,7 @@ class Training:
 
     def contents(self, *, ranks: int = 1) -> Contents:
         live = tuple(live_tensors(self.net, self.optimizer, grid=Grid.flat(ranks)))
-        document = {"format": FORMAT, "iteration": self.iteration, "user": {}, "groups": []}
+        document = values_of(tree_of(self.net, self.optimizer)).document(self.iteration)
         specs = tuple(t.spec for t in live)
         return Contents(specs, live, aliases_of(self.net), {STATE: document}, (self.optimizer,))
 
@@ -154,38 +157,50 @@ class Gate(Files):
             must_wait = self._left < 0
         if must_wait:
             self.is_shut.set()
-            assert self.opened.wait(20.0)
+            assert self.opened.wait(JOIN_S)
         super().write(descriptor, buffers, offset=offset)
 
 
-@pytest.mark.parametrize("staging_bytes", [None, 0, 300_000])
-@pytest.mark.parametrize("is_placed", [True, False])
-@pytest.mark.parametrize("around_cache", [True, False])
-@pytest.mark.parametrize("writes", [0, 5, 9])
+def _saves() -> Iterator[object]:
+    """Yield all cases of a save during steps: nine that have each pair of values, and the others for the soak."""
+    for (first, staging), (second, writes) in product(enumerate((None, 0, 300_000)), enumerate((0, 5, 9))):
+        chosen = (first + second) % 2 == 0, second == (first + 1) % 3
+        for placed, cached in product((True, False), repeat=2):
+            marks = () if (placed, cached) == chosen else (pytest.mark.slow, pytest.mark.soak)
+            yield pytest.param(staging, placed, cached, writes, marks=marks)
+
+
+during_steps = pytest.mark.parametrize(("staging_bytes", "is_placed", "around_cache", "writes"), [*_saves()])
+
+
+@during_steps
 def test_the_bytes_committed_are_those_of_the_iteration_saved(
-    tmp_path: Path, staging_bytes: int | None, is_placed: bool, around_cache: bool, writes: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    staging_bytes: int | None,
+    is_placed: bool,
+    around_cache: bool,
+    writes: int,
 ) -> None:
     training = Training()
     if is_placed:
         training.place_like_files()
     gate = Gate(writes, around_cache=around_cache)
-    policy = SavePolicy(tmp_path, async_save=True, staging_bytes=staging_bytes, stall_timeout_s=20.0)
+    policy = SavePolicy(tmp_path, async_save=True, staging_bytes=staging_bytes, stall_timeout_s=JOIN_S)
     checkpointer = started(policy, gate)
     expected = training.values()
     assert checkpointer.save(1, training.contents()) is None
-    assert gate.is_shut.wait(20.0)
+    assert gate.is_shut.wait(JOIN_S)
     assert checkpointer.is_saving
     training.forward_backward()
-    # A step may have to wait for a write that is under way: the disk goes on while it does.
-    opening = threading.Timer(0.02, gate.opened.set)
-    opening.start()
+    # A step may have to wait for a write that is under way: the disk goes on while it does, else after the steps.
+    open_when_awaited(monkeypatch, gate.opened)
     for _ in range(3):
         training.step()
-    opening.join()
     report = only_report(checkpointer)
     assert report.error is None
     assert_same(loaded(report.path), expected)
-    if staging_bytes is None:
+    if staging_bytes is None and writes < 9:  # there are chunks that no thread has begun to write
         assert report.copied_bytes > training.net.frozen.nbytes + training.net.count.nbytes
     checkpointer.close()
 
@@ -246,12 +261,11 @@ def test_saves_closer_than_the_disk_is_fast_never_mix(tmp_path: Path) -> None:
 def test_a_failing_writer_is_reported_and_holds_no_step(tmp_path: Path, kind: str) -> None:
     files = FailingFiles(kind, errno.ENOSPC, after=7 if kind == "write" else 0)
     training = Training()
-    checkpointer = started(SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=20.0), files)
+    checkpointer = started(SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=JOIN_S), files)
     checkpointer.save(1, training.contents())
     training.step()
     report = only_report(checkpointer)
-    assert "errno 28" in str(report.error)
-    assert report.blocked_s < 10.0
+    assert "errno 28" in str(report.error)  # and not that the disk has written nothing while the step waited
     assert checkpointer.results.last_error is report.error
     files.is_armed = False
     expected = training.values()
@@ -270,9 +284,14 @@ def stalled(folder: Path) -> tuple[StuckFiles, Training, Checkpointer]:
     training.place_like_files()
     checkpointer = started(SavePolicy(folder, async_save=True, staging_bytes=0, stall_timeout_s=0.1), files)
     checkpointer.save(1, training.contents())
-    assert files.reached.wait(20.0)
+    assert files.reached.wait(JOIN_S)
     training.step()
     return files, training, checkpointer
+
+
+def be_patient(checkpointer: Checkpointer) -> None:
+    """Let the next steps wait for a disk that is only slow."""
+    checkpointer._staging._policy = replace(checkpointer._staging._policy, stall_timeout_s=JOIN_S)
 
 
 def test_a_stalled_disk_ends_the_attempt_and_not_the_iteration(tmp_path: Path) -> None:
@@ -292,7 +311,8 @@ def test_saving_works_again_once_the_disk_does(tmp_path: Path) -> None:
     files, training, checkpointer = stalled(tmp_path)
     assert [report.error is None for report in checkpointer.reports()] == [False]
     files.released.set()
-    checkpointer.drain(20.0)
+    checkpointer.drain(JOIN_S)
+    be_patient(checkpointer)
     expected = training.values()
     checkpointer.save(2, training.contents())
     training.step()
@@ -308,7 +328,7 @@ def test_a_stalled_disk_of_one_rank_ends_the_attempt_of_all(tmp_path: Path, culp
         training = Training()
         training.place_like_files()
         files = stuck if channel.rank == culprit else None
-        policy = SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=0.1, commit_timeout_s=20.0)
+        policy = SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=0.1, commit_timeout_s=JOIN_S)
         checkpointer = started(policy, files, channel)
         succeeded = []
         for iteration in (1, 2):
@@ -318,14 +338,15 @@ def test_a_stalled_disk_of_one_rank_ends_the_attempt_of_all(tmp_path: Path, culp
             succeeded += [report.error is None for report in checkpointer.reports()]
         channel.agree("both are through", None)
         stuck.released.set()
-        checkpointer.drain(20.0)
+        checkpointer.drain(JOIN_S)
+        be_patient(checkpointer)
         checkpointer.save(3, training.contents(ranks=2))
         checkpointer.wait()
         succeeded += [report.error is None for report in checkpointer.reports()]
         checkpointer.close()
         return succeeded
 
-    assert run_ranks(2, call, timeout_s=20.0) == [[False, False, True]] * 2
+    assert run_ranks(2, call) == [[False, False, True]] * 2
     assert [path.name for path in tmp_path.glob("*iter_*")] == ["iter_0000003"]
 
 
@@ -387,6 +408,7 @@ def test_the_arena_stays_while_a_thread_that_hangs_may_use_it(tmp_path: Path) ->
     assert [report.error is None for report in checkpointer.reports()] == [False] * 3
     files.released.set()
     checkpointer.drain(JOIN_S)
+    be_patient(checkpointer)
     checkpointer._policy = SavePolicy(tmp_path, async_save=True)
     training.iteration = 4
     checkpointer.save(4, training.contents())
@@ -405,7 +427,7 @@ def keys_left(root: Path, culprit: int, failures: int) -> int:
         training = Training()
         training.place_like_files()
         files = stuck if channel.rank == culprit else None
-        policy = SavePolicy(root, async_save=True, staging_bytes=0, stall_timeout_s=0.1, commit_timeout_s=20.0)
+        policy = SavePolicy(root, async_save=True, staging_bytes=0, stall_timeout_s=0.1, commit_timeout_s=JOIN_S)
         checkpointer = started(policy, files, channel)
         for iteration in range(failures):
             checkpointer.save(iteration, training.contents(ranks=2))
@@ -413,12 +435,13 @@ def keys_left(root: Path, culprit: int, failures: int) -> int:
             checkpointer.wait()
         channel.agree("both are through", None)
         stuck.released.set()
-        checkpointer.drain(20.0)
+        checkpointer.drain(JOIN_S)
+        be_patient(checkpointer)
         checkpointer.save(failures, training.contents(ranks=2))
         checkpointer.close()
         return [report.error is None for report in checkpointer.reports()]
 
-    outcomes = run_ranks(2, call, store=lambda: store, timeout_s=20.0)
+    outcomes = run_ranks(2, call, store=lambda: store)
     assert outcomes == [[False] * failures + [True]] * 2
     return int(store.num_keys())
 
@@ -428,17 +451,17 @@ def test_aborted_saves_leave_no_keys_after_a_good_one(tmp_path: Path, culprit: i
     assert keys_left(tmp_path / "one", culprit, 1) == keys_left(tmp_path / "five", culprit, 5)
 
 
-def test_leaving_waits_for_the_commit(tmp_path: Path) -> None:
+def test_leaving_waits_for_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training, gate = Training(), Gate(3)
     checkpointer = started(SavePolicy(tmp_path, async_save=True), gate)
     checkpointer.save(1, training.contents())
-    assert gate.is_shut.wait(20.0)
-    threading.Timer(0.02, gate.opened.set).start()
+    assert gate.is_shut.wait(JOIN_S)
+    open_when_awaited(monkeypatch, gate.opened)
     checkpointer.close()
     assert_same(loaded(tmp_path), training.values())
 
 
-def test_a_load_after_a_save_was_awaited_changes_nothing_of_it(tmp_path: Path) -> None:
+def test_a_load_after_a_save_was_awaited_changes_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training, gate = Training(), Gate(1000)
     checkpointer = started(SavePolicy(tmp_path, async_save=True), gate)
     checkpointer.save(1, training.contents())
@@ -447,8 +470,8 @@ def test_a_load_after_a_save_was_awaited_changes_nothing_of_it(tmp_path: Path) -
     gate._left = 5
     expected = training.values()
     checkpointer.save(2, training.contents())
-    assert gate.is_shut.wait(20.0)
-    threading.Timer(0.02, gate.opened.set).start()
+    assert gate.is_shut.wait(JOIN_S)
+    open_when_awaited(monkeypatch, gate.opened)
     checkpointer.wait()
     restorer = Restorer(single_rank_channel(), nonce="n")
     restorer.restore(LoadSource(tmp_path, 1), check=lambda _: None, live=lambda _: training.contents().live)
@@ -465,7 +488,7 @@ def idle_threads() -> Iterator[None]:
     """Fail if threads or file descriptors are left over."""
     threads, files = threading.active_count(), len(descriptors())
     yield
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + JOIN_S
     while threading.active_count() > threads and time.monotonic() < deadline:
         os.sched_yield()  # the lock's heartbeat ends by itself
     assert threading.active_count() <= threads  # the heartbeat of an earlier test may have ended meanwhile
@@ -515,17 +538,17 @@ class SlowToSync(Files):
 
     def sync(self, descriptor: int) -> None:
         self.reached.set()
-        assert self.opened.wait(20.0)
+        assert self.opened.wait(JOIN_S)
         super().sync(descriptor)
 
 
 def test_a_step_does_not_wait_for_bytes_to_be_durable(tmp_path: Path) -> None:
     files, training = SlowToSync(), Training()
     training.place_like_files()
-    checkpointer = started(SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=0.1), files)
+    checkpointer = started(SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=JOIN_S), files)
     expected = training.values()
     checkpointer.save(1, training.contents())
-    assert files.reached.wait(20.0)
+    assert files.reached.wait(JOIN_S)
     training.step()
     assert checkpointer.is_saving
     files.opened.set()

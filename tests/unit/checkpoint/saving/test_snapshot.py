@@ -90,7 +90,7 @@ def saved_bytes(staged: int, release: Callable[[Snapshot], None]) -> tuple[dict[
     stream = Stream()
     memory = {name: Memory(stream, number + 1) for number, name in enumerate("abcde")}
     chunks = chunks_of(list(memory))
-    snapshot = Snapshot(memory, chunks, arena=Arena(staged * SIZE, is_pinned=False), stall_timeout_s=10.0)
+    snapshot = Snapshot(memory, chunks, arena=Arena(staged * SIZE, is_pinned=False), stall_timeout_s=120.0)
     assert snapshot.copied_bytes == staged * SIZE  # all that fits is on its way before anything waits
     found: dict[str, set[int]] = {}
 
@@ -108,7 +108,7 @@ def saved_bytes(staged: int, release: Callable[[Snapshot], None]) -> tuple[dict[
         tensor.bytes[:] = 100
     if staged == COUNT:
         writer.start()
-    writer.join(10.0)
+    writer.join(120.0)
     snapshot.close()
     assert not writer.is_alive()
     return found, memory

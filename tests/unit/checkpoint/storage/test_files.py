@@ -18,7 +18,7 @@ from tests import ROOT
 from tests.fakes import FailingFiles
 from trainer.atomic import make_folders, replace_file
 from trainer.checkpoint.storage import files as files_module
-from trainer.checkpoint.storage.files import Files, describe_free_space
+from trainer.checkpoint.storage.files import Files, cannot_write, describe_free_space
 
 
 def views(data: bytes, size: int) -> list[memoryview]:
@@ -212,7 +212,7 @@ import logging, sys
 from pathlib import Path
 import torch
 from tests.unit.checkpoint.test_checkpointer import contents, started
-from trainer.checkpoint.storage.files import Files, describe_free_space
+from trainer.checkpoint.storage.files import Files, cannot_write, describe_free_space
 from trainer.checkpoint.policy import SavePolicy
 from trainer.commands.doctor import folder
 
@@ -250,3 +250,28 @@ def test_a_file_system_without_inodes_is_not_called_full(tmp_path: Path) -> None
     assert re.search(
         r"^MISSING .*: No space left on device, no inodes left, so no file can be made; \d+ B free$", looked
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "text"),
+    [
+        (errno.ENOENT, "new", "cannot be created: the file system of {folder} refuses it, No such file or directory"),
+        (
+            errno.ENOENT,
+            "a/new",
+            "cannot be written: No such file or directory (errno 2) ({folder}/a/new). Fix the file",
+        ),
+        (errno.ENOSPC, "new", "({folder}/new), found {room}. Make room there, or name somewhere else."),
+        (errno.EACCES, "new", "({folder}/new). Correct the permissions, or name somewhere else."),
+        (errno.EIO, "new", "({folder}/new). Fix the file system, or name somewhere else."),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path, code: int, name: str, text: str) -> None:
+    class Full(Files):
+        def free_bytes(self, path: Path) -> int | None:
+            return 7
+
+    error = OSError(code, os.strerror(code), str(tmp_path / name))
+    found = str(cannot_write(tmp_path / name, error, files=Full(), another="somewhere else"))
+    assert found.startswith("The checkpoint folder cannot be ")
+    assert text.format(folder=tmp_path, room="7 B free") in found

@@ -14,7 +14,8 @@ from torch import nn
 from tests.unit.checkpoint.loading.test_reader import contents, load, save
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import single_rank_channel
-from trainer.checkpoint.loading.reader import misleading_files, open_checkpoint
+from trainer.checkpoint.loading.accessories import misleading_files
+from trainer.checkpoint.loading.reader import open_checkpoint
 from trainer.checkpoint.policy import SavePolicy
 from trainer.checkpoint.storage.files import Files
 from trainer.commands import checkpoint as script

@@ -38,7 +38,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "quantised": (lambda: holder(packed=quantised()), r"\(packed\).*qint8"),
     "expanded": (lambda: holder(mask=torch.ones(1, 3).expand(4, 3)), r"\(mask\)"),
     "windows": (lambda: holder(frames=torch.arange(9.0).unfold(0, 4, 2)), r"\(frames\)"),
-    "same memory": (lambda: holder(a=nn.Parameter(WEIGHT), b=nn.Parameter(WEIGHT)), r"\(a and b\)"),
     "rows": (lambda: holder(w=nn.Parameter(WEIGHT), top=WEIGHT[:2]), r"\(top and w\)"),
     "one element": (lambda: holder(w=nn.Parameter(WEIGHT), last=WEIGHT[3, 2]), r"\(last and w\)"),
     "other dtype": (lambda: holder(w=nn.Parameter(WEIGHT), raw=WEIGHT.view(torch.int32)[2]), r"\(raw and w\)"),

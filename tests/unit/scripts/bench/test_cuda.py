@@ -19,7 +19,7 @@ from scripts.bench import cuda as bench_cuda
 from scripts.bench import cuda_saves, cuda_steps, cuda_table
 from scripts.bench.cuda_group import EAGER, LEFT_OUT, Clock, Device, MeasuredSide, Setting, measure_sides, read_rows
 from scripts.bench.cuda_variants import DROPOUT, RECOMPUTE, SELECTIVE, UNSEEDED, UNWAITED, VARIANTS, variant
-from trainer.__main__ import compose
+from trainer.config.compose import compose
 from trainer.launch import process_group as launch
 
 STEP, SAVE = "step gpt2_124m", "save gpt2_1558m"

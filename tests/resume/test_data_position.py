@@ -1,0 +1,104 @@
+"""Another source of data in the middle of a run: where it begins, and that a later resume goes on there."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainer.__main__
+from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok, state_of, tensor_files
+from trainer.build import Run
+from trainer.data.order import sample_ids
+from trainer.data.token_file import write_token_file
+
+LENGTH, SEED = 16, 1234
+SIZES = {"a": 30, "b": 41, "c": 17}  # in samples
+BASE = (
+    *TINY,
+    "model=gpt2_tiny",
+    "data=token_file",
+    "model.vocab_size=257",
+    "train.global_batch_size=8",
+    "train.batch_schedule=0:4 16:8",  # 4, 8, 12, 16, 24, 32, 40
+    "schedule.lr_decay_iters=15",
+    "schedule.lr_warmup_iters=1",
+)
+OTHER = "checkpoint.override_data=true"
+START = "data.position=start"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(3)
+    for name, size in SIZES.items():
+        write_token_file(tmp_path / f"{name}.bin", [rng.integers(0, 257, size * LENGTH + 1)], dtype=np.uint16)
+    return tmp_path
+
+
+def run_of(data: Path, name: str, iterations: int) -> list[str]:
+    return [*BASE, f"data.train={data}/{name}.bin", f"train.train_iters={iterations}"]
+
+
+def train_and_note_windows(arguments: list[str]) -> None:
+    """Train, and write the windows of each iteration that this rank reads into a file."""
+
+    def note(run: Run, iteration: int) -> None:
+        progress = run.state.progress.consumed_samples
+        size = run.batch_schedule.at(progress)
+        batches = run.train_data.train_batch(progress, SEED, size)
+        with Path(run.config.run.dir).with_name("windows").open("a") as file:
+            print(json.dumps([iteration, [row for batch in batches for row in batch[:, :-1].tolist()]]), file=file)
+
+    around_iterations(before=note)
+    trainer.__main__.main([f"run.dir={arguments[0]}", *arguments[1:]])
+
+
+def test_a_new_source_begins_at_its_start_once(data: Path) -> None:
+    run = data / "run"
+    phases = [("a", 3, []), ("b", 5, [OTHER, START]), ("b", 6, [START]), ("b", 7, [])]
+    for name, iterations, more in phases:
+        arguments = [str(run), *run_of(data, name, iterations), *more]
+        ended = call_on_ranks(train_and_note_windows, arguments, folder=run, ranks=1)
+        assert ended.ok, ended.text
+        is_change = OTHER in more
+        assert ("is new at sample 12 of the run and begins at its first sample" in ended.text) == is_change
+    windows = [json.loads(line)[1] for line in (data / "windows").read_text().splitlines()]
+    rng = np.random.default_rng(3)
+    known = {name: rng.integers(0, 257, size * LENGTH + 1) for name, size in SIZES.items()}
+    read = {"a": list(chain(*windows[:3])), "b": list(chain(*windows[3:]))}
+    for name, rows in read.items():
+        ids = sample_ids(0, len(rows), epoch_size=SIZES[name], seed=SEED).tolist()
+        assert rows == [known[name][n * LENGTH : (n + 1) * LENGTH].tolist() for n in ids]
+    assert [len(rows) for rows in read.values()] == [12, 4 + 3 * 8]
+    run_ok(data / "whole", run_of(data, "a", 3))
+    run_ok(data / "whole", [*run_of(data, "b", 7), OTHER, START])
+    assert curve(run) == curve(data / "whole")
+    last = "checkpoints/iter_0000007"
+    assert tensor_files(run / last) == tensor_files(data / "whole" / last)
+    assert state_of(run / last) == state_of(data / "whole" / last)
+
+
+def test_a_new_source_goes_on_at_the_position_and_says_so(data: Path) -> None:
+    run_ok(data / "run", run_of(data, "a", 3))
+    refused = launch(data / "run", run_of(data, "c", 5))
+    assert not refused.ok
+    assert "data.position=start begins a new source at its first sample" in refused.text
+    ended = run_ok(data / "run", [*run_of(data, "c", 5), OTHER])
+    assert f"({data}/c.bin) is new at sample 12 of the run and begins at its sample 12 of 17 in epoch 1" in ended.text
+    assert "data.position=start begins a new source at its first sample" in ended.text
+    state = json.loads((data / "run/checkpoints/iter_0000005/trainer_state.json").read_text())
+    assert "blend" not in state
+
+
+def test_a_start_repeated_from_the_same_checkpoint_is_the_same(data: Path) -> None:
+    """As after a death before the first save, or a rewind."""
+    run_ok(data / "run", [*run_of(data, "a", 3), "checkpoint.max_checkpoint_keep=0"])
+    curves = []
+    for _ in range(2):
+        run_ok(data / "run", [*run_of(data, "b", 4), OTHER, START, "checkpoint.ckpt_step=3"])
+        curves.append(curve(data / "run"))
+    assert curves[0] == curves[1]

@@ -1,0 +1,79 @@
+"""Text in the files of a checkpoint is taken literally: no interpolation in any field of any file is resolved."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import TINY, run_ok
+from tests.unit.checkpoint.format.test_document import reseal, rewrite
+from trainer.config.compose import compose_command, over_saved, resolve
+from trainer.errors import TrainerError
+
+SECRET = "the-secret-of-this-machine"
+EXPRESSION = "${oc.env:REPRISE_TEST_SECRET}"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    run_ok(folder, [*TINY, "train.train_iters=1", "schedule.lr_warmup_iters=0"])
+    return folder / "checkpoints" / "iter_0000001"
+
+
+def leaves(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the place of every text and number in a JSON value."""
+    members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if members is None:
+        yield place
+        return
+    for key, member in members:
+        yield from leaves(member, (*place, key))
+
+
+def with_expression(data: bytes, place: tuple[str | int, ...]) -> bytes:
+    """Return a JSON file with the expression at a place."""
+    document = json.loads(data)
+    node = document
+    for key in place[:-1]:
+        node = node[key]
+    node[place[-1]] = EXPRESSION
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def outcome(raw: Any) -> str:
+    """Return what a command says that takes its configuration from the checkpoint."""
+    try:
+        return resolve(over_saved(copy.deepcopy(raw))).text
+    except TrainerError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.soak)])
+def test_no_field_of_a_checkpoint_is_resolved(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, every: int
+) -> None:
+    monkeypatch.setenv("REPRISE_TEST_SECRET", SECRET)
+    monkeypatch.setattr(sys, "argv", ["reprise train", f"checkpoint.load={checkpoint}"])
+    raw, texts = compose_command(), []
+    for path in sorted(checkpoint.glob("*.json")):
+        whole = {name: (checkpoint / name).read_bytes() for name in (path.name, "manifest.json")}
+        places = list(leaves(json.loads(path.read_bytes())))
+        topology = [place for place in places if path.name == "trainer_state.json" and place[0] == "topology"]
+        for place in [*topology, *places[::every]]:
+            if path.name != "manifest.json":
+                rewrite(checkpoint, path.name, lambda data, place=place: with_expression(data, place))
+            elif place != ("xxh3_64",):
+                reseal(checkpoint, lambda body, place=place: with_expression(body + b"}", place)[:-1])
+            texts.append(outcome(raw))
+            for name, data in whole.items():
+                (checkpoint / name).write_bytes(data)
+    assert len(texts) > 20
+    assert not [text for text in [*texts, caplog.text] if SECRET in text]
+    assert sum(EXPRESSION in text for text in texts) > len(texts) // 10, "it has reached the configuration as text"

@@ -1,0 +1,123 @@
+"""One save and one load of a tree of live tensors and values, from the check of the arguments to the agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.format.names import STATE
+from trainer.checkpoint.inline_save import check_patterns, check_target, require_path
+from trainer.checkpoint.loading.choose import LoadSource
+from trainer.checkpoint.loading.reader import Checkpoint
+from trainer.checkpoint.loading.restorer import Restorer
+from trainer.checkpoint.nested.agreement import KnownTables, agree_on_state
+from trainer.checkpoint.nested.documents import NestedValues, read_values, values_of
+from trainer.checkpoint.nested.filling import Filling
+from trainer.checkpoint.nested.held import hold, require_patterns
+from trainer.checkpoint.nested.loaded import LoadedState
+from trainer.checkpoint.nested.table import require_whole
+from trainer.checkpoint.nested.tree import Tree
+from trainer.checkpoint.tensors.live import Contents
+from trainer.errors import TrainerError
+
+MakeTree = Callable[[], Tree]
+
+# What the ranks of each group know of each other, by the kind of call.
+_known: dict[tuple[str, tuple[int, ...]], KnownTables] = {}
+
+
+def known_tables(kind: str, channel: StoreChannel) -> KnownTables:
+    """Return what the ranks of a group know of each other from earlier calls of one kind."""
+    return _known.setdefault((kind, channel.ranks), KnownTables())
+
+
+def contents_of(
+    channel: StoreChannel,
+    key: str,
+    make_tree: MakeTree,
+    *,
+    known: KnownTables,
+    folder: str | Path,
+    iteration: int,
+    from_rank0: Sequence[str] = (),
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    is_replicated: bool = False,
+    problem: TrainerError | None = None,
+) -> Contents:
+    """Return the contents of a save. A call of all ranks.
+
+    Args:
+        key: of the messages, new on this channel.
+        make_tree: returns what this rank gives.
+        known: what the ranks know of each other.
+        optimizers: those whose steps change the tensors.
+        is_replicated: whether every rank has to hold a part of every tensor.
+        problem: why this rank cannot save, if it knows a reason already.
+
+    Raises:
+        TrainerError: on every rank, if one of them cannot save, or what they give does not fit together.
+    """
+    tree, held, values = None, None, NestedValues()
+    try:
+        check_target(folder, iteration)
+        check_patterns(from_rank0)
+        tree = make_tree()
+        held, values = hold(tree), values_of(tree)
+        values.to_bytes()
+    except TrainerError as error:
+        problem = problem or error
+    channel.agree(f"{key}/given", problem)
+    assert tree is not None
+    assert held is not None
+    joint, values = agree_on_state(
+        channel, key, held.table(tree, from_rank0, is_replicated=is_replicated), values, known
+    )
+    require_whole(joint)
+    require_patterns(from_rank0, joint)
+    live = held.shared(joint, channel.rank, from_rank0)
+    return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration)}, tuple(optimizers))
+
+
+def fill(
+    channel: StoreChannel,
+    path: str | Path,
+    make_tree: MakeTree,
+    *,
+    nonce: str,
+    strict: bool,
+    check: Callable[[Checkpoint], None] = lambda _: None,
+) -> tuple[LoadedState, Checkpoint]:
+    """Fill a tree from a checkpoint, and return the names that either side lacks, and the checkpoint.
+
+    Args:
+        make_tree: returns what this rank fills.
+        check: refuses a checkpoint before its tensors are compared with the tree's.
+
+    Raises:
+        TrainerError: on every rank; values are replaced only after all tensors are filled on every rank.
+    """
+    problem, tree, held = None, None, None
+    try:
+        require_path(path)
+        tree = make_tree()
+        tree.require_lists()
+        held = hold(tree)
+    except TrainerError as error:
+        problem = error
+    channel.agree("given", problem)
+    assert tree is not None
+    assert held is not None
+    known = known_tables("load", channel)
+    joint, _ = agree_on_state(channel, "load", held.table(tree, ()), NestedValues(), known)
+    filling = Filling(tree, held.shared(joint, channel.rank), joint, strict=strict)
+
+    def check_all(checkpoint: Checkpoint) -> None:
+        read_values(checkpoint)
+        check(checkpoint)
+
+    restorer = Restorer(channel, nonce=nonce)
+    checkpoint = restorer.restore(LoadSource(Path(path)), check=check_all, live=filling.live).checkpoint
+    return filling.finish(checkpoint, is_first=channel.coordinates), checkpoint

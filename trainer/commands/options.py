@@ -1,0 +1,51 @@
+"""Describe the keys of the configuration: `reprise options [KEY]`.
+
+The exit status is 0, or 2 for a name that no key begins with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from trainer.config.options import Row, groups, keys, sections
+from trainer.suggest import closest
+
+FINE, UNKNOWN = 0, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the keys that the command line names and return the exit status."""
+    parser = argparse.ArgumentParser(prog="reprise options", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "key", nargs="?", default="", metavar="KEY", help="a key, a section, a group or the beginning of keys (all)"
+    )
+    key = parser.parse_args(arguments).key.partition("=")[0]
+    if lines := list(_lines(key)):
+        print("\n".join(lines))
+        return FINE
+    near = closest(key, [*keys(), *(group for group, _ in groups())])
+    hint = f"did you mean {near}?" if near else "`reprise options` lists all"
+    print(f"reprise options: no key begins with {key!r}; {hint}", file=sys.stderr)
+    return UNKNOWN
+
+
+def _lines(key: str) -> Iterator[str]:
+    for group, choices in groups():
+        if key in ("", group):
+            yield f"{group}= one of {', '.join(choices).replace('**', '').replace('`', '')}"
+    for section in sections():
+        rows = [row for row in section.rows if row.key == key or row.key.startswith(f"{key}.")]
+        for row in rows or [row for row in section.rows if row.key.startswith(key)]:
+            yield from _description(row)
+
+
+def _description(row: Row) -> Iterator[str]:
+    yield f"{row.key} ({row.kind}; default {row.default})".replace("`", "")
+    yield from textwrap.wrap(row.meaning.replace("`", ""), 100, initial_indent="    ", subsequent_indent="    ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""Composes the configuration of a command from its overrides, with Hydra.
+
+Only this module uses Hydra and OmegaConf.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from trainer.config.megatron_flags import refuse_flags
+from trainer.config.options import CONFIGS, keys
+from trainer.config.overrides import escape, readable
+from trainer.config.schema import Config
+from trainer.config.values import from_environment
+from trainer.errors import ConfigError
+from trainer.suggest import closest
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# Lines of Hydra's errors to omit: no key can be appended, and Hydra's folders do not concern the user.
+_LEFT_OUT = ("reference_type", "object_type", "To append to your config", "Config search path:", "provider=")
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration without interpolations.
+
+    Args:
+        config: the configuration.
+        text: the same as YAML.
+        environment_keys: dotted keys whose values come from environment variables.
+    """
+
+    config: Config
+    text: str
+    environment_keys: frozenset[str]
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """Return the configuration composed from these overrides, without validation.
+
+    Raises:
+        ConfigError: for an override that cannot be parsed, an unknown key, or a value that cannot be resolved.
+    """
+    return resolve(_composed(readable(overrides))).config
+
+
+def _composed(overrides: Sequence[str]) -> DictConfig:
+    _refuse_hydra_keys(overrides)
+
+    def composed() -> DictConfig:
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return hydra.compose("train", overrides=list(overrides))
+
+    return _reported(composed, overrides)
+
+
+def compose_command() -> DictConfig | None:
+    """Return the configuration composed from the command line; None if Hydra only printed it (`--cfg`, `--help`)."""
+    refuse_flags(sys.argv[1:])
+    words = get_args_parser().parse_args().overrides
+    quoted = dict(zip(words, readable(words), strict=True))
+    sys.argv[1:] = [quoted.get(word, word) for word in sys.argv[1:]]  # which Hydra reads
+    arguments = get_args_parser().parse_args()
+    if sys.argv[1:] == arguments.overrides:  # no option of Hydra, whose command would compose twice, to know its mode
+        return _composed(arguments.overrides)
+    if arguments.multirun or arguments.experimental_rerun is not None:
+        raise ConfigError(
+            "A command runs one configuration",
+            found="--multirun" if arguments.multirun else "--experimental-rerun",
+            fix="Start one command per configuration, each with its own run.name.",
+        )
+    _refuse_hydra_keys(arguments.overrides)
+    found: list[DictConfig] = []
+    command = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(found.append)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+    try:
+        _reported(command, arguments.overrides)
+    except BrokenPipeError:  # the reader of `--help` has seen enough
+        sys.stdout = None
+    return found[0] if found else None
+
+
+def over_saved(raw: DictConfig) -> DictConfig:
+    """Return the configuration of a command that loads a checkpoint and names no model, over the checkpoint's own.
+
+    Keys that the command sets keep its values, and so do sections whose group it names.
+    """
+    _refuse_unknown_keys(raw)
+    arguments, section = get_args_parser().parse_args(), raw.checkpoint
+    named = {override.key_or_group for override in OverridesParser.create().parse_overrides(arguments.overrides)}
+    load, step, own = _reported(lambda: (str(section.load), section.ckpt_step, section.save), arguments.overrides)
+    is_whole = arguments.config_name or arguments.config_path or named & {"model", "experiment"}
+    if load in ("auto", "none") or is_whole:
+        return raw
+    from trainer.config.load_saved import find_saved
+
+    saved = find_saved(Path(load), iteration=step, own=None if own is None else Path(own))
+    if saved is None:
+        return raw
+    taken = {key: value for key, value in saved.values.items() if not _is_named(key, named)}
+
+    def update() -> None:
+        for key, value in taken.items():
+            # A nested section of the schema takes members only; a dict in its place would be of another type.
+            is_section = isinstance(value, dict) and OmegaConf.select(raw, key) is not None
+            OmegaConf.update(raw, key, escape(value), merge=is_section)
+
+    _reported(update, [str(saved.path)])
+    _log.info(f"the configuration is that of {saved.path}, under the keys of the command")
+    return raw
+
+
+def _is_named(key: str, named: Collection[str]) -> bool:
+    """Return whether a command names a key, the mapping that it is in, or one of its members."""
+    return any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in named)
+
+
+def _reported(call: Callable[[], _T], overrides: Sequence[str]) -> _T:
+    """Call Hydra or OmegaConf, and convert their errors to a ConfigError.
+
+    Their own error classes name the override; assertions and ValueErrors from their dependencies do not.
+    """
+    try:
+        return call()
+    except (HydraException, OmegaConfBaseException) as error:
+        said = _error_text(error)
+        several = "Give one value per key; there is no multirun. Text with a comma needs quotes: \"KEY='a,b'\"."
+        fix = several if "--multirun" in said else _suggestion(error)
+        raise ConfigError("The configuration cannot be composed", found=said, fix=fix) from error
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        where = " ".join(overrides) or None
+        raise ConfigError("The configuration cannot be composed", where=where, found=_error_text(error)) from error
+
+
+def _suggestion(error: BaseException) -> str | None:
+    """Return the key, or the choice of a group or a key, that a misspelled one may stand for."""
+    below = error.__cause__ or error
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        near = closest(choice, error.options or ())
+        return near and f"Did you mean {group}={near}?"
+    if isinstance(below, ConfigKeyError | ConfigAttributeError):
+        near = closest(str(below.full_key), keys())
+        return near and f"Did you mean {near}?"
+    if wrong := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", str(below)):
+        near = closest(wrong[1], wrong[2].split(", "), cutoff=0.5)
+        return near and f"Did you mean {getattr(below, 'full_key', 'KEY')}={near}?"
+    return None
+
+
+def _refuse_hydra_keys(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        if re.match(r"[+~]*hydra[./@=]", override) and not re.match(r"\+*hydra\.(searchpath|verbose)=", override):
+            raise ConfigError(
+                "Hydra's own keys cannot be set",
+                found=override,
+                fix="Remove it; run.dir sets the folder of a run.",
+            )
+
+
+def resolve(raw: DictConfig) -> Resolved:
+    """Return a composed configuration with every interpolation resolved.
+
+    Raises:
+        ConfigError: for an unknown key, a value of another type, or an interpolation that cannot be resolved.
+    """
+    _refuse_unknown_keys(raw)
+    _refuse_clocks(raw)
+
+    def converted() -> tuple[object, str]:
+        return OmegaConf.to_object(raw), OmegaConf.to_yaml(raw, resolve=True)
+
+    config, text = _reported(converted, ())
+    assert isinstance(config, Config)
+    return Resolved(config, text, frozenset(from_environment(OmegaConf.to_container(raw, resolve=False))))
+
+
+def _refuse_unknown_keys(raw: DictConfig) -> None:
+    """Refuse unknown keys, which `+KEY=VALUE` adds, and missing sections, which `~KEY` removes."""
+    added = list(_unknown_keys(raw))
+    removed = [field.name for field in fields(Config) if field.name not in raw]
+    if added or removed:
+        near = closest(added[0], keys()) if added else None
+        hint = f"Did you mean {near}? " if near else "Correct the key; "
+        raise ConfigError(
+            "The configuration has unknown or missing keys",
+            found="; ".join([*(f"{key} is unknown" for key in added), *(f"{key} is removed" for key in removed)]),
+            fix=f"{hint}`reprise options` shows all keys.",
+        )
+
+
+def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    known = {field.name for field in fields(OmegaConf.get_type(node))}  # type: ignore[arg-type]
+    for key in node:
+        name = f"{prefix}{key!s}"
+        if key not in known:
+            yield name
+            continue
+        is_set = not (OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key))
+        if is_set and isinstance(member := node[key], DictConfig) and is_dataclass(OmegaConf.get_type(member)):
+            yield from _unknown_keys(member, f"{name}.")
+
+
+def _error_text(error: BaseException) -> str:
+    """Return Hydra's message and its cause in one line; for a value, Hydra's message names only the key."""
+    below = error.__cause__
+    said = _one_line(str(error)) or type(error).__name__
+    return said if below is None else f"{said.removesuffix('.')}: {_one_line(str(below))}"
+
+
+def _one_line(text: str) -> str:
+    lines = [re.sub(r"^full_key: (.*)", r"(\1)", line.strip()) for line in text.splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(_LEFT_OUT))
+
+
+def _refuse_clocks(raw: DictConfig) -> None:
+    """Refuse a run folder whose name depends on the time: ranks would disagree, and no resume would find it."""
+    section = OmegaConf.to_container(raw.run, resolve=False)
+    assert isinstance(section, dict)
+    for key, value in section.items():
+        if "${now" in str(value):
+            raise ConfigError(
+                "The name or folder of a run depends on the time",
+                where=f"run.{key!s}",
+                found=str(value),
+                fix="Set a fixed name, so that the same command resumes the run.",
+            )

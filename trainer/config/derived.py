@@ -1,0 +1,73 @@
+"""What follows from a configuration: its topology, batch sizes, length, lanes and the folder of its saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.batch_schedule import BatchSchedule, parse_batch_schedule
+from trainer.config.schema import CheckpointSection, Config, TrainSection, WeightsDtype
+from trainer.lanes import Lanes
+from trainer.schedule import RunLength
+from trainer.topology import Topology
+
+
+def rounded_itemsize(section: CheckpointSection) -> int:
+    """Return the bytes of each element that a rank rounds into host memory for saves of the weights alone, or 0."""
+    saves = section.save is not None and (section.save_weights_interval > 0 or bool(section.save_steps))
+    return 2 if saves and section.weights_dtype is WeightsDtype.bfloat16 else 0
+
+
+def save_folder(section: CheckpointSection) -> Path | None:
+    """Return the folder that the run saves to, the shared one if there are two; None if it saves nothing."""
+    folder = section.save if section.save is not None else section.local.dir
+    return None if folder is None else Path(folder)
+
+
+def command_line(words: str, ranks: int) -> str:
+    """Return the command that trains on so many ranks of one host, with these words after it."""
+    return f"torchrun --nproc-per-node {ranks} -m trainer {words}" if ranks > 1 else f"reprise train {words}"
+
+
+def topology_of(config: Config, world_size: int) -> Topology:
+    """Return how `world_size` ranks, a multiple of the model-parallel sizes, are arranged."""
+    parallel = config.parallel
+    pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    dp = world_size // (pp * tp)
+    return Topology(pp, dp, tp, vpp=parallel.num_virtual_stages_per_pipeline_rank, sp=parallel.sequence_parallel)
+
+
+def batch_schedule_of(train: TrainSection) -> BatchSchedule:
+    """Return the global batch sizes of a run."""
+    if train.batch_schedule is None:
+        return BatchSchedule(((0, train.global_batch_size),))
+    return parse_batch_schedule(train.batch_schedule)
+
+
+def length_of(train: TrainSection) -> RunLength:
+    """Return the length of a run that begins at its first sample."""
+    sizes = batch_schedule_of(train)
+    if train.train_samples is None:
+        return RunLength(train.train_iters, sizes.consumed_after(train.train_iters), False, sizes.last)
+    return RunLength(sizes.iterations(0, train.train_samples), train.train_samples, True, sizes.last)
+
+
+def lanes_of(config: Config) -> Lanes | None:
+    """Return the lanes of an iteration, or None if bits may depend on the number of ranks."""
+    train, count = config.train, config.parallel.invariant_ranks
+    return Lanes(count, train.global_batch_size // train.micro_batch_size) if count else None
+
+
+def reduces_lanes_over_ranks(config: Config, topology: Topology) -> bool:
+    """Return whether every lane is reduced over ranks, as ZeRO stages 2 and 3 do except in a pipeline."""
+    return config.parallel.zero_stage >= 2 and topology.dp > 1 and topology.pp == 1
+
+
+def micro_batches_of(config: Config, topology: Topology, dp_rank: int, global_batch_size: int) -> list[int]:
+    """Return the numbers in an iteration of the micro batches of a data-parallel rank, in the order of their passes.
+
+    Those of a smaller iteration are the first of them.
+    """
+    lanes = lanes_of(config)
+    if lanes is None:
+        return list(range(dp_rank, global_batch_size // config.train.micro_batch_size, topology.dp))
+    return lanes.micro_batches_of(dp_rank, topology.dp, ranks_first=reduces_lanes_over_ranks(config, topology))

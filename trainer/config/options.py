@@ -1,0 +1,111 @@
+"""Describes the keys of the configuration, from the schema: the docstrings of its dataclasses are the text."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from trainer.config.schema import Config
+
+CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
+
+_NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", list: "list", NoneType: "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One key of the configuration with its description, in Markdown."""
+
+    key: str
+    kind: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A section of the configuration with its keys, those of nested sections behind their own."""
+
+    name: str
+    summary: str
+    rows: tuple[Row, ...]
+
+
+def sections() -> Iterator[Section]:
+    """Yield the sections of the schema.
+
+    Raises:
+        KeyError: for a key that the docstring of its section does not explain.
+    """
+    hints = get_type_hints(Config)
+    for field in fields(Config):
+        if is_dataclass(hint := hints[field.name]):
+            yield Section(field.name, _summary(hint), tuple(_rows(hint, field.name)))
+
+
+def keys() -> list[str]:
+    """Return all dotted keys, and the names of their sections."""
+    return [name for section in sections() for name in (section.name, *(row.key for row in section.rows))]
+
+
+def groups() -> Iterator[tuple[str, list[str]]]:
+    """Yield the groups of the configuration and their choices, the default in bold."""
+    top = (CONFIGS / "train.yaml").read_text(encoding="utf-8")
+    for folder in sorted(path for path in CONFIGS.iterdir() if path.is_dir()):
+        default = re.search(rf"^  - {folder.name}: (\w+)", top, flags=re.M)
+        names = sorted(path.stem for path in folder.glob("*.yaml"))
+        yield folder.name, [f"**`{name}`**" if default and name == default[1] else f"`{name}`" for name in names]
+
+
+def _rows(section: Any, prefix: str) -> Iterator[Row]:
+    hints, explained = get_type_hints(section), _meanings(section)
+    for field in fields(section):
+        hint = hints[field.name]
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (str, list, NoneType) if hint is Any else (hint,)
+        yield Row(f"{prefix}.{field.name}", " or ".join(map(_kind, kinds)), _default(field), explained[field.name])
+        for kind in filter(is_dataclass, kinds):
+            yield from _rows(kind, f"{prefix}.{field.name}")
+
+
+def _kind(kind: type) -> str:
+    if get_origin(kind) is list:
+        (member,) = get_args(kind)
+        return f"list of {_kind(member)}s"
+    if issubclass(kind, Enum):
+        return ", ".join(f"`{member.value}`" for member in kind)
+    return "the keys below" if is_dataclass(kind) else _NAMES[kind]
+
+
+def _default(field: Field[object]) -> str:
+    if field.default_factory is list:
+        return "`[]`"
+    if field.default is MISSING:
+        return "by `model=`"
+    match field.default:
+        case None:
+            return "`null`"
+        case bool(value):
+            return f"`{str(value).lower()}`"
+        case Enum(value=value):
+            return f"`{value}`"
+        case "":
+            return '`""`'
+        case value:
+            return f"`{value}`"
+
+
+def _summary(section: Any) -> str:
+    return inspect.cleandoc(section.__doc__ or "").split("\n\n")[0].replace("\n", " ").replace("``", "`")
+
+
+def _meanings(section: type) -> dict[str, str]:
+    """Return the entries of the docstring's list `Args:`, each in one line."""
+    _, _, listed = inspect.cleandoc(section.__doc__ or "").partition("\nArgs:\n")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", listed, flags=re.M)
+    return {name: " ".join(text.split()).replace("``", "`") for name, text in entries}

@@ -1,0 +1,39 @@
+"""Splits fused projections of queries, keys and values whose rows are ordered by query group. Pure.
+
+Letters in shapes: A heads, G query groups, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from models.config import ModelConfig
+
+
+def split_groups(fused: torch.Tensor, config: ModelConfig) -> list[torch.Tensor]:
+    """Return queries, keys and values of a fused projection.
+
+    Megatron and torchtitan order its rows by query group: for each of G groups the A / G heads of queries, then one
+    head of keys, then one of values.
+
+    Args:
+        fused: [(A + 2 G) D, ...].
+
+    Returns:
+        [A D, ...], [G D, ...], [G D, ...], without a change of the order of heads.
+    """
+    groups, head = config.n_kv_head, config.head_width
+    queries = config.n_head // groups * head
+    grouped = fused.reshape(groups, queries + 2 * head, *fused.shape[1:])
+    parts = torch.split(grouped, [queries, head, head], dim=1)
+    return [part.reshape(-1, *fused.shape[1:]) for part in parts]
+
+
+def join_groups(parts: Sequence[torch.Tensor], config: ModelConfig) -> torch.Tensor:
+    """Return the fused projection of queries, keys and values; the inverse of `split_groups`."""
+    groups = config.n_kv_head
+    grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+    joined = torch.cat(grouped, dim=1)
+    return joined.reshape(-1, *joined.shape[2:])

@@ -1,0 +1,83 @@
+"""The end of a process by an error: one message a host, in torchrun's own report too, and the exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from trainer.errors import TrainerError
+from trainer.launch.environment import Environment
+
+# torchrun looks ten times a second for a rank that has ended, then ends the others with SIGTERM.
+_TURN_S = 1.0
+
+
+def exit_with_error(
+    error: BaseException,
+    environment: Environment | None,
+    *,
+    turn_s: float = _TURN_S,
+    leave: Callable[[int], NoReturn] | None = None,
+) -> NoReturn:
+    """Print why this process ends, and end it.
+
+    Under torchrun, ranks of one host that know the same error take turns: the rank that failed, or else the first,
+    prints it and ends, and torchrun ends the others. A rank that is not ended prints it too.
+
+    Args:
+        environment: None if torchrun's variables cannot be read.
+        turn_s: the seconds for which the next rank waits.
+        leave: ends the process with a status; None for `os._exit`.
+    """
+    leave = leave or os._exit
+    status = 130 if isinstance(error, KeyboardInterrupt) else 1
+    text = describe(error)
+    if environment is not None and environment.is_torchrun:
+        _await_turn(error, environment, turn_s, lambda: leave(status))
+        _write_error_file(text)
+    prefix = "" if environment is None or environment.rank == 0 else f"rank {environment.rank}: "
+    print(f"{prefix}{text}", file=sys.stderr, flush=True)
+    # Not sys.exit: a peer may wait in a collective that this rank will never join, and torch would wait for it.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    leave(status)
+
+
+def describe(error: BaseException) -> str:
+    """Return the message of an error; the traceback of one that is no TrainerError."""
+    if isinstance(error, TrainerError):
+        return f"{type(error).__name__}: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return "Interrupted before the first iteration. Nothing was saved."
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _await_turn(error: BaseException, environment: Environment, turn_s: float, leave: Callable[[], NoReturn]) -> None:
+    """Wait while another rank of this host may end first; end silently if torchrun asks for it meanwhile."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        leave()
+
+    turns = 2 if isinstance(error, TrainerError) and error.is_echo else int(environment.local_rank > 0)
+    if turns:
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, end)
+        time.sleep(turns * turn_s)
+
+
+def _write_error_file(text: str) -> None:
+    """Give torchrun the message, for its report (torch/distributed/elastic/multiprocessing/errors)."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        times = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):  # the message is printed too
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": times}}))
