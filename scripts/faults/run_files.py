@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.format.layout import Place
-from trainer.checkpoint.format.names import MANIFEST
+from trainer.checkpoint.format.lineage import MEMBER as LINEAGE
+from trainer.checkpoint.format.names import MANIFEST, STATE
 from trainer.checkpoint.loading.blocks import blocks_of
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
 from trainer.checkpoint.storage.files import Files
@@ -32,13 +33,20 @@ def curve_of(run: Path) -> list[tuple[object, ...]]:
 def contents_of(checkpoint: Path) -> dict[str, bytes]:
     """Return the files of a checkpoint by name; the manifest without the attempt and its own digest.
 
-    The settings of the run are left out: an unbroken run keeps every checkpoint, and a killed one does not.
+    The settings of the run are left out, since an unbroken run keeps every checkpoint and a killed one does not, and
+    so is the lineage, which has random ids.
     """
     found = {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
     document = json.loads(found.get(MANIFEST, b"{}"))
     rest = {key: value for key, value in document.items() if key not in ("attempt", "xxh3_64")}
+    files = rest.get("files", {})
     found.pop(RUN_CONFIG, None)
-    rest.get("files", {}).pop(RUN_CONFIG, None)
+    files.pop(RUN_CONFIG, None)
+    if STATE in found:
+        state = json.loads(found[STATE])
+        state.pop(LINEAGE, None)
+        found[STATE] = json.dumps(state).encode()
+        files.get(STATE, {}).pop("xxh3_64", None)
     return {**found, MANIFEST: json.dumps(rest).encode()}
 
 
