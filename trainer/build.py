@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,11 @@ from trainer.batch_loaders import build_loaders
 from trainer.batch_schedule import BatchSchedule
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.format.json_file import Json
+from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.policy import Retention, SavePolicy
-from trainer.checkpoint.storage.folder import WEIGHTS, FolderTerms
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import WEIGHTS, CheckpointFolder, FolderTerms, iteration_of
 from trainer.checkpoint.tensors.live import Grid
 from trainer.config import saved
 from trainer.config.derived import batch_schedule_of, length_of, save_folder, topology_of
@@ -290,8 +292,11 @@ def _build_local_checkpointer(config: Config, cluster: Cluster) -> LocalCheckpoi
     from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
 
     saving = _save_policy(section, terms.LOCAL)
+    shared, named = None if section.save is None else Path(section.save), saving.retention.named
+    if named and shared is not None:  # what the shared folder has needs no memory of the hosts
+        named -= frozenset(CheckpointFolder(shared, Files()).committed())
+        saving = replace(saving, retention=Retention(named=named))
     policy = LocalPolicy(Path(local.dir), local.save_interval, local.keep, local.copies, saving)
-    shared = None if section.save is None else Path(section.save)
     return LocalCheckpointer(
         policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, shared=shared
     )
@@ -318,11 +323,31 @@ def _build_weights_checkpointer(config: Config, cluster: Cluster) -> WeightsChec
     return WeightsCheckpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
 
 
+def named_iteration(section: CheckpointSection) -> int | None:
+    """Return the iteration of the run's own folder that its command goes on from by name, or None.
+
+    The same command, given again, needs it again.
+    """
+    folder = save_folder(section)
+    if folder is None or section.load == "none" or section.finetune:
+        return None
+    if section.load == "auto":
+        return section.ckpt_step
+    path, own = LoadSource.named(Path(section.load)).path.resolve(), folder.resolve()
+    return section.ckpt_step if path == own else iteration_of(path) if path.parent == own else None
+
+
 def _save_policy(section: CheckpointSection, folder_terms: FolderTerms) -> SavePolicy:
+    named = named_iteration(section)
     return SavePolicy(
         folder=None if section.save is None else Path(section.save),
         save_interval=section.save_interval,
-        retention=Retention(section.max_checkpoint_keep, section.save_retain_interval, section.keep_best),
+        retention=Retention(
+            section.max_checkpoint_keep,
+            section.save_retain_interval,
+            section.keep_best,
+            named=frozenset(() if named is None else (named,)),
+        ),
         terms=folder_terms,
         file_bytes=section.file_bytes,
         commit_timeout_s=section.commit_timeout_s,

@@ -115,7 +115,8 @@ def main(arguments: list[str]) -> None:
     if plan.copies is not None:
         killer.install_for_messages()
     nonce = channel.broadcast("nonce", os.urandom(4).hex().encode()).decode()
-    policy = SavePolicy(plan.checkpoints, 1, Retention(plan.keep), async_save=True, commit_timeout_s=TIMEOUT_S)
+    retention = Retention(plan.keep, named=frozenset(() if plan.rewind_to is None else (plan.rewind_to,)))
+    policy = SavePolicy(plan.checkpoints, 1, retention, async_save=True, commit_timeout_s=TIMEOUT_S)
     checkpointer: Checkpointer | LocalCheckpointer
     if plan.copies is None:
         checkpointer = Checkpointer(policy, channel, nonce=nonce)
@@ -211,9 +212,7 @@ def _train(
     if local is not None and channel.rank == 0:
         committed = local.folders.iterations
     if channel.broadcast("committed", str(len(committed)).encode()) != b"0":
-        kept = CheckpointFolder(plan.checkpoints, Files()).committed()
-        # A rewind acts once. After it, retention may delete the iteration that it went back to.
-        source = LoadSource(plan.checkpoints, plan.rewind_to if plan.rewind_to in kept else None)
+        source = LoadSource(plan.checkpoints, plan.rewind_to)
         restorer = Restorer(channel, nonce=nonce, local=None if local is None else local.folders)
         restored = restorer.restore(
             source, check=lambda _: None, live=lambda _: run.contents().live, with_local=local is not None

@@ -97,6 +97,16 @@ def test_a_named_iteration_is_loaded_from_the_local_folder(tmp_path: Path, whole
     assert curve(run) == curve(whole)
 
 
+def test_a_named_iteration_stays_where_nothing_else_has_it(tmp_path: Path) -> None:
+    run, local = tmp_path / "run", tmp_path / "local"
+    folders = [f"checkpoint.local.dir={local}", "checkpoint.local.save_interval=1", "checkpoint.save_interval=4"]
+    run_ok(run, [*BASE, *folders, "train.exit_interval=3", "checkpoint.local.flush_on_exit=false"])
+    run_ok(run, [*BASE, *folders, "checkpoint.ckpt_step=2", "train.exit_interval=5"])
+    assert names(local) == ["iter_0000002", "iter_0000004", "iter_0000005"]
+    run_ok(run, [*BASE, *folders, "checkpoint.ckpt_step=4"])
+    assert names(local) == ["iter_0000005", "iter_0000006"]
+
+
 def test_a_fresh_start_leaves_local_checkpoints_until_it_saves(tmp_path: Path) -> None:
     run, local = tmp_path / "run", tmp_path / "local"
     overrides = [*BASE, *ALONE, f"checkpoint.local.dir={local}"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.harness import TINY, curve, launch, run_ok
+from trainer.checkpoint.storage.files import Files
+from trainer.checkpoint.storage.folder import CheckpointFolder
 
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=10", "schedule.lr_decay_iters=20", "checkpoint.save_interval=1"]
 KEEP = "checkpoint.max_checkpoint_keep=2"
@@ -17,6 +19,10 @@ def entries(run: Path) -> list[str]:
 def folder(*iterations: int) -> list[str]:
     names = [f"iter_{iteration:07d}" for iteration in iterations]
     return [*names, "latest_checkpointed_iteration.txt", "lock"]
+
+
+def committed(run: Path) -> list[int]:
+    return CheckpointFolder(run / "checkpoints", Files()).committed()
 
 
 def tracked(run: Path) -> int:
@@ -60,3 +66,16 @@ def test_with_saving_off_there_is_no_folder_and_no_second_start(tmp_path: Path) 
     assert again.statuses == (1,)
     assert "checkpoint.save is null" in again.text
     assert "checkpoint.load=none" in again.text
+
+
+def test_a_named_iteration_stays_while_its_command_trains(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_ok(run, [*BASE, "checkpoint.max_checkpoint_keep=3", "train.exit_interval=6"])
+    rewind = [*BASE, KEEP, "checkpoint.ckpt_step=4"]
+    run_ok(run, [*rewind, "train.exit_interval=8"])
+    assert committed(run) == [4, 7, 8]
+    ended = run_ok(run, [*rewind, "train.exit_interval=7"])
+    assert "iteration 4 from" in ended.text
+    assert committed(run) == [4, 6, 7]
+    run_ok(run, [*BASE, KEEP])
+    assert committed(run) == [9, 10]

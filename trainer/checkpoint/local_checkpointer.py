@@ -30,9 +30,9 @@ class LocalPolicy:
     Args:
         folder: a folder of each host's own, at the same path on all.
         save_interval: save at every multiple of this iteration count; 0 saves only on a call of `save`.
-        keep: how many of the newest checkpoints stay, beside the newest that is copied everywhere.
+        keep: how many of the newest checkpoints stay, beside the newest that is copied everywhere and the named ones.
         copies: on how many hosts after its own what a host saves lies as well.
-        saving: file size, timeouts and staging, as for the shared folder.
+        saving: file size, timeouts, staging and the named iterations, as for the shared folder.
     """
 
     folder: Path
@@ -70,7 +70,7 @@ class LocalCheckpointer:
             policy.saving,
             folder=policy.folder,
             save_interval=policy.save_interval,
-            retention=Retention(policy.keep),
+            retention=Retention(policy.keep, named=policy.saving.retention.named),
         )
         self.saver = Checkpointer(
             saving,

@@ -14,7 +14,7 @@ from trainer.errors import TrainerError
 @dataclass(frozen=True, slots=True)
 class Retention:
     """Keep the newest `max_checkpoint_keep` (0 = all), every multiple of `save_retain_interval` (0 = none), the
-    `keep_best` with the lowest validation loss, and the iterations in `always`.
+    `keep_best` with the lowest validation loss, the iterations in `always`, and those `named` by the command.
 
     The rules apply to checkpoints that the schedule asks for. An interim checkpoint, made where a run was interrupted,
     stays until a later one of these is committed. So an interrupted run keeps what the unbroken run keeps.
@@ -24,6 +24,7 @@ class Retention:
     save_retain_interval: int = 0
     keep_best: int = 0
     always: frozenset[int] = frozenset()
+    named: frozenset[int] = frozenset()
 
     def expired(
         self,
@@ -33,7 +34,8 @@ class Retention:
         losses: Mapping[int, float] | None = None,
         interim: Collection[int] = (),
     ) -> list[int]:
-        """Return the iterations to delete, oldest first. The newest and the `pinned` ones are never among them.
+        """Return the iterations to delete, oldest first. Never among them are the newest, the `pinned` and
+        the named ones.
 
         Iterations kept by another rule do not count toward `max_checkpoint_keep`.
 
@@ -51,7 +53,7 @@ class Retention:
         known = {iteration: loss for iteration, loss in (losses or {}).items() if iteration in due}
         best = sorted(known, key=lambda iteration: (known[iteration], -iteration))[: self.keep_best]
         retained = [iteration for iteration in due if self._is_retained(iteration)]
-        return sorted(set(committed) - {*due[-count:], *later[-count:], *best, *retained, *pinned})
+        return sorted(set(committed) - {*due[-count:], *later[-count:], *best, *retained, *pinned, *self.named})
 
     def _is_retained(self, iteration: int) -> bool:
         is_multiple = self.save_retain_interval > 0 and iteration % self.save_retain_interval == 0

@@ -243,7 +243,8 @@ class CheckpointSection:
             `finetune`, a model folder of transformers or a weight file of llm.c. `none` and a path act once: when the
             launcher restarts the job, the run continues from its own newest checkpoint. With a path to a checkpoint, a
             command without ``model=`` and ``experiment=`` takes the configuration from it, under its own keys.
-        ckpt_step: iteration to load instead of the newest; it acts once, like a path in `load`.
+        ckpt_step: iteration to load instead of the newest; it acts once, like a path in `load`. Retention keeps it
+            while the command trains.
         no_load_optim: load the weights only and continue at the saved iteration.
         finetune: load the weights only and start at iteration 0.
         base: the frozen weights beneath the adapters of `model.lora`: a run, a checkpoint, one iteration, a model

@@ -26,7 +26,9 @@ iterations = st.lists(st.integers(0, 10**9), unique=True)
 def test_the_newest_the_multiples_and_the_pinned_stay(
     keep: int, retain: int, pinned: tuple[int, ...], expired: list[int]
 ) -> None:
-    assert Retention(keep, retain).expired([8, 1, 3, 2, 5, 4, 7, 6], pinned=pinned) == expired
+    committed = [8, 1, 3, 2, 5, 4, 7, 6]
+    assert Retention(keep, retain).expired(committed, pinned=pinned) == expired
+    assert Retention(keep, retain, named=frozenset(pinned)).expired(committed) == expired
 
 
 @given(iterations, st.integers(1, 5), st.integers(0, 7), st.sets(st.integers(0, 20)))
