@@ -17,7 +17,7 @@ def main(folder: Path, iterations: int = 12) -> None:
     model: Any = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     parallel, wrapped = accelerator.prepare(model, optimizer)
-    start = load(folder, model, optimizer)["iteration"] if any(folder.glob("iter_*")) else 0
+    start = load(folder, model, optimizer, missing_ok=True)["iteration"]
     with AsyncSaver(folder, max_checkpoint_keep=2) as saver:
         for iteration in range(start + 1, iterations + 1):
             seed = iteration * accelerator.num_processes + accelerator.process_index

@@ -18,7 +18,7 @@ def main(folder: Path, iterations: int = 12) -> None:
     fully_shard(model[0])
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    start = load(folder, model, optimizer)["iteration"] if any(folder.glob("iter_*")) else 0
+    start = load(folder, model, optimizer, missing_ok=True)["iteration"]
     with AsyncSaver(folder, max_checkpoint_keep=2) as saver:
         for iteration in range(start + 1, iterations + 1):
             seed = iteration * dist.get_world_size() + dist.get_rank()

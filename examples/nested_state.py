@@ -21,8 +21,7 @@ def main(folder: Path, iterations: int = 12) -> None:
         "ema": {name: value.clone() for name, value in model.state_dict().items()},
         "iteration": 0,
     }
-    if any(folder.glob("iter_*")):
-        load_state_dict(folder, state)  # the tensors are the model's and the optimizer's own
+    load_state_dict(folder, state, missing_ok=True)  # the tensors are the model's and the optimizer's own
     with AsyncSaver(folder, max_checkpoint_keep=2) as saver:
         while state["iteration"] < iterations:
             state["iteration"] += 1

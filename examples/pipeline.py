@@ -35,7 +35,7 @@ def main(folder: Path, iterations: int = 12) -> None:
     schedule = ScheduleGPipe(PipelineStage(model, rank, ranks, torch.device("cpu")), 2, nn.functional.mse_loss)
     # Each stage gives its own tensors; the checkpoint has all of them.
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    start = load_state_dict(folder, state)["iteration"] if any(folder.glob("iter_*")) else 0
+    start = load_state_dict(folder, state, missing_ok=True)["iteration"]
     with AsyncSaver(folder, max_checkpoint_keep=2) as saver:
         for iteration in range(start + 1, iterations + 1):
             x = torch.randn(8, 16, generator=torch.Generator().manual_seed(iteration))

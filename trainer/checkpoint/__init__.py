@@ -3,6 +3,7 @@
     from trainer.checkpoint import save, load                          a model and its optimizer
     from trainer.checkpoint import save_state_dict, load_state_dict    a nested state dict, on any group of ranks
     from trainer.checkpoint import AsyncSaver                          both in the background
+    from trainer.checkpoint import latest                              the path of the newest checkpoint
 
 It needs nothing of the trainer around it and works on any torch model and optimizer.
 """
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainer.checkpoint.api import load, save
     from trainer.checkpoint.async_saver import AsyncSaver
+    from trainer.checkpoint.loading.newest import latest
     from trainer.checkpoint.state_dict import load_state_dict, save_state_dict
 
-__all__ = ["AsyncSaver", "load", "load_state_dict", "save", "save_state_dict"]
+__all__ = ["AsyncSaver", "latest", "load", "load_state_dict", "save", "save_state_dict"]
 
 _MODULES = {
     "AsyncSaver": "async_saver",
+    "latest": "loading.newest",
     "load": "api",
     "load_state_dict": "state_dict",
     "save": "api",

@@ -70,13 +70,21 @@ def save(
 
 
 def load(
-    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, strict: bool = True
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    missing_ok: bool = False,
 ) -> LoadedState:
     """Fill a model and its optimizer in place from one iteration folder, or the newest valid one of a run's folder.
 
     Optimizer state is found by parameter name, made where the optimizer has none yet, and the numbers of each parameter
     group (learning rate, decay ...) are set from the group that held the same parameters. Without `strict`, tensors
     that are not asked for are left out, and those that the checkpoint lacks keep their values; both are logged.
+
+    Args:
+        missing_ok: return `{"iteration": 0}` and fill nothing where the folder is missing or has no checkpoint.
 
     Returns:
         The `state` given to `save`, and `iteration`: a dict, whose `missing_keys` and `unexpected_keys` list the names
@@ -94,7 +102,10 @@ def load(
         lambda: tree_of(model, optimizer),
         nonce=nonce,
         strict=strict,
+        missing_ok=missing_ok,
         check=lambda checkpoint: None if optimizer is None else check_optimizer(checkpoint, optimizer),
     )
+    if checkpoint is None:
+        return loaded
     values = read_values(checkpoint).nested(without=(MODEL, OPTIMIZER[0]))
     return LoadedState({**values, "iteration": checkpoint.iteration}, loaded.missing_keys, loaded.unexpected_keys)

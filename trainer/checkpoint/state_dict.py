@@ -76,6 +76,7 @@ def load_state_dict(
     coordinator_rank: int = 0,
     model: nn.Module | None = None,
     strict: bool = True,
+    missing_ok: bool = False,
 ) -> LoadedState:
     """Fill a nested state dict in place from one iteration folder, or the newest valid one of a run's folder.
 
@@ -90,6 +91,7 @@ def load_state_dict(
             model of FSDP2, parameters that a forward pass has gathered are freed, as they would be stale.
         strict: refuse names that either side lacks. If not, they are logged, and what the checkpoint lacks keeps its
             value.
+        missing_ok: as for `load`.
 
     Returns:
         `{"iteration": ...}`, with `missing_keys` and `unexpected_keys`: stored names, and JSON Pointers to values.
@@ -105,4 +107,4 @@ def load_state_dict(
             free_gathered_parameters(model)
         return take_apart(state_dict, model=model)
 
-    return fill(channel, path, make_tree, nonce=nonce, strict=strict)[0]
+    return fill(channel, path, make_tree, nonce=nonce, strict=strict, missing_ok=missing_ok)[0]

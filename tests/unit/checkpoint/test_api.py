@@ -114,7 +114,7 @@ def test_training_resumes_bitwise_in_another_parameter_order(tmp_path: Path, nam
 
 def test_the_library_exports_its_names_and_no_others() -> None:
     assert {name: callable(getattr(checkpoint, name)) for name in checkpoint.__all__} == dict.fromkeys(
-        ["AsyncSaver", "load", "load_state_dict", "save", "save_state_dict"], True
+        ["AsyncSaver", "latest", "load", "load_state_dict", "save", "save_state_dict"], True
     )
     with pytest.raises(AttributeError, match="has no attribute 'restore'"):
         checkpoint.restore  # noqa: B018 - the access is the test

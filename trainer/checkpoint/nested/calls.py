@@ -11,6 +11,7 @@ from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.inline_save import check_patterns, check_target, require_path
 from trainer.checkpoint.loading.choose import LoadSource
+from trainer.checkpoint.loading.newest import has_no_checkpoint
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.nested.agreement import KnownTables, agree_on_state
@@ -20,6 +21,7 @@ from trainer.checkpoint.nested.held import hold, require_patterns
 from trainer.checkpoint.nested.loaded import LoadedState
 from trainer.checkpoint.nested.table import require_whole
 from trainer.checkpoint.nested.tree import Tree
+from trainer.checkpoint.storage.patience import Patience, unreadable
 from trainer.checkpoint.tensors.live import Contents
 from trainer.errors import TrainerError
 
@@ -88,12 +90,14 @@ def fill(
     *,
     nonce: str,
     strict: bool,
+    missing_ok: bool = False,
     check: Callable[[Checkpoint], None] = lambda _: None,
-) -> tuple[LoadedState, Checkpoint]:
+) -> tuple[LoadedState, Checkpoint | None]:
     """Fill a tree from a checkpoint, and return the names that either side lacks, and the checkpoint.
 
     Args:
         make_tree: returns what this rank fills.
+        missing_ok: fill nothing, and return iteration 0 and None, where there is no checkpoint; the same on all ranks.
         check: refuses a checkpoint before its tensors are compared with the tree's.
 
     Raises:
@@ -110,6 +114,8 @@ def fill(
     channel.agree("given", problem)
     assert tree is not None
     assert held is not None
+    if missing_ok and _has_no_checkpoint(channel, Path(path)):
+        return LoadedState({"iteration": 0}), None
     known = known_tables("load", channel)
     joint, _ = agree_on_state(channel, "load", held.table(tree, ()), NestedValues(), known)
     filling = Filling(tree, held.shared(joint, channel.rank), joint, strict=strict)
@@ -121,3 +127,15 @@ def fill(
     restorer = Restorer(channel, nonce=nonce)
     checkpoint = restorer.restore(LoadSource(Path(path)), check=check_all, live=filling.live).checkpoint
     return filling.finish(checkpoint, is_first=channel.coordinates), checkpoint
+
+
+def _has_no_checkpoint(channel: StoreChannel, path: Path) -> bool:
+    """Return on every rank whether the coordinator sees no checkpoint under `path`."""
+    found = b""
+    with channel.agreed("missing"):
+        if channel.coordinates:
+            try:
+                found = b"no" if Patience().retry(lambda: has_no_checkpoint(path), where=path) else b"yes"
+            except OSError as error:
+                raise unreadable(error, where=path) from error
+    return channel.broadcast("is there", found) == b"no"
