@@ -69,6 +69,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.beginning", "trainer.fitting", "trainer.identity"),
     ("trainer.interop",),
     ("trainer.base_weights",),
+    ("trainer.origin",),
     ("trainer.loop", "trainer.restore"),
     ("trainer.__main__",),
     ("trainer.commands",),

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from models import families
 from models.adapters import adapter_initial_values, is_adapted
-from trainer import resume_rules, run_record, terms
-from trainer.base_weights import NAMED, OWN, WEIGHTS_KINDS, load_base, log_load, named_source
+from trainer import resume_rules, run_record
+from trainer.base_weights import load_base, log_load
 from trainer.beginning import find_launch, is_directed, note_beginning
 from trainer.build import Run
 from trainer.checkpoint.format.layout import TensorSpec
-from trainer.checkpoint.format.lineage import Lineage
-from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.loader import check_tensors, fill
 from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
 from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import TRACKER, CheckpointFolder
-from trainer.checkpoint.storage.patience import Patience, failed_read
+from trainer.checkpoint.storage.folder import CheckpointFolder
 from trainer.checkpoint.tensors.live import LiveTensor, local_of
 from trainer.compatibility import differences, settle
 from trainer.config.checks import batch_problems
-from trainer.config.derived import save_folder
 from trainer.config.load_saved import own_command
 from trainer.config.saved import saved_config, with_schedule
 from trainer.config.schema import CheckpointSection, Verify
@@ -32,10 +28,10 @@ from trainer.data_origin import new_source_lines, origin_after, sources_in
 from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.fitting import Fit, Fitting, fill_unstored
 from trainer.identity import find_lineage, note_lineage
-from trainer.interop.start import WeightsKind, load_pretrained
-from trainer.metrics.jsonl_file import last_recorded_iteration
+from trainer.interop.start import load_pretrained
 from trainer.optim import apply_settings
 from trainer.optimizers import optimizer_record, settings_record
+from trainer.origin import Origin, agree_on_origin, continues_own
 from trainer.random import fill_initial_values
 from trainer.sample_counts import in_samples_of
 from trainer.state import checkpoint_specs
@@ -62,7 +58,7 @@ def restore(run: Run) -> bool:
     if run.weights is not None:
         run.weights.start()
     launch, is_restarted = find_launch(run)
-    origin, loaded = _agree_on_origin(run, lineage, is_restarted=is_restarted), None
+    origin, loaded = agree_on_origin(run, lineage, is_restarted=is_restarted), None
     if origin is None or origin.weights is not None:
         _check_batches(run, 0)
     if is_adapted(run.config.model):
@@ -89,128 +85,10 @@ def restore(run: Run) -> bool:
     if run.local is not None:
         run.local.rewind(began_at)
     if run.weights is not None:
-        run.weights.rewind(began_at if _continues_own(run, origin) else -1)
+        run.weights.rewind(began_at if continues_own(run, origin) else -1)
     if is_directed(run.config.checkpoint):
         note_beginning(run, launch, None if is_restarted else began_at)
     return begins_elsewhere and run.config.checkpoint.load != "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The source from which a run loads.
-
-    With `goes_on`, `checkpoint.load` names the run's start, but the run resumes from a checkpoint of its own. The
-    settings of the start (ckpt_step, finetune, no_load_optim) do not apply to that checkpoint. With `no_save_optim` its
-    own checkpoints have no optimizer, and no_load_optim applies.
-
-    Args:
-        weights: the kind of another program's weights; None for a checkpoint.
-        is_own: whether it has the checkpoints of this run, so that local ones are candidates as well.
-    """
-
-    source: LoadSource
-    goes_on: bool
-    weights: WeightsKind | None
-    is_own: bool = False
-
-
-def _continues_own(run: Run, origin: Origin | None) -> bool:
-    """Return whether the run goes on from a checkpoint of its own, so that the weights saved before it are its own."""
-    own, section = save_folder(run.config.checkpoint), run.config.checkpoint
-    if origin is None or own is None or origin.weights is not None or (section.finetune and not origin.goes_on):
-        return False
-    path = origin.source.path.resolve()
-    return own.resolve() in (path, *path.parents)
-
-
-def _agree_on_origin(run: Run, lineage: Lineage, *, is_restarted: bool) -> Origin | None:
-    """Choose the source on rank 0 and broadcast it, because ranks may see a file system differently."""
-    problem: TrainerError | None = None
-    choice = b""
-    if run.cluster.rank == 0:
-        try:
-            choice = Patience().retry(lambda: _find(run, is_restarted=is_restarted))
-        except TrainerError as error:
-            problem = error
-        except OSError as error:
-            where = run.config.checkpoint.load
-            problem = failed_read("A path cannot be read", error, where=where, fix="Correct checkpoint.load.")
-    run.cluster.channel.agree("restore", problem)
-    choice = run.cluster.channel.broadcast("restore/source", choice)
-    if not choice:
-        return None
-    kind, path = choice[:1], Path(choice[1:].decode())
-    goes_on = kind == OWN
-    is_own = goes_on or run.config.checkpoint.load == "auto"
-    iteration = None if goes_on else run.config.checkpoint.ckpt_step
-    source = LoadSource(path, iteration, terms.LOAD, lineage if is_own else None)
-    return Origin(source, goes_on, WEIGHTS_KINDS.get(kind), is_own)
-
-
-def _find(run: Run, *, is_restarted: bool) -> bytes:
-    """Return the kind and the path of the source; empty for a fresh start.
-
-    A path in `checkpoint.load` outside this run's own folder is the start of the run. With `finetune` so is a path
-    inside it, such as imported weights. Once the run has its own checkpoint (beyond iteration 0 in the second case),
-    the same command resumes from it. A launch that is restarted by its launcher after it has committed a checkpoint
-    resumes from it with any command.
-    """
-    section = run.config.checkpoint
-    own = save_folder(section)
-    if is_restarted:
-        _log.info("this launch was restarted: it resumes from its own newest checkpoint")
-        return OWN + str(own).encode()
-    if section.load == "none":
-        return b""
-    folder = None if section.save is None else CheckpointFolder(Path(section.save), Files())
-    committed = [] if folder is None else [*folder.committed(), *folder.non_folders()]  # `Chooser` refuses the latter
-    if run.local is not None:
-        committed += run.local.folders.iterations
-    if section.load != "auto":
-        named = LoadSource.named(Path(section.load)).path
-        is_inside = own is not None and own.resolve() in (named.resolve(), *named.resolve().parents)
-        if section.finetune and any(committed) if is_inside else committed:
-            _log.info(f"this run began at {named} and resumes from its own checkpoints")
-            return OWN + str(own).encode()
-        if is_adapted(run.config.model) and section.base is None:
-            return b""  # the base, which is loaded for itself: the adapters begin
-        return named_source(Path(section.load), with_weights=not is_adapted(run.config.model))
-    if committed:
-        return NAMED + str(own).encode()
-    if section.ckpt_step is not None:
-        raise CheckpointError(
-            "The requested iteration was never saved",
-            where=section.save or "checkpoint.save=null",
-            expected=f"iteration {section.ckpt_step}",
-            found="no checkpoint",
-            fix="Correct checkpoint.ckpt_step.",
-        )
-    _refuse_lost_checkpoints(run)
-    return b""
-
-
-def _refuse_lost_checkpoints(run: Run) -> None:
-    """Refuse a fresh start if the records or the tracker show that checkpoints existed."""
-    metrics, save = Path(run.config.run.dir) / "metrics.jsonl", run.config.checkpoint.save
-    last = last_recorded_iteration(metrics)
-    own = None if save is None else CheckpointFolder(Path(save), Files())
-    tracked = None if own is None else own.tracker()
-    if last is not None:
-        raise CheckpointError(
-            "This run has recorded iterations but has no checkpoint to continue from",
-            where=metrics,
-            expected=f"a checkpoint in {save}" if save else "a checkpoint, but checkpoint.save is null",
-            found=f"{last} as the last iteration and no iter_ folder",
-            fix="Mount or restore the checkpoints, or start over with checkpoint.load=none.",
-        )
-    if own is not None and tracked is not None:
-        raise CheckpointError(
-            "The tracker names a checkpoint, but there is none to continue from",
-            where=own.root / TRACKER,
-            expected=f"the folder {own.iteration(tracked).name}",
-            found="no iter_ folder",
-            fix="Restore the checkpoints, or start over with checkpoint.load=none.",
-        )
 
 
 def load_from(run: Run, origin: Origin) -> Checkpoint:

@@ -194,6 +194,8 @@ class CheckpointFolder:
         A link of such a name is renamed itself, not its target.
         """
         renamed = []
+        if iterations and not set(self.committed()) - set(iterations):  # nothing is left that the tracker could name
+            self.files.remove_file(self.root / TRACKER)
         for iteration in iterations:
             source = self.iteration(iteration)
             if os.path.lexists(source):

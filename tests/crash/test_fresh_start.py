@@ -1,0 +1,117 @@
+"""A start with `checkpoint.load=none` over an older run, killed before it trains: a plain start begins afresh too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainer.__main__
+import trainer.restore
+from tests.crash.killing import AFTER, BEFORE, Killer
+from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok, tensor_files
+from trainer.build import Run
+from trainer.checkpoint.storage.folder import iteration_name
+
+ITERATIONS = (1, 2)
+BASE = (
+    "model=gpt2_tiny",
+    *TINY,
+    "train.train_iters=2",
+    "schedule.lr_warmup_iters=1",
+    "checkpoint.save_interval=1",
+    "checkpoint.async_save=false",
+)
+FRESH = (*BASE, "train.seed=7")
+LOCAL = ("checkpoint.save=null", "checkpoint.local.save_interval=1", "checkpoint.local.keep=4")
+
+
+def main(arguments: list[str]) -> None:
+    """Run the trainer's command; it dies at a call from the record of the new branch to the first iteration."""
+    told = json.loads(arguments[0])
+    run = Path(told["run"])
+    killer = Killer(run, notes=run.with_name("notes"), at=told["at"], when=told["when"])
+    killer.install()
+    note = trainer.restore.note_lineage
+    window: list[int] = []
+
+    def noted(*arguments: object, **keywords: object) -> None:
+        window.append(len(killer.calls))
+        note(*arguments, **keywords)  # type: ignore[arg-type]
+
+    def begins(_: Run, iteration: int) -> None:
+        if iteration == 1:
+            run.with_name("window").write_text(json.dumps([*window, len(killer.calls)]))
+
+    trainer.restore.note_lineage = noted
+    around_iterations(before=begins)
+    sys.argv = ["trainer", f"run.dir={run}", *arguments[1:]]
+    trainer.__main__.main()
+
+
+def start(run: Path, overrides: tuple[str, ...], *, at: int | None = None, when: str = BEFORE) -> tuple[int, ...]:
+    told = json.dumps({"run": str(run), "at": at, "when": when})
+    return call_on_ranks(main, [told, *overrides], folder=run, ranks=1).statuses
+
+
+def kill_at(folder: Path, where: tuple[str, ...], count: int | None) -> None:
+    """Kill a start over a run of two iterations at `count` calls, or at every call, and start it again without a word.
+
+    Args:
+        where: the overrides that name the folder of checkpoints, all below `folder / "run"`.
+    """
+    unbroken, template, run = folder / "unbroken", folder / "template", folder / "run"
+    run_ok(unbroken, [*FRESH, "checkpoint.save_interval=2"])
+    run_ok(run, [*BASE, *where])
+    shutil.copytree(run, template)
+    older = {path.name: tensor_files(path) for path in run.rglob("iter_*")}
+    assert len(older) == len(ITERATIONS)
+    fresh = (*FRESH, *where, "checkpoint.load=none")
+    assert start(run, fresh) == (0,)
+    first, end = json.loads((folder / "window").read_text())
+    assert end - first > 20
+    cases = [(at, when) for at in range(first, end) for when in (BEFORE, AFTER)]
+    step = 1 if count is None else len(cases) // count
+    for at, when in cases[step // 2 :: step]:
+        shutil.rmtree(run)
+        shutil.copytree(template, run)
+        assert start(run, fresh, at=at, when=when) == (-9,)
+        is_changed = (run / "run.json").read_bytes() != (template / "run.json").read_bytes()
+        again = run_ok(run, [*FRESH, *where, *(() if is_changed else ["checkpoint.load=none"])])
+        assert "starting fresh" in again.text
+        assert curve(run) == curve(unbroken), (at, when)
+        assert tensor_files(next(run.rglob(iteration_name(2)))) == tensor_files(next(unbroken.rglob(iteration_name(2))))
+        if "checkpoint.save=null" not in where:  # what a host gives up is deleted with its next save
+            assert {path.name.split(".")[0]: tensor_files(path) for path in run.rglob("*.superseded-1")} == older
+        assert [path.name for path in (run / "checkpoints").rglob(".*")] == []
+
+
+def test_a_killed_fresh_start_begins_again(tmp_path: Path) -> None:
+    kill_at(tmp_path, (), 3)
+
+
+@pytest.mark.slow
+def test_a_killed_fresh_start_of_a_host_begins_again(tmp_path: Path) -> None:
+    kill_at(tmp_path, (*LOCAL, f"checkpoint.local.dir={tmp_path}/run/checkpoints"), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_a_kill_at_every_call_of_a_fresh_start(tmp_path: Path) -> None:
+    kill_at(tmp_path, (), None)
+
+
+def test_what_a_fresh_start_has_saved_is_not_given_up(tmp_path: Path) -> None:
+    """Its checkpoints are lost: only a command that says so begins again, as after a run's first start."""
+    run = tmp_path / "run"
+    run_ok(run, [*BASE, "train.exit_interval=1"])
+    run_ok(run, [*FRESH, "checkpoint.load=none"])
+    for number in ITERATIONS:
+        shutil.rmtree(run / "checkpoints" / iteration_name(number))
+    ended = launch(run, FRESH)
+    assert ended.statuses == (1,)
+    assert "start over with checkpoint.load=none" in ended.text
+    assert [path.name for path in run.rglob("iter_*")] == ["iter_0000001.superseded-1"]
