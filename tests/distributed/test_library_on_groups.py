@@ -223,7 +223,7 @@ def test_shards_and_replicas_of_a_state_dict(tmp_path: Path) -> None:
     assert "[ReplicaError] Replicas of the same tensor hold different bits" in text
     assert "A pattern in from_rank0 fits no tensor, found a." in text
     assert "The ranks give different from_rank0, expected the same on every rank, found [] on rank 0 and ['a']" in text
-    assert "neither a tensor nor JSON (/a)" in text
+    assert "neither a tensor nor of a type that a checkpoint holds (/a)" in text
     assert "/b is tied to /a on rank 0 and a tensor of its own on rank 1" in text
     assert load_file(tmp_path / "iter_0000002/extra/extra-00001-of-00001.safetensors")["/a"].tolist() == [0.0] * 3
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000002"]

@@ -13,7 +13,7 @@ from trainer.checkpoint.group import open_channel
 from trainer.checkpoint.inline_save import number_problem, save_now
 from trainer.checkpoint.nested.calls import contents_of, fill, known_tables
 from trainer.checkpoint.nested.documents import read_values
-from trainer.checkpoint.nested.loaded import LoadedState
+from trainer.checkpoint.nested.loaded import LoadedState, Strictness
 from trainer.checkpoint.nested.module_tree import tree_of
 from trainer.checkpoint.nested.stored_names import MODEL, OPTIMIZER
 from trainer.checkpoint.optimizer_state import check_optimizer
@@ -37,7 +37,7 @@ def save(
     `save_state_dict` saves ranks that hold different tensors, such as the stages of a pipeline, and groups of ranks.
 
     Args:
-        state: JSON values of your own, given back by `load`; the same on all ranks.
+        state: values of your own, given back by `load`; the same on all ranks.
         max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
         file_bytes: the size in bytes at which a file is full.
         from_rank0: shell patterns for the names of tensors that differ between ranks by design, such as the BatchNorm
@@ -74,26 +74,27 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    strict: bool = True,
+    strict: Strictness = True,
     missing_ok: bool = False,
 ) -> LoadedState:
     """Fill a model and its optimizer in place from one iteration folder, or the newest valid one of a run's folder.
 
     Optimizer state is found by parameter name, made where the optimizer has none yet, and the numbers of each parameter
-    group (learning rate, decay ...) are set from the group that held the same parameters. Without `strict`, tensors
-    that are not asked for are left out, and those that the checkpoint lacks keep their values; both are logged.
+    group (learning rate, decay ...) are set from the group that held the same parameters. A module takes back what it
+    gave by `get_extra_state`.
 
     Args:
+        strict: True refuses names that either side lacks, `"missing"` those that the checkpoint lacks, and False none.
+            What is not refused is logged, and what the checkpoint lacks keeps its value.
         missing_ok: return `{"iteration": 0}` and fill nothing where the folder is missing or has no checkpoint.
 
     Returns:
         The `state` given to `save`, and `iteration`: a dict, whose `missing_keys` and `unexpected_keys` list the names
-        that a load without `strict` has not found on either side.
+        that one side lacks, where `strict` does not refuse them.
 
     Raises:
         TrainerError: if the checkpoint is damaged, has a tensor of another shape or dtype, or was saved with an
-            optimizer of another class; with `strict`, also if it lacks a tensor, or has others of the model, or of the
-            optimizer where one is given.
+            optimizer of another class, or if `strict` refuses a name.
     """
     channel, nonce = open_channel()
     loaded, checkpoint = fill(

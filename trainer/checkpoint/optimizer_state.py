@@ -59,10 +59,3 @@ def zeros_for(parameter: nn.Parameter, key: str, spec: TensorSpec, *, on_device:
         return torch.zeros_like(parameter.detach())
     device = local_of(parameter).device if on_device else torch.device("cpu")
     return torch.zeros(spec.shape, dtype=torch.float32, device=device)
-
-
-def is_plain_number(value: object) -> bool:
-    """Return whether a value of a parameter group is a number, text, a boolean, None or a list of numbers."""
-    if isinstance(value, (tuple, list)):
-        return all(isinstance(item, (int, float)) for item in value)
-    return value is None or isinstance(value, (bool, int, float, str))

@@ -13,7 +13,7 @@ from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
 from trainer.checkpoint.group import open_channel
 from trainer.checkpoint.inline_save import number_problem, save_now
 from trainer.checkpoint.nested.calls import contents_of, fill, known_tables
-from trainer.checkpoint.nested.loaded import LoadedState
+from trainer.checkpoint.nested.loaded import LoadedState, Strictness
 from trainer.checkpoint.nested.tree import Tree, take_apart
 from trainer.checkpoint.tensors.live import free_gathered_parameters
 
@@ -32,10 +32,11 @@ def save_state_dict(
 ) -> Path:
     """Save a nested state dict as `folder/iter_<iteration>`, and return that path. A call of all ranks of the group.
 
-    Dicts and lists hold tensors, DTensors and JSON values. Each rank gives the keys that it has: what several ranks
-    give under one name must be equal, bit for bit, and a stage of a pipeline gives its own tensors only. Optimizers are
-    given as `get_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict` returns them. Tensors under
-    `"model"` become the weights of the folder, so that transformers opens it where the names are those it uses.
+    Dicts and lists hold tensors, DTensors and plain values of Python. Each rank gives the keys that it has: what
+    several ranks give under one name must be equal, bit for bit, and a stage of a pipeline gives its own tensors only.
+    Optimizers are given as `get_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict` returns them.
+    Tensors under `"model"` become the weights of the folder, so that transformers opens it where the names are those it
+    uses.
 
     Args:
         process_group: the ranks that save; None for all. The others have no part in it, and go on meanwhile.
@@ -75,12 +76,12 @@ def load_state_dict(
     process_group: dist.ProcessGroup | None = None,
     coordinator_rank: int = 0,
     model: nn.Module | None = None,
-    strict: bool = True,
+    strict: Strictness = True,
     missing_ok: bool = False,
 ) -> LoadedState:
     """Fill a nested state dict in place from one iteration folder, or the newest valid one of a run's folder.
 
-    Tensors are filled, JSON values are replaced in their dicts and lists, at any topology and under any division of the
+    Tensors are filled, values are replaced in their dicts and lists, at any topology and under any division of the
     keys among ranks. A load is about the outermost keys that any rank gives; others of the checkpoint are left out.
 
     Args:

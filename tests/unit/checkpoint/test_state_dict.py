@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -280,14 +281,27 @@ class Odd:
         return {}
 
 
+class Color(IntEnum):
+    """A number that a load could not make again."""
+
+    RED = 1
+
+
+def itself() -> State:
+    found: State = {}
+    found["in"] = found
+    return found
+
+
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: {1: torch.ones(1)}, r"a key that is not text \(the outermost keys\), found 1"),
     (lambda: {"\ud800": torch.ones(1)}, r"A key cannot be stored as UTF-8"),
-    (lambda: {"milestones": {30: 1}}, r"a key that is not text \(/milestones\), found 30"),
-    (lambda: {"a": [torch.ones(1), object()]}, r"neither a tensor nor JSON \(/a/1\).*found object"),
-    (lambda: {"loss": float("nan")}, r"neither a tensor nor JSON \(/loss\).*found nan"),
-    (lambda: {"a": {"b": [0, "\ud800"]}}, r"neither a tensor nor JSON \(/a/b/1\).*found '.ud800'"),
-    (lambda: {"model": Odd()}, r"neither a tensor nor JSON \(/model\).*found Odd.*Give its state_dict\(\)"),
+    (lambda: {"milestones": {30: torch.ones(1)}}, r"a key that is not text \(/milestones\), found 30"),
+    (lambda: {"a": [torch.ones(1), object()]}, r"neither a tensor nor of a type.* \(/a/1\).*found an object of object"),
+    (lambda: {"a": {3: [0, Color.RED]}}, r"neither a tensor nor of a type.* \(/a/3/1\).*found an object of Color"),
+    (lambda: {"model": Odd()}, r"neither a tensor nor of a type.* \(/model\).*object of Odd.*Give its state_dict\(\)"),
+    (lambda: {"in": itself()}, r"nested too deeply \(/in/in/in/in/\.\.\.\)"),
+    (lambda: {"a": [itself()]}, r"nested too deeply \(/a\)"),
     (lambda: {"model": {"rotary": torch.zeros(2, dtype=torch.complex64)}}, r"rotary.*complex64"),
     (lambda: {"s": torch.eye(2).to_sparse()}, r"not plain memory \(/s\)"),
     (lambda: {"e": torch.zeros(1).expand(3)}, r"share memory \(/e\)"),
@@ -302,8 +316,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         r"a parameter that is in no group.*\(/o\)",
     ),
     (
-        lambda: {"o": {"state": {}, "param_groups": [{"params": ["v"], "f": {}}]}},
-        r"no number \(/o/param_groups/0/f\)",
+        lambda: {"o": {"state": {}, "param_groups": [{"params": ["v"], "f": len}]}},
+        r"neither a tensor nor of a type.* \(/o/param_groups/0/f\)",
     ),
 ]
 

@@ -18,7 +18,7 @@ from trainer.checkpoint.nested.agreement import KnownTables, agree_on_state
 from trainer.checkpoint.nested.documents import NestedValues, read_values, values_of
 from trainer.checkpoint.nested.filling import Filling
 from trainer.checkpoint.nested.held import hold, require_patterns
-from trainer.checkpoint.nested.loaded import LoadedState
+from trainer.checkpoint.nested.loaded import LoadedState, Strictness
 from trainer.checkpoint.nested.table import require_whole
 from trainer.checkpoint.nested.tree import Tree
 from trainer.checkpoint.storage.patience import Patience, unreadable
@@ -89,7 +89,7 @@ def fill(
     make_tree: MakeTree,
     *,
     nonce: str,
-    strict: bool,
+    strict: Strictness,
     missing_ok: bool = False,
     check: Callable[[Checkpoint], None] = lambda _: None,
 ) -> tuple[LoadedState, Checkpoint | None]:

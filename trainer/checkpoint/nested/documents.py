@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,35 +13,40 @@ from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.nested.stored_names import Keys, keys_of_pointer, pointer
 from trainer.checkpoint.nested.tree import Tree
-from trainer.checkpoint.optimizer_state import is_plain_number
+from trainer.checkpoint.nested.typed_values import DICTS, decode, decode_number
 from trainer.errors import CheckpointError
 
 STATE_DICT = "state_dict"
+_CLASS_NAMES = {kind: name for name, kind in DICTS.items()}
 _OPTIMIZER = "/optimizer"  # its groups have the place where `save` writes those of its optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class NestedValues:
-    """The values of a state dict by JSON Pointer, and the parameter groups of each optimizer in it.
+    """The values of a state dict by JSON Pointer, and the parameter groups of each optimizer in it, as JSON.
 
     Args:
-        groups: by the optimizer's JSON Pointer: the `names` and the `numbers` of each group.
+        groups: by the optimizer's JSON Pointer: the `names` and the `numbers` of each group, and the `place` of a
+            group in the list of the rank that gave it, where it is another one here.
         optimizer: the class of `/optimizer`; None if only its state dict is known.
+        classes: by JSON Pointer, a key of `DICTS` for each dict that is no plain one.
     """
 
     values: Json = field(default_factory=dict)
     groups: Mapping[str, list[Json]] = field(default_factory=dict)
     optimizer: str | None = None
+    classes: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the message to another rank."""
-        return json_file.to_bytes({"values": self.values, "groups": dict(self.groups), "optimizer": self.optimizer})
+        members = {"values": self.values, "groups": dict(self.groups), "classes": dict(self.classes)}
+        return json_file.to_bytes({**members, "optimizer": self.optimizer})
 
     @staticmethod
     def from_bytes(data: bytes) -> NestedValues:
         """Return the values in a message."""
         found = json_file.parse(data, where="a message")
-        return NestedValues(found["values"], found["groups"], found["optimizer"])
+        return NestedValues(found["values"], found["groups"], found["optimizer"], found["classes"])
 
     def document(self, iteration: int) -> Json:
         """Return the state file of a checkpoint."""
@@ -49,18 +54,24 @@ class NestedValues:
         document: Json = {"format": FORMAT, "iteration": iteration, "groups": groups.pop(_OPTIMIZER, [])}
         if self.optimizer is not None:
             document["optimizer"] = {"name": self.optimizer}
-        return {**document, STATE_DICT: {"values": self.values, "groups": groups}}
+        classes = {"classes": dict(self.classes)} if self.classes else {}
+        return {**document, STATE_DICT: {"values": self.values, "groups": groups, **classes}}
+
+    def value(self, where: str) -> Any:
+        """Return the value at a JSON Pointer; an empty dict has its class."""
+        return DICTS[self.classes[where]]() if where in self.classes else decode(self.values[where])
 
     def nested(self, *, without: Sequence[str] = ()) -> Json:
         """Return the values as a nested dict, without those below some of the outermost keys."""
         found: Json = {}
-        for where, value in self.values.items():
-            *parents, last = keys_of_pointer(where)
-            if [*parents, last][0] not in without:
+        for where in self.values:
+            *parents, last = keys = keys_of_pointer(where)
+            if keys[0] not in without:
                 inner = found
-                for key in parents:
-                    inner = inner.setdefault(key, {})
-                inner[last] = value
+                for depth, key in enumerate(parents, 1):
+                    kind = DICTS[self.classes.get(pointer(keys[:depth]), "dict")]
+                    inner = inner.setdefault(key, kind())
+                inner[last] = self.value(where)
         return found
 
 
@@ -70,7 +81,8 @@ def values_of(tree: Tree) -> NestedValues:
         where: [{"names": group.names, "numbers": group.numbers} for group in found.groups]
         for where, found in tree.optimizers.items()
     }
-    return NestedValues(tree.values, groups, tree.optimizer_class)
+    classes = {where: _CLASS_NAMES[kind] for where, kind in tree.classes.items() if kind in _CLASS_NAMES}
+    return NestedValues(tree.values, groups, tree.optimizer_class, classes)
 
 
 def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
@@ -82,25 +94,32 @@ def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
     values: dict[str, tuple[int, Any]] = {}
     groups: dict[str, list[Json]] = {}
     of_parameter: dict[tuple[str, str], tuple[int, Json]] = {}
-    classes = {rank: given.optimizer for rank, given in sorted(by_rank.items())}
+    classes: dict[str, tuple[int, str]] = {}
     first_rank = min(by_rank)
+    optimizer = by_rank[first_rank].optimizer
     for rank, given in sorted(by_rank.items()):
-        if given.optimizer != classes[first_rank]:
-            raise _differs(_OPTIMIZER, (first_rank, classes[first_rank]), (rank, given.optimizer))
+        if given.optimizer != optimizer:
+            raise _differs(_OPTIMIZER, (first_rank, optimizer), (rank, given.optimizer))
+        for where, name in given.classes.items():
+            first, known = classes.setdefault(where, (rank, name))
+            if known != name:
+                raise _differs(where, (first, known), (rank, name))
         for where, value in given.values.items():
             first, known = values.setdefault(where, (rank, value))
             if _text(known) != _text(value):
                 raise _differs(where, (first, known), (rank, value))
         for where, found in given.groups.items():
             known_groups = groups.setdefault(where, [])
-            for group in found:
+            texts = {_text(group | {"place": None}) for group in known_groups}
+            for place, group in enumerate(found):
                 for name in group["names"]:
                     first, numbers = of_parameter.setdefault((where, name), (rank, group["numbers"]))
                     if _text(numbers) != _text(group["numbers"]):
                         raise _differs(f"{where}/param_groups, {name}", (first, numbers), (rank, group["numbers"]))
-                if _text(group) not in map(_text, known_groups):
-                    known_groups.append(group)
-    return NestedValues({where: value for where, (_, value) in values.items()}, groups, classes[first_rank])
+                if _text(group | {"place": None}) not in texts:
+                    known_groups.append(group if place == len(known_groups) else {**group, "place": place})
+    joined = {where: value for where, (_, value) in values.items()}
+    return NestedValues(joined, groups, optimizer, {where: name for where, (_, name) in classes.items()})
 
 
 def read_values(checkpoint: Checkpoint) -> NestedValues:
@@ -114,12 +133,15 @@ def read_values(checkpoint: Checkpoint) -> NestedValues:
     if not isinstance(user, dict):
         raise _malformed(checkpoint, "user", user)
     nested = state.get(STATE_DICT, {"values": _pointers(user), "groups": {}})
-    values, groups = (nested.get(key) for key in ("values", "groups")) if isinstance(nested, dict) else (None, None)
+    members = nested if isinstance(nested, dict) else {}
+    values, groups, classes = members.get("values"), members.get("groups"), members.get("classes", {})
     if (
         not isinstance(values, dict)
         or not isinstance(groups, dict)
+        or not isinstance(classes, dict)
         or not _is_tree([*values, *groups], values)
         or "" in values
+        or not all(isinstance(name, str) and name in DICTS for name in classes.values())
     ):
         raise _malformed(checkpoint, STATE_DICT, nested)
     groups = {**groups, _OPTIMIZER: state.get("groups", [])}
@@ -127,7 +149,10 @@ def read_values(checkpoint: Checkpoint) -> NestedValues:
         for group in found if isinstance(found, list) else [found]:
             if not _is_group(group):
                 raise _malformed(checkpoint, f"groups of {where}", group)
-    return NestedValues(values, {where: found for where, found in groups.items() if found})
+    for where, value in values.items():
+        if not _is_readable(value, decode):
+            raise _malformed(checkpoint, f"{STATE_DICT}.values of {where}", value)
+    return NestedValues(values, {where: found for where, found in groups.items() if found}, classes=classes)
 
 
 def _is_tree(pointers: Sequence[str], values: Json) -> bool:
@@ -144,7 +169,17 @@ def _is_group(group: object) -> bool:
         return False
     names, numbers = group.get("names"), group.get("numbers")
     is_named = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    return is_named and isinstance(numbers, dict) and all(map(is_plain_number, numbers.values()))
+    if not is_named or not isinstance(numbers, dict) or not {"params", "param_names"}.isdisjoint(numbers):
+        return False
+    return all(_is_readable(value, decode_number) for value in numbers.values())
+
+
+def _is_readable(value: object, read: Callable[[object], object]) -> bool:
+    try:
+        read(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _pointers(nested: Json, keys: Keys = ()) -> Json:
@@ -174,5 +209,5 @@ def _malformed(checkpoint: Checkpoint, member: str, found: object) -> Checkpoint
 
 
 def _text(value: object) -> str:
-    """Return a value as JSON, in which tuples are lists and the order of keys has no part."""
+    """Return a value as text, in which the order of keys has no part."""
     return json.dumps(value, sort_keys=True)

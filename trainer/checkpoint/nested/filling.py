@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,10 +12,11 @@ from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import TensorSpec
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
 from trainer.checkpoint.nested.documents import NestedValues, read_values
-from trainer.checkpoint.nested.loaded import LoadedState, Matched, match
+from trainer.checkpoint.nested.loaded import LoadedState, Matched, Strictness, match
 from trainer.checkpoint.nested.stored_names import keys_of, keys_of_pointer, pointer
 from trainer.checkpoint.nested.table import JointTable
-from trainer.checkpoint.nested.tree import ParameterGroup, Tree, as_given
+from trainer.checkpoint.nested.tree import ParameterGroup, Tree
+from trainer.checkpoint.nested.typed_values import decode_number
 from trainer.checkpoint.optimizer_state import zeros_for
 from trainer.checkpoint.tensors.live import Grid, LiveTensor, locate
 from trainer.errors import MismatchError
@@ -31,14 +32,16 @@ class Filling:
         tensors: this rank's, with the ranks that hold the same boxes.
         joint: the table of all ranks.
         made: by the optimizer's pointer, the state that was made for the checkpoint at hand.
+        numbers: by the pointer of a parameter group, its numbers in the checkpoint.
     """
 
     tree: Tree
     tensors: Sequence[LiveTensor]
     joint: JointTable
-    strict: bool
+    strict: Strictness
     matched: Matched = field(default_factory=lambda: Matched([]))
     made: dict[str, _Made] = field(default_factory=dict)
+    numbers: dict[str, Json] = field(default_factory=dict)
 
     def live(self, checkpoint: Checkpoint) -> Sequence[LiveTensor]:
         """Return the tensors to fill, under their names in a checkpoint.
@@ -61,7 +64,8 @@ class Filling:
             for (name, key) in made_state
         }
         missing = [where for where, value in self.tree.values.items() if where not in values.values and value != {}]
-        missing += list(self._groups_missing(values))
+        self.numbers = {}
+        missing += list(self._find_numbers(values))
         other_names = self._other_names(checkpoint)
         tensors = [
             replace(tensor, spec=replace(tensor.spec, name=other_names.get(tensor.spec.name, tensor.spec.name)))
@@ -87,15 +91,17 @@ class Filling:
         values = read_values(checkpoint)
         for where in self.tree.values:
             if where in values.values:
-                self.tree.replace_value(where, values.values[where])
+                self.tree.replace_value(where, values.value(where))
         for where, optimizer in self.tree.optimizers.items():
             for (name, key), value in self.made[where].items():
                 optimizer.state.setdefault(optimizer.keys[name], {})[key] = value
-            by_name = _numbers_of(values, where)
-            for group in optimizer.groups:
-                for key, value in (by_name.get(group.names[0], {}) if group.names else {}).items():
-                    if key in group.numbers:
-                        group.given[key] = as_given(group.given[key], value)
+            for number, group in enumerate(optimizer.groups):
+                for key, value in self.numbers.get(_group(where, number), {}).items():
+                    if not isinstance(group.given.get(key), torch.Tensor):
+                        is_list = isinstance(value, list) and isinstance(group.given.get(key), list)
+                        group.given[key] = list(value) if is_list else decode_number(value)
+        for call in self.tree.after_load:
+            call()
         self.matched.log(checkpoint, is_first=is_first)
         return LoadedState({"iteration": checkpoint.iteration}, self.matched.missing, self.matched.unexpected)
 
@@ -105,19 +111,27 @@ class Filling:
         aliases = self.joint.aliases.items()
         return {name: alias for alias, name in aliases if name not in there and alias in there}
 
-    def _groups_missing(self, values: NestedValues) -> Iterator[str]:
-        """Yield the parameter groups that the checkpoint does not have.
+    def _find_numbers(self, values: NestedValues) -> Iterator[str]:
+        """Find the numbers of each parameter group, and yield the groups and the numbers that the checkpoint lacks.
 
         Raises:
-            MismatchError: for one whose parameters were in groups of different numbers.
+            MismatchError: for a group whose parameters were in groups of different numbers, and for one of tensors that
+                was at another place.
         """
         for where, optimizer in self.tree.optimizers.items():
-            by_name = _numbers_of(values, where)
+            saved = _SavedGroups(values.groups.get(where, ()))
             for number, group in enumerate(optimizer.groups):
-                if any(name not in by_name for name in group.names):
-                    yield f"{where}/param_groups/{number}"
-                elif self.strict:
-                    _require_one(f"{where}/param_groups/{number}", group, by_name)
+                at = _group(where, number)
+                if self.strict:
+                    saved.require_one(at, group)
+                numbers = saved.numbers(group, number)
+                if numbers is None:
+                    yield at
+                    continue
+                saved.require_place(at, group, number)
+                self.numbers[at] = numbers
+                lacking = group.numbers.keys() - numbers.keys() - group.defaults
+                yield from (at + pointer((key,)) for key in group.numbers if key in lacking)
 
     def _make_tensors(self, checkpoint: Checkpoint) -> Iterator[LiveTensor]:
         """Make the tensors that an optimizer lacks, as before its first step."""
@@ -139,20 +153,53 @@ class Filling:
                     self.made[where][name, key] = value
 
 
-def _numbers_of(values: NestedValues, where: str) -> dict[str, Json]:
-    """Return the numbers of each parameter's group in a checkpoint, by the parameter's name."""
-    return {name: group["numbers"] for group in values.groups.get(where, ()) for name in group["names"]}
+def _group(where: str, number: int) -> str:
+    return f"{where}/param_groups/{number}"
 
 
-def _require_one(where: str, group: ParameterGroup, by_name: Mapping[str, Json]) -> None:
-    for name in group.names[1:]:
-        if by_name[name] != by_name[group.names[0]]:
+class _SavedGroups:
+    """The parameter groups of one optimizer in a checkpoint."""
+
+    def __init__(self, groups: Sequence[Json]) -> None:
+        self._groups = groups
+        self._by_name = {name: place for place, group in enumerate(groups) for name in group["names"]}
+
+    def numbers(self, group: ParameterGroup, number: int) -> Json | None:
+        """Return the numbers of a group; None if the checkpoint lacks a parameter, or had them in groups that differ.
+
+        A group without parameters has those of such a group at its place, if any.
+        """
+        if not group.names:
+            is_empty = number < len(self._groups) and not self._groups[number]["names"]
+            return self._groups[number]["numbers"] if is_empty else dict(group.numbers)
+        found = [self._groups[self._by_name[name]]["numbers"] for name in group.names if name in self._by_name]
+        is_one = len(found) == len(group.names) and all(numbers == found[0] for numbers in found)
+        return found[0] if is_one else None
+
+    def require_one(self, where: str, group: ParameterGroup) -> None:
+        """Refuse a group whose parameters were in groups of different numbers."""
+        known = [name for name in group.names if name in self._by_name]
+        for name in known[1:]:
+            first, other = (self._groups[self._by_name[each]]["numbers"] for each in (known[0], name))
+            if first != other:
+                raise MismatchError(
+                    "The parameters of a group were in groups of different numbers",
+                    where=where,
+                    expected=f"those of {known[0]}, {first}",
+                    found=f"{name} with {other}",
+                    fix="Divide the parameters into groups as when the checkpoint was saved.",
+                )
+
+    def require_place(self, where: str, group: ParameterGroup, number: int) -> None:
+        """Refuse a group with tensors that was at another place, by which they are stored."""
+        places = {self._groups[self._by_name[name]].get("place", self._by_name[name]) for name in group.names}
+        if places - {number} and any(isinstance(value, torch.Tensor) for value in group.given.values()):
             raise MismatchError(
-                "The parameters of a group were in groups of different numbers",
+                "A parameter group with tensors was at another place",
                 where=where,
-                expected=f"those of {group.names[0]}, {by_name[group.names[0]]}",
-                found=f"{name} with {by_name[name]}",
-                fix="Divide the parameters into groups as when the checkpoint was saved.",
+                expected=f"place {number} in the list of groups",
+                found=", ".join(map(str, sorted(places))),
+                fix="Give the groups in the order in which the checkpoint was saved.",
             )
 
 

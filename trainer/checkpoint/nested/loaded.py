@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from trainer.checkpoint.format.layout import TensorSpec
 from trainer.checkpoint.loading.loader import check_tensors
@@ -14,11 +14,14 @@ from trainer.checkpoint.tensors.live import LiveTensor
 
 _log = logging.getLogger(__name__)
 
+# Which names that only one side has are refused: all, those that the checkpoint lacks, none.
+Strictness = bool | Literal["missing"]
+
 _MOST_NAMED = 5
 
 
 class LoadedState(dict[str, Any]):
-    """The values that a load returns, with the names that either side lacks; both are empty after a strict load.
+    """The values that a load returns, with the names that one side lacks, where the load did not refuse them.
 
     Attributes:
         missing_keys: names that this rank asked for and the checkpoint does not have: their values were kept.
@@ -58,7 +61,7 @@ def match(
     checkpoint: Checkpoint,
     tensors: Sequence[LiveTensor],
     *,
-    strict: bool,
+    strict: Strictness,
     is_asked: Callable[[TensorSpec], bool],
     others: Collection[str] = (),
     missing: Sequence[str] = (),
@@ -67,14 +70,14 @@ def match(
     """Find each tensor in a checkpoint, by its name or as another name of a tied one.
 
     Args:
-        strict: refuse names that either side lacks.
+        strict: which names that one side lacks are refused.
         is_asked: whether a tensor of the checkpoint is one of those that the load is about.
         others: names that other ranks ask for.
         missing: further names that the checkpoint lacks, of what is no tensor.
         unexpected: further names that nobody asks for.
 
     Raises:
-        MismatchError: listing every difference in shape or dtype and, with `strict`, every missing or unexpected name.
+        MismatchError: listing every difference in shape or dtype, and every name that is refused.
     """
     places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
     stored = [aliases.get(tensor.spec.name, tensor.spec.name) for tensor in tensors]
@@ -85,11 +88,13 @@ def match(
     unasked = [name for name, place in places.items() if name not in wanted and is_asked(place.spec)]
     unexpected = [*unasked, *unexpected]
     if strict:
-        problems = [*(f"{name} is missing" for name in missing), *(f"{name} is unexpected" for name in unexpected)]
+        problems = [f"{name} is missing" for name in missing]
+        if strict is True:
+            problems += [f"{name} is unexpected" for name in unexpected]
         check_tensors(
             [tensor.spec for tensor in found], places, where=checkpoint.path, is_partial=True, further=problems
         )
-        return Matched(found)
+        return Matched(found, unexpected=unexpected)
     there = [tensor for tensor in found if tensor.spec.name in places]
     check_tensors([tensor.spec for tensor in there], places, where=checkpoint.path, is_partial=True)
     absent = [t.spec.name for t, name in zip(tensors, stored, strict=True) if name not in places]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.checkpoint.nested.stored_names import MODEL, OPTIMIZER, pointer
-from trainer.checkpoint.nested.tree import Tree, add_optimizer, add_tensor, take_apart
+from trainer.checkpoint.nested.stored_names import MODEL, OPTIMIZER, Keys, pointer
+from trainer.checkpoint.nested.tree import Tree, add_optimizer, add_tensor, take_apart, walk
+from trainer.checkpoint.nested.typed_values import DICTS
 from trainer.checkpoint.tensors.live import canonical_name, free_gathered_parameters, parameter_names
 from trainer.errors import CheckpointError
+
+_EXTRA_STATE = "_extra_state"  # torch's name for it in a state dict
+_NOTHING = object()
 
 
 def tree_of(
@@ -22,14 +27,15 @@ def tree_of(
     Frees gathered FSDP2 parameters first: `named_parameters()` are the optimizer's only then.
 
     Raises:
-        CheckpointError: naming a value of `state` that is not JSON, a key of it that the model or the optimizer has, an
-            optimizer whose parameters are not the model's, or optimizer state that cannot be stored.
+        CheckpointError: naming a value of `state` that cannot be stored, a key of it that the model or the optimizer
+            has, an optimizer whose parameters are not the model's, or optimizer state that cannot be stored.
     """
     tree = take_apart(dict(state or {}))
     _require_values(tree)
     free_gathered_parameters(model)
     for name, tensor in _named_tensors(model):
         add_tensor(tree, (MODEL, name), tensor)
+    _add_extra_state(tree, model)
     tree.entries += (MODEL,)
     if optimizer is not None:
         _add_optimizer(tree, model, optimizer)
@@ -44,9 +50,18 @@ def _require_values(tree: Tree) -> None:
             found=", ".join(sorted(taken)),
             fix="Rename it.",
         )
+    for where, kind in tree.classes.items():
+        if kind not in DICTS.values():
+            raise CheckpointError(
+                "`state` holds a dict of a class that a load cannot make",
+                where=f"`state`, {where}",
+                expected=", ".join(DICTS),
+                found=kind.__name__,
+                fix="Give dict(value).",
+            )
     if tree.tensors:
         raise CheckpointError(
-            "`state` holds a tensor, and its values are JSON",
+            "`state` holds a tensor",
             where=f"`state`, {pointer(next(iter(tree.tensors)))}",
             fix="Register it as a buffer of the model, or save a nested state dict by `save_state_dict`.",
         )
@@ -62,8 +77,25 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
+def _add_extra_state(tree: Tree, model: nn.Module) -> None:
+    """Add what modules give by `get_extra_state`, which they take back at the end of a load."""
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is nn.Module.get_extra_state:
+            continue
+        name = canonical_name(f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE)
+        holder = {name: module.get_extra_state()}
+        walk(tree, holder[name], (MODEL, name), (holder, name))
+        tree.after_load.append(partial(_give_back, module, holder))
+
+
+def _give_back(module: nn.Module, holder: Mapping[str, object]) -> None:
+    (extra_state,) = holder.values()
+    module.set_extra_state(extra_state)
+
+
 def _add_optimizer(tree: Tree, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     names = parameter_names(model)
+    _refuse_further_state(optimizer)
     given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     strangers = sum(parameter not in names for parameter in given)
     if strangers:
@@ -87,6 +119,45 @@ def _add_optimizer(tree: Tree, model: nn.Module, optimizer: torch.optim.Optimize
         groups=optimizer.param_groups,
         state=optimizer.state,
         parameters={name: parameter for parameter, name in names.items()},
+        defaults=optimizer.defaults,
     )
     tree.entries += OPTIMIZER[:1]
     tree.optimizer_class = type(optimizer).__name__
+
+
+def _refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose own `state_dict()` gives anything beyond its groups and the state of its parameters.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return
+    given = dict(optimizer.state_dict())
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups = [{**group, "params": None} for group in optimizer.param_groups]
+    state = {number: optimizer.state[p] for number, p in enumerate(parameters) if p in optimizer.state}
+    given["param_groups"] = [{**group, "params": None} for group in given.get("param_groups", ())]
+    difference = _difference(given, {"state": state, "param_groups": groups}, OPTIMIZER[:1])
+    if difference is not None:
+        raise CheckpointError(
+            "An optimizer has a state_dict() of its own, which is not its groups and its parameters' state",
+            where=pointer(difference),
+            found=type(optimizer).__name__,
+            fix="Save what it holds beside them in `state`, or the whole dict by `save_state_dict`.",
+        )
+
+
+def _difference(given: object, base: object, keys: Keys) -> Keys | None:
+    """Return the keys of the first member in which two nested values differ; None for equal ones."""
+    if isinstance(given, torch.Tensor) and isinstance(base, torch.Tensor):
+        same = given is base or (given.dtype == base.dtype and given.shape == base.shape and torch.equal(given, base))
+        return None if same else keys
+    if isinstance(given, Mapping) and isinstance(base, Mapping):
+        members = [(key, given.get(key, _NOTHING), base.get(key, _NOTHING)) for key in {**base, **given}]
+    elif isinstance(given, (list, tuple)) and isinstance(base, (list, tuple)) and len(given) == len(base):
+        members = [(number, *pair) for number, pair in enumerate(zip(given, base, strict=True))]
+    else:
+        return None if type(given) is type(base) and (given is base or given == base) else keys
+    inner = (_difference(one, other, (*keys, str(key))) for key, one, other in members)
+    return next((found for found in inner if found is not None), None)

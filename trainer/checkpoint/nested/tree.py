@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,24 +13,28 @@ from torch import nn
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.nested.numbered import is_optimizer_state, names_of
 from trainer.checkpoint.nested.stored_names import Keys, pointer
-from trainer.checkpoint.optimizer_state import is_plain_number
+from trainer.checkpoint.nested.typed_values import encode, encode_number, is_unicode
 from trainer.checkpoint.tensors.live import is_dtensor, parameter_names
 from trainer.errors import CheckpointError
+
+_MAX_DEPTH = 100  # what nests deeper holds itself
 
 _Container = dict[str, Any] | list[Any] | tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """One parameter group of an optimizer: the names of its parameters, and its JSON values under `numbers`.
+    """One parameter group of an optimizer: the names of its parameters, and its values as JSON under `numbers`.
 
     Args:
         given: the group itself, in which a load replaces the values.
+        defaults: of `numbers`, those that the optimizer has by default.
     """
 
     names: list[str]
     numbers: Json
     given: dict[str, Any]
+    defaults: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +64,30 @@ class Tree:
     Args:
         entries: its outermost keys.
         tensors: by keys, in the order of the dict.
-        values: everything else, by JSON Pointer; a list that holds no tensor is one value.
+        values: everything else, as JSON by JSON Pointer; a list that holds no tensor is one value, and so is a dict
+            without tensors that has keys other than text.
+        classes: by JSON Pointer, the class of each dict without tensors that is a subclass.
         optimizers: by JSON Pointer.
         places: the container and the key of each value.
         optimizer_class: the name of the class of the optimizer under `"optimizer"`; None if only its state is given.
+        after_load: called at the end of a load.
     """
 
     entries: tuple[str, ...]
     tensors: dict[Keys, torch.Tensor] = field(default_factory=dict)
     values: Json = field(default_factory=dict)
+    classes: dict[str, type] = field(default_factory=dict)
     optimizers: dict[str, OptimizerState] = field(default_factory=dict)
     places: dict[str, tuple[_Container, str | int]] = field(default_factory=dict)
     optimizer_class: str | None = None
+    after_load: list[Callable[[], None]] = field(default_factory=list)
 
     def replace_value(self, where: str, value: object) -> None:
-        """Replace a value in its container, after `require_lists`; a tuple stays a tuple."""
+        """Replace a value in its container, after `require_lists`."""
         container, key = self.places[where]
-        container[key] = as_given(container[key], value)  # type: ignore[index]
+        given = container[key]  # type: ignore[index]
+        if not (isinstance(value, dict) and isinstance(given, dict) and not value and not given):
+            container[key] = as_given(given, value)  # type: ignore[index]
 
     def require_lists(self) -> None:
         """Refuse a value in a tuple, which cannot be filled in place.
@@ -91,12 +101,12 @@ class Tree:
 
 
 def as_given(given: object, value: object) -> object:
-    """Return a value of a JSON file with tuples where `given` has them."""
+    """Return a value with tuples in place of lists where `given` has them, since old files hold tuples as lists."""
     if isinstance(value, list):
         old = given if isinstance(given, (list, tuple)) and len(given) == len(value) else [None] * len(value)
         found = [as_given(before, after) for before, after in zip(old, value, strict=True)]
         return tuple(found) if isinstance(given, tuple) else found
-    if isinstance(value, dict) and isinstance(given, Mapping):
+    if type(value) is dict and isinstance(given, Mapping):
         return {key: as_given(given.get(key), member) for key, member in value.items()}
     return value
 
@@ -108,20 +118,27 @@ def take_apart(state_dict: object, *, model: nn.Module | None = None) -> Tree:
         model: names the parameters of `optimizer.state_dict()`, which have numbers.
 
     Raises:
-        CheckpointError: naming a leaf that is neither a tensor nor JSON, a key that is not text, or an optimizer whose
-            parameters have numbers without names.
+        CheckpointError: naming a leaf that cannot be stored, a key above a tensor that is not text, or an optimizer
+            whose parameters have numbers without names.
     """
     if not isinstance(state_dict, dict):
         raise CheckpointError("A state dict is a dict", found=type(state_dict).__name__)
     tree = Tree(tuple(map(str, state_dict)))
-    try:
-        _walk_dict(tree, state_dict, (), model)
-    except RecursionError as error:
-        raise CheckpointError("A state dict is nested too deeply", fix="Look for a dict or list in itself.") from error
+    _walk_dict(tree, state_dict, (), model)
     return tree
 
 
 def _walk_dict(tree: Tree, found: dict[Any, Any], keys: Keys, model: nn.Module | None) -> None:
+    _require_text_keys(found, keys)
+    is_optimizer = is_optimizer_state(found)
+    if is_optimizer:
+        _take_optimizer(tree, found, keys, model)
+    for key, value in found.items():
+        if not is_optimizer or key not in ("state", "param_groups"):
+            _walk(tree, value, (*keys, key), (found, key), model)
+
+
+def _require_text_keys(found: dict[Any, Any], keys: Keys) -> None:
     for key in found:
         if not isinstance(key, str):
             raise CheckpointError(
@@ -130,26 +147,52 @@ def _walk_dict(tree: Tree, found: dict[Any, Any], keys: Keys, model: nn.Module |
                 found=repr(key),
                 fix="JSON and file names have text only: use str(key), or a list.",
             )
-        if not _is_unicode(key):
+        if not is_unicode(key):
             raise CheckpointError("A key cannot be stored as UTF-8", where=repr(keys), found=repr(key))
-    if is_optimizer_state(found):
-        _take_optimizer(tree, found, keys, model)
-        found = {key: value for key, value in found.items() if key not in ("state", "param_groups")}
-    for key, value in found.items():
-        _walk(tree, value, (*keys, key), (found, key), model)
+
+
+def walk(tree: Tree, value: object, keys: Keys, place: tuple[_Container, str | int]) -> None:
+    """Add a member of a state dict to a tree, by leaf.
+
+    Args:
+        place: the container of the member and its key there, for a load.
+
+    Raises:
+        CheckpointError: as `take_apart`.
+    """
+    _walk(tree, value, keys, place, None)
 
 
 def _walk(tree: Tree, value: object, keys: Keys, place: tuple[_Container, str | int], model: nn.Module | None) -> None:
+    if len(keys) > _MAX_DEPTH:
+        raise CheckpointError(
+            "A state dict is nested too deeply",
+            where=f"{pointer(keys[:4])}/...",
+            expected=f"at most {_MAX_DEPTH} levels",
+            fix="Look for a dict or list in itself.",
+        )
     if isinstance(value, torch.Tensor):
         add_tensor(tree, keys, value)
-    elif isinstance(value, dict) and value:
+    elif isinstance(value, dict) and (_has_text_keys(value) or _holds_tensor(value)):
+        if type(value) is not dict and not _holds_tensor(value):
+            tree.classes[pointer(keys)] = type(value)
+        if not value:
+            _add_value(tree, {}, keys, place)
         _walk_dict(tree, value, keys, model)
     elif isinstance(value, (list, tuple)) and _holds_tensor(value):
         for number, member in enumerate(value):
             _walk(tree, member, (*keys, str(number)), (value, number), model)
     else:
-        tree.values[pointer(keys)] = _json_copy(value, keys)
-        tree.places[pointer(keys)] = place
+        _add_value(tree, encode(value, keys), keys, place)
+
+
+def _add_value(tree: Tree, value: object, keys: Keys, place: tuple[_Container, str | int]) -> None:
+    tree.values[pointer(keys)] = value
+    tree.places[pointer(keys)] = place
+
+
+def _has_text_keys(found: dict[Any, Any]) -> bool:
+    return all(type(key) is str and is_unicode(key) for key in found)
 
 
 def _take_optimizer(tree: Tree, found: dict[str, Any], keys: Keys, model: nn.Module | None) -> None:
@@ -174,25 +217,29 @@ def add_optimizer(
     groups: Sequence[dict[str, Any]],
     state: MutableMapping[Any, Any],
     parameters: Mapping[str, nn.Parameter],
+    defaults: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
     """Add an optimizer to a tree under `keys`; see `OptimizerState`.
 
     Args:
         groups: its parameter groups, whose `params` are keys of `names`.
+        defaults: of the values in a group.
 
     Raises:
-        CheckpointError: naming a value that is neither a tensor nor JSON.
+        CheckpointError: naming a value that cannot be stored.
     """
     named = []
     for number, group in enumerate(groups):
         numbers = {}
+        _require_text_keys(group, (*keys, "param_groups", str(number)))
         for key, value in group.items():
-            inner = (*keys, "param_groups", str(number), str(key))
+            inner = (*keys, "param_groups", str(number), key)
             if isinstance(value, torch.Tensor):
                 add_tensor(tree, inner, value)
             elif key not in ("params", "param_names"):
-                numbers[key] = _plain_number(value, inner)
-        named.append(ParameterGroup([names[given] for given in group["params"]], numbers, group))
+                numbers[key] = encode_number(value, inner)
+        usual = frozenset(key for key in numbers if key in defaults and _is_same(group[key], defaults[key]))
+        named.append(ParameterGroup([names[given] for given in group["params"]], numbers, group, usual))
     for given, values in state.items():
         _walk_dict(tree, values, (*keys, "state", names[given]), None)
     tree.optimizers[pointer(keys)] = OptimizerState(
@@ -200,15 +247,12 @@ def add_optimizer(
     )
 
 
-def _plain_number(value: object, keys: Keys) -> object:
-    if not is_plain_number(value):
-        raise CheckpointError(
-            "A parameter group holds a value that is no number",
-            where=pointer(keys),
-            expected="a number, text, a boolean, None, a list of numbers, or a tensor",
-            found=type(value).__name__,
-        )
-    return copy.copy(value)
+def _is_same(value: object, default: object) -> bool:
+    return (
+        type(value) is type(default)
+        and isinstance(value, (bool, int, float, str, tuple, type(None)))
+        and (value == default)
+    )
 
 
 def add_tensor(tree: Tree, keys: Keys, tensor: torch.Tensor) -> None:
@@ -230,7 +274,10 @@ def add_tensor(tree: Tree, keys: Keys, tensor: torch.Tensor) -> None:
 
 
 def _holds_tensor(value: object) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value))
+    try:
+        return any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value))
+    except RecursionError:
+        return False  # it holds itself, which `encode` refuses
 
 
 def _leaves(value: object) -> Iterator[object]:
@@ -242,29 +289,3 @@ def _leaves(value: object) -> Iterator[object]:
             yield from _leaves(member)
     else:
         yield value
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether a text has no half of a surrogate pair, which UTF-8 lacks."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _json_copy(value: object, keys: Keys) -> object:
-    """Return a copy of a JSON value, which a background save stores as it is now."""
-    if value is None or isinstance(value, (bool, int)) or (isinstance(value, str) and _is_unicode(value)):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    if isinstance(value, (list, tuple)):
-        members = [_json_copy(member, (*keys, str(number))) for number, member in enumerate(value)]
-        return members if isinstance(value, list) else tuple(members)
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _json_copy(member, (*keys, key)) for key, member in value.items()}
-    has_state = hasattr(value, "state_dict")
-    raise CheckpointError(
-        "A state dict holds a value that is neither a tensor nor JSON",
-        where=pointer(keys),
-        expected="a tensor, a finite number, text, a boolean, None, or a list or dict of them with text as keys",
-        found=repr(value) if isinstance(value, (float, dict, str)) else type(value).__name__,
-        fix="Give its state_dict()." if has_state else "Give numbers as Python's own, and arrays as tensors.",
-    )
