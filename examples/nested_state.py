@@ -34,7 +34,7 @@ def main(folder: Path, iterations: int = 12) -> None:
                 state["ema"][name].lerp_(value, 0.1)
             print(state["iteration"], loss.item().hex(), state["ema"]["0.bias"].sum().item().hex(), flush=True)
             if state["iteration"] % 2 == 0:
-                saver.save_state_dict(state["iteration"], state, optimizers=[optimizer])
+                saver.save_state_dict(state["iteration"], state)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def main(folder: Path, iterations: int = 12) -> None:
             optimizer.zero_grad()
             print(iteration, *(float(loss).hex() for loss in losses), flush=True)
             if iteration % 2 == 0:
-                saver.save_state_dict(iteration, state, optimizers=[optimizer])
+                saver.save_state_dict(iteration, state)
     dist.destroy_process_group()
 
 

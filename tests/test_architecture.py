@@ -171,6 +171,7 @@ OF_NO_MODULE = {
     "tests.unit.checkpoint.format.test_document": "docs/checkpoint_format.md and the reader it prints",
     "tests.unit.checkpoint.loading.test_links": "symbolic links in a checkpoint folder",
     "tests.unit.checkpoint.saving.test_aborted": "saves that are aborted",
+    "tests.unit.checkpoint.test_changes_after_a_save": "programs that change tensors while a save is under way",
     "tests.unit.checkpoint.saving.test_background": "saves while training goes on",
     "tests.unit.checkpoint.tensors.test_names_and_strangers": "files and folders that are not the checkpoint's",
     "tests.unit.checkpoint.test_golden": "the checkpoint in tests/golden",

@@ -145,7 +145,7 @@ class _Rank:
     def _digest_replicas(self, row: dict[str, float], _: int) -> None:
         """Digest the other rank's bytes on one thread while nothing else runs: the longest possible wait of a step."""
         contents = self._subject.contents(1)
-        plan = make_plan(contents, rank=self._rank, file_bytes=DEFAULT_FILE_BYTES, holds_steps=True)
+        plan = make_plan(contents, rank=self._rank, file_bytes=DEFAULT_FILE_BYTES, is_overtaken=True)
         memory = {**plan.sources.steady, **plan.watched.steady}
 
         def digest() -> None:

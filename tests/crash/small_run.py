@@ -156,7 +156,7 @@ def _train_with_library(plan: Plan, rank: int, killer: Killer) -> None:
             if rank == 0:
                 log.iteration(run.record(loss))
                 log.sync()
-            saver.save_state_dict(run.iteration, run.state_dict(), optimizers=[run.optimizer])
+            saver.save_state_dict(run.iteration, run.state_dict())
     if rank == 0:
         log.close()
     if plan.ranks > 1:

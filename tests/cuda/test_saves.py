@@ -20,7 +20,13 @@ from tests.fakes import Axis, Sharding, open_when_awaited, sample_specs, sample_
 from tests.harness import tensor_files
 from tests.simulated import register
 from trainer.checkpoint import AsyncSaver, load, save
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.checkpoint.format.manifest import DIGEST_BYTES, Written
+from trainer.checkpoint.format.names import STATE
+from trainer.checkpoint.nested.documents import values_of
+from trainer.checkpoint.nested.module_tree import tree_of
+from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.checkpoint.saving import staging
 from trainer.checkpoint.saving.chunks import Piece
 from trainer.checkpoint.saving.plan import make_plan
@@ -28,7 +34,7 @@ from trainer.checkpoint.saving.replica_digests import ReplicaDigests, blocks_of,
 from trainer.checkpoint.saving.snapshot import Snapshot
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.arena import Arena, Bytes, map_memory, pin
-from trainer.checkpoint.tensors.live import Contents
+from trainer.checkpoint.tensors.live import Contents, Grid, live_tensors
 from trainer.checkpoint.tensors.memory import _copy_stream, memory_of
 from trainer.errors import CheckpointError
 
@@ -86,6 +92,41 @@ class Training:
         return moved
 
 
+class TrainersSaver:
+    """The trainer's background saves, which hold back the optimizer's step, by the calls of `AsyncSaver`."""
+
+    def __init__(self, folder: Path, *, files: Files | None = None, max_checkpoint_keep: int = 0) -> None:
+        policy = SavePolicy(folder, retention=Retention(max_checkpoint_keep), async_save=True, stall_timeout_s=30.0)
+        self._checkpointer = Checkpointer(policy, single_rank_channel(), nonce="n", files=files)
+        self._checkpointer.start()
+
+    def __enter__(self) -> TrainersSaver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._checkpointer.close()
+
+    def save(self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        live = tuple(live_tensors(model, optimizer, grid=Grid.flat(1)))
+        document = values_of(tree_of(model, optimizer)).document(iteration)
+        specs = tuple(tensor.spec for tensor in live)
+        self._checkpointer.save(iteration, Contents(specs, live, {}, {STATE: document}, (optimizer,)))
+
+    @property
+    def is_saving(self) -> bool:
+        return self._checkpointer.is_saving
+
+    def wait(self) -> None:
+        self._checkpointer.wait()
+        for report in self._checkpointer.reports():
+            if report.error is not None:
+                raise report.error
+
+
+Saver = type[AsyncSaver] | type[TrainersSaver]
+savers = pytest.mark.parametrize("saver_class", [AsyncSaver, TrainersSaver])
+
+
 class SlowDisk(Files):
     """A disk on which no write ends before it is released."""
 
@@ -136,7 +177,7 @@ def _copying(training: Training) -> torch.Stream | None:
 
 
 def save_during_steps(
-    folder: Path, training: Training, device: torch.device, disk: SlowDisk, *, waits: bool
+    saver_class: Saver, folder: Path, training: Training, device: torch.device, disk: SlowDisk, *, waits: bool
 ) -> list[str]:
     """Save while three steps follow; return the names of tensors whose saved bytes are not of the iteration saved.
 
@@ -144,7 +185,7 @@ def save_during_steps(
         waits: whether the steps wait for the copies, so that these are not held until after the steps.
     """
     training.step()
-    with AsyncSaver(folder, files=disk, stall_timeout_s=30.0, max_checkpoint_keep=1) as saver:
+    with saver_class(folder, files=disk, max_checkpoint_keep=1) as saver:
         for iteration in (1, 2):  # the second has its memory from the first
             disk.released.clear()
             expected = training.values()
@@ -164,22 +205,26 @@ def save_during_steps(
     return differing(found.values(), expected)
 
 
+@savers
 def test_a_save_has_the_bytes_of_its_iteration(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, saver_class: Saver, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training, disk = Training(device, WIDTHS[device.type]), SlowDisk()
     open_when_awaited(monkeypatch, disk.released)
-    assert save_during_steps(tmp_path / "saves", training, device, disk, waits=True) == []
+    assert save_during_steps(saver_class, tmp_path / "saves", training, device, disk, waits=True) == []
 
 
-def test_without_the_hold_of_the_step_it_has_others(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@savers
+def test_without_the_wait_for_its_copies_it_has_others(
+    tmp_path: Path, saver_class: Saver, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mutation that shows that the test above can fail: no step waits for the copies."""
+    """The mutation that shows that the test above can fail: neither a step nor a call waits for the copies."""
     monkeypatch.setattr(Snapshot, "release", lambda self: None)
+    if device.type == "cpu":
+        monkeypatch.setattr(Snapshot, "_stage_ahead", lambda self, **_: None)
     training = Training(device, WIDTHS[device.type])
     # A device copies in order, so that the first tensors may be copied in time, and the moments are not.
-    assert save_during_steps(tmp_path / "saves", training, device, SlowDisk(), waits=False)
+    assert save_during_steps(saver_class, tmp_path / "saves", training, device, SlowDisk(), waits=False)
 
 
 def test_a_save_has_what_the_device_has_yet_to_write(tmp_path: Path, device: torch.device) -> None:
@@ -199,7 +244,7 @@ def test_a_save_has_what_the_device_has_yet_to_write(tmp_path: Path, device: tor
 
 
 @pytest.mark.parametrize("staging_bytes", [0, 100_000])
-def test_with_little_staging_memory_a_step_waits(tmp_path: Path, device: torch.device, staging_bytes: int) -> None:
+def test_with_little_staging_memory_a_call_waits(tmp_path: Path, device: torch.device, staging_bytes: int) -> None:
     training = Training(device, 128)
     training.step()
     with AsyncSaver(tmp_path / "saves", staging_bytes=staging_bytes) as saver:
@@ -213,7 +258,7 @@ def test_with_little_staging_memory_a_step_waits(tmp_path: Path, device: torch.d
     assert differing(found.values(), expected) == []
 
 
-def test_without_staging_memory_a_step_waits(
+def test_without_staging_memory_a_call_waits(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The host has no memory left that could be pinned: a save takes longer, and has the same bytes."""
@@ -279,7 +324,7 @@ def test_checksums_of_replicas_are_of_the_iteration(device: torch.device) -> Non
     sharding, state = Sharding("2 replicas", (Axis("replica", 2),)), sample_state(specs, seed=3)
     host = sharding.live(1, specs, state)
     live = [replace(each, local=each.local.to(device, copy=True)) for each in host]
-    plan = make_plan(Contents(tuple(specs), tuple(live)), rank=1, file_bytes=1 << 20, holds_steps=False)
+    plan = make_plan(Contents(tuple(specs), tuple(live)), rank=1, file_bytes=1 << 20, is_overtaken=False)
     images = {each.spec.name: memory_of(each.local) for each in host}
     expected = {
         ranks: {name: _digests(images[name], pieces, device) for name, pieces in tensors.items()}
@@ -309,7 +354,7 @@ def test_a_save_that_finds_no_device_memory_fails_alone(
     """The buffer changes in every forward pass, so a save copies it at once: there is no memory for that."""
     training = Training(device, WIDTHS[device.type])
     training.step()
-    with AsyncSaver(tmp_path / "saves") as saver:
+    with TrainersSaver(tmp_path / "saves") as saver:
         saver.save(1, training.net, training.optimizer)
         saver.wait()
         with monkeypatch.context() as patch:

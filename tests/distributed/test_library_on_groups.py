@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.distributed.test_ranks_that_disagree import process_group, refused
 from tests.harness import call_on_ranks
-from trainer.checkpoint import AsyncSaver, load_state_dict, save_state_dict
+from trainer.checkpoint import AsyncSaver, load, load_state_dict, save_state_dict
 from trainer.checkpoint.nested.calls import _known
 from trainer.errors import TrainerError
 
@@ -280,7 +280,7 @@ def fail_in_the_background(arguments: list[str]) -> None:
             refused(lambda: saver.save(2, model, optimizer))
             if files is not None:
                 files.is_armed = False
-            saver.save_state_dict(3, state_of(model, optimizer), optimizers=[optimizer])
+            saver.save_state_dict(3, state_of(model, optimizer))
             optimizer.step()
 
 
@@ -291,3 +291,34 @@ def test_a_failure_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
     whole = state_of(*trained(0, fill=5.0))
     load_state_dict(tmp_path, whole)
     assert same(whole, state_of(*trained(0)))
+
+
+def change_ddp_after_the_call(arguments: list[str]) -> None:
+    """Clip the weights, let DDP's forward pass change buffers, and step, before a byte of a save is written."""
+    from tests.unit.checkpoint.saving.test_background import Gate
+
+    with process_group():
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+        optimizer, gate = torch.optim.AdamW(model.parameters(), lr=0.1), Gate(0)
+
+        def train() -> None:
+            model(torch.arange(24.0).reshape(4, 6)).square().sum().backward()
+            optimizer.step()
+
+        train()
+        expected = {name: value.clone() for name, value in model.module.state_dict().items()}
+        with AsyncSaver(arguments[0], files=gate) as saver:
+            saver.save(1, model.module, optimizer)
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.01, 0.01)
+            train()
+            gate.opened.set()
+        assert not any(torch.equal(value, expected[name]) for name, value in model.module.state_dict().items())
+        again = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        load(arguments[0], again, torch.optim.AdamW(again.parameters()))
+        assert same(dict(again.state_dict()), expected)
+
+
+def test_what_ddp_changes_after_a_call_is_not_saved(tmp_path: Path) -> None:
+    run(change_ddp_after_the_call, tmp_path)

@@ -60,7 +60,6 @@ def save(
         folder=folder,
         iteration=iteration,
         from_rank0=from_rank0,
-        optimizers=() if optimizer is None else (optimizer,),
         is_replicated=True,
         problem=number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes),
     )

@@ -1,4 +1,4 @@
-"""Saves in the background for a loop of one's own, with the optimizer's step held back while bytes are read."""
+"""Saves in the background for a loop of one's own: every save holds the tensors as they were at the call."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from trainer.errors import CheckpointError, TrainerError
 class AsyncSaver:
     """Saves to one folder in the background. All ranks of the group make the same calls in the same order.
 
-    A save returns while it is written. Until the bytes are written or copied, the next step of the optimizers waits;
-    everything that no optimizer changes is copied at once. A save that fails is raised by the next call of `save`,
+    A save copies all tensors and values, and returns while the copies are written: whatever changes afterward, the
+    checkpoint holds what was there at the call. A save that fails is raised by the next call of `save`,
     `save_state_dict`, `wait` or `close`, once; committed checkpoints are untouched.
 
         with AsyncSaver("checkpoints", max_checkpoint_keep=2) as saver:
@@ -42,8 +42,9 @@ class AsyncSaver:
     Args:
         max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
         file_bytes: the size in bytes at which a file is full.
-        staging_bytes: the most memory in bytes for copies; None for as much as this rank writes.
-        stall_timeout_s: seconds for which a step waits for a disk that writes nothing; then the save is given up.
+        staging_bytes: the most memory in bytes for copies; None for as much as this rank writes. The memory stays
+            allocated until `close`. With less, a call returns only when the rest is written.
+        stall_timeout_s: seconds for which such a call waits for a disk that writes nothing; then the save is given up.
         commit_timeout_s: seconds after which a save that is not over has failed.
         process_group: the ranks that save; None for all.
         coordinator_rank: the global rank that holds the lock of the folder, decides, and renames.
@@ -86,6 +87,7 @@ class AsyncSaver:
             file_bytes=file_bytes,
             commit_timeout_s=commit_timeout_s,
             async_save=True,
+            copies_at_call=True,
             staging_bytes=staging_bytes,
             stall_timeout_s=stall_timeout_s,
         )
@@ -105,27 +107,15 @@ class AsyncSaver:
         Raises:
             TrainerError: on every rank, for the save before, or for what cannot be saved.
         """
-        optimizers = () if optimizer is None else (optimizer,)
-        self._save(iteration, lambda: tree_of(model, optimizer, state), optimizers, is_replicated=True)
+        self._save(iteration, lambda: tree_of(model, optimizer, state), is_replicated=True)
 
-    def save_state_dict(
-        self,
-        iteration: int,
-        state_dict: dict[str, Any],
-        *,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-        model: nn.Module | None = None,
-    ) -> None:
+    def save_state_dict(self, iteration: int, state_dict: dict[str, Any], *, model: nn.Module | None = None) -> None:
         """Save a nested state dict in the background, after waiting for the save before; see `save_state_dict`.
-
-        Args:
-            optimizers: those whose steps change tensors of the state dict, parameters or state; every other tensor is
-                copied before this returns.
 
         Raises:
             TrainerError: on every rank, for the save before, or for what cannot be saved.
         """
-        self._save(iteration, lambda: take_apart(state_dict, model=model), optimizers)
+        self._save(iteration, lambda: take_apart(state_dict, model=model))
 
     @property
     def is_saving(self) -> bool:
@@ -166,14 +156,7 @@ class AsyncSaver:
             self._is_closed = True
             self._checkpointer.abandon()
 
-    def _save(
-        self,
-        iteration: int,
-        make_tree: MakeTree,
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        is_replicated: bool = False,
-    ) -> None:
+    def _save(self, iteration: int, make_tree: MakeTree, *, is_replicated: bool = False) -> None:
         self._calls += 1
         contents = contents_of(
             self._channel,
@@ -183,7 +166,6 @@ class AsyncSaver:
             folder=self._folder,
             iteration=iteration,
             from_rank0=self._from_rank0,
-            optimizers=optimizers,
             is_replicated=is_replicated,
             problem=self._before_save(),
         )

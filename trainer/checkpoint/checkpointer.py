@@ -21,7 +21,7 @@ from trainer.checkpoint.policy import SavePolicy, SaveReport
 from trainer.checkpoint.saving.column_sharing import LocalRanks
 from trainer.checkpoint.saving.owned_folder import OwnedFolder
 from trainer.checkpoint.saving.plan import Plan
-from trainer.checkpoint.saving.save_job import LocalSaves, SaveJob
+from trainer.checkpoint.saving.save_job import LocalSaves, SaveJob, in_doubt_error, no_memory, stalled
 from trainer.checkpoint.saving.saved_iterations import InDoubt, SavedIterations
 from trainer.checkpoint.saving.staging import Staging
 from trainer.checkpoint.storage.files import Files
@@ -179,7 +179,8 @@ class Checkpointer:
         An older one is saved again; the folder that is there is kept as superseded.
 
         A background save returns while it is written, after waiting for the one before it: `contents.optimizers` are
-        held back at their next step until the memory that it changes is written or copied. A failed save is logged and
+        held back at their next step until the memory that it changes is written or copied, or, by the policy
+        `copies_at_call`, all memory is copied before this returns. A failed save is logged and
         reported, never raised: training goes on and committed checkpoints are untouched. Only an error that is no
         TrainerError, a defect or a lack of memory, is raised, on its rank; the others report it.
 
@@ -205,13 +206,13 @@ class Checkpointer:
         replaces = self._saved.gives_way(iteration, with_optimizer=has_optimizer)
         attempt = Attempt(iteration, name, self._owned.folder, plan.layout, self._hosts, replaces=replaces)
         if self._stuck is not None and not self._stuck.is_done:
-            self._refuse(attempt, _stalled(attempt))
+            self._refuse(attempt, stalled(attempt))
         else:
             self._stuck = None
             try:
-                self._started = self._start(self._new_job(self._owned, attempt, contents, plan), asked, start)
+                self._start(self._new_job(self._owned, attempt, contents, plan), asked, start)
             except torch.OutOfMemoryError as error:  # what is copied on the device finds no room there
-                self._refuse(attempt, _no_memory(attempt, error))
+                self._refuse(attempt, no_memory(attempt, error))
             if not self._is_async:
                 self.wait()
         self.results.blocked_s += time.perf_counter() - asked
@@ -233,7 +234,7 @@ class Checkpointer:
         attempt, snapshot = save_job.attempt, save_job.snapshot
         try:
             if snapshot.is_aborted and not started.job.is_done:
-                raise _stalled(attempt)
+                raise stalled(attempt)
             started.job.wait(self._policy.commit_timeout_s)
             self._saved.committed(attempt.iteration, has_optimizer=save_job.has_optimizer)
             self._attempts.committed(attempt.iteration)
@@ -242,7 +243,7 @@ class Checkpointer:
             if not started.job.is_done and not snapshot.is_aborted:
                 snapshot.abort()
                 if not self._abort(attempt, failure, save_job.shared):
-                    error = _in_doubt_error(attempt)
+                    error = in_doubt_error(attempt)
             if save_job.shared.current.outcome is not Outcome.FAILED:
                 self._saved.in_doubt.append(InDoubt(attempt, save_job.shared, save_job.has_optimizer))
         finally:
@@ -288,13 +289,15 @@ class Checkpointer:
     def _is_async(self) -> bool:
         return self._policy.async_save
 
-    def _start(self, save_job: SaveJob, asked: float, start: float) -> _Started:
+    def _start(self, save_job: SaveJob, asked: float, start: float) -> None:
         """Let the background thread run a save, and the next steps of its optimizers wait until they may begin."""
         optimizers = save_job.contents.optimizers if self._is_async else ()
         hooks = [self._hold_back(optimizer, save_job) for optimizer in optimizers]
         job = self._worker.submit(save_job.run)
         self._staging.touch()
-        return _Started(save_job, job, hooks, start, start - asked, time.perf_counter() - start)
+        self._started = _Started(save_job, job, hooks, start, start - asked, time.perf_counter() - start)
+        if self._policy.copies_at_call:
+            self._release(save_job)
 
     def _new_job(self, owned: OwnedFolder, attempt: Attempt, contents: Contents, plan: Plan) -> SaveJob:
         interval = self._policy.check_replicas
@@ -344,16 +347,20 @@ class Checkpointer:
 
     def _hold_back(self, optimizer: torch.optim.Optimizer, save_job: SaveJob) -> torch.utils.hooks.RemovableHandle:
         """Let the optimizer's next step begin only when live memory may change."""
-        snapshot = save_job.snapshot
 
         def release(*_: object) -> None:
-            blocked_s, was_aborted = save_job.blocked_s, snapshot.is_aborted
-            save_job.release()
+            blocked_s = save_job.blocked_s
+            self._release(save_job)
             self.results.blocked_s += save_job.blocked_s - blocked_s
-            if snapshot.is_aborted and not was_aborted:
-                self._abort(save_job.attempt, _stalled(save_job.attempt), save_job.shared)
 
         return optimizer.register_step_pre_hook(release)
+
+    def _release(self, save_job: SaveJob) -> None:
+        """Wait until live memory may change; abort the save if the disk stalls meanwhile."""
+        was_aborted = save_job.snapshot.is_aborted
+        save_job.release()
+        if save_job.snapshot.is_aborted and not was_aborted:
+            self._abort(save_job.attempt, stalled(save_job.attempt), save_job.shared)
 
 
 def _report(started: _Started, error: TrainerError | None) -> SaveReport:
@@ -369,31 +376,4 @@ def _report(started: _Started, error: TrainerError | None) -> SaveReport:
         waited_s=started.waited_s,
         copied_bytes=snapshot.copied_bytes,
         error=error,
-    )
-
-
-def _stalled(attempt: Attempt) -> CheckpointError:
-    return CheckpointError(
-        "A save was aborted: the disk has written nothing for a while",
-        where=attempt.folder.root,
-        expected="a chunk within the time in which a training step may wait for it",
-        fix="Training continues and committed checkpoints are untouched; look at the file system.",
-    )
-
-
-def _no_memory(attempt: Attempt, error: torch.OutOfMemoryError) -> CheckpointError:
-    return CheckpointError(
-        "A save found no memory on the device for copies of tensors that may change at any time",
-        where=attempt.folder.iteration(attempt.iteration),
-        found=str(error).splitlines()[0],
-        fix="Training continues and committed checkpoints are untouched; a smaller micro batch leaves room.",
-    )
-
-
-def _in_doubt_error(attempt: Attempt) -> CheckpointError:
-    return CheckpointError(
-        "A save did not end in time, and may still be committed",
-        where=attempt.folder.iteration(attempt.iteration),
-        expected="an end within commit_timeout_s",
-        fix="The disk or a peer hangs; the next save looks for it.",
     )

@@ -71,6 +71,8 @@ class SavePolicy:
         file_bytes: size in bytes at which a safetensors file is full.
         commit_timeout_s: seconds after which a save that has not committed is aborted.
         async_save: write in the background while training continues.
+        copies_at_call: copy every tensor before a background save returns, in place of holding back the optimizer's
+            step: for programs that change tensors at any time.
         staging_bytes: upper bound in bytes on host memory for copies of chunks that the next optimizer step would
             overwrite. None allows the bytes that the rank writes plus the bytes of its columns, which the ranks of a
             host assemble in shared memory if they fit. With less memory, that step waits for the disk. Tensors that may
@@ -86,6 +88,7 @@ class SavePolicy:
     file_bytes: int = DEFAULT_FILE_BYTES
     commit_timeout_s: float = 1800.0
     async_save: bool = False
+    copies_at_call: bool = False
     staging_bytes: int | None = None
     stall_timeout_s: float = 5.0
     check_replicas: int = 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.inline_save import check_patterns, check_target, require_path
@@ -45,7 +43,6 @@ def contents_of(
     folder: str | Path,
     iteration: int,
     from_rank0: Sequence[str] = (),
-    optimizers: Sequence[torch.optim.Optimizer] = (),
     is_replicated: bool = False,
     problem: TrainerError | None = None,
 ) -> Contents:
@@ -55,7 +52,6 @@ def contents_of(
         key: of the messages, new on this channel.
         make_tree: returns what this rank gives.
         known: what the ranks know of each other.
-        optimizers: those whose steps change the tensors.
         is_replicated: whether every rank has to hold a part of every tensor.
         problem: why this rank cannot save, if it knows a reason already.
 
@@ -80,7 +76,7 @@ def contents_of(
     require_whole(joint)
     require_patterns(from_rank0, joint)
     live = held.shared(joint, channel.rank, from_rank0)
-    return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration)}, tuple(optimizers))
+    return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration)})
 
 
 def fill(

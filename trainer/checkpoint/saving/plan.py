@@ -46,7 +46,7 @@ class Plan:
         columns: the pieces whose rows lie apart in their file.
         shared: the pieces, of any rank, of the boxes that several ranks hold, this one among them.
         watched: the memory of those of them that this rank writes nothing of.
-        holds_steps: whether the next step waits until the save has read or copied what it changes.
+        is_overtaken: whether the program changes the tensors while the save is under way.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -59,7 +59,7 @@ class Plan:
     sources: Sources
     shared: SharedPieces
     watched: Sources
-    holds_steps: bool = False
+    is_overtaken: bool = False
 
     def suits(self, contents: Contents) -> bool:
         """Return whether `contents` are the very same tensors."""
@@ -77,19 +77,24 @@ class Plan:
         return sum(chunk.size + PAGE_BYTES for chunk in self.order)
 
 
-def make_plan(contents: Contents, *, rank: int, file_bytes: int, holds_steps: bool) -> Plan:
+def make_plan(
+    contents: Contents, *, rank: int, file_bytes: int, is_overtaken: bool, copies_at_call: bool = False
+) -> Plan:
     """Plan the saves of `contents`.
 
     Args:
-        holds_steps: whether steps of `contents.optimizers` are held back while the save reads what only they change;
-            else all memory stays as it is until the save is over.
+        is_overtaken: whether the program changes the tensors while the save is under way; else all memory stays as it
+            is until the save is over.
+        copies_at_call: whether no memory changes before the snapshot is released; else only the memory that steps of
+            `contents.optimizers` change is steady until then.
     """
     layout = build_layout(contents.specs, file_bytes=file_bytes)
     pieces = plan(contents.live, layout, rank)
     shared = shared_pieces(_holdings(contents.live, layout))
     wanted = {piece.name for piece in pieces}
     watched = {name for tensors in shared.values() for name in tensors} - wanted
-    steady = storages_of(contents.optimizers, contents.constant) if holds_steps else None
+    is_steady = copies_at_call or not is_overtaken
+    steady = None if is_steady else storages_of(contents.optimizers, contents.constant)
     chunks = _rotated(cut(pieces, layout), rank)
     return Plan(
         specs=contents.specs,
@@ -102,7 +107,7 @@ def make_plan(contents: Contents, *, rank: int, file_bytes: int, holds_steps: bo
         sources=Sources(_named(contents.live, wanted), steady),
         shared=shared,
         watched=Sources(_named(contents.live, watched), steady),
-        holds_steps=holds_steps,
+        is_overtaken=is_overtaken,
     )
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from trainer.checkpoint.commit import finish, messages
 from trainer.checkpoint.commit.attempt import Attempt, Copying, SharedCommitState, Successor
 from trainer.checkpoint.commit.channel import StoreChannel
@@ -302,3 +304,33 @@ def _remove_mark(attempt: Attempt) -> None:
 def _marking_failed(attempt: Attempt, error: OSError) -> CheckpointError:
     folder = attempt.folder
     return writing_failed(attempt.mark, error, folder.files, root=folder.root, total_bytes=attempt.layout.total_bytes)
+
+
+def stalled(attempt: Attempt) -> CheckpointError:
+    """Return the error of a save whose disk has written nothing while live memory had to stay as it is."""
+    return CheckpointError(
+        "A save was aborted: the disk has written nothing for a while",
+        where=attempt.folder.root,
+        expected="a chunk within the time in which a training step may wait for it",
+        fix="Training continues and committed checkpoints are untouched; look at the file system.",
+    )
+
+
+def no_memory(attempt: Attempt, error: torch.OutOfMemoryError) -> CheckpointError:
+    """Return the error of a save without room on the device for its copies."""
+    return CheckpointError(
+        "A save found no memory on the device for copies of tensors that may change at any time",
+        where=attempt.folder.iteration(attempt.iteration),
+        found=str(error).splitlines()[0],
+        fix="Training continues and committed checkpoints are untouched; a smaller micro batch leaves room.",
+    )
+
+
+def in_doubt_error(attempt: Attempt) -> CheckpointError:
+    """Return the error of a save that no rank waits for any longer, and that may have become a checkpoint."""
+    return CheckpointError(
+        "A save did not end in time, and may still be committed",
+        where=attempt.folder.iteration(attempt.iteration),
+        expected="an end within commit_timeout_s",
+        fix="The disk or a peer hangs; the next save looks for it.",
+    )

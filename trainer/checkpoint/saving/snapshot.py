@@ -40,11 +40,15 @@ class Snapshot:
     `release` copies the rest. Tensors that may change earlier are copied when the snapshot is made. The main thread
     makes and releases the snapshot. Writer threads read it, each chunk once.
 
+    Where a program may change any tensor at any time, everything is copied when the snapshot is made (`copies_first`),
+    and `release` is called as soon as the writers have begun: it waits for what the arena has no room for.
+
     Args:
         memory: the memory of each tensor; memory that is not private does not change until `release`.
         chunks: the chunks to write, in roughly that order.
         arena: holds the copies; cleared here, so no other snapshot may use it.
         stall_timeout_s: longest time in seconds that `release` waits without a chunk being written.
+        copies_first: whether to copy to the arena all that it holds, before any chunk is written.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Snapshot:
         *,
         arena: Arena,
         stall_timeout_s: float,
+        copies_first: bool = False,
     ) -> None:
         arena.clear()
         self._arena, self._stall_timeout_s = arena, stall_timeout_s
@@ -67,7 +72,7 @@ class Snapshot:
         self._is_released = self._is_closed = self._is_aborted = False
         self._left = sum(not self._is_private(chunk) for chunk in chunks)  # chunks that still need live memory
         self._read_count = 0
-        self._stage_ahead()
+        self._stage_ahead(copies_first=copies_first)
 
     def take(self, chunk: Chunk, bounce: Bytes) -> memoryview:
         """Return the bytes of a chunk, valid until `done`. Any writer thread may call it, once per chunk.
@@ -152,12 +157,13 @@ class Snapshot:
                 "A save was aborted while it was being written: the disk hangs", fix="Training continues."
             )
 
-    def _stage_ahead(self) -> None:
-        """Start copies of device memory, as many as the arena holds, without waiting on the host."""
-        if not any(memory.is_on_device for memory in self._memory.values()):
+    def _stage_ahead(self, *, copies_first: bool) -> None:
+        """Copy what the arena holds: device memory without waiting on the host, host memory if `copies_first`."""
+        if not copies_first and not any(memory.is_on_device for memory in self._memory.values()):
             return
         for chunk in self._chunks:
-            if self._is_on_device(chunk) and not self._stage(chunk):
+            is_early = self._is_on_device(chunk) or (copies_first and not self._is_private(chunk))
+            if is_early and not self._stage(chunk):
                 break
 
     def _stage(self, chunk: Chunk) -> bool:

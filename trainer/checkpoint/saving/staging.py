@@ -33,8 +33,13 @@ class Staging:
     def plan(self, contents: Contents) -> Plan:
         """Return the plan of a save of `contents`, the last one where they are the very same tensors."""
         if self._plan is None or not self._plan.suits(contents):
-            file_bytes, holds_steps = self._policy.file_bytes, self._policy.async_save and not contents.is_own
-            self._plan = make_plan(contents, rank=self._rank, file_bytes=file_bytes, holds_steps=holds_steps)
+            self._plan = make_plan(
+                contents,
+                rank=self._rank,
+                file_bytes=self._policy.file_bytes,
+                is_overtaken=self._policy.async_save and not contents.is_own,
+                copies_at_call=self._policy.copies_at_call,
+            )
             self._is_settled = False
         return self._plan
 
@@ -46,7 +51,13 @@ class Staging:
         """
         self._settle(plan)
         memory = plan.sources.begin()
-        snapshot = Snapshot(memory, plan.order, arena=self.arena, stall_timeout_s=self._policy.stall_timeout_s)
+        snapshot = Snapshot(
+            memory,
+            plan.order,
+            arena=self.arena,
+            stall_timeout_s=self._policy.stall_timeout_s,
+            copies_first=self._policy.copies_at_call,
+        )
         if not with_replicas:
             return snapshot, ReplicaDigests({}, [], {}, {})
         watched = plan.watched
@@ -78,7 +89,7 @@ class Staging:
         self._is_settled = True
         limit = self._policy.staging_bytes
         wanted = plan.staging_bytes if limit is None else min(limit, plan.staging_bytes)
-        if plan.holds_steps and wanted > self.arena.total_bytes:
+        if plan.is_overtaken and wanted > self.arena.total_bytes:
             self._replace_arena(wanted, is_pinned=plan.sources.can_pin)
 
     def _replace_arena(self, wanted: int, *, is_pinned: bool) -> None:
@@ -90,4 +101,4 @@ class Staging:
             return
         self.arena.close()
         self.arena = larger
-        self._is_touched = False
+        self._is_touched = self._policy.copies_at_call  # the copy itself populates the pages

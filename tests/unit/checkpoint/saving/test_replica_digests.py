@@ -29,7 +29,7 @@ SHARDINGS = (
 
 def plan_of(live: list[LiveTensor], rank: int) -> Plan:
     contents = Contents(tuple(SPECS), tuple(live))
-    return make_plan(contents, rank=rank, file_bytes=1 << 20, holds_steps=False)
+    return make_plan(contents, rank=rank, file_bytes=1 << 20, is_overtaken=False)
 
 
 def begun(plan: Plan) -> ReplicaDigests:
