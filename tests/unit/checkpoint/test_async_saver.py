@@ -106,7 +106,7 @@ def test_values_are_stored_as_they_were_at_the_call(tmp_path: Path) -> None:
         losses.append(0.3)
     again = Training()
     assert load(tmp_path / "iter_0000001", again.net, again.optimizer)["log"] == {"losses": [0.5]}
-    assert again.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    assert again.optimizer.param_groups[0]["betas"] == [0.9, 0.999]
     state: dict[str, Any] = {"log": {"losses": []}}
     load_state_dict(tmp_path, state)
     assert state == {"log": {"losses": [0.5, 0.4]}}
