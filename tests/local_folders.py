@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -45,12 +45,12 @@ def contents(rank: int, iteration: int) -> Contents:
     return Contents(tuple(SPECS), live, {}, documents)
 
 
-def save_on_two_hosts(folder: Path, *iterations: int, copies: int = 0) -> list[Path]:
+def save_on_two_hosts(folder: Path, *iterations: int, copies: int = 0, keep: int = 9) -> list[Path]:
     """Save iterations on two hosts, and return the folder of each."""
     folders = [folder / f"host{rank}" / "local" for rank in range(2)]
 
     def run(channel: StoreChannel) -> None:
-        policy = LocalPolicy(folders[channel.rank], 1, 9, copies, SavePolicy(None, commit_timeout_s=20.0))
+        policy = LocalPolicy(folders[channel.rank], 1, keep, copies, SavePolicy(None, commit_timeout_s=20.0))
         local = LocalCheckpointer(policy, channel, nonce="n")
         local.start()
         for iteration in iterations:
@@ -62,10 +62,18 @@ def save_on_two_hosts(folder: Path, *iterations: int, copies: int = 0) -> list[P
     return folders
 
 
-def load_on_hosts(folders: Sequence[Path], *, shared: Path | None = None) -> int:
+def load_on_hosts(
+    folders: Sequence[Path],
+    *,
+    shared: Path | None = None,
+    then: Callable[[LocalCheckpointer, int], None] = lambda *_: None,
+) -> int:
     """Load on two hosts with these folders, compare all bits, and return the iteration. Each host is a thread.
 
     A thread has a working folder of its own, so that its folder has the same relative path as the other's.
+
+    Args:
+        then: called with the saver of a host, which keeps one checkpoint and a copy, and its rank.
     """
 
     def run(channel: StoreChannel) -> int:
@@ -74,7 +82,7 @@ def load_on_hosts(folders: Sequence[Path], *, shared: Path | None = None) -> int
         os.chdir(folders[channel.rank].parent)
         folder, nonce = Path(folders[channel.rank].name), f"load{os.urandom(4).hex()}"
         nonce = channel.broadcast("nonce", nonce.encode()).decode()
-        policy = LocalPolicy(folder, 1, 9, 0, SavePolicy(None, commit_timeout_s=20.0))
+        policy = LocalPolicy(folder, 1, 1, 1, SavePolicy(None, commit_timeout_s=20.0))
         local = LocalCheckpointer(policy, channel, nonce=nonce, shared=shared)
         local.start()
         live = contents(channel.rank, 0).live
@@ -82,6 +90,8 @@ def load_on_hosts(folders: Sequence[Path], *, shared: Path | None = None) -> int
             LoadSource(folder if shared is None else shared), check=_accept, live=lambda _: live, with_local=True
         )
         iteration = restored.checkpoint.iteration
+        local.loaded(restored)
+        then(local, channel.rank)
         local.close()
         expected = contents(channel.rank, iteration).live
         for tensor, other in zip(live, expected, strict=True):

@@ -93,8 +93,8 @@ class Copying(Protocol):
     def pinned(self) -> Collection[int]:
         """Return the iterations that must stay: without their copies, the loss of a disk would cost too much."""
 
-    def status(self) -> bytes:
-        """Return what this leader tells rank 0 with its answer."""
+    def status(self, iteration: int) -> bytes:
+        """Return what this leader tells rank 0 with its answer on the attempt to save `iteration`."""
 
     def decide(self, statuses: Sequence[bytes]) -> bytes:
         """Return what rank 0 tells all leaders with its decision, given the status of each host."""

@@ -168,7 +168,7 @@ class TwoPhaseCommit:
         self._take(commit_state.Renamed())
         if self._copying is not None:
             if self._channel.coordinates:
-                self._statuses[0] = self._copying.status()
+                self._statuses[0] = self._copying.status(self._attempt.iteration)
                 self._order = self._copying.decide([self._statuses[rank] for rank in self._attempt.hosts.leaders])
             self._copying.committed(self._attempt, self._order)
 
@@ -214,7 +214,7 @@ class TwoPhaseCommit:
         problem = self._shared.current.problem
         if problem is not None:
             return FAILED + problem.encode()
-        return OK + (b"" if self._copying is None else self._copying.status())
+        return OK + (b"" if self._copying is None else self._copying.status(self._attempt.iteration))
 
     def _collect_answers(self) -> None:
         for leader in self._attempt.hosts.leaders[1:]:

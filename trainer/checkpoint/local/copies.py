@@ -77,11 +77,12 @@ class Copies:
         with self._lock:
             self._copied = {number for number in self._copied if number <= iteration}
 
-    def status(self) -> bytes:
-        """Return what rank 0 needs to know of this host."""
+    def status(self, iteration: int) -> bytes:
+        """Return what rank 0 needs to know of this host in a save of `iteration`, whose earlier copies it replaces."""
         with self._lock:
-            newest = sorted(self._copied)[-_MOST_LISTED:]
-            copied = sorted({*newest, *(self._copied & {self._safe})})
+            known = self._copied - {iteration}
+            newest = sorted(known)[-_MOST_LISTED:]
+            copied = sorted({*newest, *(known & {self._safe})})
             return json.dumps([self._is_busy, self._is_broken, copied]).encode()
 
     def decide(self, statuses: Sequence[bytes]) -> bytes:

@@ -180,7 +180,7 @@ class NoCopies:
     def __init__(self) -> None:
         self.orders: list[bytes] = []
 
-    def status(self) -> bytes:
+    def status(self, iteration: int) -> bytes:
         return b"status"
 
     def decide(self, statuses: Sequence[bytes]) -> bytes:

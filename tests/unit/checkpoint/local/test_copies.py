@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests import local_folders
 from tests.fakes import all_ranks, run_ranks, tcp_store
 from tests.unit.checkpoint.commit.test_protocol import contents
 from trainer.checkpoint.commit.attempt import Attempt
@@ -75,7 +77,7 @@ def test_a_copy_that_fails_is_named_and_mended_by_the_next(tmp_path: Path, caplo
         found = copies(channel)
         found.committed(attempt_in(channel.rank), json.dumps([True, 1, None]).encode())
         found.close()
-        return list(json.loads(found.status()))
+        return list(json.loads(found.status(6)))
 
     outcomes = run_ranks(2, fail, store=tcp_store)
     assert outcomes == [[False, True, []], [False, True, []]]
@@ -145,6 +147,22 @@ def flip_own_piece(path: Path) -> None:
 @pytest.fixture
 def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.mark.usefixtures("on_loopback")
+def test_an_iteration_saved_again_is_no_copied_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for an evaluation that was interrupted; the host is lost before the new checkpoint is copied."""
+    folders = local_folders.save_on_two_hosts(tmp_path, 3, 4, copies=1, keep=1)
+
+    def save_again(local: LocalCheckpointer, rank: int) -> None:
+        local.saver.outdated(4)
+        local.saver.save(4, local_folders.contents(rank, 4))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Copies, "_guarded", lambda *_: lambda: None)
+        assert local_folders.load_on_hosts(folders, then=save_again) == 4
+    shutil.rmtree(folders[1])
+    assert local_folders.load_on_hosts(folders) == 3
 
 
 @pytest.mark.usefixtures("on_loopback")

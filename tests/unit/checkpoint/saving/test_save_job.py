@@ -48,7 +48,7 @@ class NoCopies:
 
     pinned = ()
 
-    def status(self) -> bytes:
+    def status(self, iteration: int) -> bytes:
         return b""
 
     def decide(self, statuses: object) -> bytes:
