@@ -61,6 +61,8 @@ def scenarios(folder: Path) -> list[Scenario]:
         first = Plan(run, ranks=ranks, keep=0)
         branch = replace(first, keep=2, seed=2, rewind_to=2, iterations=5)
         found.append(Scenario(f"rewind, {ranks} rank{'s' if ranks > 1 else ''}", branch, first))
+    first = Plan(run, iterations=2, keep=0)
+    found.append(Scenario("saved again, 1 rank", replace(first, iterations=3, saves_again=True), first))
     for ranks in (1, 2):
         name = f"{ranks} rank{'s' if ranks > 1 else ''}, weights alone too"
         found.append(Scenario(name, Plan(run, ranks=ranks, iterations=3, weights=True)))
@@ -146,8 +148,10 @@ class Trial:
             found.append(f"at the end {there} are there, not {sorted(kept)}")
         if folder.tracker() != self._plan.iterations:
             found.append(f"the tracker says {folder.tracker()}")
-        if self._before is not None:
+        if self._plan.rewind_to is not None:
             found += self._lost_of_the_old_branch(there)
+        elif superseded := folder.superseded():
+            found.append(f"{superseded[0].name} is there, and no branch was given up")
         if _lines(self._plan.root / "metrics.jsonl") != self._curve:
             found.append("the curve is another")
         if _weights(self._plan).keys() != self._weights.keys():

@@ -54,6 +54,7 @@ class Plan:
         weights: whether every iteration's weights are saved alone as well, in bfloat16.
         seed: of the samples; another one makes another branch of the run.
         rewind_to: the iteration to go back to; None goes on from the newest.
+        saves_again: whether the iteration that it goes on from is saved again, in place of its checkpoint.
         with_library: save state dicts with `AsyncSaver`, as a program of one's own does.
         victim: the rank that dies at its call number `at`; None for none.
     """
@@ -66,6 +67,7 @@ class Plan:
     weights: bool = False
     seed: int = 1
     rewind_to: int | None = None
+    saves_again: bool = False
     with_library: bool = False
     victim: int | None = None
     at: int | None = None
@@ -221,6 +223,9 @@ def _train(
         checkpoint = restored.checkpoint
         run.iteration = checkpoint.iteration
         checkpointer.rewind(run.iteration)
+        if plan.saves_again:
+            checkpointer.outdated(run.iteration)
+            checkpointer.save(run.iteration, run.contents())
     if alone is not None:
         alone.rewind(run.iteration or -1)
         alone.save(run.iteration, run.weights())

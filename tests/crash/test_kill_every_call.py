@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.hosts import require_mounts
-from tests.crash.killing import AFTER
+from tests.crash.killing import AFTER, BEFORE
 from tests.crash.matrix import HostTrial, Scenario, Trial, sample, scenarios, trial_of
 from trainer.checkpoint.loading.blocks import blocks_of
 from trainer.checkpoint.loading.reader import open_checkpoint, read_places
@@ -36,7 +36,7 @@ def test_a_kill_at_some_calls_is_survived(tmp_path: Path, name: str, count: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["1 rank, weights alone too", "rewind, 1 rank"])
+@pytest.mark.parametrize("name", ["1 rank, weights alone too", "rewind, 1 rank", "saved again, 1 rank"])
 def test_a_kill_of_a_longer_run_is_survived(tmp_path: Path, name: str) -> None:
     kill_some(tmp_path, name, 6)
 
@@ -62,6 +62,17 @@ def test_a_kill_at_every_call_of_a_rewind_is_survived(tmp_path: Path) -> None:
     cases = [case for case in trial.cases() if first <= case[1] < end and case[2] != AFTER]
     assert len(cases) > end - first
     broken = {case: found for case in cases if (found := trial.run(*case))}
+    assert broken == {}
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_a_kill_at_every_rename_of_a_replaced_checkpoint(tmp_path: Path) -> None:
+    (scenario,) = [found for found in scenarios(tmp_path) if found.name == "saved again, 1 rank"]
+    trial = Trial(scenario)
+    renames = [at for at, name in enumerate(trial.calls[0]) if name == "rename"]
+    assert len(renames) > 4
+    broken = {(at, when): found for at in renames for when in (BEFORE, AFTER) if (found := trial.run(0, at, when))}
     assert broken == {}
 
 

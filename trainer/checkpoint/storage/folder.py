@@ -29,6 +29,7 @@ _DELETING = re.compile(r"\.iter_\d{7,}\.(.*)\.deleting")
 _MARK = re.compile(r"\.shared\..+\.mark")
 _PARTIAL = re.compile(r"\.iter_(\d{7,})\.(.*)\.partial")
 _REPLACED = re.compile(r"\.(iter_\d{7,})\..*\.replaced")
+_OUTDATED = ".outdated.replaced"  # what an attempt deletes once it has replaced it
 
 
 def iteration_name(iteration: int) -> str:
@@ -171,7 +172,7 @@ class CheckpointFolder:
                 raise _name_is_taken(target) from error
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            aside = self.root / f".{target.name}.{attempt}.replaced"
+            aside = self.root / f".{target.name}.{attempt}{_OUTDATED if replaces else '.replaced'}"
             self._replace(partial, target, aside)
         is_durable = True
         try:
@@ -236,9 +237,7 @@ class CheckpointFolder:
             return []
         found = sorted(self.root.iterdir())
         folders = [path for path in found if path.is_dir() and not path.is_symlink()]
-        for path in folders:
-            self._settle(path)
-        leftovers = [path for path in folders if _LEFTOVER.fullmatch(path.name)]
+        leftovers = [path for path in map(self._settle, folders) if _LEFTOVER.fullmatch(path.name)]
         leftovers += [path for path in found if _MARK.fullmatch(path.name) and path.is_file()]
         removed = [path for path in leftovers if self._remove(path)]
         if committed := self.committed():  # else it is all that tells of a run whose checkpoints are gone
@@ -285,11 +284,19 @@ class CheckpointFolder:
         except OSError as error:
             _log.error("the replaced %s could not be deleted: %s", aside, error)
 
-    def _settle(self, path: Path) -> None:
+    def _settle(self, path: Path) -> Path:
+        """Complete the commit that moved a checkpoint aside, if `path` is one; return its name afterwards."""
         match = _REPLACED.fullmatch(path.name)
-        if match is not None:
-            target = self.root / match[1]
-            self.files.rename(path, self._free_name(target) if os.path.lexists(target) else target)
+        if match is None:
+            return path
+        settled = self.root / match[1]
+        if os.path.lexists(settled) and path.name.endswith(_OUTDATED):
+            self.files.sync_folder(self.root)  # what has replaced it is durable before it goes
+            settled = path.with_suffix(".deleting")
+        elif os.path.lexists(settled):
+            settled = self._free_name(settled)
+        self.files.rename(path, settled)
+        return settled
 
     def _remove(self, path: Path) -> bool:
         try:

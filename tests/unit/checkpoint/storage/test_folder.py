@@ -123,21 +123,20 @@ class Dying(Files):
         super().rename(source, target)
 
 
+@pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("renames", [0, 1, 2, 3])
-def test_a_replacing_commit_killed_anywhere_loses_neither(tmp_path: Path, renames: int) -> None:
+def test_a_replacing_commit_killed_anywhere_loses_neither(tmp_path: Path, renames: int, replaces: bool) -> None:
     folder_with(tmp_path, "iter_0000007", ".iter_0000007.n-2.partial")
     with pytest.raises(KeyboardInterrupt):
-        CheckpointFolder(tmp_path, Dying(renames)).commit(7, "n-2")
+        CheckpointFolder(tmp_path, Dying(renames)).commit(7, "n-2", replaces=replaces)
     folder = CheckpointFolder(tmp_path, Files())
     folder.sweep()
     contents = {name: (tmp_path / name / "content").read_text() for name in names_in(tmp_path) - {TRACKER}}
     # The first rename finds the old one in the way, the second puts it aside, the third is the commit.
     is_committed = renames == 3
     if is_committed:
-        assert contents == {
-            "iter_0000007": ".iter_0000007.n-2.partial",
-            "iter_0000007.superseded-1": "iter_0000007",
-        }
+        old = {} if replaces else {"iter_0000007.superseded-1": "iter_0000007"}
+        assert contents == {"iter_0000007": ".iter_0000007.n-2.partial", **old}
     else:
         assert contents == {"iter_0000007": "iter_0000007"}
 
