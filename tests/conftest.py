@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from tests.times import dealt
+
 torch.set_num_threads(1)
 
 # Ranks that tests launch take the cores they are given, whatever the user's shell has set.
@@ -15,6 +17,7 @@ os.environ.pop("OMP_NUM_THREADS", None)
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the file of the longest tests, so that no process is left alone with it in the end."""
-    items.sort(key=lambda item: item.path.name != "test_simulated_device.py")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the longest files, so that no process is left alone with one in the end."""
+    places = dealt([item.path for item in items], config.rootpath, config.option.markexpr)
+    items.sort(key=lambda item: places[item.path])
