@@ -20,5 +20,6 @@ import trainer.loop
 import trainer.parallel.tensor
 import trainer.parallel.tree_reduce_scatter
 import trainer.restore
+import trainer.train_command
 
 trainer.config.compose.compose(["model=gpt2_tiny", "train.train_iters=3", "optimizer.lr=0.001"])

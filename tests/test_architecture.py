@@ -71,6 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.base_weights",),
     ("trainer.origin",),
     ("trainer.loop", "trainer.restore"),
+    ("trainer.train_command",),
     ("trainer.__main__",),
     ("trainer.commands",),
     ("scripts",),
@@ -129,7 +130,7 @@ HANDED_ON = {
     ("trainer.checkpoint.saving.save_job", "BaseException"),
     ("trainer.checkpoint.saving.snapshot", "BaseException"),
     ("trainer.checkpoint.saving.writer", "BaseException"),
-    ("trainer.__main__", "BaseException"),
+    ("trainer.train_command", "BaseException"),
     ("trainer.config.compose", "Exception"),
 }
 

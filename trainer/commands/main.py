@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    tool = import_module(COMMANDS[name].module)
     try:
+        tool = import_module(COMMANDS[name].module)
         status: int = tool.main(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()

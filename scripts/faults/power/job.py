@@ -13,7 +13,14 @@ import trainer.__main__
 from scripts.faults.ranks import become_rank, free_port
 
 _context = multiprocessing.get_context("forkserver")
-_PRELOADED = ["hydra", "trainer.__main__", "trainer.restore", "trainer.loop", "torch.distributed.fsdp"]
+_PRELOADED = [
+    "hydra",
+    "trainer.__main__",
+    "trainer.train_command",
+    "trainer.restore",
+    "trainer.loop",
+    "torch.distributed.fsdp",
+]
 
 
 class PowerJob:

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+import trainer.__main__
 from tests import ROOT
 from trainer.commands.main import COMMANDS, Command, main
 
@@ -20,6 +21,38 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     """Run the command as a process of its own."""
     process = [sys.executable, "-m", "trainer.commands.main", *words]
     return subprocess.run(process, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+class Interrupting:
+    """A finder of modules that is interrupted, as by Ctrl-C, when it looks for one of them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == self._name:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("call", "module", "line"),
+    [
+        (trainer.__main__.main, "trainer.train_command", "Interrupted before the first iteration. Nothing was saved."),
+        (lambda: main(["train"]), "trainer.__main__", "reprise train: interrupted"),
+    ],
+    ids=["python -m trainer", "reprise train"],
+)
+def test_an_interrupted_import_is_one_line(
+    call: Callable[[], int],
+    module: str,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(module), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    assert call() == 130
+    assert capsys.readouterr().err == f"{line}\n"
 
 
 @pytest.fixture

@@ -1,0 +1,193 @@
+"""What the training command does: compose a configuration, check it, join the ranks, train, and explain a failure."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config.checks import loose_threads, require_ranks, unused_keys, validate
+from trainer.config.compose import Resolved, compose_command, over_saved, resolve
+from trainer.config.derived import topology_of
+from trainer.config.schema import Config
+from trainer.config.values import path_problems
+from trainer.errors import ConfigError, LaunchError
+from trainer.launch import streams
+from trainer.launch.environment import Environment
+from trainer.launch.exit_with_error import exit_with_error
+from trainer.launch.start_times import Phase, StartTimes, importing
+from trainer.memory_needs import out_of_memory, require_host_memory, require_memory
+from trainer.metrics.progress_bar import line_handler
+
+if TYPE_CHECKING:
+    from trainer.build import Run
+    from trainer.launch.process_group import Cluster
+    from trainer.launch.signals import SignalHandler
+
+_log = logging.getLogger(__name__)
+_EXIT_GRACE_S = 1.0
+# The longest time that a failing rank waits for a hung store host or a disk.
+_LEAVE_WITHIN_S = 40.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as the command line configures it and return 0; exit with status 1 and one paragraph if that cannot be.
+
+    Args:
+        arguments: the words after `reprise train`; None reads those of the process, after `python -m trainer`.
+    """
+    if arguments is not None:
+        sys.argv = ["reprise train", *arguments]  # which Hydra reads
+    closed, environment = streams.replace_closed(), None
+    try:
+        environment = Environment.read(os.environ)
+        with importing():
+            raw = compose_command()
+        if raw is not None:
+            _start_log(environment.rank, is_silent="stdout" in closed)
+            run(resolve(over_saved(raw)), environment)
+    except SystemExit:  # argparse has printed the reason
+        raise
+    except BaseException as error:  # noqa: BLE001 - printed, and passed on as the exit status
+        exit_with_error(error, environment)
+    return 0
+
+
+def _start_log(rank: int, *, is_silent: bool) -> None:
+    """Log to stdout on rank 0, or only warnings to stderr if stdout is closed; other ranks log errors to stderr."""
+    if rank == 0 and not is_silent:
+        level, handler = logging.INFO, line_handler(sys.stdout)
+    else:
+        level, handler = logging.WARNING if rank == 0 else logging.ERROR, line_handler(sys.stderr)
+    form = "%(message)s" if rank == 0 else f"rank {rank}: %(message)s"
+    logging.basicConfig(level=level, format=form, handlers=[handler], force=True)
+
+
+def run(resolved: Resolved, environment: Environment) -> None:
+    """Check a configuration, then train. A call of all ranks.
+
+    Raises:
+        TrainerError: if the run cannot start.
+    """
+    config = resolved.config
+    if config.train.dry_run:
+        _dry_run(config, environment.world_size)
+        return
+    if not path_problems(config):
+        streams.keep_errors_in(Path(config.run.dir))
+    require_ranks(config, environment.world_size, sys.argv[1:])
+    validate(config, environment.world_size)
+    require_host_memory(config, environment.world_size, environment.local_world_size)
+    for line in [*unused_keys(config), *loose_threads(config)]:
+        _log.info(line)
+    times = StartTimes.of_process()
+    _import_training(config, environment.world_size)
+    times.end(Phase.imports)
+    from trainer.launch import process_group as launch
+    from trainer.launch.signals import SignalHandler
+    from trainer.launch.watchdog import Watchdog
+
+    train = config.train
+    timeout_s = 60 * train.distributed_timeout_minutes
+    cluster = launch.start(train.device, deterministic=train.deterministic, threads=train.threads, timeout_s=timeout_s)
+    report_channel = cluster.channel.clone(_EXIT_GRACE_S)
+    signals = SignalHandler(config.train.exit_signal_save_seconds, report=report_channel.fail)
+    watchdog = Watchdog(cluster.channel.clone(timeout_s), timeout_s, store_host=cluster.store_host)
+    signals.start()
+    watchdog.start()
+    if environment.is_torchrun and not cluster.launch.is_restarted:
+        times.add_torchrun()
+    try:
+        _train(resolved, cluster, signals, times)
+        launch.final_barrier(cluster)
+    except BaseException as error:
+        signals.leave_within(_LEAVE_WITHIN_S, 1)
+        error = out_of_memory(error, config, where=f"rank {cluster.rank}, {cluster.device}") or error
+        cause = watchdog.explain(error, cluster.channel)
+        if cause is not None:
+            failure = LaunchError(cause.rstrip("."))
+            failure.is_echo = True
+            raise failure from error
+        raise error
+    watchdog.stop()
+    launch.destroy(cluster)
+    signals.stop()
+
+
+def _import_training(config: Config, world_size: int) -> None:
+    """Import all that a run needs, before the ranks join."""
+    with importing():
+        for name in ("trainer.launch.watchdog", "trainer.restore", "trainer.loop"):
+            import_module(name)
+        from trainer.parallel.imports import import_axes
+
+        import_axes(topology_of(config, world_size), zero_stage=config.parallel.zero_stage)
+
+
+def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: StartTimes) -> None:
+    from trainer.build import build
+    from trainer.config.saved import without_keys
+    from trainer.launch.device import CPU, memory_bytes
+    from trainer.launch.run_folder import hold_run_folder
+
+    config = resolved.config
+    expected = cluster.channel.broadcast("config", resolved.text.encode()).decode()
+    is_same = expected == resolved.text
+    problem = None if is_same else ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
+    cluster.channel.agree("config", problem)
+    times.end(Phase.rendezvous)
+    if cluster.device.type != CPU:
+        total_bytes = memory_bytes(cluster.device)
+        where = str(cluster.device)
+        require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=where, is_host=False)
+    built = build(config, cluster, signals, times)
+    built.saved_config = without_keys(built.saved_config, resolved.environment_keys)
+    times.end(Phase.build)
+    checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
+    with hold_run_folder(Path(config.run.dir), checkpoints, cluster.channel, cluster.nonce):
+        _train_built(built, resolved.text)
+
+
+def _train_built(built: Run, config_text: str) -> None:
+    from trainer.loop import train
+    from trainer.restore import restore
+
+    try:
+        began_elsewhere = restore(built)
+        if built.log is not None:
+            progress, built.log.train_iters = built.state.progress, built.train_iters
+            built.log.open(
+                progress.iteration,
+                config_text,
+                owes_evaluation=progress.owes_evaluation,
+                began_elsewhere=began_elsewhere,
+            )
+        built.start_times.end(Phase.load)
+        train(built)
+    except BaseException:
+        if built.log is not None:
+            built.log.close_bar()
+        for saver in built.all_savers:
+            saver.abandon()
+        raise
+    built.checkpointer.close()
+    if built.weights is not None:
+        built.weights.close()
+    if built.local is not None:
+        built.local.close()
+    if built.log is not None:
+        built.log.close()
+
+
+def _dry_run(config: Config, world_size: int) -> None:
+    """Print the memory that each rank of a launch of `train.dry_run_ranks` ranks needs."""
+    if world_size > 1:
+        raise ConfigError("A dry run is one process", found=f"{world_size} ranks", fix="Start it without torchrun.")
+    validate(config, config.train.dry_run_ranks)
+    from trainer.dry_run import report
+
+    print(report(config, config.train.dry_run_ranks))
