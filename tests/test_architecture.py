@@ -126,6 +126,8 @@ ONLY_IN = {
 # The broad handlers that hand on what they catch: (module, exception).
 HANDED_ON = {
     ("trainer.checkpoint.storage.worker", "BaseException"),
+    ("trainer.checkpoint.commit.channel", "BaseException"),
+    ("trainer.checkpoint.commit.joint_call", "BaseException"),
     ("trainer.checkpoint.commit.protocol", "BaseException"),
     ("trainer.checkpoint.saving.save_job", "BaseException"),
     ("trainer.checkpoint.saving.snapshot", "BaseException"),

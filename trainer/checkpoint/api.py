@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
-from trainer.checkpoint.group import open_channel
+from trainer.checkpoint.group import CALL_TIMEOUT_S, open_call
 from trainer.checkpoint.inline_save import number_problem, save_now
 from trainer.checkpoint.nested.calls import contents_of, fill, known_tables
 from trainer.checkpoint.nested.documents import read_values
@@ -29,6 +29,7 @@ def save(
     max_checkpoint_keep: int = 0,
     file_bytes: int = DEFAULT_FILE_BYTES,
     from_rank0: Sequence[str] = (),
+    timeout_s: float = CALL_TIMEOUT_S,
 ) -> Path:
     """Save a model and its optimizer as `folder/iter_<iteration>`, and return that path.
 
@@ -43,6 +44,7 @@ def save(
         from_rank0: shell patterns for the names of tensors that differ between ranks by design, such as the BatchNorm
             statistics of DDP (`["*.running_*", "*.num_batches_tracked"]`). Rank 0's are saved. All other tensors that
             several ranks hold must be equal bit for bit.
+        timeout_s: seconds to wait for ranks that have not made this call.
 
     Raises:
         ConfigError: on a rank whose `folder` is a URL, or whose number or patterns are none; on the others it is a
@@ -51,21 +53,18 @@ def save(
         TrainerError: if the ranks give different models, optimizers, iterations or `state`, or the checkpoint could not
             be written; nothing that was committed is touched.
     """
-    channel, nonce = open_channel()
-    contents = contents_of(
-        channel,
-        "save",
-        lambda: tree_of(model, optimizer, state),
-        known=known_tables("save", channel),
-        folder=folder,
-        iteration=iteration,
-        from_rank0=from_rank0,
-        is_replicated=True,
-        problem=number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes),
-    )
-    return save_now(
-        folder, contents, channel, iteration=iteration, nonce=nonce, keep=max_checkpoint_keep, file_bytes=file_bytes
-    )
+    with open_call(f"save(iteration={iteration})", timeout_s=timeout_s) as call:
+        contents = contents_of(
+            call,
+            lambda: tree_of(model, optimizer, state),
+            known=known_tables("save", call.channel),
+            folder=folder,
+            iteration=iteration,
+            from_rank0=from_rank0,
+            is_replicated=True,
+            find_problem=lambda: number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes),
+        )
+        return save_now(folder, contents, call, iteration=iteration, keep=max_checkpoint_keep, file_bytes=file_bytes)
 
 
 def load(
@@ -75,6 +74,7 @@ def load(
     *,
     strict: Strictness = True,
     missing_ok: bool = False,
+    timeout_s: float = CALL_TIMEOUT_S,
 ) -> LoadedState:
     """Fill a model and its optimizer in place from one iteration folder, or the newest valid one of a run's folder.
 
@@ -86,6 +86,7 @@ def load(
         strict: True refuses names that either side lacks, `"missing"` those that the checkpoint lacks, and False none.
             What is not refused is logged, and what the checkpoint lacks keeps its value.
         missing_ok: return `{"iteration": 0}` and fill nothing where the folder is missing or has no checkpoint.
+        timeout_s: seconds to wait for ranks that have not made this call.
 
     Returns:
         The `state` given to `save`, and `iteration`: a dict, whose `missing_keys` and `unexpected_keys` list the names
@@ -95,16 +96,15 @@ def load(
         TrainerError: if the checkpoint is damaged, has a tensor of another shape or dtype, or was saved with an
             optimizer of another class, or if `strict` refuses a name.
     """
-    channel, nonce = open_channel()
-    loaded, checkpoint = fill(
-        channel,
-        path,
-        lambda: tree_of(model, optimizer),
-        nonce=nonce,
-        strict=strict,
-        missing_ok=missing_ok,
-        check=lambda checkpoint: None if optimizer is None else check_optimizer(checkpoint, optimizer),
-    )
+    with open_call(f"load(missing_ok={missing_ok})" if missing_ok else "load()", timeout_s=timeout_s) as call:
+        loaded, checkpoint = fill(
+            call,
+            path,
+            lambda: tree_of(model, optimizer),
+            strict=strict,
+            missing_ok=missing_ok,
+            check=lambda checkpoint: None if optimizer is None else check_optimizer(checkpoint, optimizer),
+        )
     if checkpoint is None:
         return loaded
     values = read_values(checkpoint).nested(without=(MODEL, OPTIMIZER[0]))

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.commit.joint_call import JointCall
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
-from trainer.checkpoint.group import COMMIT_TIMEOUT_S, open_channel
+from trainer.checkpoint.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
 from trainer.checkpoint.inline_save import check_patterns, check_target, number_problem
 from trainer.checkpoint.nested.agreement import KnownTables
 from trainer.checkpoint.nested.calls import MakeTree, contents_of
@@ -49,6 +50,7 @@ class AsyncSaver:
         process_group: the ranks that save; None for all.
         coordinator_rank: the global rank that holds the lock of the folder, decides, and renames.
         from_rank0: shell patterns for the names of tensors that differ between ranks by design; see `save`.
+        timeout_s: seconds for which a call waits for ranks that have not made it.
 
     Raises:
         ConfigError: on a rank whose `folder` is a URL, or whose number or patterns are none; on the others it is a
@@ -69,12 +71,16 @@ class AsyncSaver:
         process_group: dist.ProcessGroup | None = None,
         coordinator_rank: int = 0,
         from_rank0: Sequence[str] = (),
+        timeout_s: float = CALL_TIMEOUT_S,
         files: Files | None = None,
     ) -> None:
-        self._channel, nonce = open_channel(process_group, coordinator_rank=coordinator_rank)
+        call = open_call(
+            "AsyncSaver()", timeout_s=timeout_s, process_group=process_group, coordinator_rank=coordinator_rank
+        )
+        self._channel, self._timeout_s = call.channel, timeout_s
         self._known, self._calls, self._is_closed = KnownTables(), 0, False
         self._last, self._last_marks = Contents((), ()), object()
-        with self._channel.agreed("folder"):
+        with call.agreed():
             check_target(folder, 0)
             check_patterns(from_rank0)
             problem = number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes)
@@ -91,7 +97,7 @@ class AsyncSaver:
             staging_bytes=staging_bytes,
             stall_timeout_s=stall_timeout_s,
         )
-        self._checkpointer = Checkpointer(policy, self._channel, nonce=nonce, files=files)
+        self._checkpointer = Checkpointer(policy, self._channel, nonce=call.nonce, files=files)
         self._checkpointer.start()
 
     def save(
@@ -158,16 +164,16 @@ class AsyncSaver:
 
     def _save(self, iteration: int, make_tree: MakeTree, *, is_replicated: bool = False) -> None:
         self._calls += 1
+        name = f"AsyncSaver.save(iteration={iteration})"
         contents = contents_of(
-            self._channel,
-            f"contents/{self._calls}",
+            JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s),
             make_tree,
             known=self._known,
             folder=self._folder,
             iteration=iteration,
             from_rank0=self._from_rank0,
             is_replicated=is_replicated,
-            problem=self._before_save(),
+            find_problem=self._before_save,
         )
         self._checkpointer.save(iteration, self._as_before(contents))
 

@@ -2,70 +2,85 @@
 
 from __future__ import annotations
 
-import secrets
+import math
 
 import torch.distributed as dist
 import xxhash
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
+from trainer.checkpoint.commit.joint_call import JointCall
 from trainer.errors import ConfigError
 
+# How long the ranks that have made a call wait for one that is slow before it: a long evaluation on one rank, say.
+CALL_TIMEOUT_S = 120.0
 COMMIT_TIMEOUT_S = 1800.0
 
 
-def open_channel(
-    process_group: dist.ProcessGroup | None = None, *, coordinator_rank: int = 0
-) -> tuple[StoreChannel, str]:
-    """Return a channel between the ranks of a group, and a nonce that they share. A call of all its ranks.
+def open_call(
+    name: str,
+    *,
+    timeout_s: float = CALL_TIMEOUT_S,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+) -> JointCall:
+    """Return a call that all ranks of a group make, with a channel of its own.
 
-    The messages of a group lie in the default store under a prefix of its own, so ranks outside take no part.
+    Its messages lie in the default store under a prefix of the group and the number of the call, so ranks outside take
+    no part.
 
     Args:
+        name: the call as the user has written it, with what has to be equal on all ranks.
+        timeout_s: seconds to wait for ranks that have not made the call.
         process_group: None for all ranks of the program.
         coordinator_rank: the global rank that decides: it takes the lock, names the attempt and renames.
 
     Raises:
-        ConfigError: if this rank or the coordinator is not in the group, or the ranks name several coordinators.
+        ConfigError: if this rank or the coordinator is not in the group, or there is no number of seconds.
+        CheckpointError: if the ranks make different calls, or name several coordinators.
     """
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None or coordinator_rank != 0:
             raise ConfigError("There is no process group", fix="Call torch.distributed.init_process_group first.")
-        return single_rank_channel(), secrets.token_hex(4)
+        call = JointCall(single_rank_channel(), "call", name, timeout_s=CALL_TIMEOUT_S)
+        _require_seconds(timeout_s)
+        return call
     rank, ranks = dist.get_rank(), _members(process_group)
     store: Store = distributed_c10d._get_default_store()  # torch has no public name for it
     is_all = len(ranks) == dist.get_world_size()
-    name = "reprise" if is_all else f"reprise/{xxhash.xxh3_64_hexdigest(repr(ranks).encode())}"
-    count = int(store.add(f"{name}/calls/{rank}", 1))  # before any check, as calls are matched by their number
-    store = PrefixStore(f"{name}/{count}", store)
+    group = "reprise" if is_all else f"reprise/{xxhash.xxh3_64_hexdigest(repr(ranks).encode())}"
+    count = int(store.add(f"{group}/calls/{rank}", 1))  # before any check, as calls are matched by their number
     first = coordinator_rank if coordinator_rank in ranks else ranks[0]
-    ordered = (first, *(other for other in ranks if other != first))
-    channel = StoreChannel(store, rank, world_size=len(ranks), timeout_s=COMMIT_TIMEOUT_S, ranks=ordered)
-    try:
-        _require_coordinator(store, coordinator_rank, rank, ranks)
-    except ConfigError as error:
-        channel.fail(str(error))
-        raise
-    nonce = secrets.token_hex(4).encode() if channel.coordinates else None
-    return channel, channel.broadcast("nonce", nonce).decode()
+    channel = StoreChannel(
+        store,
+        rank,
+        world_size=len(ranks),
+        timeout_s=COMMIT_TIMEOUT_S,
+        ranks=(first, *(other for other in ranks if other != first)),
+        prefix=f"{group}/{count}",
+    )
+    coordinator = "" if coordinator_rank == 0 else f" with coordinator_rank={coordinator_rank}"
+    call = JointCall(channel, "call", f"{name}{coordinator}", timeout_s=timeout_s)
+    with call.preparing():
+        _require_seconds(timeout_s)
+        _require_coordinator(coordinator_rank, ranks)
+    return call
 
 
-def _require_coordinator(store: Store, coordinator_rank: int, rank: int, ranks: tuple[int, ...]) -> None:
-    """Refuse a coordinator outside the group, or another one than that of another rank."""
+def _require_seconds(timeout_s: object) -> None:
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not 0 <= timeout_s < math.inf:
+        raise ConfigError("timeout_s is no number of seconds", expected="0 or more", found=repr(timeout_s))
+
+
+def _require_coordinator(coordinator_rank: int, ranks: tuple[int, ...]) -> None:
+    """Refuse a coordinator outside the group."""
     if coordinator_rank not in ranks:
         raise ConfigError(
             "The coordinator is not in the process group",
             expected=f"one of its ranks: {', '.join(map(str, ranks))}",
             found=f"coordinator_rank={coordinator_rank}",
             fix=f"Set coordinator_rank={ranks[0]}; the numbers are those of the whole program.",
-        )
-    agreed = bytes(store.compare_set("coordinator", "", str(coordinator_rank))).decode()
-    if agreed != str(coordinator_rank):
-        raise ConfigError(
-            "The ranks of a group name several coordinators",
-            expected=f"coordinator_rank={agreed}, as another rank",
-            found=f"coordinator_rank={coordinator_rank} on rank {rank}",
         )
 
 

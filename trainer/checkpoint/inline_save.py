@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.joint_call import JointCall
 from trainer.checkpoint.format.manifest import MOST_ELEMENTS
 from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.checkpoint.tensors.live import Contents
@@ -73,14 +73,13 @@ def require_path(path: object) -> None:
 def save_now(
     folder: str | Path,
     contents: Contents,
-    channel: StoreChannel,
+    call: JointCall,
     *,
     iteration: int,
-    nonce: str,
     keep: int,
     file_bytes: int,
 ) -> Path:
-    """Save `contents` as `folder/iter_<iteration>`, and return that path. A call of all ranks of the channel.
+    """Save `contents` as `folder/iter_<iteration>`, and return that path. A call of all ranks.
 
     Args:
         keep: how many checkpoints stay, the newest ones; 0 keeps all.
@@ -90,7 +89,7 @@ def save_now(
         TrainerError: if it did not become a checkpoint.
     """
     policy = SavePolicy(Path(folder), retention=Retention(keep), file_bytes=file_bytes)
-    checkpointer = Checkpointer(policy, channel, nonce=nonce)
+    checkpointer = Checkpointer(policy, call.channel, nonce=call.nonce)
     try:
         checkpointer.start()
         report = checkpointer.save(iteration, contents)

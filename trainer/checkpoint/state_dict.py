@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
-from trainer.checkpoint.group import open_channel
+from trainer.checkpoint.group import CALL_TIMEOUT_S, open_call
 from trainer.checkpoint.inline_save import number_problem, save_now
 from trainer.checkpoint.nested.calls import contents_of, fill, known_tables
 from trainer.checkpoint.nested.loaded import LoadedState, Strictness
@@ -29,6 +29,7 @@ def save_state_dict(
     file_bytes: int = DEFAULT_FILE_BYTES,
     from_rank0: Sequence[str] = (),
     model: nn.Module | None = None,
+    timeout_s: float = CALL_TIMEOUT_S,
 ) -> Path:
     """Save a nested state dict as `folder/iter_<iteration>`, and return that path. A call of all ranks of the group.
 
@@ -46,6 +47,7 @@ def save_state_dict(
         from_rank0: shell patterns for the stored names of tensors that differ between ranks by design, such as
             `["*.running_*"]`; the lowest rank that holds one saves it.
         model: names the parameters where an optimizer is given as `optimizer.state_dict()`, with numbers for them.
+        timeout_s: seconds to wait for ranks that have not made this call.
 
     Raises:
         ConfigError: for a folder that is a URL, a number or patterns that are none, or a rank or coordinator outside
@@ -53,20 +55,22 @@ def save_state_dict(
         ReplicaError: on the coordinator, if ranks hold different bits of one tensor; a CheckpointError on the others.
         TrainerError: naming what cannot be saved, or differs between ranks; nothing that was committed is touched.
     """
-    channel, nonce = open_channel(process_group, coordinator_rank=coordinator_rank)
-    contents = contents_of(
-        channel,
-        "save",
-        lambda: take_apart(state_dict, model=model),
-        known=known_tables("save", channel),
-        folder=folder,
-        iteration=iteration,
-        from_rank0=from_rank0,
-        problem=number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes),
-    )
-    return save_now(
-        folder, contents, channel, iteration=iteration, nonce=nonce, keep=max_checkpoint_keep, file_bytes=file_bytes
-    )
+    with open_call(
+        f"save_state_dict(iteration={iteration})",
+        timeout_s=timeout_s,
+        process_group=process_group,
+        coordinator_rank=coordinator_rank,
+    ) as call:
+        contents = contents_of(
+            call,
+            lambda: take_apart(state_dict, model=model),
+            known=known_tables("save", call.channel),
+            folder=folder,
+            iteration=iteration,
+            from_rank0=from_rank0,
+            find_problem=lambda: number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes),
+        )
+        return save_now(folder, contents, call, iteration=iteration, keep=max_checkpoint_keep, file_bytes=file_bytes)
 
 
 def load_state_dict(
@@ -78,6 +82,7 @@ def load_state_dict(
     model: nn.Module | None = None,
     strict: Strictness = True,
     missing_ok: bool = False,
+    timeout_s: float = CALL_TIMEOUT_S,
 ) -> LoadedState:
     """Fill a nested state dict in place from one iteration folder, or the newest valid one of a run's folder.
 
@@ -93,6 +98,7 @@ def load_state_dict(
         strict: refuse names that either side lacks. If not, they are logged, and what the checkpoint lacks keeps its
             value.
         missing_ok: as for `load`.
+        timeout_s: seconds to wait for ranks that have not made this call.
 
     Returns:
         `{"iteration": ...}`, with `missing_keys` and `unexpected_keys`: stored names, and JSON Pointers to values.
@@ -101,11 +107,16 @@ def load_state_dict(
         TrainerError: if the checkpoint is damaged, or does not fit; values are replaced only after all tensors are
             filled on every rank.
     """
-    channel, nonce = open_channel(process_group, coordinator_rank=coordinator_rank)
 
     def make_tree() -> Tree:
         if model is not None:
             free_gathered_parameters(model)
         return take_apart(state_dict, model=model)
 
-    return fill(channel, path, make_tree, nonce=nonce, strict=strict, missing_ok=missing_ok)[0]
+    with open_call(
+        f"load_state_dict(missing_ok={missing_ok})" if missing_ok else "load_state_dict()",
+        timeout_s=timeout_s,
+        process_group=process_group,
+        coordinator_rank=coordinator_rank,
+    ) as call:
+        return fill(call, path, make_tree, strict=strict, missing_ok=missing_ok)[0]

@@ -14,19 +14,12 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from trainer.errors import (
-    CheckpointError,
-    DataError,
-    LaunchError,
-    LockError,
-    MismatchError,
-    TrainerError,
-    UnreadableError,
-)
+from trainer.checkpoint.commit.error_message import as_problem, pack, unpack
+from trainer.errors import LaunchError, TrainerError
 
 # A TCPStore resets the connection on values over 8 MiB.
 MESSAGE_BYTES = 4 << 20
-_FAILED = "failed"
+_FAILED, _LAST = "failed", "reprise/last"
 _EXIT_GRACE_S = 5.0
 
 
@@ -40,6 +33,7 @@ class StoreChannel:
         timeout_s: how long to wait for the message of a peer.
         ranks: their numbers, the coordinator's first; by default all from 0 on. Where this says rank 0, it means the
             coordinator.
+        prefix: of all keys in the store, so that several channels share one.
 
     Every method may be called from any thread, but a channel serves one thread at a time: `clone` for another. All
     ranks make the same calls of `gather`, `broadcast` and `agree` in the same order on a channel, or on clones of it.
@@ -49,20 +43,36 @@ class StoreChannel:
     """
 
     def __init__(
-        self, store: Store, rank: int, *, world_size: int, timeout_s: float, ranks: Sequence[int] | None = None
+        self,
+        store: Store,
+        rank: int,
+        *,
+        world_size: int,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        prefix: str = "",
     ) -> None:
-        self._source = store
-        self._store = store if world_size == 1 else store.clone()  # type: ignore[attr-defined]
+        self._source, self._prefix = store, prefix
+        self._connection: Store = store if world_size == 1 else store.clone()  # type: ignore[attr-defined]
+        self._store = PrefixStore(prefix, self._connection) if prefix else self._connection
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
         self._broadcasts: list[str] = []  # rank 0's since its last `gather`
+        self._settled: list[str] = []  # keys of one value, which rank 0 has settled since it last forgot some
 
     def clone(self, timeout_s: float | None = None) -> StoreChannel:
         """Return a channel on the same store with its own connection."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        return StoreChannel(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s, ranks=self.ranks)
+        return StoreChannel(
+            self._source,
+            self.rank,
+            world_size=self.world_size,
+            timeout_s=timeout_s,
+            ranks=self.ranks,
+            prefix=self._prefix,
+        )
 
     @property
     def coordinator(self) -> int:
@@ -78,7 +88,11 @@ class StoreChannel:
         """Return the store below a prefix with a connection of its own, for a process group that is not the run's."""
         found = self._source if self.world_size == 1 else self._source.clone()  # type: ignore[attr-defined]
         found.set_timeout(timedelta(seconds=timeout_s))
-        return PrefixStore(prefix, found)
+        return PrefixStore(f"{self._prefix}/{prefix}" if self._prefix else prefix, found)
+
+    def path_of(self, key: str) -> str:
+        """Return a key of this channel as it is in the whole store."""
+        return f"{self._prefix}/{key}"
 
     def put(self, key: str, data: bytes) -> None:
         """Store `data` under `key`, in chunks, and make sure that it is stored: `set` on a dead host returns normally.
@@ -154,6 +168,72 @@ class StoreChannel:
             except dist.DistError as error:
                 raise self._lost(key, error) from error
 
+    def settle(self, key: str, text: str) -> str:
+        """Store `text` under `key` unless another rank was first; return what is stored.
+
+        Raises:
+            LaunchError: if the store is gone.
+        """
+        if self.coordinates:
+            self._settled.append(key)
+        with self._reaching(key):
+            return bytes(self._store.compare_set(key, "", text)).decode()
+
+    def forget_settled(self, *, but: Sequence[str] = ()) -> None:
+        """Delete what was settled before, which every rank has read. Rank 0 only.
+
+        Args:
+            but: keys that ranks still read.
+
+        Raises:
+            LaunchError: if the store is gone.
+        """
+        for key in dict.fromkeys(self._settled):
+            if key not in but:
+                with self._reaching(key):
+                    self._store.delete_key(key)
+        self._settled = [key for key in self._settled if key in but]
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Return whether all of these keys are stored.
+
+        Raises:
+            LaunchError: if the store is gone.
+        """
+        with self._reaching(keys[0]):
+            return bool(self._store.check(list(keys)))
+
+    def wait_until(self, is_there: Callable[[], bool], timeout_s: float) -> bool:
+        """Return whether something is there in time.
+
+        Raises:
+            LaunchError: if a rank fails meanwhile, or the store is gone.
+        """
+        with self._reaching("any"):
+            return self._poll(is_there, timeout_s, watch=True)
+
+    def announce(self, place: str, name: str) -> None:
+        """Let ranks of any channel on this store see which call this rank makes last.
+
+        Args:
+            place: the key of the call in the whole store.
+            name: the call in words.
+        """
+        with self._reaching(place):
+            self._connection.set(f"{_LAST}/{self.rank}", f"{place}\n{name}")
+
+    def last_call(self, rank: int) -> tuple[str, str]:
+        """Return the place and the name of the call that a rank has made last; empty texts if it has made none.
+
+        Raises:
+            LaunchError: if the store is gone.
+        """
+        key = f"{_LAST}/{rank}"
+        with self._reaching(key):
+            known = bytes(self._connection.get(key)).decode() if self._connection.check([key]) else ""
+        place, _, name = known.partition("\n")
+        return place, name
+
     def gather(self, key: str, data: bytes) -> list[bytes]:
         """Send `data` to rank 0 and return, on rank 0 only, the data of all ranks in the order of `ranks`.
 
@@ -184,25 +264,26 @@ class StoreChannel:
             TrainerError: this rank's `problem`, or the first one of another rank: a DataError, MismatchError,
                 LockError, LaunchError or UnreadableError stays one, any other becomes a CheckpointError.
         """
-        messages = self.gather(f"{key}/problem", b"" if problem is None else _pack(problem))
-        found = [(rank, *_unpack(data)) for rank, data in zip(self.ranks, messages, strict=False) if data]
-        decision = b"".join(_pack(kind(f"Rank {rank}: {text}")) for rank, kind, text in found[:1])
-        decision = self.broadcast(f"{key}/decision", decision)
+        messages = self.gather(f"{key}/problem", b"" if problem is None else pack(problem).encode())
+        found = [(rank, *unpack(data.decode())) for rank, data in zip(self.ranks, messages, strict=False) if data]
+        decision = "".join(pack(kind(f"Rank {rank}: {text}")) for rank, kind, text in found[:1])
+        decision = self.broadcast(f"{key}/decision", decision.encode()).decode()
         if decision:
-            kind, text = _unpack(decision)
+            kind, text = unpack(decision)
             error = problem or kind(text)
             error.is_known_to_all = True
             raise error
 
     @contextlib.contextmanager
     def agreed(self, key: str) -> Iterator[None]:
-        """Let every rank go on after this block only if it raised no TrainerError on any rank; see `agree`."""
-        problem: TrainerError | None = None
+        """Let every rank go on after this block only if it raised nothing on any rank; see `agree`."""
         try:
             yield
-        except TrainerError as error:
-            problem = error
-        self.agree(key, problem)
+        except BaseException as error:
+            with contextlib.suppress(TrainerError):  # this one, as the others read it
+                self.agree(key, as_problem(error))
+            raise
+        self.agree(key, None)
 
     def fail(self, text: str) -> str | None:
         """Report to every rank that this one fails, so that none waits for its messages; the first report counts.
@@ -228,6 +309,12 @@ class StoreChannel:
             if self.coordinates and others:
                 self._await(others, _EXIT_GRACE_S)
 
+    def first_failure(self) -> str | None:
+        """Return the report of the first rank that failed; None if none has, or the store is gone."""
+        with contextlib.suppress(dist.DistError):
+            return self.failure()
+        return None
+
     def failure(self) -> str | None:
         """Return the report of the first rank that failed, or None if none has.
 
@@ -247,6 +334,13 @@ class StoreChannel:
             if not self._await([f"here/{rank}" for rank in ranks], timeout_s):
                 return [rank for rank in ranks if not self._store.check([f"here/{rank}"])]
         return []
+
+    @contextlib.contextmanager
+    def _reaching(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise self._lost(key, error) from error
 
     def _lost(self, key: str, error: Exception | None) -> LaunchError:
         found = None if error is None else str(error).splitlines()[0]
@@ -295,20 +389,6 @@ class StoreChannel:
             first_s, longest_s = 0.001 + self.world_size / 200_000, 0.02 + self.world_size / 20_000
             time.sleep(min(max(first_s, waited_s / 8), longest_s))
         return True
-
-
-_KINDS: dict[str, type[TrainerError]] = {
-    kind.__name__: kind for kind in (DataError, MismatchError, LockError, LaunchError, UnreadableError)
-}
-
-
-def _pack(problem: TrainerError) -> bytes:
-    return f"{type(problem).__name__}\n{str(problem).rstrip('.')}".encode()
-
-
-def _unpack(data: bytes) -> tuple[type[TrainerError], str]:
-    kind, _, text = data.decode().partition("\n")
-    return _KINDS.get(kind, CheckpointError), text
 
 
 def single_rank_channel() -> StoreChannel:

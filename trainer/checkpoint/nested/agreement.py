@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.joint_call import JointCall
 from trainer.checkpoint.nested.documents import NestedValues, join_values
 from trainer.checkpoint.nested.table import JointTable, Table, digest_of, join
-from trainer.errors import TrainerError
 
 _DIGEST_BYTES = 16
 _NONE = bytes(_DIGEST_BYTES)
@@ -43,30 +43,28 @@ class _Request:
     values: Sequence[int] = ()
     is_same_table: bool = True
 
-    def to_bytes(self) -> bytes:
-        return json.dumps([self.tables, self.values, self.is_same_table]).encode()
+    def to_json(self) -> str:
+        return json.dumps([self.tables, self.values, self.is_same_table])
 
 
 def agree_on_state(
-    channel: StoreChannel, key: str, table: Table, values: NestedValues, known: KnownTables
+    call: JointCall, table: Table, values: NestedValues, known: KnownTables
 ) -> tuple[JointTable, NestedValues]:
     """Return the table and the values of all ranks. A call of all ranks.
 
     The table is the very object of the last agreement if no rank's has changed. The values are those of all ranks on
     the coordinator, which writes them, and this rank's own on the others.
 
-    Args:
-        key: of the messages, new on this channel.
-
     Raises:
-        CheckpointError: on every rank, if their tables or values do not fit together.
+        CheckpointError: on every rank, if one of them does not make the call, or their tables or values do not fit
+            together.
     """
-    data = table.to_bytes()
+    channel, key, data = call.channel, call.key, table.to_bytes()
     mine, own_values = digest_of(data), values.to_bytes()
     held = _NONE if known.joint is None else known.joint.digest
-    rows = channel.gather(f"{key}/digests", mine + held + digest_of(own_values))
+    rows = call.offer(mine + held + digest_of(own_values))
     request = _decide(channel, rows, known) if channel.coordinates else _Request()
-    request = _Request(*json.loads(channel.broadcast(f"{key}/request", request.to_bytes())))
+    request = _Request(*json.loads(call.decide(request.to_json())))
     if request.is_same_table and not request.values:
         assert known.joint is not None
         return known.joint, values
@@ -76,20 +74,16 @@ def agree_on_state(
             known.exchanged += 1
         if channel.rank in request.values:
             channel.put(f"{key}/values/{channel.rank}", own_values)
-    problem: TrainerError | None = None
     if not request.is_same_table:
         known.joint = None
-    if channel.coordinates:
-        tables = [Table.from_bytes(data) for data in _take(channel, f"{key}/table", request.tables, mine=data)]
-        others = [NestedValues.from_bytes(data) for data in _take(channel, f"{key}/values", request.values)]
-        known.exchanged += len(tables) - (channel.rank in request.tables)
-        try:
+    with channel.agreed(f"{key}/joined"):
+        if channel.coordinates:
+            tables = [Table.from_bytes(data) for data in _take(channel, f"{key}/table", request.tables, mine=data)]
+            others = [NestedValues.from_bytes(data) for data in _take(channel, f"{key}/values", request.values)]
+            known.exchanged += len(tables) - (channel.rank in request.tables)
             if not request.is_same_table:
                 _join_tables(channel, dict(zip(request.tables, tables, strict=True)), known)
             values = join_values({channel.rank: values, **dict(zip(request.values, others, strict=True))})
-        except TrainerError as error:
-            problem = error
-    channel.agree(f"{key}/joined", problem)
     if not request.is_same_table:
         joint = b"" if known.joint is None else known.joint.to_bytes()
         joint = channel.broadcast(f"{key}/joint", joint)

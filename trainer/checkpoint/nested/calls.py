@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.joint_call import JointCall
 from trainer.checkpoint.format.names import STATE
 from trainer.checkpoint.inline_save import check_patterns, check_target, require_path
 from trainer.checkpoint.loading.choose import LoadSource
@@ -35,8 +36,7 @@ def known_tables(kind: str, channel: StoreChannel) -> KnownTables:
 
 
 def contents_of(
-    channel: StoreChannel,
-    key: str,
+    call: JointCall,
     make_tree: MakeTree,
     *,
     known: KnownTables,
@@ -44,47 +44,42 @@ def contents_of(
     iteration: int,
     from_rank0: Sequence[str] = (),
     is_replicated: bool = False,
-    problem: TrainerError | None = None,
+    find_problem: Callable[[], TrainerError | None] = lambda: None,
 ) -> Contents:
     """Return the contents of a save. A call of all ranks.
 
     Args:
-        key: of the messages, new on this channel.
         make_tree: returns what this rank gives.
         known: what the ranks know of each other.
         is_replicated: whether every rank has to hold a part of every tensor.
-        problem: why this rank cannot save, if it knows a reason already.
+        find_problem: returns why this rank cannot save, if it knows a reason already.
 
     Raises:
         TrainerError: on every rank, if one of them cannot save, or what they give does not fit together.
+        BaseException: what this rank has raised; the others get a TrainerError that names it.
     """
-    tree, held, values = None, None, NestedValues()
-    try:
+    with call.preparing():
+        problem = find_problem()
+        if problem is not None:
+            raise problem
         check_target(folder, iteration)
         check_patterns(from_rank0)
         tree = make_tree()
         held, values = hold(tree), values_of(tree)
+        table = held.table(tree, from_rank0, is_replicated=is_replicated)
         values.to_bytes()
-    except TrainerError as error:
-        problem = problem or error
-    channel.agree(f"{key}/given", problem)
-    assert tree is not None
-    assert held is not None
-    joint, values = agree_on_state(
-        channel, key, held.table(tree, from_rank0, is_replicated=is_replicated), values, known
-    )
+    joint, values = agree_on_state(call, table, values, known)
     require_whole(joint)
     require_patterns(from_rank0, joint)
-    live = held.shared(joint, channel.rank, from_rank0)
+    live = held.shared(joint, call.channel.rank, from_rank0)
     return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration)})
 
 
 def fill(
-    channel: StoreChannel,
+    call: JointCall,
     path: str | Path,
     make_tree: MakeTree,
     *,
-    nonce: str,
     strict: Strictness,
     missing_ok: bool = False,
     check: Callable[[Checkpoint], None] = lambda _: None,
@@ -98,29 +93,25 @@ def fill(
 
     Raises:
         TrainerError: on every rank; values are replaced only after all tensors are filled on every rank.
+        BaseException: what this rank has raised; the others get a TrainerError that names it.
     """
-    problem, tree, held = None, None, None
-    try:
+    channel = call.channel
+    with call.preparing():
         require_path(path)
         tree = make_tree()
         tree.require_lists()
         held = hold(tree)
-    except TrainerError as error:
-        problem = error
-    channel.agree("given", problem)
-    assert tree is not None
-    assert held is not None
+        table = held.table(tree, ())
+    joint, _ = agree_on_state(call, table, NestedValues(), known_tables("load", channel))
     if missing_ok and _has_no_checkpoint(channel, Path(path)):
         return LoadedState({"iteration": 0}), None
-    known = known_tables("load", channel)
-    joint, _ = agree_on_state(channel, "load", held.table(tree, ()), NestedValues(), known)
     filling = Filling(tree, held.shared(joint, channel.rank), joint, strict=strict)
 
     def check_all(checkpoint: Checkpoint) -> None:
         read_values(checkpoint)
         check(checkpoint)
 
-    restorer = Restorer(channel, nonce=nonce)
+    restorer = Restorer(channel, nonce=call.nonce)
     checkpoint = restorer.restore(LoadSource(Path(path)), check=check_all, live=filling.live).checkpoint
     return filling.finish(checkpoint, is_first=channel.coordinates), checkpoint
 

@@ -8,6 +8,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.fakes import run_ranks
 from trainer.checkpoint.commit.channel import StoreChannel
+from trainer.checkpoint.commit.joint_call import JointCall
 from trainer.checkpoint.format.box import Box
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec
 from trainer.checkpoint.nested.agreement import KnownTables, agree_on_state
@@ -24,6 +25,10 @@ def table(
     return Table({spec.name: TableRow(spec, Box((rows, 0), (2, 3))) for spec in specs}, aliases or {}, ["model"])
 
 
+def called(channel: StoreChannel, key: str) -> JointCall:
+    return JointCall(channel, key, "save()", timeout_s=60.0)
+
+
 def agreed(tables: list[list[Table]], values: list[NestedValues]) -> list[list[object]]:
     """Return what three ranks know after each of several agreements: names, exchanged tables, values of the first."""
     store = HashStore()
@@ -31,7 +36,9 @@ def agreed(tables: list[list[Table]], values: list[NestedValues]) -> list[list[o
     def call(channel: StoreChannel) -> list[object]:
         known, found, last = KnownTables(), [], None
         for number, mine in enumerate(tables):
-            joint, joined = agree_on_state(channel, f"k{number}", mine[channel.rank], values[channel.rank], known)
+            joint, joined = agree_on_state(
+                called(channel, f"k{number}"), mine[channel.rank], values[channel.rank], known
+            )
             found.append((len(joint.specs), known.exchanged, joint is last, joined.values))
             last = joint
         return found
@@ -81,10 +88,10 @@ def test_a_refusal_reaches_every_rank_and_is_forgotten() -> None:
         known = KnownTables()
         odd = table("a", dtype=torch.int8 if channel.rank else torch.float32)
         with pytest.raises(CheckpointError, match="different tensors under one name") as caught:
-            agree_on_state(channel, "odd", odd, NestedValues(), known)
+            agree_on_state(called(channel, "odd"), odd, NestedValues(), known)
         with pytest.raises(CheckpointError, match="different values"):
-            agree_on_state(channel, "values", table("a"), NestedValues({"/a": channel.rank}), known)
-        joint, _ = agree_on_state(channel, "good", table("a"), NestedValues(), known)
+            agree_on_state(called(channel, "values"), table("a"), NestedValues({"/a": channel.rank}), known)
+        joint, _ = agree_on_state(called(channel, "good"), table("a"), NestedValues(), known)
         assert [spec.name for spec in joint.specs] == ["a"]
         return type(caught.value).__name__
 

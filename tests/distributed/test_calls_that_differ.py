@@ -1,0 +1,125 @@
+"""Ranks of a program of one's own that raise in a call, skip it, or make another: every rank ends, and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.test_ranks_that_disagree import process_group
+from tests.harness import call_on_ranks
+from trainer.checkpoint import AsyncSaver, load, load_state_dict, save, save_state_dict
+from trainer.checkpoint.nested.filling import Filling
+from trainer.errors import CheckpointError
+
+
+def run(function: Callable[[list[str]], None], folder: Path) -> tuple[str, ...]:
+    """Call a function of this module on two ranks and return what each has printed."""
+    ended = call_on_ranks(function, [str(folder)], folder=folder / "ranks", ranks=2, timeout_s=60.0)
+    assert ended.ok, ended.text
+    return ended.outputs
+
+
+def fails(call: Callable[[], object]) -> None:
+    """Print the class and the text of what a call raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    print(f"[{type(caught.value).__name__}] {str(caught.value).splitlines()[0]}", flush=True)
+
+
+def linear(kind: type[nn.Module] = nn.Linear) -> nn.Module:
+    torch.manual_seed(0)
+    return kind(3) if kind is nn.LazyLinear else kind(3, 3)
+
+
+def raise_on_rank_1(arguments: list[str]) -> None:
+    """Give on rank 1 what makes torch raise, in every call; then save and load."""
+    folder = arguments[0]
+    with process_group() as rank:
+        lazy = linear(nn.LazyLinear if rank else nn.Linear)
+        ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]) if rank else torch.ones(2)
+        meta = nn.Linear(3, 3, device="meta" if rank else "cpu")
+        good = linear()
+        fails(lambda: save(folder, lazy, iteration=1))
+        fails(lambda: save_state_dict(folder, {"a": ragged}, iteration=1))
+        fails(lambda: save(folder, meta, iteration=1))
+        save(folder, good, iteration=2)
+        fails(lambda: load(folder, lazy))
+        fails(lambda: load(folder, meta))
+        with AsyncSaver(folder) as saver:
+            fails(lambda: saver.save(3, lazy))
+            saver.save(4, good)
+        original = Filling.live
+        if rank:
+            Filling.live = lambda *_: [].pop()  # type: ignore[method-assign]
+        fails(lambda: load(folder, good))
+        Filling.live = original  # type: ignore[method-assign]
+        load(folder, good)
+
+
+def test_what_torch_raises_on_one_rank_ends_every_rank(tmp_path: Path) -> None:
+    first, second = (output.splitlines() for output in run(raise_on_rank_1, tmp_path))
+    first, second = ([line for line in lines if line.startswith("[")] for lines in (first, second))
+    for raised, shared in zip(second, first, strict=True):
+        kind, _, text = raised.partition("] ")
+        assert shared.startswith("[CheckpointError] Rank 1"), shared
+        assert text.rstrip(".") in shared, (shared, raised)
+        assert kind == "[CheckpointError" or f"{kind[1:]}: " in shared, (shared, raised)
+    assert "ValueError: Attempted to use an uninitialized parameter" in first[0]
+    assert "[CheckpointError] Rank 1 failed: IndexError: pop from empty list." in first
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000004"]
+
+
+def make_other_calls(arguments: list[str]) -> None:
+    """Let the ranks make other calls, and one rank skip some; then make the same again."""
+    folder = arguments[0]
+    with process_group() as rank:
+        model = linear()
+        save(folder, model, iteration=1)
+        state = {"a": torch.ones(2)}
+        fails(lambda: save(folder, model, iteration=2) if rank else load(folder, model))
+        fails(lambda: save_state_dict(folder, state, iteration=2 + rank))
+        load(folder, model)
+        for calls in range(2):
+            if rank == calls:
+                dist.barrier()
+            fails(lambda: save(folder, model, iteration=9, timeout_s=0.1))
+            if rank != calls:
+                dist.barrier()
+        fails(lambda: save(folder, model, iteration=9, timeout_s=float("nan")))
+        with AsyncSaver(folder, timeout_s=0.1) as saver:
+            if rank:
+                fails(lambda: saver.save(3, model))
+            dist.barrier()
+            if not rank:
+                fails(lambda: saver.save(3, model))
+        save(folder, model, iteration=5)
+        load_state_dict(folder, {"model": model.state_dict()})
+
+
+def test_other_calls_and_skipped_ones_are_named(tmp_path: Path) -> None:
+    for output in run(make_other_calls, tmp_path):
+        lines = [line for line in output.splitlines() if line.startswith("[")]
+        expected = [
+            "found load() on rank 0; save(iteration=2) on rank 1.",
+            "found save_state_dict(iteration=2) on rank 0; save_state_dict(iteration=3) on rank 1.",
+            "Rank 0 has not called save(iteration=9) within 0.1 s; rank 0 last called load().",
+            "Rank 1 has not called save(iteration=9) within 0.1 s; rank 1 last called save(iteration=9).",
+            "timeout_s is no number of seconds, expected 0 or more, found nan.",
+            "Rank 0 has not called AsyncSaver.save(iteration=3) within 0.1 s; rank 0 last called AsyncSaver().",
+        ]
+        for line, text in zip(lines, expected, strict=True):
+            assert text in line
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000005"]
+
+
+def test_no_rank_waits_alone_without_a_process_group(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="uninitialized parameter"):
+        save(tmp_path, nn.LazyLinear(3), iteration=1)
+    with pytest.raises(CheckpointError, match="has no memory"):
+        save(tmp_path, nn.Linear(3, 3, device="meta"), iteration=1)
+    assert not list(tmp_path.iterdir())
