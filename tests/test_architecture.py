@@ -95,7 +95,7 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (f"{CHECKPOINT}.optimizer_state",),
     (f"{CHECKPOINT}.nested",),
-    (f"{CHECKPOINT}.api", f"{CHECKPOINT}.state_dict"),
+    (f"{CHECKPOINT}.api", f"{CHECKPOINT}.program_end", f"{CHECKPOINT}.state_dict"),
     (f"{CHECKPOINT}.async_saver",),
     (CHECKPOINT,),
 )
@@ -129,6 +129,7 @@ HANDED_ON = {
     ("trainer.checkpoint.commit.channel", "BaseException"),
     ("trainer.checkpoint.commit.joint_call", "BaseException"),
     ("trainer.checkpoint.commit.protocol", "BaseException"),
+    ("trainer.checkpoint.program_end", "BaseException"),
     ("trainer.checkpoint.saving.save_job", "BaseException"),
     ("trainer.checkpoint.saving.snapshot", "BaseException"),
     ("trainer.checkpoint.saving.writer", "BaseException"),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.checkpoint import program_end
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.joint_call import JointCall
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
@@ -32,7 +33,11 @@ class AsyncSaver:
 
     A save copies all tensors and values, and returns while the copies are written: whatever changes afterward, the
     checkpoint holds what was there at the call. A save that fails is raised by the next call of `save`,
-    `save_state_dict`, `wait` or `close`, once; committed checkpoints are untouched.
+    `save_state_dict`, `wait` or `close`, once; committed checkpoints are untouched. A second save of an iteration is
+    made, and the folder of the first is kept as superseded.
+
+    A program that ends without `close` waits for the save under way, and ends with status 1 if it fails. After an error
+    it waits for 20 s.
 
         with AsyncSaver("checkpoints", max_checkpoint_keep=2) as saver:
             for iteration in range(1, 1001):
@@ -145,6 +150,7 @@ class AsyncSaver:
             TrainerError: if that save did not become a checkpoint.
         """
         self._is_closed = True
+        program_end.forget(self)
         self._checkpointer.close()
         self.wait()
 
@@ -156,11 +162,16 @@ class AsyncSaver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the saver; after an error a save that is under way may land, and is waited for a short time only."""
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
-            self._is_closed = True
-            self._checkpointer.abandon()
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Let go of the folder, after waiting for a save under way for a short time."""
+        self._is_closed = True
+        program_end.forget(self)
+        self._checkpointer.abandon()
 
     def _save(self, iteration: int, make_tree: MakeTree, *, is_replicated: bool = False) -> None:
         self._calls += 1
@@ -175,7 +186,8 @@ class AsyncSaver:
             is_replicated=is_replicated,
             find_problem=self._before_save,
         )
-        self._checkpointer.save(iteration, self._as_before(contents))
+        program_end.finish_at_end(self, program_end.Ending(self.close, self._abandon))
+        self._checkpointer.save(iteration, self._as_before(contents), again=True)
 
     def _before_save(self) -> TrainerError | None:
         """Return why no save can begin: the one before failed, or the saver is closed."""
@@ -186,6 +198,7 @@ class AsyncSaver:
     def _settled(self) -> TrainerError | None:
         """Wait for the save that is under way, and return why it failed, once."""
         self._checkpointer.wait()
+        program_end.forget(self)
         errors = [report.error for report in self._checkpointer.reports()]
         return next((error for error in errors if error is not None), None)
 

@@ -173,8 +173,8 @@ class Checkpointer:
         is_multiple = interval > 0 and iteration > 0 and iteration % interval == 0
         return self._owned is not None and (is_multiple or iteration in steps)
 
-    def save(self, iteration: int, contents: Contents) -> SaveReport | None:
-        """Save `contents` as `iteration`, unless it is the newest that this process has saved or loaded.
+    def save(self, iteration: int, contents: Contents, *, again: bool = False) -> SaveReport | None:
+        """Save `contents` as `iteration`, unless it is the newest that this process has saved or loaded, or `again`.
 
         An older one is saved again; the folder that is there is kept as superseded.
 
@@ -195,7 +195,7 @@ class Checkpointer:
         self._saved.settle(self._channel.rank)
         start = time.perf_counter()
         has_optimizer = any(spec.kind is TensorKind.OPTIMIZER for spec in contents.specs)
-        if self._saved.has(iteration, with_optimizer=has_optimizer):
+        if not again and self._saved.has(iteration, with_optimizer=has_optimizer):
             _log.info("iteration %d is saved already, nothing to do", iteration)
             self._local_ranks.refuse(self._channel, name)  # a rank on which that save is in doubt may try again
             if self._channel.coordinates:
@@ -272,6 +272,9 @@ class Checkpointer:
     def abandon(self) -> None:
         """Let go of the lock: this process is about to end with an error. A save under way, which is good, may land."""
         self.drain(_LINGER_S)
+        if self._started is not None and self.is_saving:
+            iteration = self._started.save_job.attempt.iteration
+            _log.error("iteration %d was not saved: its save did not end within %.0f s", iteration, _LINGER_S)
         if self._owned is not None:
             self._owned.release()
 

@@ -205,6 +205,18 @@ def test_fifty_saves_leave_no_descriptor_or_hook_and_one_plan(tmp_path: Path, sa
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000050"]
 
 
+@ways
+def test_a_second_save_of_an_iteration_supersedes_it(tmp_path: Path, save: Save) -> None:
+    training, expected = Training(), []
+    with AsyncSaver(tmp_path, max_checkpoint_keep=1) as saver:
+        for _ in range(2):
+            expected.append(training.values())
+            save(saver, 1, training)
+            training.step()
+    assert_same(loaded(tmp_path / "iter_0000001.superseded-1"), expected[0])
+    assert_same(loaded(tmp_path / "iter_0000001"), expected[1])
+
+
 def test_a_tensor_that_moved_is_planned_anew(tmp_path: Path) -> None:
     training = Training()
     with AsyncSaver(tmp_path) as saver:
