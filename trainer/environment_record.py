@@ -46,9 +46,13 @@ def environment_record(config: Config, device: torch.device, threads: int) -> Js
         "compile": config.train.compile,
         "deterministic": config.train.deterministic,
         "activation_checkpointing": config.train.activation_checkpointing,
-        "processor": _processor(),
-        "math": _math(os.environ),
+        **kernel_record(),
     }
+
+
+def kernel_record() -> Json:
+    """Return the processor of this host, and the kernels and libraries that torch has for it."""
+    return {"processor": _processor(), "math": _math(os.environ)}
 
 
 def _processor() -> Json:

@@ -70,6 +70,7 @@ def test_a_read_error_ends_the_start_on_all_ranks_the_next_works(
     for output in ended.outputs:
         assert f"cannot be read now: {os.strerror(code)} (errno {code})" in output
         assert "iter_0000006" in output
+        assert "load an older iteration with checkpoint.ckpt_step." in output
     assert {**all_files(run), "checkpoints/lock": b""} == {**before, "checkpoints/lock": b""}
     again = run_ok(run, [*BASE, "train.train_iters=8"], ranks=2)
     assert "iteration 6 from" in again.outputs[0]

@@ -80,6 +80,7 @@ def test_a_damaged_newest_is_skipped_for_the_next_older(run: Path, finished: Pat
     assert "iter_0000008 is damaged and skipped" in ended.text
     assert path.name in ended.text.split("is damaged and skipped")[1].splitlines()[0]
     assert "iteration 6 from" in ended.text
+    assert "a damaged checkpoint is kept as iter_0000008.superseded-1" in ended.text
     assert names(run) == [f"iter_{n:07d}" for n in (2, 4, 6, 8)] + ["iter_0000008.superseded-1"]
     assert curve(run) == curve(finished)
     assert tensor_files(iteration(run, 8)) == tensor_files(iteration(finished, 8))

@@ -144,7 +144,7 @@ class Checkpointer:
         """Take note of the checkpoint that the run goes on from: one of its own need not be saved again."""
         if self._owned is None:
             return
-        checkpoint = restored.checkpoint
+        checkpoint, self._saved.damaged = restored.checkpoint, restored.damaged
         own = self._owned.folder.iteration(checkpoint.iteration)
         if not own.is_symlink() and checkpoint.path.resolve() == own.resolve():
             is_verified = restored.is_verified and self._local is None

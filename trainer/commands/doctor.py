@@ -32,6 +32,7 @@ from trainer.checkpoint.storage.lock import FolderLock
 from trainer.checkpoint.storage.shared_folder import why_unseen
 from trainer.checkpoint.tensors.arena import map_memory
 from trainer.commands.arguments import local_path
+from trainer.environment_record import kernel_record
 from trainer.errors import TrainerError
 from trainer.launch import process_group
 from trainer.launch.device import device_name
@@ -162,13 +163,19 @@ def _count(number: int, noun: str) -> str:
 
 
 def machine() -> Iterator[Finding]:
-    """Look at Python, torch, devices, backends and memory."""
+    """Look at Python, torch, the processor, devices, backends and memory."""
     yield Finding("Python", FINE, f"{platform.python_version()} on {platform.system()} {platform.release()}")
     release = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
     yield Finding("torch 2.11 or newer", FINE if release >= (2, 11) else BAD, torch.__version__)
     cores = len(os.sched_getaffinity(0))
     yield Finding("cores for this process", FINE, f"{cores} of {os.cpu_count()}")
     yield Finding("memory", FINE, f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB")
+    record = kernel_record()
+    processor, math = record["processor"], record["math"]
+    yield Finding("processor", FINE, f"{processor['name']}, caches {processor['caches']}")
+    settings = f", {math['settings']}" if math["settings"] else ""
+    libraries = f"MKL {math['mkl']}, oneDNN {math['onednn']}, float32 products {math['float32_products']}"
+    yield Finding("kernels", FINE, f"{math['kernels']}, {libraries}{settings}")
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = 0 if kind is None else torch.accelerator.device_count()
     names = [device_name(torch.device(kind.type, number)) for number in range(count) if kind is not None]

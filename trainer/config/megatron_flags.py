@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, get_args, get_type_hints
 
+from trainer.config.overrides import text_value
+from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
 # Each flag with its keys, separated by spaces; a flag without a key has no counterpart.
@@ -224,4 +227,15 @@ def _answer(flag: str, keys: Sequence[str], value: str) -> str:
     if not keys:
         return "has no counterpart, leave it out"
     has_its_name = keys[0].rpartition(".")[2] == flag.lstrip("-").replace("-", "_")
-    return f"{keys[0]}={value}" if has_its_name and value else f"set {' and '.join(keys)}"
+    if not has_its_name or not value:
+        return f"set {' and '.join(keys)}"
+    is_text = str in get_args(hint := _hint(keys[0])) or hint is str
+    return f"{keys[0]}={text_value(value) if is_text else value}"
+
+
+def _hint(key: str) -> Any:
+    """Return the type of a key of the configuration."""
+    hint: Any = Config
+    for name in key.split("."):
+        hint = get_type_hints(hint)[name]
+    return hint

@@ -86,7 +86,7 @@ def test_a_folder_without_checkpoints_is_said_so(
 
 
 def test_show_tells_state_files_and_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save(tmp_path / "run", [5, 10], lr=0.125)
+    folder = save(tmp_path / "run", [5, 10], lr=0.125, environment={"math": {"kernels": "AVX2"}})
     assert main(["show", str(tmp_path / "run"), "--json"]) == FINE
     newest = shown(capsys)
     assert newest["state"]["iteration"] == 10
@@ -96,7 +96,8 @@ def test_show_tells_state_files_and_tensors(tmp_path: Path, capsys: pytest.Captu
     assert {row["file"] for row in newest["files"]} >= {STATE, "model.safetensors"}
     assert main(["show", str(folder / "iter_0000005")]) == FINE
     text = capsys.readouterr().out
-    for piece in ("iter_0000005", "lr         0.125", "b.weight  BF16   [5]"):
+    fields = ("lr                        0.125", "environment.math.kernels  AVX2")
+    for piece in ("iter_0000005", *fields, "b.weight  BF16   [5]"):
         assert piece in text
 
 

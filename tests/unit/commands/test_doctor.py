@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer.checkpoint.storage.files import Files
 from trainer.commands import doctor
@@ -29,6 +30,9 @@ def test_all_is_well_here_and_nothing_is_left(tmp_path: Path, capsys: pytest.Cap
         what for what, verdict in found.items() if verdict == doctor.FINE
     }
     assert "GB/s" in text
+    kernels = next(line for line in text.splitlines() if line[9:].startswith("kernels"))
+    assert torch.backends.cpu.get_cpu_capability() in kernels
+    assert "processor" in found
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from trainer.config.compose import compose_command
-from trainer.config.megatron_flags import FLAGS
+from trainer.config.compose import compose, compose_command
+from trainer.config.megatron_flags import FLAGS, refuse_flags
 from trainer.config.options import keys
 from trainer.errors import ConfigError
 
@@ -25,6 +25,24 @@ def test_flags_are_answered_with_their_keys(monkeypatch: pytest.MonkeyPatch) -> 
         "--train-iters: train.train_iters=7",
     ):
         assert line in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--save", "a, b=c"], "checkpoint.save='a, b=c'"),
+        (["--load=模型"], "checkpoint.load='模型'"),
+        (["--save", "12"], "checkpoint.save='12'"),
+        (["--save-interval", "10"], "checkpoint.save_interval=10"),
+    ],
+)
+def test_an_answer_can_be_given_as_an_override(words: list[str], answer: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        refuse_flags(words)
+    assert f": {answer}\n" in str(refusal.value)
+    key, _, value = answer.partition("=")
+    section, _, name = key.partition(".")
+    assert str(getattr(getattr(compose([answer]), section), name)) == value.strip("'")
 
 
 def test_every_key_of_the_table_exists() -> None:

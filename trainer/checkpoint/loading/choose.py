@@ -20,7 +20,7 @@ from trainer.checkpoint.loading.reader import (
 )
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
-from trainer.checkpoint.storage.patience import Patience, unreadable
+from trainer.checkpoint.storage.patience import OLDER, Patience, unreadable
 from trainer.errors import CheckpointError, LaunchError, MismatchError, TrainerError, UnreadableError
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,12 @@ class LoadTerms:
     def advice(self, fix: str) -> str:
         """Return a sentence that advises `fix`, or the start without a checkpoint."""
         return f"{fix}, or {self.fresh}." if self.fresh else f"{fix}."
+
+    def completed(self, error: TrainerError) -> TrainerError:
+        """Return an error with the name of the iteration in its advice to load an older one, if it has that."""
+        if not isinstance(error, UnreadableError) or self.iteration == LoadTerms().iteration:
+            return error
+        return UnreadableError(str(error).replace(OLDER, f"{OLDER} with {self.iteration}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +161,7 @@ class Chooser:
 
     Attributes:
         digest: manifest digest of the checkpoint picked last.
+        terms: those of the source.
     """
 
     def __init__(
@@ -167,6 +174,7 @@ class Chooser:
         local: LocalFolders | None = None,
     ) -> None:
         self._local, self._local_paths = local, set[Path]()
+        self.terms = source.terms
         self._source, self._files, self._check = source, files, check
         self._patience = patience or Patience(0.0)
         self._candidates: list[Path] | None = None
@@ -225,6 +233,12 @@ class Chooser:
             found="; ".join(self._reasons()) or "none",
             fix=self._source.terms.advice(self._remedy()),
         )
+
+    @property
+    def damaged(self) -> frozenset[int]:
+        """Return the iterations that were skipped because they are damaged."""
+        found = (iteration_of(Path(name)) for name, _, is_damaged in self._skipped if is_damaged)
+        return frozenset(iteration for iteration in found if iteration is not None)
 
     def _remedy(self) -> str:
         """Return what to do where every candidate was skipped."""

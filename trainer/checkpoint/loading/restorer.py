@@ -33,12 +33,14 @@ class Restored:
     Args:
         loaded_from: in words, where the bytes of a local checkpoint came from; empty for another one.
         is_verified: whether the digests of all its blocks were checked.
+        damaged: on rank 0, the iterations that were skipped because they are damaged.
     """
 
     checkpoint: Checkpoint
     report: LoadReport
     is_verified: bool
     loaded_from: str = ""
+    damaged: frozenset[int] = frozenset()
 
 
 class Restorer:
@@ -121,7 +123,7 @@ class Restorer:
             tensor.spec.kind is TensorKind.OPTIMIZER for tensor in tensors
         )
         is_verified = verify_all or (verify and is_all_read)
-        return Restored(checkpoint, report, is_verified=is_verified, loaded_from=loaded_from)
+        return Restored(checkpoint, report, is_verified, loaded_from, chooser.damaged)
 
     def check_replicas(self, live: Sequence[LiveTensor]) -> None:
         """Compare the bits of live tensors that several ranks hold. A call of all ranks.
@@ -153,7 +155,7 @@ class Restorer:
                         chooser.skip(damage)
                     picked = str(chooser.pick(is_complete=bool(loaded_from)))
                 except TrainerError as error:
-                    problem = error
+                    problem = chooser.terms.completed(error)
             self._agree(problem)
             digest = f"{chooser.digest} " if self._channel.coordinates else ""
             message = self._channel.broadcast(self._key("pick"), f"{digest}{picked}".encode()).decode()

@@ -18,7 +18,7 @@ from trainer.checkpoint.format.names import HOST
 from trainer.checkpoint.policy import Retention
 from trainer.checkpoint.saving.room import decide_expired, delete
 from trainer.checkpoint.saving.saved_iterations import SavedIterations
-from trainer.checkpoint.storage.folder import CheckpointFolder
+from trainer.checkpoint.storage.folder import CheckpointFolder, named_iteration
 from trainer.checkpoint.storage.lock import FolderLock
 from trainer.checkpoint.storage.shared_folder import require_mark
 from trainer.errors import TrainerError
@@ -131,7 +131,9 @@ class OwnedFolder:
                 names = [*self.folder.committed(), *self.folder.non_folders()]
                 overtaken = [found for found in names if found > iteration or found in given_up]
                 for path in self.folder.supersede(overtaken):
-                    _log.info("an abandoned branch of this run is kept as %s", path.name)
+                    is_damaged = named_iteration(path.name) in saved.damaged
+                    what = "a damaged checkpoint" if is_damaged else "an abandoned branch of this run"
+                    _log.info("%s is kept as %s", what, path.name)
                 self._retain(retention, saved)
             except OSError as error:
                 problem = self._cannot_write(error)

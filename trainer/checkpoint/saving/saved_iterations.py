@@ -37,6 +37,7 @@ class SavedIterations:
         self._newest: tuple[int, bool] | None = None  # the iteration, and whether it holds optimizer state
         self._verified: int | None = None  # a loaded checkpoint of which all digests were checked
         self._outdated: tuple[int, bool] | None = None  # a loaded checkpoint, like `_newest`, to be saved again
+        self.damaged: frozenset[int] = frozenset()  # checkpoints that the load skipped
         self.in_doubt: list[InDoubt] = []  # in the order of the attempts
 
     def has(self, iteration: int, *, with_optimizer: bool) -> bool:

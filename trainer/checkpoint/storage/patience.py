@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 # How long a read that fails is tried again: a server that fails over, or a limit that another process has used up.
 RETRY_S = 10.0
+OLDER = "load an older iteration"  # the advice that `LoadTerms` completes
 # What a missing file, or something else in its place, answers. All other errors say nothing of the checkpoint.
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG})
 
@@ -51,7 +52,7 @@ def unreadable(error: OSError, *, where: object) -> UnreadableError:
         f"A file cannot be read now: {error.strerror} (errno {error.errno})",
         where=error.filename or where,
         fix="Nothing was changed, and the file may be whole. Repair the file system, the permissions or the limits of "
-        "this host, and start again. If the file is lost for good, load an older iteration.",
+        f"this host, and start again. If the file is lost for good, {OLDER}.",
     )
 
 
