@@ -93,7 +93,7 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
         f"{CHECKPOINT}.group",
         f"{CHECKPOINT}.inline_save",
     ),
-    (f"{CHECKPOINT}.optimizer_state",),
+    (f"{CHECKPOINT}.optimizer_state", f"{CHECKPOINT}.random_state"),
     (f"{CHECKPOINT}.nested",),
     (f"{CHECKPOINT}.api", f"{CHECKPOINT}.program_end", f"{CHECKPOINT}.state_dict"),
     (f"{CHECKPOINT}.async_saver",),
@@ -133,6 +133,7 @@ HANDED_ON = {
     ("trainer.checkpoint.saving.save_job", "BaseException"),
     ("trainer.checkpoint.saving.snapshot", "BaseException"),
     ("trainer.checkpoint.saving.writer", "BaseException"),
+    ("trainer.checkpoint.nested.stateful", "Exception"),
     ("trainer.train_command", "BaseException"),
     ("trainer.config.compose", "Exception"),
 }

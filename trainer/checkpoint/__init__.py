@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from trainer.checkpoint.api import load, save
     from trainer.checkpoint.async_saver import AsyncSaver
     from trainer.checkpoint.loading.newest import latest
+    from trainer.checkpoint.random_state import RandomState
     from trainer.checkpoint.state_dict import load_state_dict, save_state_dict
 
-__all__ = ["AsyncSaver", "latest", "load", "load_state_dict", "save", "save_state_dict"]
+__all__ = ["AsyncSaver", "RandomState", "latest", "load", "load_state_dict", "save", "save_state_dict"]
 
 _MODULES = {
     "AsyncSaver": "async_saver",
+    "RandomState": "random_state",
     "latest": "loading.newest",
     "load": "api",
     "load_state_dict": "state_dict",

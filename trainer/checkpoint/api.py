@@ -11,11 +11,12 @@ from torch import nn
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
 from trainer.checkpoint.group import CALL_TIMEOUT_S, open_call
 from trainer.checkpoint.inline_save import number_problem, save_now
+from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.nested.calls import contents_of, fill, known_tables
-from trainer.checkpoint.nested.documents import read_values
 from trainer.checkpoint.nested.loaded import LoadedState, Strictness
 from trainer.checkpoint.nested.module_tree import tree_of
-from trainer.checkpoint.nested.stored_names import MODEL, OPTIMIZER
+from trainer.checkpoint.nested.own_state import check_ranks, own_state
+from trainer.checkpoint.nested.tree import Tree
 from trainer.checkpoint.optimizer_state import check_optimizer
 
 
@@ -26,6 +27,8 @@ def save(
     *,
     iteration: int,
     state: Mapping[str, object] | None = None,
+    per_rank: Mapping[str, object] | None = None,
+    rng: bool = False,
     max_checkpoint_keep: int = 0,
     file_bytes: int = DEFAULT_FILE_BYTES,
     from_rank0: Sequence[str] = (),
@@ -56,7 +59,7 @@ def save(
     with open_call(f"save(iteration={iteration})", timeout_s=timeout_s) as call:
         contents = contents_of(
             call,
-            lambda: tree_of(model, optimizer, state),
+            lambda: tree_of(model, optimizer, state, of_rank=own_state(call.channel.rank, per_rank, rng=rng)),
             known=known_tables("save", call.channel),
             folder=folder,
             iteration=iteration,
@@ -72,6 +75,9 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    state: Mapping[str, object] | None = None,
+    per_rank: Mapping[str, object] | None = None,
+    rng: bool = False,
     strict: Strictness = True,
     missing_ok: bool = False,
     timeout_s: float = CALL_TIMEOUT_S,
@@ -83,29 +89,38 @@ def load(
     gave by `get_extra_state`.
 
     Args:
+        state: what to fill: an object with `load_state_dict()` takes its state, tensors are filled, and values are
+            replaced in their dict. What was saved in `state` and is not given comes back in the result.
+        per_rank: what to fill with this rank's own, on as many ranks as saved it.
+        rng: set the random state that this rank had, on as many ranks as saved it.
         strict: True refuses names that either side lacks, `"missing"` those that the checkpoint lacks, and False none.
             What is not refused is logged, and what the checkpoint lacks keeps its value.
-        missing_ok: return `{"iteration": 0}` and fill nothing where the folder is missing or has no checkpoint.
+        missing_ok: return `state` and iteration 0, and fill nothing, where the folder is missing or has no checkpoint.
         timeout_s: seconds to wait for ranks that have not made this call.
 
     Returns:
         The `state` given to `save`, and `iteration`: a dict, whose `missing_keys` and `unexpected_keys` list the names
-        that one side lacks, where `strict` does not refuse them.
+        that one side lacks, where `strict` does not refuse them. Tensors in it are on the CPU; modules, optimizers and
+        DTensors that are not given are left out.
 
     Raises:
         TrainerError: if the checkpoint is damaged, has a tensor of another shape or dtype, or was saved with an
             optimizer of another class, or if `strict` refuses a name.
     """
+    values = state if isinstance(state, dict) else dict(state or {})
     with open_call(f"load(missing_ok={missing_ok})" if missing_ok else "load()", timeout_s=timeout_s) as call:
-        loaded, checkpoint = fill(
-            call,
-            path,
-            lambda: tree_of(model, optimizer),
-            strict=strict,
-            missing_ok=missing_ok,
-            check=lambda checkpoint: None if optimizer is None else check_optimizer(checkpoint, optimizer),
-        )
-    if checkpoint is None:
-        return loaded
-    values = read_values(checkpoint).nested(without=(MODEL, OPTIMIZER[0]))
-    return LoadedState({**values, "iteration": checkpoint.iteration}, loaded.missing_keys, loaded.unexpected_keys)
+
+        def make_tree() -> Tree:
+            own = own_state(call.channel.rank, per_rank, rng=rng)
+            tree = tree_of(model, optimizer, values, of_rank=own, is_load=True)
+            tree.takes_rest = True
+            return tree
+
+        def check(checkpoint: Checkpoint) -> None:
+            if optimizer is not None:
+                check_optimizer(checkpoint, optimizer)
+            if rng or per_rank is not None:
+                check_ranks(checkpoint, call.channel.world_size)
+
+        loaded = fill(call, path, make_tree, strict=strict, missing_ok=missing_ok, check=check)
+    return LoadedState({**values, **loaded}, loaded.missing_keys, loaded.unexpected_keys)

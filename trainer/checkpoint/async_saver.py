@@ -20,8 +20,9 @@ from trainer.checkpoint.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
 from trainer.checkpoint.inline_save import check_patterns, check_target, number_problem
 from trainer.checkpoint.nested.agreement import KnownTables
 from trainer.checkpoint.nested.calls import MakeTree, contents_of
-from trainer.checkpoint.nested.module_tree import tree_of
-from trainer.checkpoint.nested.tree import take_apart
+from trainer.checkpoint.nested.module_tree import tree_of, tree_of_dict
+from trainer.checkpoint.nested.own_state import own_state
+from trainer.checkpoint.nested.tree import Tree
 from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.checkpoint.storage.files import Files
 from trainer.checkpoint.tensors.live import Contents
@@ -112,13 +113,20 @@ class AsyncSaver:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         state: Mapping[str, object] | None = None,
+        per_rank: Mapping[str, object] | None = None,
+        rng: bool = False,
     ) -> None:
         """Save a model and its optimizer in the background, after waiting for the save before; see `checkpoint.save`.
 
         Raises:
             TrainerError: on every rank, for the save before, or for what cannot be saved.
         """
-        self._save(iteration, lambda: tree_of(model, optimizer, state), is_replicated=True)
+        rank = self._channel.rank
+
+        def make_tree() -> Tree:
+            return tree_of(model, optimizer, state, of_rank=own_state(rank, per_rank, rng=rng))
+
+        self._save(iteration, make_tree, is_replicated=True)
 
     def save_state_dict(self, iteration: int, state_dict: dict[str, Any], *, model: nn.Module | None = None) -> None:
         """Save a nested state dict in the background, after waiting for the save before; see `save_state_dict`.
@@ -126,7 +134,7 @@ class AsyncSaver:
         Raises:
             TrainerError: on every rank, for the save before, or for what cannot be saved.
         """
-        self._save(iteration, lambda: take_apart(state_dict, model=model))
+        self._save(iteration, lambda: tree_of_dict(state_dict, model=model))
 
     @property
     def is_saving(self) -> bool:

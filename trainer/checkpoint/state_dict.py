@@ -14,7 +14,8 @@ from trainer.checkpoint.group import CALL_TIMEOUT_S, open_call
 from trainer.checkpoint.inline_save import number_problem, save_now
 from trainer.checkpoint.nested.calls import contents_of, fill, known_tables
 from trainer.checkpoint.nested.loaded import LoadedState, Strictness
-from trainer.checkpoint.nested.tree import Tree, take_apart
+from trainer.checkpoint.nested.module_tree import tree_of_dict
+from trainer.checkpoint.nested.tree import Tree
 from trainer.checkpoint.tensors.live import free_gathered_parameters
 
 
@@ -63,7 +64,7 @@ def save_state_dict(
     ) as call:
         contents = contents_of(
             call,
-            lambda: take_apart(state_dict, model=model),
+            lambda: tree_of_dict(state_dict, model=model),
             known=known_tables("save", call.channel),
             folder=folder,
             iteration=iteration,
@@ -111,7 +112,7 @@ def load_state_dict(
     def make_tree() -> Tree:
         if model is not None:
             free_gathered_parameters(model)
-        return take_apart(state_dict, model=model)
+        return tree_of_dict(state_dict, model=model, is_load=True)
 
     with open_call(
         f"load_state_dict(missing_ok={missing_ok})" if missing_ok else "load_state_dict()",
@@ -119,4 +120,4 @@ def load_state_dict(
         process_group=process_group,
         coordinator_rank=coordinator_rank,
     ) as call:
-        return fill(call, path, make_tree, strict=strict, missing_ok=missing_ok)[0]
+        return fill(call, path, make_tree, strict=strict, missing_ok=missing_ok)

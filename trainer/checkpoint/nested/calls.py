@@ -83,12 +83,12 @@ def fill(
     strict: Strictness,
     missing_ok: bool = False,
     check: Callable[[Checkpoint], None] = lambda _: None,
-) -> tuple[LoadedState, Checkpoint | None]:
-    """Fill a tree from a checkpoint, and return the names that either side lacks, and the checkpoint.
+) -> LoadedState:
+    """Fill a tree from a checkpoint, and return the names that either side lacks.
 
     Args:
         make_tree: returns what this rank fills.
-        missing_ok: fill nothing, and return iteration 0 and None, where there is no checkpoint; the same on all ranks.
+        missing_ok: fill nothing, and return iteration 0, where there is no checkpoint; the same on all ranks.
         check: refuses a checkpoint before its tensors are compared with the tree's.
 
     Raises:
@@ -104,7 +104,7 @@ def fill(
         table = held.table(tree, ())
     joint, _ = agree_on_state(call, table, NestedValues(), known_tables("load", channel))
     if missing_ok and _has_no_checkpoint(channel, Path(path)):
-        return LoadedState({"iteration": 0}), None
+        return LoadedState({"iteration": 0})
     filling = Filling(tree, held.shared(joint, channel.rank), joint, strict=strict)
 
     def check_all(checkpoint: Checkpoint) -> None:
@@ -113,7 +113,10 @@ def fill(
 
     restorer = Restorer(channel, nonce=call.nonce)
     checkpoint = restorer.restore(LoadSource(Path(path)), check=check_all, live=filling.live).checkpoint
-    return filling.finish(checkpoint, is_first=channel.coordinates), checkpoint
+    if not tree.receivers:
+        return filling.finish(checkpoint, is_first=channel.coordinates)
+    with channel.agreed("taken"):
+        return filling.finish(checkpoint, is_first=channel.coordinates)
 
 
 def _has_no_checkpoint(channel: StoreChannel, path: Path) -> bool:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT, STATE
 from trainer.checkpoint.loading.reader import Checkpoint
+from trainer.checkpoint.nested.stateful import references
 from trainer.checkpoint.nested.stored_names import Keys, keys_of_pointer, pointer
 from trainer.checkpoint.nested.tree import Tree
-from trainer.checkpoint.nested.typed_values import DICTS, decode, decode_number
+from trainer.checkpoint.nested.typed_values import DICTS, decode, decode_number, encode
 from trainer.errors import CheckpointError
 
 STATE_DICT = "state_dict"
+_MOST_SHOWN = 200  # characters of a value in a message
 _CLASS_NAMES = {kind: name for name, kind in DICTS.items()}
 _OPTIMIZER = "/optimizer"  # its groups have the place where `save` writes those of its optimizer
 
@@ -61,7 +63,20 @@ class NestedValues:
         """Return the value at a JSON Pointer; an empty dict has its class."""
         return DICTS[self.classes[where]]() if where in self.classes else decode(self.values[where])
 
-    def nested(self, *, without: Sequence[str] = ()) -> Json:
+    def below(self, where: str) -> Any:
+        """Return the value at a JSON Pointer, or the dict of those below it; None if there is neither.
+
+        Earlier versions stored the state of an object by leaf, as that of any dict.
+        """
+        if where in self.values:
+            return self.value(where)
+        below = {at: value for at, value in self.values.items() if at.startswith(f"{where}/")}
+        found: Any = replace(self, values=below).nested() if below else None
+        for key in keys_of_pointer(where) if below else ():
+            found = found[key]
+        return found
+
+    def nested(self, *, without: Collection[str] = ()) -> Json:
         """Return the values as a nested dict, without those below some of the outermost keys."""
         found: Json = {}
         for where in self.values:
@@ -73,6 +88,35 @@ class NestedValues:
                     inner = inner.setdefault(key, kind())
                 inner[last] = self.value(where)
         return found
+
+
+def by_leaf(values: NestedValues, asked: Collection[str]) -> NestedValues:
+    """Return the values by the pointers that a load asks for.
+
+    A value that holds tensors, or of which members are asked for, is divided: a template finds a tensor in a list by
+    its name, and a number beside it as a value of its own.
+    """
+    parents = {pointer(keys[:count]) for keys in map(keys_of_pointer, asked) for count in range(1, len(keys))}
+    found: Json = {}
+    for where, value in values.values.items():
+        decoded = None if where in asked else decode(value)
+        if any(references(decoded)) or (where in parents and isinstance(decoded, (dict, list, tuple))):
+            leaves = _leaves(decoded, keys_of_pointer(where), asked)
+            found |= {at: encode(leaf, keys_of_pointer(at)) for at, leaf in leaves}
+        else:
+            found[where] = value
+    return replace(values, values=found)
+
+
+def _leaves(value: object, keys: Keys, asked: Collection[str]) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value and pointer(keys) not in asked:
+        for key, member in value.items():
+            yield from _leaves(member, (*keys, str(key)), asked)
+    elif isinstance(value, (list, tuple)) and any(references(value)):
+        for number, member in enumerate(value):
+            yield from _leaves(member, (*keys, str(number)), asked)
+    elif not any(references(value)):
+        yield pointer(keys), value
 
 
 def values_of(tree: Tree) -> NestedValues:
@@ -198,14 +242,20 @@ def _differs(where: str, first: tuple[int, object], second: tuple[int, object]) 
         "The ranks give different values",
         where=where,
         expected="the same on every rank, as one file holds it",
-        found=f"{_text(first[1])} on rank {first[0]} and {_text(second[1])} on rank {second[0]}",
-        fix="Nothing was saved. Give what differs by rank under a key for each rank, or gather it first.",
+        found=f"{_shown(first[1])} on rank {first[0]} and {_shown(second[1])} on rank {second[0]}",
+        fix="Nothing was saved. Give what differs by rank in `per_rank`, in a state dict under a key for each rank, or "
+        "gather it first.",
     )
 
 
 def _malformed(checkpoint: Checkpoint, member: str, found: object) -> CheckpointError:
     where = f"{checkpoint.path / STATE}, {member}"
     return CheckpointError("A state file is malformed", where=where, expected="what `save` writes", found=repr(found))
+
+
+def _shown(value: object) -> str:
+    text = _text(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ... ({len(text)} characters)"
 
 
 def _text(value: object) -> str:

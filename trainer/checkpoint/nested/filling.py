@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,14 +11,24 @@ import torch
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.layout import TensorSpec
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
-from trainer.checkpoint.nested.documents import NestedValues, read_values
+from trainer.checkpoint.nested.documents import NestedValues, by_leaf, read_values
 from trainer.checkpoint.nested.loaded import LoadedState, Matched, Strictness, match
-from trainer.checkpoint.nested.stored_names import keys_of, keys_of_pointer, pointer
+from trainer.checkpoint.nested.stateful import put_back, references, take_out
+from trainer.checkpoint.nested.stored_names import (
+    MODEL,
+    OPTIMIZER,
+    PER_RANK,
+    Keys,
+    keys_of,
+    keys_of_pointer,
+    pointer,
+    stored_name,
+)
 from trainer.checkpoint.nested.table import JointTable
 from trainer.checkpoint.nested.tree import ParameterGroup, Tree
 from trainer.checkpoint.nested.typed_values import decode_number
 from trainer.checkpoint.optimizer_state import zeros_for
-from trainer.checkpoint.tensors.live import Grid, LiveTensor, locate
+from trainer.checkpoint.tensors.live import Grid, LiveTensor, is_dtensor, locate
 from trainer.errors import MismatchError
 
 _Made = dict[tuple[str, str], Any]  # by the names of a parameter and of its state
@@ -33,6 +43,8 @@ class Filling:
         joint: the table of all ranks.
         made: by the optimizer's pointer, the state that was made for the checkpoint at hand.
         numbers: by the pointer of a parameter group, its numbers in the checkpoint.
+        whole: by pointer, the values that hold tensors, with references to those in `allocated`.
+        allocated: by stored name, the tensors of such values.
     """
 
     tree: Tree
@@ -42,6 +54,8 @@ class Filling:
     matched: Matched = field(default_factory=lambda: Matched([]))
     made: dict[str, _Made] = field(default_factory=dict)
     numbers: dict[str, Json] = field(default_factory=dict)
+    whole: dict[str, object] = field(default_factory=dict)
+    allocated: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def live(self, checkpoint: Checkpoint) -> Sequence[LiveTensor]:
         """Return the tensors to fill, under their names in a checkpoint.
@@ -50,13 +64,17 @@ class Filling:
             MismatchError: listing what does not fit.
         """
         values, joint = read_values(checkpoint), self.joint
+        made = list(self._allocate(checkpoint, values))
+        names = {name for where in joint.values if where in values.values for name in references(values.value(where))}
+        taken = {checkpoint.manifest.aliases.get(name, name) for name in names}
+        values = by_leaf(values, joint.values)
         self.made = {where: {} for where in self.tree.optimizers}
-        made = list(self._make_tensors(checkpoint))
+        made += list(self._make_tensors(checkpoint))
         self._make_values(values)
         asked = {
             where
             for where, value in values.values.items()
-            if keys_of_pointer(where)[0] in joint.entries and value != {}
+            if keys_of_pointer(where)[0] in joint.entries and value != {} and not _is_below(where, joint.values)
         }
         made_values = {
             pointer((*keys_of_pointer(where), "state", name, key))
@@ -64,6 +82,7 @@ class Filling:
             for (name, key) in made_state
         }
         missing = [where for where, value in self.tree.values.items() if where not in values.values and value != {}]
+        missing += [where for where in self.tree.receivers if where not in self.whole]
         self.numbers = {}
         missing += list(self._find_numbers(values))
         other_names = self._other_names(checkpoint)
@@ -75,7 +94,7 @@ class Filling:
             checkpoint,
             [*tensors, *made],
             strict=self.strict,
-            is_asked=lambda spec: keys_of(spec.kind, spec.name)[0] in joint.entries,
+            is_asked=lambda spec: keys_of(spec.kind, spec.name)[0] in joint.entries and spec.name not in taken,
             others=[other_names.get(spec.name, spec.name) for spec in joint.specs],
             missing=missing,
             unexpected=sorted(asked - joint.values - made_values),
@@ -88,9 +107,11 @@ class Filling:
         Args:
             is_first: whether this is the one rank that logs what is the same on all.
         """
-        values = read_values(checkpoint)
+        values = by_leaf(read_values(checkpoint), self.joint.values)
         for where in self.tree.values:
-            if where in values.values:
+            if where in self.whole:
+                self.tree.replace_value(where, put_back(self.whole[where], self.allocated))
+            elif where in values.values:
                 self.tree.replace_value(where, values.value(where))
         for where, optimizer in self.tree.optimizers.items():
             for (name, key), value in self.made[where].items():
@@ -102,8 +123,41 @@ class Filling:
                         group.given[key] = list(value) if is_list else decode_number(value)
         for call in self.tree.after_load:
             call()
+        for where, receiver in self.tree.receivers.items():
+            if where in self.whole:
+                receiver.give(where, put_back(self.whole[where], self.allocated))
         self.matched.log(checkpoint, is_first=is_first)
-        return LoadedState({"iteration": checkpoint.iteration}, self.matched.missing, self.matched.unexpected)
+        rest = put_back(self._rest(read_values(checkpoint)).nested(), self.allocated)
+        return LoadedState({**rest, "iteration": checkpoint.iteration}, self.matched.missing, self.matched.unexpected)
+
+    def _rest(self, values: NestedValues) -> NestedValues:
+        """Return the values of `state` under the outermost keys that are not given."""
+        left_out = {MODEL, OPTIMIZER[0], PER_RANK, *self.joint.entries}
+        rest = {
+            where: value
+            for where, value in values.values.items()
+            if self.tree.takes_rest and keys_of_pointer(where)[0] not in left_out
+        }
+        return replace(values, values=rest)
+
+    def _allocate(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
+        """Make the tensors of the values that hold some, and yield them."""
+        self.whole, self.allocated = {}, {}
+        places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
+        for where in (*self.tree.receivers, *self.tree.values, *self._rest(values).values):
+            is_object = where in self.tree.receivers
+            value = values.below(where) if is_object or where in values.values else None
+            names = list(references(value))
+            if names or (is_object and value is not None):
+                self.whole[where] = value
+            given: dict[Keys, torch.Tensor] = {}
+            if names and is_object:
+                take_out(self.tree.receivers[where].template(), keys_of_pointer(where), given)
+            by_name = {stored_name(keys)[1]: tensor for keys, tensor in given.items()}
+            for name in names:
+                spec = places[aliases.get(name, name)].spec
+                self.allocated[name] = _tensor_for(spec, by_name.get(name))
+                yield from _alone(replace(spec, name=name), self.allocated[name])
 
     def _other_names(self, checkpoint: Checkpoint) -> dict[str, str]:
         """Return, for tied tensors that the checkpoint does not have under their first name, another that it has."""
@@ -201,6 +255,19 @@ class _SavedGroups:
                 found=", ".join(map(str, sorted(places))),
                 fix="Give the groups in the order in which the checkpoint was saved.",
             )
+
+
+def _is_below(where: str, others: Collection[str]) -> bool:
+    keys = keys_of_pointer(where)
+    return any(pointer(keys[:count]) in others for count in range(1, len(keys)))
+
+
+def _tensor_for(spec: TensorSpec, given: torch.Tensor | None) -> torch.Tensor:
+    """Return the tensor to fill: a DTensor that an object has, or a new one on the device where the object has it."""
+    if given is not None and is_dtensor(given):
+        return given.detach()
+    device = torch.device("cpu") if given is None or given.is_meta else given.device
+    return torch.empty(spec.shape, dtype=spec.dtype, device=device)
 
 
 def _alone(spec: TensorSpec, tensor: torch.Tensor) -> Iterator[LiveTensor]:

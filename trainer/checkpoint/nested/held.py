@@ -30,7 +30,7 @@ class HeldTensors:
     def table(self, tree: Tree, patterns: Sequence[str], *, is_replicated: bool = False) -> Table:
         """Return the table of this rank; see `Table` for the arguments."""
         rows = {name: TableRow(tensor.spec, tensor.box) for name, tensor in self.live.items()}
-        return Table(rows, self.aliases, tree.entries, tuple(tree.values), patterns, is_replicated)
+        return Table(rows, self.aliases, tree.entries, (*tree.values, *tree.receivers), patterns, is_replicated)
 
     def shared(self, joint: JointTable, rank: int, patterns: Sequence[str] = ()) -> tuple[LiveTensor, ...]:
         """Return the tensors with all ranks that hold the same boxes, in the order of the joint table.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.checkpoint.nested.stored_names import MODEL, OPTIMIZER, Keys, pointer
-from trainer.checkpoint.nested.tree import Tree, add_optimizer, add_tensor, take_apart, walk
+from trainer.checkpoint.nested.stateful import Receiver, Stateful
+from trainer.checkpoint.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, pointer
+from trainer.checkpoint.nested.tree import Tree, add_optimizer, add_tensor, add_whole, take_apart, walk
 from trainer.checkpoint.nested.typed_values import DICTS
 from trainer.checkpoint.tensors.live import canonical_name, free_gathered_parameters, parameter_names
 from trainer.errors import CheckpointError
@@ -20,33 +21,82 @@ _NOTHING = object()
 
 
 def tree_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, state: Mapping[str, object] | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    state: Mapping[str, object] | None = None,
+    *,
+    of_rank: tuple[int, list[dict[str, Any]]] | None = None,
+    is_load: bool = False,
 ) -> Tree:
-    """Return a model as `"model"`, its optimizer as `"optimizer"`, and the values of `state` under their own keys.
+    """Return a model as `"model"`, its optimizer as `"optimizer"`, and what `state` holds under its own keys.
 
-    Frees gathered FSDP2 parameters first: `named_parameters()` are the optimizer's only then.
+    Args:
+        of_rank: a rank and dicts with what it has of its own; None without any.
+        is_load: take the tree apart for a load, which replaces the values in `state`, a dict, and gives objects their
+            state.
 
     Raises:
         CheckpointError: naming a value of `state` that cannot be stored, a key of it that the model or the optimizer
             has, an optimizer whose parameters are not the model's, or optimizer state that cannot be stored.
     """
-    tree = take_apart(dict(state or {}))
+    state = {} if state is None else state if isinstance(state, dict) else dict(state)
+    tree = take_apart(state, refers=not is_load)
     _require_values(tree)
-    free_gathered_parameters(model)
-    for name, tensor in _named_tensors(model):
-        add_tensor(tree, (MODEL, name), tensor)
-    _add_extra_state(tree, model)
-    tree.entries += (MODEL,)
+    given: dict[Keys, Stateful] = {(MODEL,): model}
     if optimizer is not None:
-        _add_optimizer(tree, model, optimizer)
+        given[OPTIMIZER[:1]] = optimizer
+    tree.entries += tuple(key for (key,) in given)
+    tree.objects = given | tree.objects
+    if of_rank is not None:
+        rank, own = of_rank
+        tree.entries += (PER_RANK,)
+        for container in own:
+            for key, value in container.items():
+                walk(tree, value, (PER_RANK, str(rank), key), (container, key))
+    tree.refers = False
+    add_objects(tree, is_load=is_load)
     return tree
 
 
+def tree_of_dict(state_dict: object, *, model: nn.Module | None = None, is_load: bool = False) -> Tree:
+    """Return the tree of a nested state dict with the objects in it; see `take_apart` and `add_objects`."""
+    tree = take_apart(state_dict, model=model)
+    add_objects(tree, is_load=is_load)
+    return tree
+
+
+def add_objects(tree: Tree, *, is_load: bool) -> None:
+    """Add the objects of a tree: live tensors of modules and optimizers, and the state of all others.
+
+    Frees gathered FSDP2 parameters first: `named_parameters()` are the optimizers' only then.
+
+    Args:
+        is_load: let the others take their state at the end of a load, in place of giving it now.
+
+    Raises:
+        CheckpointError: naming what cannot be stored, or an optimizer of parameters that no module of the tree has.
+    """
+    modules = {keys: value for keys, value in tree.objects.items() if isinstance(value, nn.Module)}
+    for module in modules.values():
+        free_gathered_parameters(module)
+    for keys, value in tree.objects.items():
+        if isinstance(value, nn.Module):
+            for name, tensor in _named_tensors(value):
+                add_tensor(tree, (*keys, name), tensor)
+            _add_extra_state(tree, keys, value)
+        elif isinstance(value, torch.optim.Optimizer):
+            _add_optimizer(tree, keys, modules, value)
+        elif is_load:
+            tree.receivers[pointer(keys)] = Receiver(value.state_dict, value.load_state_dict)
+        else:
+            add_whole(tree, keys, value.state_dict())
+
+
 def _require_values(tree: Tree) -> None:
-    taken = {MODEL, OPTIMIZER[0]}.intersection(tree.entries)
+    taken = {MODEL, OPTIMIZER[0], PER_RANK}.intersection(tree.entries)
     if taken:
         raise CheckpointError(
-            "`state` has a key that stands for the model or the optimizer",
+            "`state` has a key that stands for the model, the optimizer or what each rank has of its own",
             found=", ".join(sorted(taken)),
             fix="Rename it.",
         )
@@ -59,12 +109,6 @@ def _require_values(tree: Tree) -> None:
                 found=kind.__name__,
                 fix="Give dict(value).",
             )
-    if tree.tensors:
-        raise CheckpointError(
-            "`state` holds a tensor",
-            where=f"`state`, {pointer(next(iter(tree.tensors)))}",
-            fix="Register it as a buffer of the model, or save a nested state dict by `save_state_dict`.",
-        )
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,14 +121,14 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
-def _add_extra_state(tree: Tree, model: nn.Module) -> None:
+def _add_extra_state(tree: Tree, keys: Keys, model: nn.Module) -> None:
     """Add what modules give by `get_extra_state`, which they take back at the end of a load."""
     for prefix, module in model.named_modules():
         if type(module).get_extra_state is nn.Module.get_extra_state:
             continue
         name = canonical_name(f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE)
         holder = {name: module.get_extra_state()}
-        walk(tree, holder[name], (MODEL, name), (holder, name))
+        walk(tree, holder[name], (*keys, name), (holder, name))
         tree.after_load.append(partial(_give_back, module, holder))
 
 
@@ -93,16 +137,18 @@ def _give_back(module: nn.Module, holder: Mapping[str, object]) -> None:
     module.set_extra_state(extra_state)
 
 
-def _add_optimizer(tree: Tree, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    names = parameter_names(model)
+def _add_optimizer(tree: Tree, keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch.optim.Optimizer) -> None:
     _refuse_further_state(optimizer)
     given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    names = _names_in(modules, given)
     strangers = sum(parameter not in names for parameter in given)
     if strangers:
         raise CheckpointError(
             "The optimizer holds parameters that are not the model's",
+            where=None if keys == OPTIMIZER[:1] else pointer(keys),
             found=f"{strangers} of them",
-            fix="Build the optimizer after the model is wrapped (fully_shard, parallelize_module, to).",
+            fix="Build the optimizer after the model is wrapped (fully_shard, parallelize_module, to), and give the "
+            "modules of all its parameters.",
         )
     unnamed: list[Any] = [key for key in optimizer.state if key not in given]
     if unnamed:
@@ -111,18 +157,32 @@ def _add_optimizer(tree: Tree, model: nn.Module, optimizer: torch.optim.Optimize
             found=f"key {unnamed[0]!r}" if isinstance(unnamed[0], str) else f"key of type {type(unnamed[0]).__name__}",
             fix="Give the state under a parameter, or save it in `state`.",
         )
-    names = {parameter: names[parameter] for parameter in names if parameter in given}
     add_optimizer(
         tree,
-        OPTIMIZER[:1],
+        keys,
         names=names,
         groups=optimizer.param_groups,
         state=optimizer.state,
         parameters={name: parameter for parameter, name in names.items()},
         defaults=optimizer.defaults,
     )
-    tree.entries += OPTIMIZER[:1]
-    tree.optimizer_class = type(optimizer).__name__
+    if keys == OPTIMIZER[:1]:
+        tree.optimizer_class = type(optimizer).__name__
+
+
+def _names_in(modules: Mapping[Keys, nn.Module], given: Collection[nn.Parameter]) -> dict[nn.Parameter, str]:
+    """Return the names of the parameters of an optimizer: those in the first module that has all of them.
+
+    Where none has, a name begins with the keys of the module.
+    """
+    names: dict[nn.Parameter, str] = {}
+    for keys, module in modules.items():
+        own = {parameter: name for parameter, name in parameter_names(module).items() if parameter in given}
+        if len(own) == len(given):
+            return own
+        for parameter, name in own.items():
+            names.setdefault(parameter, ".".join((*keys, name)))
+    return names
 
 
 def _refuse_further_state(optimizer: torch.optim.Optimizer) -> None:

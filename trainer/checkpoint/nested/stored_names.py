@@ -15,6 +15,7 @@ Keys = tuple[str, ...]  # from the outermost; the place in a list is a decimal n
 
 MODEL = "model"
 OPTIMIZER = ("optimizer", "state")
+PER_RANK = "per_rank"  # below it, by the rank's number, what each rank has of its own
 _DIGITS = re.compile("([0-9]+)")
 
 

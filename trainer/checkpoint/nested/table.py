@@ -13,7 +13,7 @@ import xxhash
 
 from trainer.checkpoint.format.box import Box
 from trainer.checkpoint.format.layout import DTYPE_NAMES, DTYPES, TensorKind, TensorSpec
-from trainer.checkpoint.nested.stored_names import order_of
+from trainer.checkpoint.nested.stored_names import PER_RANK, order_of
 from trainer.errors import CheckpointError
 
 _MOST_NAMED = 8
@@ -146,7 +146,7 @@ def join(tables: Mapping[int, Table]) -> JointTable:
     coordinator = tables[min(tables)]
     if coordinator.is_replicated:
         _require_same_tensors(holders, sorted(tables))
-        places = {name: (place,) for place, name in enumerate(coordinator.rows)}
+        places = {name: (place,) for place, name in enumerate(first)}
         specs = tuple(
             sorted((row.spec for _, row in first.values()), key=lambda spec: order_of(spec, places.__getitem__))
         )
@@ -181,6 +181,8 @@ def _require_same_tensors(holders: Mapping[str, Mapping[Box, Sequence[int]]], ra
     """Refuse a tensor of which a rank has no part."""
     problems = []
     for name, boxes in holders.items():
+        if name.startswith(f"/{PER_RANK}/"):
+            continue
         giving = {rank for found in boxes.values() for rank in found}
         lacking = [rank for rank in ranks if rank not in giving]
         if lacking:

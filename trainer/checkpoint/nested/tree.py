@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.nested.numbered import is_optimizer_state, names_of
+from trainer.checkpoint.nested.stateful import Receiver, Stateful, is_stateful, take_out
 from trainer.checkpoint.nested.stored_names import Keys, pointer
 from trainer.checkpoint.nested.typed_values import encode, encode_number, is_unicode
 from trainer.checkpoint.tensors.live import is_dtensor, parameter_names
@@ -71,6 +72,10 @@ class Tree:
         places: the container and the key of each value.
         optimizer_class: the name of the class of the optimizer under `"optimizer"`; None if only its state is given.
         after_load: called at the end of a load.
+        objects: by keys, those with a state of their own, which `add_objects` takes apart.
+        receivers: by JSON Pointer, what takes a state at the end of a load.
+        refers: whether the values have references to the tensors among them, so that a load needs no template.
+        takes_rest: whether a load returns what `state` held under the outermost keys that are not given.
     """
 
     entries: tuple[str, ...]
@@ -81,6 +86,10 @@ class Tree:
     places: dict[str, tuple[_Container, str | int]] = field(default_factory=dict)
     optimizer_class: str | None = None
     after_load: list[Callable[[], None]] = field(default_factory=list)
+    objects: dict[Keys, Stateful] = field(default_factory=dict)
+    receivers: dict[str, Receiver] = field(default_factory=dict)
+    refers: bool = False
+    takes_rest: bool = False
 
     def replace_value(self, where: str, value: object) -> None:
         """Replace a value in its container, after `require_lists`."""
@@ -111,11 +120,12 @@ def as_given(given: object, value: object) -> object:
     return value
 
 
-def take_apart(state_dict: object, *, model: nn.Module | None = None) -> Tree:
+def take_apart(state_dict: object, *, model: nn.Module | None = None, refers: bool = False) -> Tree:
     """Return a nested state dict by leaf; nothing is copied.
 
     Args:
         model: names the parameters of `optimizer.state_dict()`, which have numbers.
+        refers: see `Tree`.
 
     Raises:
         CheckpointError: naming a leaf that cannot be stored, a key above a tensor that is not text, or an optimizer
@@ -123,7 +133,7 @@ def take_apart(state_dict: object, *, model: nn.Module | None = None) -> Tree:
     """
     if not isinstance(state_dict, dict):
         raise CheckpointError("A state dict is a dict", found=type(state_dict).__name__)
-    tree = Tree(tuple(map(str, state_dict)))
+    tree = Tree(tuple(map(str, state_dict)), refers=refers)
     _walk_dict(tree, state_dict, (), model)
     return tree
 
@@ -171,8 +181,12 @@ def _walk(tree: Tree, value: object, keys: Keys, place: tuple[_Container, str | 
             expected=f"at most {_MAX_DEPTH} levels",
             fix="Look for a dict or list in itself.",
         )
-    if isinstance(value, torch.Tensor):
+    if tree.refers and _is_whole(value):
+        add_whole(tree, keys, value)
+    elif isinstance(value, torch.Tensor):
         add_tensor(tree, keys, value)
+    elif is_stateful(value):
+        tree.objects[keys] = value
     elif isinstance(value, dict) and (_has_text_keys(value) or _holds_tensor(value)):
         if type(value) is not dict and not _holds_tensor(value):
             tree.classes[pointer(keys)] = type(value)
@@ -186,6 +200,26 @@ def _walk(tree: Tree, value: object, keys: Keys, place: tuple[_Container, str | 
         _add_value(tree, encode(value, keys), keys, place)
 
 
+def add_whole(tree: Tree, keys: Keys, value: object) -> None:
+    """Add a nested value as one, with references to its tensors.
+
+    Raises:
+        CheckpointError: naming what cannot be stored.
+    """
+    tensors: dict[Keys, torch.Tensor] = {}
+    tree.values[pointer(keys)] = encode(take_out(value, keys, tensors), keys)
+    for inner, tensor in tensors.items():
+        add_tensor(tree, inner, tensor)
+
+
+def _is_whole(value: object) -> bool:
+    """Return whether a value is a tensor, or a list that holds some, of which every rank has all."""
+    leaves = list(leaves_of(value)) if isinstance(value, (torch.Tensor, list, tuple)) else []
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves) and not any(
+        is_stateful(leaf) or (isinstance(leaf, torch.Tensor) and is_dtensor(leaf)) for leaf in leaves
+    )
+
+
 def _add_value(tree: Tree, value: object, keys: Keys, place: tuple[_Container, str | int]) -> None:
     tree.values[pointer(keys)] = value
     tree.places[pointer(keys)] = place
@@ -196,6 +230,7 @@ def _has_text_keys(found: dict[Any, Any]) -> bool:
 
 
 def _take_optimizer(tree: Tree, found: dict[str, Any], keys: Keys, model: nn.Module | None) -> None:
+    refers, tree.refers = tree.refers, False
     names = names_of(found, model, where=pointer(keys) or "the state dict")
     is_numbered = any(isinstance(given, int) for given in names)
     parameters = {} if model is None or not is_numbered else parameter_names(model)
@@ -207,6 +242,7 @@ def _take_optimizer(tree: Tree, found: dict[str, Any], keys: Keys, model: nn.Mod
         state=found["state"],
         parameters={name: parameter for parameter, name in parameters.items()},
     )
+    tree.refers = refers
 
 
 def add_optimizer(
@@ -275,17 +311,18 @@ def add_tensor(tree: Tree, keys: Keys, tensor: torch.Tensor) -> None:
 
 def _holds_tensor(value: object) -> bool:
     try:
-        return any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value))
+        return any(isinstance(leaf, torch.Tensor) or is_stateful(leaf) for leaf in leaves_of(value))
     except RecursionError:
         return False  # it holds itself, which `encode` refuses
 
 
-def _leaves(value: object) -> Iterator[object]:
+def leaves_of(value: object) -> Iterator[object]:
+    """Yield what the lists, tuples and dicts of a nested value hold."""
     if isinstance(value, (list, tuple)):
         for member in value:
-            yield from _leaves(member)
+            yield from leaves_of(member)
     elif isinstance(value, dict):
         for member in value.values():
-            yield from _leaves(member)
+            yield from leaves_of(member)
     else:
         yield value

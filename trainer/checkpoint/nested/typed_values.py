@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,13 @@ DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDi
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _LARGEST_INT = 10**308
 _NUMPY_DTYPE = re.compile("[<|][biufc][0-9]{1,2}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReference:
+    """A tensor within a value, by its stored name."""
+
+    name: str
 
 
 def is_unicode(text: str) -> bool:
@@ -129,6 +137,8 @@ def _encoded_scalar(value: object, keys: Sequence[str]) -> Any:
             return _tagged("complex", [_encode(value.real, keys), _encode(value.imag, keys)])
         case bytes() | bytearray() if type(value) in (bytes, bytearray):
             return _tagged(type(value).__name__, value.hex())
+        case TensorReference():
+            return _tagged("tensor", value.name)
         case torch.dtype():
             return _tagged("torch.dtype", str(value).removeprefix("torch."))
         case torch.device():
@@ -184,6 +194,12 @@ def _complex(content: Any) -> complex:
     return complex(real, imaginary)
 
 
+def _reference(name: Any) -> TensorReference:
+    if not isinstance(name, str):
+        raise TypeError(f"{type(name).__name__} is no name")
+    return TensorReference(name)
+
+
 def _listed(content: Any) -> list[Any]:
     if not isinstance(content, list):
         raise TypeError(f"{type(content).__name__} is no list")
@@ -200,6 +216,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "complex": _complex,
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
+    "tensor": _reference,
     "torch.dtype": _dtype,
     "torch.device": torch.device,
     "torch.version": TorchVersion,

@@ -1,0 +1,94 @@
+"""What each rank has of its own: random state, positions, objects; on two ranks, and loaded on one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.test_ranks_that_disagree import process_group, refused
+from tests.harness import call_on_ranks
+from trainer.checkpoint import AsyncSaver, load, save
+from trainer.checkpoint.nested.calls import _known
+from trainer.errors import MismatchError
+
+
+class Position:
+    """A sampler's position, with a tensor of its generator."""
+
+    def __init__(self, at: int) -> None:
+        self.state: dict[str, Any] = {"at": at, "generator": torch.full((3,), at)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def run(function: Callable[[list[str]], None], folder: Path) -> str:
+    ended = call_on_ranks(function, [str(folder)], folder=folder / "ranks", ranks=2, timeout_s=60.0)
+    assert ended.ok, ended.text
+    return ended.text
+
+
+def draws() -> list[float]:
+    return [random.random(), *torch.rand(2).tolist()]
+
+
+def go_on(arguments: list[str]) -> None:
+    """Save twice in the background, load, and see that each rank has its own back."""
+    folder = Path(arguments[0])
+    with process_group() as rank:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        torch.manual_seed(rank)
+        random.seed(rank)
+        position, expected = Position(10 + rank), {}
+        with AsyncSaver(folder / "saves") as saver:
+            for iteration in (1, 2):
+                position.state["at"] += 1
+                saver.save(iteration, model, per_rank={"position": position, "seen": [rank] * iteration}, rng=True)
+                expected = {"at": position.state["at"], "draws": draws()}
+        target, own = Position(0), {"seen": [0]}
+        load(folder / "saves", model, per_rank=own | {"position": target}, rng=True)
+        assert (target.state["at"], draws()) == (expected["at"], expected["draws"])
+        assert target.state["generator"].tolist() == [10 + rank] * 3
+        load(folder / "saves", model, per_rank=(given := {"seen": [0], "position": Position(0)}), strict=False)
+        assert given["seen"] == [rank, rank]
+        assert load(folder / "saves", model) == {"iteration": 2}
+        assert load(folder / "none", model, per_rank=own, missing_ok=True) == {"iteration": 0}
+        assert own == {"seen": [0]}
+
+
+def disagree(arguments: list[str]) -> None:
+    with process_group() as rank:
+        model = nn.Linear(2, 2)
+        nn.init.ones_(model.weight)
+        nn.init.ones_(model.bias)
+        refused(lambda: save(arguments[0], model, iteration=1, state={"sampler": Position(rank)}))
+        refused(lambda: save(arguments[0], model, iteration=1, state={"long": [rank] * 1000}))
+        refused(lambda: save(arguments[0], model, iteration=1, state={"draw": torch.tensor(rank)}))
+
+
+def test_each_rank_has_its_own_back(tmp_path: Path) -> None:
+    run(go_on, tmp_path)
+    _known.clear()
+    with pytest.raises(MismatchError, match=r"expected 1 ranks, as those that load, found 2 ranks"):
+        load(tmp_path / "saves", nn.Linear(2, 2), rng=True)
+    assert load(tmp_path / "saves", nn.Linear(2, 2)) == {"iteration": 2}
+
+
+def test_objects_that_differ_by_rank_are_refused_by_name(tmp_path: Path) -> None:
+    lines = [line for line in run(disagree, tmp_path).splitlines() if line.startswith("[")]
+    for about in ("/sampler", "/long", "/draw"):
+        found = [line for line in lines if about in line]
+        assert len(found) == 2, lines
+        assert all(len(line) < 1200 for line in found)
+    assert sum("in `per_rank`" in line for line in lines) == 4
+    assert not list(tmp_path.glob("iter_*"))
