@@ -304,6 +304,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: {"a": [itself()]}, r"nested too deeply \(/a\)"),
     (lambda: {"model": {"rotary": torch.zeros(2, dtype=torch.complex64)}}, r"rotary.*complex64"),
     (lambda: {"s": torch.eye(2).to_sparse()}, r"not plain memory \(/s\)"),
+    (lambda: {"n": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}, r"memory \(/n\).*a nested tensor"),
     (lambda: {"e": torch.zeros(1).expand(3)}, r"share memory \(/e\)"),
     (lambda: {"m": torch.zeros(1, device="meta")}, r"no memory \(/m\)"),
     (lambda: [torch.ones(1)], r"A state dict is a dict, found list"),

@@ -28,10 +28,10 @@ def check_memory(name: str, local: torch.Tensor) -> None:
     """Refuse a tensor that is not strided memory with separate bytes for each element.
 
     Raises:
-        CheckpointError: naming a sparse or quantized tensor, or one whose elements share memory.
+        CheckpointError: naming a sparse, nested or quantized tensor, or one whose elements share memory.
     """
-    if local.layout is not torch.strided or local.is_quantized:
-        kind = local.dtype if local.is_quantized else local.layout
+    if local.layout is not torch.strided or local.is_quantized or local.is_nested:
+        kind = "a nested tensor" if local.is_nested else local.dtype if local.is_quantized else local.layout
         fix = "Keep it out of the state, or store its parts as tensors of their own."
         raise CheckpointError(
             "A tensor is not plain memory", where=name, expected="a strided tensor of numbers", found=kind, fix=fix
