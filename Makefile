@@ -4,9 +4,9 @@ PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Many tests mostly wait for processes: pytest-xdist deals their files out to two, in the order of the folders. So the
-# files of few long tests come first, and the two end together on files of many short ones.
-SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+# Many tests mostly wait for processes: pytest-xdist deals their files out to three, the longest by tests/times.json
+# first, so that all end together on files of many short tests.
+SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
 # Tests and benchmarks start many processes, which read the bytecode that the first of them wrote.
 unexport PYTHONDONTWRITEBYTECODE
