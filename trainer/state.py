@@ -142,9 +142,8 @@ def build_part(
     live = [tensor for tensor in shards if tensor.spec.name in parameters]
     pairs = [(tensor, local_of(parameters[tensor.spec.name])) for tensor in live]
     plain = [(tensor, local) for tensor, local in pairs if not is_dtensor(parameters[tensor.spec.name])]
-    # The parameters that FSDP2 gathers have the alignment of torch's allocator, and sums in products depend on it.
-    alignment = _ALIGNMENT if is_invariant else 1
-    for name, memory in zeros_like_files(plain, ("",), layout, alignment=alignment).items():
+    # Sums in products depend on the alignment: it is that of torch's allocator, as of what FSDP2 gathers.
+    for name, memory in zeros_like_files(plain, ("",), layout, alignment=_ALIGNMENT).items():
         parameters[name].data = memory.copy_(parameters[name].data)
     keys = dict.fromkeys(tensor.key for tensor in state_tensors(section.name, config, frozen) if tensor.stored.shape)
     zeros = zeros_like_files(pairs, [f"{key}." for key in keys], layout)

@@ -1,4 +1,4 @@
-"""With `is_invariant` the memory of the parameters has one alignment, on which sums in products depend."""
+"""The memory of the parameters has one alignment, on which sums in products depend, at any size of the files."""
 
 from __future__ import annotations
 
@@ -49,11 +49,10 @@ def model_of(config: ModelConfig, dtype: torch.dtype) -> Model:
     return model
 
 
-def laid_out(config: ModelConfig, dtype: torch.dtype, *, file_bytes: int, is_invariant: bool) -> Model:
+def laid_out(config: ModelConfig, dtype: torch.dtype, *, file_bytes: int) -> Model:
     """Return the same model in the memory of a rank that holds it whole."""
     model = model_of(config, dtype)
-    section = OptimizerSection()
-    build_part(config, model, section, grid=Grid.flat(1), file_bytes=file_bytes, is_invariant=is_invariant)
+    build_part(config, model, OptimizerSection(), grid=Grid.flat(1), file_bytes=file_bytes)
     return model
 
 
@@ -77,13 +76,6 @@ def test_bits_depend_on_no_place_in_a_file(family: str, rank: int, dtype: torch.
     for rows, length in ((1, 1), (1, 3), (2, 3), (3, 1)):
         expected = bits(model_of(config, dtype), rows=rows, length=length)
         for file_bytes in LAYOUTS:
-            model = laid_out(config, dtype, file_bytes=file_bytes, is_invariant=True)
+            model = laid_out(config, dtype, file_bytes=file_bytes)
             assert bits(model, rows=rows, length=length) == expected
             assert alignments(model.parameters()) == {0}
-
-
-@pytest.mark.parametrize(("family", "rank"), CASES)
-def test_without_it_parameters_lie_at_any_alignment(family: str, rank: int) -> None:
-    config = replace(ODD[family], lora=LoraConfig(rank=rank, alpha=2.0))
-    model = laid_out(config, torch.float32, file_bytes=1 << 30, is_invariant=False)
-    assert alignments(model.parameters()) > {0}
