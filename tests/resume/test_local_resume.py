@@ -169,16 +169,18 @@ def test_a_run_whose_folder_is_deleted_does_not_go_on_unasked(tmp_path: Path, wh
     assert tensor_files(local / "iter_0000006") == tensor_files(whole / "checkpoints/iter_0000006")
 
 
+def stopped_at_3(folder: Path) -> tuple[Path, Path, list[str]]:
+    """Return a run, its local folder and its overrides; it saved 2 in the shared folder, and 3 in both."""
+    run, local = folder / "run", folder / "local"
+    local_saves = [f"checkpoint.local.dir={local}", "checkpoint.local.save_interval=1"]
+    overrides = [*BASE, "checkpoint.save_interval=2", *local_saves]
+    run_ok(run, [*overrides, "train.exit_interval=3"])
+    return run, local, overrides
+
+
 @pytest.mark.slow
 def test_shared_checkpoints_name_the_run_whose_record_is_lost(tmp_path: Path, whole: Path) -> None:
-    run, local = tmp_path / "run", tmp_path / "local"
-    overrides = [
-        *BASE,
-        "checkpoint.save_interval=2",
-        f"checkpoint.local.dir={local}",
-        "checkpoint.local.save_interval=1",
-    ]
-    run_ok(run, [*overrides, "train.exit_interval=3"])
+    run, local, overrides = stopped_at_3(tmp_path)
     first = run_member(local / "iter_0000003")
     (run / "run.json").unlink()
     ended = run_ok(run, overrides)
@@ -189,14 +191,7 @@ def test_shared_checkpoints_name_the_run_whose_record_is_lost(tmp_path: Path, wh
 
 @pytest.mark.slow
 def test_a_damaged_record_of_a_run_is_made_anew(tmp_path: Path, whole: Path) -> None:
-    run, local = tmp_path / "run", tmp_path / "local"
-    overrides = [
-        *BASE,
-        "checkpoint.save_interval=2",
-        f"checkpoint.local.dir={local}",
-        "checkpoint.local.save_interval=1",
-    ]
-    run_ok(run, [*overrides, "train.exit_interval=3"])
+    run, local, overrides = stopped_at_3(tmp_path)
     good = (run / "run.json").read_bytes()
     for path in (run / "run.json", local / "run.json"):
         path.write_bytes(good.replace(b"began_at", b"begun_at"))

@@ -12,17 +12,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from trainer.checkpoint.format.box import Box, intersect
 from trainer.checkpoint.storage.patience import failed_read
@@ -39,25 +30,24 @@ def _strided(*_: object) -> torch.layout:
     return torch.strided
 
 
-def _memory_format(number: object) -> _MEM_FORMAT_ENCODING:
+def _memory_format(number: object) -> dcp._MEM_FORMAT_ENCODING:
     if type(number) is not int:
         raise PickleProblem("a memory format that is no number")
-    return _MEM_FORMAT_ENCODING(number)
+    return dcp._MEM_FORMAT_ENCODING(number)
 
 
-_METADATA = "torch.distributed.checkpoint.metadata"
 _CLASSES = (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
+    dcp.BytesStorageMetadata,
+    dcp.ChunkStorageMetadata,
+    dcp.Metadata,
+    dcp.MetadataIndex,
+    dcp.StorageMeta,
+    dcp.TensorProperties,
+    dcp.TensorStorageMetadata,
 )
 _ADMITTED: Mapping[tuple[str, str], Any] = {
-    **{(_METADATA, found.__name__): found for found in _CLASSES},
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _memory_format,
+    **{(dcp.__name__, found.__name__): found for found in _CLASSES},
+    (dcp.__name__, "_MEM_FORMAT_ENCODING"): _memory_format,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch.serialization", "_get_layout"): _strided,
 }
@@ -101,18 +91,18 @@ def _with_plans(module: str, name: str) -> Any:
     if module in _PLAN_MODULES and name in _PLANS:
         return _Discarded
     if (module, name) == (_PLAN_MODULES[1], "MCoreMetadata"):
-        return Metadata
+        return dcp.Metadata
     return _admitted(module, name)
 
 
 def _is_key(key: object) -> bool:
     """Return whether a value is the place of a chunk, whose hash is quickly made."""
-    if not isinstance(key, MetadataIndex) or type(getattr(key, "fqn", None)) is not str:
+    if not isinstance(key, dcp.MetadataIndex) or type(getattr(key, "fqn", None)) is not str:
         return False
     return key.offset is None or isinstance(key.offset, torch.Size)
 
 
-def read_metadata(file: Path, *, with_plans: bool = False) -> Metadata:
+def read_metadata(file: Path, *, with_plans: bool = False) -> dcp.Metadata:
     """Return the metadata in a file.
 
     Args:
@@ -146,12 +136,12 @@ def read_metadata(file: Path, *, with_plans: bool = False) -> Metadata:
             found=str(error) if data else "an empty file",
             fix="It is damaged, or its writer was killed; import another checkpoint.",
         ) from None
-    if not isinstance(metadata, Metadata):
+    if not isinstance(metadata, dcp.Metadata):
         raise CheckpointError("A DCP metadata file holds something else", where=file, found=type(metadata).__name__)
     return metadata
 
 
-def unsound(metadata: Metadata) -> Iterable[str]:
+def unsound(metadata: dcp.Metadata) -> Iterable[str]:
     """Yield problems of the metadata: types, and tensors that their chunks do not fill."""
     table, storage = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
     if not isinstance(table, dict) or not isinstance(storage, dict):
@@ -160,32 +150,32 @@ def unsound(metadata: Metadata) -> Iterable[str]:
     for key, entry in table.items():
         if not isinstance(key, str):
             yield f"a key is no string: {shown(key)}"
-        elif isinstance(entry, TensorStorageMetadata):
+        elif isinstance(entry, dcp.TensorStorageMetadata):
             problem = _unsound_tensor(key, entry, storage)
             if problem is not None:
                 yield f"{key}: {problem}"
-        elif not isinstance(entry, BytesStorageMetadata):
+        elif not isinstance(entry, dcp.BytesStorageMetadata):
             yield f"{key}: neither a tensor nor bytes"
-        elif MetadataIndex(key) not in storage:
+        elif dcp.MetadataIndex(key) not in storage:
             yield f"{key}: lies nowhere"
 
 
-def _unsound_tensor(key: str, entry: TensorStorageMetadata, storage: dict[Any, Any]) -> str | None:
+def _unsound_tensor(key: str, entry: dcp.TensorStorageMetadata, storage: dict[Any, Any]) -> str | None:
     size, chunks = getattr(entry, "size", None), getattr(entry, "chunks", None)
     properties = getattr(entry, "properties", None)
-    if not (_is_size(size) and isinstance(chunks, list) and isinstance(properties, TensorProperties)):
+    if not (_is_size(size) and isinstance(chunks, list) and isinstance(properties, dcp.TensorProperties)):
         return "no size, chunks or properties"
     if not isinstance(getattr(properties, "dtype", None), torch.dtype):
         return "no dtype"
     filled = dict[tuple[int, ...], tuple[int, ...]]()
     for chunk in chunks:
         offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
-        if not (isinstance(chunk, ChunkStorageMetadata) and _is_size(offsets) and _is_size(sizes)):
+        if not (isinstance(chunk, dcp.ChunkStorageMetadata) and _is_size(offsets) and _is_size(sizes)):
             return "a chunk without an offset and a size"
         inside = zip(offsets, sizes, size, strict=False)
         if not len(offsets) == len(sizes) == len(size) or any(o + s > n for o, s, n in inside):
             return f"a chunk at {list(offsets)} of shape {list(sizes)} is not inside {list(size)}"
-        info = storage.get(MetadataIndex(key, offsets))
+        info = storage.get(dcp.MetadataIndex(key, offsets))
         if info is None:
             return f"the chunk at {list(offsets)} lies nowhere"
         length, expected = getattr(info, "length", None), math.prod(sizes) * properties.dtype.itemsize
