@@ -14,10 +14,13 @@ from trainer.checkpoint import AsyncSaver, load
 def main(folder: Path, iterations: int = 12) -> None:
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    model: Any = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 1))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
-    parallel, wrapped = accelerator.prepare(model, optimizer)
-    start = load(folder, model, optimizer, missing_ok=True)["iteration"]
+    schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, iterations)
+    parallel, wrapped, schedule = accelerator.prepare(model, optimizer, schedule)
+    torch.manual_seed(accelerator.process_index)
+    state = {"schedule": schedule}
+    start = load(folder, model, optimizer, state=state, rng=True, missing_ok=True)["iteration"]
     with AsyncSaver(folder, max_checkpoint_keep=2) as saver:
         for iteration in range(start + 1, iterations + 1):
             seed = iteration * accelerator.num_processes + accelerator.process_index
@@ -25,10 +28,11 @@ def main(folder: Path, iterations: int = 12) -> None:
             loss = (parallel(x) - x.sum(1, keepdim=True)).square().mean()
             accelerator.backward(loss)
             wrapped.step()
+            schedule.step()
             wrapped.zero_grad()
             print(iteration, loss.item().hex(), flush=True)
             if iteration % 2 == 0:
-                saver.save(iteration, model, optimizer)
+                saver.save(iteration, model, optimizer, state=state, rng=True)
     accelerator.end_training()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
+import random
 import runpy
 import signal
 import sys
@@ -11,6 +12,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from tests import ROOT
 from tests.harness import call_on_ranks, started, tensor_files
 
 EXAMPLES = ROOT / "examples"
-RANKS = {"plain_loop": 1, "pipeline": 2}
+RANKS = {"plain_loop": 1, "whole_loop": 1, "pipeline": 2}
 SLOW = {"nested_state": 1, "fsdp2": 2, "ddp_batchnorm": 2, "hf_trainer": 1, "accelerate_loop": 2}
 NEED_ACCELERATE = ("hf_trainer", "accelerate_loop")
 ITERATIONS, KILLED_AFTER = 12, 7
@@ -29,6 +31,8 @@ def run_example(arguments: list[str]) -> None:
     """Run an example as a program, and stand still for good after it has printed an iteration, if one is named."""
     name, folder, last = arguments
     torch.set_num_threads(1)
+    random.seed(0)
+    np.random.seed(0)
     sys.argv = [name, folder]
     show = builtins.print
 

@@ -1,0 +1,57 @@
+"""A loop of one's own, killed at random and started again, has the bits of an unbroken one, in a few lines."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.resume import torch_save_loop
+from tests.resume.killed_loop import Loop, kill_at_random
+
+FORKED, SPAWNED = Loop("whole_loop", ("fork",)), Loop("whole_loop", ("spawn",))
+ACCELERATED = Loop("accelerate_loop", ranks=2)
+SLOW = {"spawned workers": SPAWNED, "two ranks of accelerate": ACCELERATED}
+LOOPS = {"forked workers": FORKED, **SLOW}
+
+
+def require(loop: Loop) -> None:
+    if loop is ACCELERATED and importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+
+
+def test_a_killed_loop_with_workers_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    assert kill_at_random(FORKED, tmp_path, kills=3, iterations=14).kills == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_other_killed_loops_go_on_bit_for_bit(tmp_path: Path, name: str) -> None:
+    require(SLOW[name])
+    assert kill_at_random(SLOW[name], tmp_path, kills=3, iterations=14).kills == 3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", LOOPS)
+def test_fifty_kills_lose_no_bit(tmp_path: Path, name: str) -> None:
+    require(LOOPS[name])
+    tally = kill_at_random(LOOPS[name], tmp_path, kills=50, iterations=120, seed=1)
+    print(name, tally)
+    assert tally.kills == 50
+    assert tally.in_saves
+
+
+def code(path: Path) -> list[str]:
+    """Return the lines of a program without its docstring and indentation."""
+    return [line.strip() for line in path.read_text().splitlines()[1:] if line.strip()]
+
+
+def test_saving_costs_fewer_lines_than_torch_save() -> None:
+    ours = code(ROOT / "examples" / "whole_loop.py")
+    others = code(Path(torch_save_loop.__file__))
+    changes = [line[0] for line in difflib.ndiff(ours, others)]
+    assert changes.count("-") == 5
+    assert changes.count("+") >= 12
