@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.checkpoint.format.layout import TensorSpec
 from trainer.checkpoint.loading.reader import Checkpoint
 from trainer.checkpoint.tensors.live import local_of
 from trainer.errors import MismatchError
@@ -36,7 +35,9 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) ->
         )
 
 
-def zeros_for(parameter: nn.Parameter, key: str, spec: TensorSpec, *, on_device: bool, where: Path) -> torch.Tensor:
+def zeros_for(
+    parameter: nn.Parameter, key: str, shape: tuple[int, ...], name: str, *, on_device: bool, where: Path
+) -> torch.Tensor:
     """Return zeros for what a checkpoint has as `key` of a parameter, placed as optimizers place it.
 
     Args:
@@ -47,15 +48,15 @@ def zeros_for(parameter: nn.Parameter, key: str, spec: TensorSpec, *, on_device:
             that optimizers keep: memory is not for the asking.
     """
     most = max(parameter.numel(), max(parameter.shape, default=1) ** 2)
-    if math.prod(spec.shape) > most:
+    if math.prod(shape) > most:
         raise MismatchError(
             "The checkpoint has optimizer state that is too large for its parameter",
-            where=f"{where}, tensor {spec.name}",
+            where=f"{where}, tensor {name}",
             expected=f"at most {most} elements",
-            found=f"shape {list(spec.shape)}",
+            found=f"shape {list(shape)}",
             fix="Load the model alone.",
         )
-    if spec.shape == tuple(parameter.shape) and key != "step":
+    if shape == tuple(parameter.shape) and key != "step":
         return torch.zeros_like(parameter.detach())
     device = local_of(parameter).device if on_device else torch.device("cpu")
-    return torch.zeros(spec.shape, dtype=torch.float32, device=device)
+    return torch.zeros(shape, dtype=torch.float32, device=device)

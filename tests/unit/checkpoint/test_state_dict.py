@@ -302,10 +302,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: {"model": Odd()}, r"neither a tensor nor of a type.* \(/model\).*object of Odd.*Give its state_dict\(\)"),
     (lambda: {"in": itself()}, r"nested too deeply \(/in/in/in/in/\.\.\.\)"),
     (lambda: {"a": [itself()]}, r"nested too deeply \(/a\)"),
-    (lambda: {"model": {"rotary": torch.zeros(2, dtype=torch.complex64)}}, r"rotary.*complex64"),
+    (lambda: {"model": {"rotary": torch.empty(2, dtype=torch.uint4)}}, r"dtype.*rotary.*uint4"),
     (lambda: {"s": torch.eye(2).to_sparse()}, r"not plain memory \(/s\)"),
     (lambda: {"n": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}, r"memory \(/n\).*a nested tensor"),
-    (lambda: {"e": torch.zeros(1).expand(3)}, r"share memory \(/e\)"),
+    (lambda: {"e": torch.zeros(4).as_strided((3, 2), (1, 1))}, r"share memory \(/e\)"),
     (lambda: {"m": torch.zeros(1, device="meta")}, r"no memory \(/m\)"),
     (lambda: [torch.ones(1)], r"A state dict is a dict, found list"),
     (

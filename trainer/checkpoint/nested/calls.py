@@ -99,7 +99,7 @@ def fill(
     with call.preparing():
         require_path(path)
         tree = make_tree()
-        tree.require_lists()
+        tree.prepare_load()
         held = hold(tree)
         table = held.table(tree, ())
     joint, _ = agree_on_state(call, table, NestedValues(), known_tables("load", channel))

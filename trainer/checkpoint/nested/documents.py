@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.format.names import FORMAT, STATE
@@ -32,23 +34,24 @@ class NestedValues:
             group in the list of the rank that gave it, where it is another one here.
         optimizer: the class of `/optimizer`; None if only its state dict is known.
         classes: by JSON Pointer, a key of `DICTS` for each dict that is no plain one.
+        dtypes: by stored name, the dtype of each tensor that the files hold in another one.
     """
 
     values: Json = field(default_factory=dict)
     groups: Mapping[str, list[Json]] = field(default_factory=dict)
     optimizer: str | None = None
     classes: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the message to another rank."""
-        members = {"values": self.values, "groups": dict(self.groups), "classes": dict(self.classes)}
-        return json_file.to_bytes({**members, "optimizer": self.optimizer})
+        names = {"optimizer": self.optimizer, "classes": dict(self.classes), "dtypes": dict(self.dtypes)}
+        return json_file.to_bytes({"values": self.values, "groups": dict(self.groups), **names})
 
     @staticmethod
     def from_bytes(data: bytes) -> NestedValues:
         """Return the values in a message."""
-        found = json_file.parse(data, where="a message")
-        return NestedValues(found["values"], found["groups"], found["optimizer"], found["classes"])
+        return NestedValues(**json_file.parse(data, where="a message"))
 
     def document(self, iteration: int) -> Json:
         """Return the state file of a checkpoint."""
@@ -56,8 +59,9 @@ class NestedValues:
         document: Json = {"format": FORMAT, "iteration": iteration, "groups": groups.pop(_OPTIMIZER, [])}
         if self.optimizer is not None:
             document["optimizer"] = {"name": self.optimizer}
-        classes = {"classes": dict(self.classes)} if self.classes else {}
-        return {**document, STATE_DICT: {"values": self.values, "groups": groups, **classes}}
+        further = {"classes": dict(self.classes), "dtypes": dict(self.dtypes)}
+        given = {key: members for key, members in further.items() if members}
+        return {**document, STATE_DICT: {"values": self.values, "groups": groups, **given}}
 
     def value(self, where: str) -> Any:
         """Return the value at a JSON Pointer; an empty dict has its class."""
@@ -126,7 +130,7 @@ def values_of(tree: Tree) -> NestedValues:
         for where, found in tree.optimizers.items()
     }
     classes = {where: _CLASS_NAMES[kind] for where, kind in tree.classes.items() if kind in _CLASS_NAMES}
-    return NestedValues(tree.values, groups, tree.optimizer_class, classes)
+    return NestedValues(tree.values, groups, tree.optimizer_class, classes, tree.dtypes)
 
 
 def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
@@ -139,15 +143,17 @@ def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
     groups: dict[str, list[Json]] = {}
     of_parameter: dict[tuple[str, str], tuple[int, Json]] = {}
     classes: dict[str, tuple[int, str]] = {}
+    dtypes: dict[str, tuple[int, str]] = {}
     first_rank = min(by_rank)
     optimizer = by_rank[first_rank].optimizer
     for rank, given in sorted(by_rank.items()):
         if given.optimizer != optimizer:
             raise _differs(_OPTIMIZER, (first_rank, optimizer), (rank, given.optimizer))
-        for where, name in given.classes.items():
-            first, known = classes.setdefault(where, (rank, name))
-            if known != name:
-                raise _differs(where, (first, known), (rank, name))
+        for joined, names in ((classes, given.classes), (dtypes, given.dtypes)):
+            for where, name in names.items():
+                first, known = joined.setdefault(where, (rank, name))
+                if known != name:
+                    raise _differs(where, (first, known), (rank, name))
         for where, value in given.values.items():
             first, known = values.setdefault(where, (rank, value))
             if _text(known) != _text(value):
@@ -162,8 +168,11 @@ def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
                         raise _differs(f"{where}/param_groups, {name}", (first, numbers), (rank, group["numbers"]))
                 if _text(group | {"place": None}) not in texts:
                     known_groups.append(group if place == len(known_groups) else {**group, "place": place})
-    joined = {where: value for where, (_, value) in values.items()}
-    return NestedValues(joined, groups, optimizer, {where: name for where, (_, name) in classes.items()})
+    return NestedValues(_without_ranks(values), groups, optimizer, _without_ranks(classes), _without_ranks(dtypes))
+
+
+def _without_ranks(joined: Mapping[str, tuple[int, Any]]) -> Json:
+    return {where: value for where, (_, value) in joined.items()}
 
 
 def read_values(checkpoint: Checkpoint) -> NestedValues:
@@ -178,14 +187,17 @@ def read_values(checkpoint: Checkpoint) -> NestedValues:
         raise _malformed(checkpoint, "user", user)
     nested = state.get(STATE_DICT, {"values": _pointers(user), "groups": {}})
     members = nested if isinstance(nested, dict) else {}
-    values, groups, classes = members.get("values"), members.get("groups"), members.get("classes", {})
+    values, groups = members.get("values"), members.get("groups")
+    classes, dtypes = members.get("classes", {}), members.get("dtypes", {})
     if (
         not isinstance(values, dict)
         or not isinstance(groups, dict)
         or not isinstance(classes, dict)
+        or not isinstance(dtypes, dict)
         or not _is_tree([*values, *groups], values)
         or "" in values
         or not all(isinstance(name, str) and name in DICTS for name in classes.values())
+        or not all(isinstance(getattr(torch, str(name), None), torch.dtype) for name in dtypes.values())
     ):
         raise _malformed(checkpoint, STATE_DICT, nested)
     groups = {**groups, _OPTIMIZER: state.get("groups", [])}
@@ -196,7 +208,7 @@ def read_values(checkpoint: Checkpoint) -> NestedValues:
     for where, value in values.items():
         if not _is_readable(value, decode):
             raise _malformed(checkpoint, f"{STATE_DICT}.values of {where}", value)
-    return NestedValues(values, {where: found for where, found in groups.items() if found}, classes=classes)
+    return NestedValues(values, {where: found for where, found in groups.items() if found}, None, classes, dtypes)
 
 
 def _is_tree(pointers: Sequence[str], values: Json) -> bool:

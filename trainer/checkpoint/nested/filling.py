@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from trainer.checkpoint.nested.table import JointTable
 from trainer.checkpoint.nested.tree import ParameterGroup, Tree
 from trainer.checkpoint.nested.typed_values import decode_number
 from trainer.checkpoint.optimizer_state import zeros_for
+from trainer.checkpoint.tensors.file_form import in_memory, resolve
 from trainer.checkpoint.tensors.live import Grid, LiveTensor, is_dtensor, locate
 from trainer.errors import MismatchError
 
@@ -69,7 +70,7 @@ class Filling:
         taken = {checkpoint.manifest.aliases.get(name, name) for name in names}
         values = by_leaf(values, joint.values)
         self.made = {where: {} for where in self.tree.optimizers}
-        made += list(self._make_tensors(checkpoint))
+        made += list(self._make_tensors(checkpoint, values))
         self._make_values(values)
         asked = {
             where
@@ -90,6 +91,7 @@ class Filling:
             replace(tensor, spec=replace(tensor.spec, name=other_names.get(tensor.spec.name, tensor.spec.name)))
             for tensor in self.tensors
         ]
+        _require_dtypes(checkpoint, self.tree.dtypes, values.dtypes, [tensor.spec.name for tensor in tensors])
         self.matched = match(
             checkpoint,
             [*tensors, *made],
@@ -108,6 +110,7 @@ class Filling:
             is_first: whether this is the one rank that logs what is the same on all.
         """
         values = by_leaf(read_values(checkpoint), self.joint.values)
+        self.tree.put_tensors(self.matched.missing)
         for where in self.tree.values:
             if where in self.whole:
                 self.tree.replace_value(where, put_back(self.whole[where], self.allocated))
@@ -156,8 +159,19 @@ class Filling:
             by_name = {stored_name(keys)[1]: tensor for keys, tensor in given.items()}
             for name in names:
                 spec = places[aliases.get(name, name)].spec
-                self.allocated[name] = _tensor_for(spec, by_name.get(name))
-                yield from _alone(replace(spec, name=name), self.allocated[name])
+                stored, self.allocated[name] = self._tensor_for(spec, values.dtypes.get(name), by_name.get(name))
+                yield from _alone(replace(spec, name=name), stored)
+
+    def _tensor_for(
+        self, spec: TensorSpec, dtype: str | None, given: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tensor to fill, and the same in memory: a DTensor of an object, or a new one on its device."""
+        if given is not None and is_dtensor(given) and (form := resolve(given, spec.name)) is not None:
+            self.tree.after_load += [] if form.copy_back is None else [form.copy_back]
+            return form.tensor, given.detach()
+        device = torch.device("cpu") if given is None or given.is_meta else given.device
+        stored = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        return stored, in_memory(stored, dtype)
 
     def _other_names(self, checkpoint: Checkpoint) -> dict[str, str]:
         """Return, for tied tensors that the checkpoint does not have under their first name, another that it has."""
@@ -187,7 +201,7 @@ class Filling:
                 lacking = group.numbers.keys() - numbers.keys() - group.defaults
                 yield from (at + pointer((key,)) for key in group.numbers if key in lacking)
 
-    def _make_tensors(self, checkpoint: Checkpoint) -> Iterator[LiveTensor]:
+    def _make_tensors(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
         """Make the tensors that an optimizer lacks, as before its first step."""
         for where, optimizer in self.tree.optimizers.items():
             on_device = any(g.given.get("fused") or g.given.get("capturable") for g in optimizer.groups)
@@ -195,9 +209,13 @@ class Filling:
                 *parents, name, key = ("", *keys_of(spec.kind, spec.name))
                 if pointer(parents[1:]) == f"{where}/state" and optimizer.lacks(name, key):
                     parameter = optimizer.parameters[name]
-                    made = zeros_for(parameter, key, spec, on_device=on_device, where=checkpoint.path)
+                    dtype = values.dtypes.get(spec.name)
+                    shape = spec.shape[:-1] if dtype is not None and getattr(torch, dtype).is_complex else spec.shape
+                    made = zeros_for(parameter, key, shape, spec.name, on_device=on_device, where=checkpoint.path)
                     self.made[where][name, key] = made
-                    yield from _alone(spec, made)
+                    resolved = resolve(made, spec.name)
+                    assert resolved is not None
+                    yield from _alone(spec, resolved.tensor)
 
     def _make_values(self, values: NestedValues) -> None:
         for where, optimizer in self.tree.optimizers.items():
@@ -205,6 +223,27 @@ class Filling:
                 *parents, name, key = ("", *keys_of_pointer(at))
                 if pointer(parents[1:]) == f"{where}/state" and optimizer.lacks(name, key):
                     self.made[where][name, key] = value
+
+
+def _require_dtypes(
+    checkpoint: Checkpoint, given: Mapping[str, str], saved: Mapping[str, str], names: Sequence[str]
+) -> None:
+    """Refuse tensors of one form in files whose dtypes differ in memory.
+
+    Args:
+        names: of the tensors to fill.
+    """
+    places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
+    stored = [(name, aliases.get(name, name)) for name in names]
+    for name, at in stored:
+        if at in places and given.get(name) != saved.get(at):
+            dtype = str(places[at].spec.dtype).removeprefix("torch.")
+            raise MismatchError(
+                "A tensor has another dtype in the checkpoint",
+                where=f"{checkpoint.path}, {name}",
+                expected=given.get(name, dtype),
+                found=saved.get(at, dtype),
+            )
 
 
 def _group(where: str, number: int) -> str:
@@ -260,14 +299,6 @@ class _SavedGroups:
 def _is_below(where: str, others: Collection[str]) -> bool:
     keys = keys_of_pointer(where)
     return any(pointer(keys[:count]) in others for count in range(1, len(keys)))
-
-
-def _tensor_for(spec: TensorSpec, given: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor to fill: a DTensor that an object has, or a new one on the device where the object has it."""
-    if given is not None and is_dtensor(given):
-        return given.detach()
-    device = torch.device("cpu") if given is None or given.is_meta else given.device
-    return torch.empty(spec.shape, dtype=spec.dtype, device=device)
 
 
 def _alone(spec: TensorSpec, tensor: torch.Tensor) -> Iterator[LiveTensor]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer.checkpoint.format.layout import TensorKind, refuse_unstorable
+from trainer.checkpoint.format.box import Box
+from trainer.checkpoint.format.layout import TensorKind, TensorSpec, refuse_unstorable
 from trainer.checkpoint.nested.stored_names import Keys, stored_name
 from trainer.checkpoint.nested.table import JointTable, Table, TableRow
 from trainer.checkpoint.nested.tree import Tree
@@ -72,13 +73,20 @@ def hold(tree: Tree) -> HeldTensors:
             _put(aliases, live, name, keys)
             aliases[name] = known[identity]
             continue
-        for found in locate(kind, name, tensor, grid=Grid.flat(1)):
+        part = tree.parts.get(keys)
+        for found in (
+            locate(kind, name, tensor, grid=Grid.flat(1)) if part is None else [_part(kind, name, local, *part)]
+        ):
             _put(live, aliases, name, keys)
             live[name] = found
             known[identity] = name
     check_disjoint([(name, tensor.local) for name, tensor in live.items()])
     refuse_unstorable(tensor.spec for tensor in live.values())
     return HeldTensors(live, aliases)
+
+
+def _part(kind: TensorKind, name: str, local: torch.Tensor, box: Box, shape: tuple[int, ...]) -> LiveTensor:
+    return LiveTensor(TensorSpec(kind, name, shape, local.dtype, shape), box, local, ())
 
 
 def require_patterns(patterns: Sequence[str], joint: JointTable) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.checkpoint.format.box import Box
 from trainer.checkpoint.format.json_file import Json
 from trainer.checkpoint.nested.numbered import is_optimizer_state, names_of
 from trainer.checkpoint.nested.stateful import Receiver, Stateful, is_stateful, take_out
-from trainer.checkpoint.nested.stored_names import Keys, pointer
+from trainer.checkpoint.nested.stored_names import Keys, pointer, stored_name
 from trainer.checkpoint.nested.typed_values import encode, encode_number, is_unicode
+from trainer.checkpoint.tensors.file_form import materialized, resolve
 from trainer.checkpoint.tensors.live import is_dtensor, parameter_names
 from trainer.errors import CheckpointError
 
 _MAX_DEPTH = 100  # what nests deeper holds itself
 
 _Container = dict[str, Any] | list[Any] | tuple[Any, ...]
+Place = tuple[_Container, str | int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,10 @@ class Tree:
 
     Args:
         entries: its outermost keys.
-        tensors: by keys, in the order of the dict.
+        tensors: by keys, in the order of the dict, in the form that files hold.
+        dtypes: by stored name, the dtype of each tensor that files hold in another one.
+        parts: by keys, the box and the whole shape of a tensor that is a part of one, other than by its placement.
+        meta: by keys, the given tensor and its place, of each that has no memory.
         values: everything else, as JSON by JSON Pointer; a list that holds no tensor is one value, and so is a dict
             without tensors that has keys other than text.
         classes: by JSON Pointer, the class of each dict without tensors that is a subclass.
@@ -80,10 +86,13 @@ class Tree:
 
     entries: tuple[str, ...]
     tensors: dict[Keys, torch.Tensor] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    parts: dict[Keys, tuple[Box, tuple[int, ...]]] = field(default_factory=dict)
+    meta: dict[Keys, tuple[torch.Tensor, Place]] = field(default_factory=dict)
     values: Json = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)
     optimizers: dict[str, OptimizerState] = field(default_factory=dict)
-    places: dict[str, tuple[_Container, str | int]] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
     optimizer_class: str | None = None
     after_load: list[Callable[[], None]] = field(default_factory=list)
     objects: dict[Keys, Stateful] = field(default_factory=dict)
@@ -92,21 +101,38 @@ class Tree:
     takes_rest: bool = False
 
     def replace_value(self, where: str, value: object) -> None:
-        """Replace a value in its container, after `require_lists`."""
+        """Replace a value in its container, after `prepare_load`."""
         container, key = self.places[where]
         given = container[key]  # type: ignore[index]
         if not (isinstance(value, dict) and isinstance(given, dict) and not value and not given):
             container[key] = as_given(given, value)  # type: ignore[index]
 
-    def require_lists(self) -> None:
-        """Refuse a value in a tuple, which cannot be filled in place.
+    def prepare_load(self) -> None:
+        """Give memory to meta tensors, which the state dict holds from the end of the load on.
 
         Raises:
-            CheckpointError: naming it.
+            CheckpointError: naming a value or a meta tensor in a tuple, which cannot be filled in place.
         """
-        for where, (container, _) in self.places.items():
+        places = {**self.places, **{pointer(keys): place for keys, (_, place) in self.meta.items()}}
+        for where, (container, _) in places.items():
             if isinstance(container, tuple):
                 raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Give a list.")
+        made: dict[int, torch.Tensor] = {}
+        for keys, (tensor, place) in self.meta.items():
+            given = made.setdefault(id(tensor), materialized(tensor))
+            add_tensor(self, keys, given)
+            self.meta[keys] = given, place
+
+    def put_tensors(self, lacking: Collection[str]) -> None:
+        """Put tensors that were given memory in the places of their meta tensors.
+
+        Args:
+            lacking: stored names, which stay as they are.
+        """
+        unfilled = {id(self.meta[keys][0]) for keys in self.meta if stored_name(keys)[1] in lacking}
+        for tensor, (container, key) in self.meta.values():
+            if id(tensor) not in unfilled:
+                container[key] = tensor  # type: ignore[index]
 
 
 def as_given(given: object, value: object) -> object:
@@ -161,7 +187,7 @@ def _require_text_keys(found: dict[Any, Any], keys: Keys) -> None:
             raise CheckpointError("A key cannot be stored as UTF-8", where=repr(keys), found=repr(key))
 
 
-def walk(tree: Tree, value: object, keys: Keys, place: tuple[_Container, str | int]) -> None:
+def walk(tree: Tree, value: object, keys: Keys, place: Place) -> None:
     """Add a member of a state dict to a tree, by leaf.
 
     Args:
@@ -173,7 +199,7 @@ def walk(tree: Tree, value: object, keys: Keys, place: tuple[_Container, str | i
     _walk(tree, value, keys, place, None)
 
 
-def _walk(tree: Tree, value: object, keys: Keys, place: tuple[_Container, str | int], model: nn.Module | None) -> None:
+def _walk(tree: Tree, value: object, keys: Keys, place: Place, model: nn.Module | None) -> None:
     if len(keys) > _MAX_DEPTH:
         raise CheckpointError(
             "A state dict is nested too deeply",
@@ -184,7 +210,7 @@ def _walk(tree: Tree, value: object, keys: Keys, place: tuple[_Container, str | 
     if tree.refers and _is_whole(value):
         add_whole(tree, keys, value)
     elif isinstance(value, torch.Tensor):
-        add_tensor(tree, keys, value)
+        add_tensor(tree, keys, value, place)
     elif is_stateful(value):
         tree.objects[keys] = value
     elif isinstance(value, dict) and (_has_text_keys(value) or _holds_tensor(value)):
@@ -220,7 +246,7 @@ def _is_whole(value: object) -> bool:
     )
 
 
-def _add_value(tree: Tree, value: object, keys: Keys, place: tuple[_Container, str | int]) -> None:
+def _add_value(tree: Tree, value: object, keys: Keys, place: Place) -> None:
     tree.values[pointer(keys)] = value
     tree.places[pointer(keys)] = place
 
@@ -271,7 +297,7 @@ def add_optimizer(
         for key, value in group.items():
             inner = (*keys, "param_groups", str(number), key)
             if isinstance(value, torch.Tensor):
-                add_tensor(tree, inner, value)
+                add_tensor(tree, inner, value, (group, key))
             elif key not in ("params", "param_names"):
                 numbers[key] = encode_number(value, inner)
         usual = frozenset(key for key in numbers if key in defaults and _is_same(group[key], defaults[key]))
@@ -291,22 +317,27 @@ def _is_same(value: object, default: object) -> bool:
     )
 
 
-def add_tensor(tree: Tree, keys: Keys, tensor: torch.Tensor) -> None:
-    """Add a tensor to a tree.
+def add_tensor(tree: Tree, keys: Keys, tensor: torch.Tensor, place: Place | None = None) -> None:
+    """Add a tensor to a tree, in the form that files hold.
+
+    Args:
+        place: the container of the tensor and its key there, if a load may replace it.
 
     Raises:
         CheckpointError: naming it, if its class keeps its memory elsewhere.
     """
-    is_foreign = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if is_foreign and not is_dtensor(tensor):
-        raise CheckpointError(
-            "A tensor is of a class that keeps its memory elsewhere",
-            where=pointer(keys),
-            expected="a plain tensor or a DTensor",
-            found=type(tensor).__name__,
-            fix="Give its parts as tensors of their own.",
-        )
-    tree.tensors[keys] = tensor.detach()
+    resolved = resolve(tensor, pointer(keys))
+    if resolved is None:
+        return
+    tree.tensors[keys] = resolved.tensor
+    if resolved.dtype is not None:
+        tree.dtypes[stored_name(keys)[1]] = resolved.dtype
+    if resolved.box is not None:
+        tree.parts[keys] = resolved.box, resolved.shape
+    if resolved.copy_back is not None:
+        tree.after_load.append(resolved.copy_back)
+    if place is not None and resolved.tensor.is_meta:
+        tree.meta[keys] = tensor, place
 
 
 def _holds_tensor(value: object) -> bool:

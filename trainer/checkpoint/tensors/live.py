@@ -186,14 +186,15 @@ def memory_holder(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def with_memory(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor placed like `tensor`, plain or a DTensor, with local memory `local`."""
+def with_memory(tensor: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return a tensor placed like `tensor`, plain or a DTensor, with local memory `local`; `shape` replaces its own."""
     if not is_dtensor(tensor):
         return local
     from torch.distributed.tensor import DTensor
 
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    like = tensor if shape in (None, tensor.shape) else torch.empty(shape, device="meta")
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:

@@ -1,0 +1,75 @@
+"""DTensors whose local memory is elsewhere: pending collectives, several shards on a rank, complex, none yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+from tests.distributed.test_ranks_that_disagree import process_group, refused
+from tests.harness import call_on_ranks
+from trainer.checkpoint import load_state_dict, save_state_dict
+
+WHOLE = torch.arange(24.0).reshape(4, 6)
+
+
+def pending(mesh: DeviceMesh, fill: torch.Tensor) -> DTensor:
+    """Return a DTensor whose local tensor is the result of a collective that nobody has waited for."""
+    found = distribute_tensor(fill, mesh, [Shard(0)]).redistribute(placements=[Replicate()], async_op=True)
+    assert isinstance(found._local_tensor, AsyncCollectiveTensor)
+    return found
+
+
+def columns(mesh: DeviceMesh, fill: torch.Tensor, rank: int, *, cut: int = 2) -> DTensor:
+    """Return a DTensor whose columns, from `cut` on, rank 1 holds as two shards; rank 0 holds the others."""
+    parts = [(cut, 5), (5, 6)] if rank else [(0, cut)]
+    shards = [fill[:, lo:hi].clone() for lo, hi in parts if lo < hi]
+    wrapper = LocalShardsWrapper(shards, [(0, lo) for lo, hi in parts if lo < hi])
+    return DTensor.from_local(wrapper, mesh, [Shard(1)], run_check=False, shape=fill.shape, stride=fill.stride())
+
+
+def carry_tensors(arguments: list[str]) -> None:
+    with process_group() as rank:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.complex(WHOLE, -WHOLE)
+        state = {
+            "pending": pending(mesh, WHOLE),
+            "columns": columns(mesh, WHOLE, rank),
+            "table": columns(mesh, WHOLE, rank, cut=0),
+            "complex": distribute_tensor(whole, mesh, [Shard(1)]),
+        }
+        path = save_state_dict(arguments[0], state, iteration=1)
+        again = {
+            "pending": pending(mesh, torch.zeros(4, 6)),
+            "columns": columns(mesh, torch.zeros(4, 6), rank, cut=3),
+            "table": torch.zeros(4, 6),
+            "complex": distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]).conj(),
+        }
+        load_state_dict(path, again)
+        assert torch.equal(again["pending"].to_local(), WHOLE)
+        assert torch.equal(again["table"], WHOLE)
+        assert torch.equal(again["complex"].full_tensor(), whole)
+        held = again["columns"]._local_tensor
+        for shard, (_, column) in zip(held.local_shards(), held.local_offsets(), strict=True):
+            assert torch.equal(shard, WHOLE[:, column : column + shard.shape[1]])
+        with torch.device("meta"):
+            meta = {
+                "pending": distribute_tensor(torch.empty(4, 6), mesh, [Shard(1)]),
+                "complex": distribute_tensor(torch.empty(4, 6, dtype=torch.complex64), mesh, [Shard(1)]),
+            }
+        load_state_dict(path, meta)
+        assert torch.equal(meta["pending"].full_tensor(), WHOLE)
+        assert torch.equal(meta["complex"].full_tensor(), whole)
+        shards = [torch.zeros(2, 2), torch.zeros(2, 2)]
+        gap = LocalShardsWrapper(shards, [(0, 0), (2, 2)])
+        refused(lambda: save_state_dict(arguments[0], {"gap": DTensor.from_local(gap, mesh, [Shard(0)])}, iteration=2))
+
+
+def test_tensors_whose_memory_is_elsewhere_are_carried(tmp_path: Path) -> None:
+    ended = call_on_ranks(carry_tensors, [str(tmp_path)], folder=tmp_path / "ranks", ranks=2, timeout_s=60.0)
+    assert ended.ok, ended.text
+    assert "The shards of a tensor on a rank are no box together (/gap)" in ended.text
