@@ -32,6 +32,7 @@ def save(
     max_checkpoint_keep: int = 0,
     file_bytes: int = DEFAULT_FILE_BYTES,
     from_rank0: Sequence[str] = (),
+    overwrite: bool = True,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> Path:
     """Save a model and its optimizer as `folder/iter_<iteration>`, and return that path.
@@ -44,6 +45,7 @@ def save(
         state: values of your own, given back by `load`; the same on all ranks.
         max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
         file_bytes: the size in bytes at which a file is full.
+        overwrite: whether the iteration may be there already; it is kept as `iter_....superseded-k`.
         from_rank0: shell patterns for the names of tensors that differ between ranks by design, such as the BatchNorm
             statistics of DDP (`["*.running_*", "*.num_batches_tracked"]`). Rank 0's are saved. All other tensors that
             several ranks hold must be equal bit for bit.
@@ -64,6 +66,7 @@ def save(
             folder=folder,
             iteration=iteration,
             from_rank0=from_rank0,
+            overwrite=overwrite,
             is_replicated=True,
             find_problem=lambda: number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes),
         )

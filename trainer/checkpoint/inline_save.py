@@ -9,6 +9,7 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.joint_call import JointCall
 from trainer.checkpoint.format.manifest import MOST_ELEMENTS
 from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.checkpoint.storage.folder import iteration_name
 from trainer.checkpoint.tensors.live import Contents
 from trainer.errors import CheckpointError, ConfigError
 from trainer.regular_file import is_url
@@ -58,6 +59,19 @@ def number_problem(*, max_checkpoint_keep: object, file_bytes: object) -> Config
     if type(file_bytes) is not int or file_bytes < 1:
         return ConfigError("file_bytes is no size of a file", expected="an int of 1 or more", found=repr(file_bytes))
     return None
+
+
+def check_vacant(folder: str | Path, iteration: int) -> None:
+    """Refuse an iteration that the folder has.
+
+    Raises:
+        CheckpointError: naming its path.
+    """
+    check_target(folder, iteration)
+    path = Path(folder) / iteration_name(iteration)
+    if path.exists():
+        fix = "Save another iteration, or with overwrite=True, which keeps this one as `.superseded-k`."
+        raise CheckpointError("The iteration is there already", where=path, fix=fix)
 
 
 def require_path(path: object) -> None:

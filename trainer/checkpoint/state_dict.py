@@ -29,6 +29,7 @@ def save_state_dict(
     max_checkpoint_keep: int = 0,
     file_bytes: int = DEFAULT_FILE_BYTES,
     from_rank0: Sequence[str] = (),
+    overwrite: bool = True,
     model: nn.Module | None = None,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> Path:
@@ -45,6 +46,7 @@ def save_state_dict(
         coordinator_rank: the global rank that takes the lock of the folder, decides, and renames.
         max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
         file_bytes: the size in bytes at which a file is full.
+        overwrite: whether the iteration may be there already; it is kept as `iter_....superseded-k`.
         from_rank0: shell patterns for the stored names of tensors that differ between ranks by design, such as
             `["*.running_*"]`; the lowest rank that holds one saves it.
         model: names the parameters where an optimizer is given as `optimizer.state_dict()`, with numbers for them.
@@ -69,6 +71,7 @@ def save_state_dict(
             folder=folder,
             iteration=iteration,
             from_rank0=from_rank0,
+            overwrite=overwrite,
             find_problem=lambda: number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes),
         )
         return save_now(folder, contents, call, iteration=iteration, keep=max_checkpoint_keep, file_bytes=file_bytes)

@@ -383,3 +383,16 @@ def test_file_bytes_divide_the_files(tmp_path: Path) -> None:
     assert len(list(path.glob("model-*.safetensors"))) == 2
     with pytest.raises(ConfigError, match="file_bytes is no size of a file, expected an int of 1 or more, found 0"):
         save(tmp_path, nn.Linear(2, 2), iteration=2, file_bytes=0)
+
+
+def test_an_iteration_that_is_there_may_be_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path, model, iteration=1, overwrite=False)
+    for again in (
+        lambda: save(tmp_path, model, iteration=1, overwrite=False),
+        lambda: checkpoint.save_state_dict(tmp_path, {"a": 1}, iteration=1, overwrite=False),
+    ):
+        with pytest.raises(CheckpointError, match=r"there already \(.*iter_0000001\).*overwrite=True"):
+            again()
+    save(tmp_path, model, iteration=1)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000001.superseded-1"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.joint_call import JointCall
 from trainer.checkpoint.format.names import STATE
-from trainer.checkpoint.inline_save import check_patterns, check_target, require_path
+from trainer.checkpoint.inline_save import check_patterns, check_target, check_vacant, require_path
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.newest import has_no_checkpoint
 from trainer.checkpoint.loading.reader import Checkpoint
@@ -44,6 +44,7 @@ def contents_of(
     iteration: int,
     from_rank0: Sequence[str] = (),
     is_replicated: bool = False,
+    overwrite: bool = True,
     find_problem: Callable[[], TrainerError | None] = lambda: None,
 ) -> Contents:
     """Return the contents of a save. A call of all ranks.
@@ -52,6 +53,7 @@ def contents_of(
         make_tree: returns what this rank gives.
         known: what the ranks know of each other.
         is_replicated: whether every rank has to hold a part of every tensor.
+        overwrite: whether the iteration may be there already.
         find_problem: returns why this rank cannot save, if it knows a reason already.
 
     Raises:
@@ -63,6 +65,8 @@ def contents_of(
         if problem is not None:
             raise problem
         check_target(folder, iteration)
+        if not overwrite:
+            check_vacant(folder, iteration)
         check_patterns(from_rank0)
         tree = make_tree()
         held, values = hold(tree), values_of(tree)
