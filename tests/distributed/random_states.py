@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import logging
 import os
 import random
 import struct
@@ -30,6 +31,8 @@ from tests.distributed.random_programs import Program, fill, mesh_of, program, t
 from tests.distributed.test_ranks_that_disagree import process_group
 from tests.harness import call_on_ranks
 from trainer.checkpoint import AsyncSaver, load, load_state_dict, save, save_state_dict
+
+_log = logging.getLogger(__name__)
 
 WAYS = ("save", "save_state_dict", "AsyncSaver.save", "AsyncSaver.save_state_dict")
 LIMIT_S = 60.0  # of one call on a busy machine; a hang takes longer
@@ -107,6 +110,8 @@ def _verdict(case: Case, told: list[dict[str, Any]], problems: list[str]) -> str
     if problem is not None:
         problems.append(f"{case}: {problem}")
         return "wrong"
+    if told[0]["text"]:
+        _log.info(f"{case}: {told[0]['text']}")
     return str(outcomes.pop())
 
 
@@ -273,7 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--ranks", type=int, default=4, help="most ranks of a case")
+    parser.add_argument("--verbose", action="store_true", help="print the refusals too")
     options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
     start = time.monotonic()
     cases = [case_of(options.seed, options.first + n, ranks=options.ranks) for n in range(options.cases)]
     with tempfile.TemporaryDirectory() as folder:
