@@ -267,8 +267,9 @@ def differences(expected: Any, value: Any, where: str) -> list[str]:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a dense tensor."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return bytes(plain.reshape(-1).view(torch.uint8).tolist()) if plain.numel() else b""
+    plain = torch.empty(tensor.numel(), dtype=tensor.dtype)  # with a stride of 1, whatever that of the tensor is
+    plain.copy_(tensor.detach().reshape(-1))
+    return bytes(plain.view(torch.uint8).tolist())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
