@@ -29,6 +29,7 @@ def save(
     state: Mapping[str, object] | None = None,
     per_rank: Mapping[str, object] | None = None,
     rng: bool = False,
+    files: Mapping[str, object] | None = None,
     max_checkpoint_keep: int = 0,
     file_bytes: int = DEFAULT_FILE_BYTES,
     from_rank0: Sequence[str] = (),
@@ -42,7 +43,10 @@ def save(
     `save_state_dict` saves ranks that hold different tensors, such as the stages of a pipeline, and groups of ranks.
 
     Args:
-        state: values of your own, given back by `load`; the same on all ranks.
+        state: values, tensors, and objects with `state_dict()` and `load_state_dict()`, the same on all ranks.
+        per_rank: the same, where each rank has its own, such as the position of a sampler.
+        rng: save each rank's random state: Python, numpy, torch and its devices.
+        files: files for other programs, by name: bytes, text, a path to copy, or a dict or list to write as JSON.
         max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
         file_bytes: the size in bytes at which a file is full.
         overwrite: whether the iteration may be there already; it is kept as `iter_....superseded-k`.
@@ -59,9 +63,14 @@ def save(
             be written; nothing that was committed is touched.
     """
     with open_call(f"save(iteration={iteration})", timeout_s=timeout_s) as call:
+
+        def make_tree() -> Tree:
+            own = own_state(call.channel.rank, per_rank, rng=rng)
+            return tree_of(model, optimizer, state, of_rank=own, files=files)
+
         contents = contents_of(
             call,
-            lambda: tree_of(model, optimizer, state, of_rank=own_state(call.channel.rank, per_rank, rng=rng)),
+            make_tree,
             known=known_tables("save", call.channel),
             folder=folder,
             iteration=iteration,

@@ -115,6 +115,7 @@ class AsyncSaver:
         state: Mapping[str, object] | None = None,
         per_rank: Mapping[str, object] | None = None,
         rng: bool = False,
+        files: Mapping[str, object] | None = None,
     ) -> None:
         """Save a model and its optimizer in the background, after waiting for the save before; see `checkpoint.save`.
 
@@ -124,17 +125,24 @@ class AsyncSaver:
         rank = self._channel.rank
 
         def make_tree() -> Tree:
-            return tree_of(model, optimizer, state, of_rank=own_state(rank, per_rank, rng=rng))
+            return tree_of(model, optimizer, state, of_rank=own_state(rank, per_rank, rng=rng), files=files)
 
         self._save(iteration, make_tree, is_replicated=True)
 
-    def save_state_dict(self, iteration: int, state_dict: dict[str, Any], *, model: nn.Module | None = None) -> None:
+    def save_state_dict(
+        self,
+        iteration: int,
+        state_dict: dict[str, Any],
+        *,
+        model: nn.Module | None = None,
+        files: Mapping[str, object] | None = None,
+    ) -> None:
         """Save a nested state dict in the background, after waiting for the save before; see `save_state_dict`.
 
         Raises:
             TrainerError: on every rank, for the save before, or for what cannot be saved.
         """
-        self._save(iteration, lambda: tree_of_dict(state_dict, model=model))
+        self._save(iteration, lambda: tree_of_dict(state_dict, model=model, files=files))
 
     @property
     def is_saving(self) -> bool:

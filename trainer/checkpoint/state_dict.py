@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def save_state_dict(
     from_rank0: Sequence[str] = (),
     overwrite: bool = True,
     model: nn.Module | None = None,
+    files: Mapping[str, object] | None = None,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> Path:
     """Save a nested state dict as `folder/iter_<iteration>`, and return that path. A call of all ranks of the group.
@@ -50,6 +51,7 @@ def save_state_dict(
         from_rank0: shell patterns for the stored names of tensors that differ between ranks by design, such as
             `["*.running_*"]`; the lowest rank that holds one saves it.
         model: names the parameters where an optimizer is given as `optimizer.state_dict()`, with numbers for them.
+        files: as for `save`.
         timeout_s: seconds to wait for ranks that have not made this call.
 
     Raises:
@@ -66,7 +68,7 @@ def save_state_dict(
     ) as call:
         contents = contents_of(
             call,
-            lambda: tree_of_dict(state_dict, model=model),
+            lambda: tree_of_dict(state_dict, model=model, files=files),
             known=known_tables("save", call.channel),
             folder=folder,
             iteration=iteration,

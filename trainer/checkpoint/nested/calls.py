@@ -76,7 +76,7 @@ def contents_of(
     require_whole(joint)
     require_patterns(from_rank0, joint)
     live = held.shared(joint, call.channel.rank, from_rank0)
-    return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration)})
+    return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration), **tree.files})
 
 
 def fill(

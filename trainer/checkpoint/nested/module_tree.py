@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.checkpoint.nested.folder_files import folder_files
 from trainer.checkpoint.nested.stateful import Receiver, Stateful
 from trainer.checkpoint.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, pointer
 from trainer.checkpoint.nested.tree import Tree, add_optimizer, add_tensor, add_whole, take_apart, walk
@@ -26,12 +27,14 @@ def tree_of(
     state: Mapping[str, object] | None = None,
     *,
     of_rank: tuple[int, list[dict[str, Any]]] | None = None,
+    files: Mapping[str, object] | None = None,
     is_load: bool = False,
 ) -> Tree:
     """Return a model as `"model"`, its optimizer as `"optimizer"`, and what `state` holds under its own keys.
 
     Args:
         of_rank: a rank and dicts with what it has of its own; None without any.
+        files: see `folder_files`.
         is_load: take the tree apart for a load, which replaces the values in `state`, a dict, and gives objects their
             state.
 
@@ -55,13 +58,23 @@ def tree_of(
                 walk(tree, value, (PER_RANK, str(rank), key), (container, key))
     tree.refers = False
     add_objects(tree, is_load=is_load)
+    if not is_load:
+        tree.files = folder_files(model, files)
     return tree
 
 
-def tree_of_dict(state_dict: object, *, model: nn.Module | None = None, is_load: bool = False) -> Tree:
+def tree_of_dict(
+    state_dict: object,
+    *,
+    model: nn.Module | None = None,
+    files: Mapping[str, object] | None = None,
+    is_load: bool = False,
+) -> Tree:
     """Return the tree of a nested state dict with the objects in it; see `take_apart` and `add_objects`."""
     tree = take_apart(state_dict, model=model)
     add_objects(tree, is_load=is_load)
+    if not is_load:
+        tree.files = folder_files(tree.objects.get((MODEL,), model), files)
     return tree
 
 

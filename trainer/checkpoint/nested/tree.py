@@ -80,6 +80,7 @@ class Tree:
         after_load: called at the end of a load.
         objects: by keys, those with a state of their own, which `add_objects` takes apart.
         receivers: by JSON Pointer, what takes a state at the end of a load.
+        files: files for other programs, by name.
         refers: whether the values have references to the tensors among them, so that a load needs no template.
         takes_rest: whether a load returns what `state` held under the outermost keys that are not given.
     """
@@ -97,6 +98,7 @@ class Tree:
     after_load: list[Callable[[], None]] = field(default_factory=list)
     objects: dict[Keys, Stateful] = field(default_factory=dict)
     receivers: dict[str, Receiver] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
     refers: bool = False
     takes_rest: bool = False
 
