@@ -20,7 +20,7 @@ BASE = (
     *TINY,
     "train.train_iters=4",
     "checkpoint.save_interval=2",
-    "checkpoint.commit_timeout_s=5",
+    "checkpoint.commit_timeout_s=60",
     f"train.distributed_timeout_minutes={TIMEOUT_S / 60}",
 )
 ZERO1, ZERO3 = "parallel.zero_stage=1", "parallel.zero_stage=3"

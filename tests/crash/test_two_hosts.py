@@ -30,9 +30,10 @@ BASE = (
     f"train.train_iters={ITERATIONS}",
     "model.dropout=0.1",
     "checkpoint.save_interval=2",
-    "checkpoint.commit_timeout_s=3",
+    "checkpoint.commit_timeout_s=60",
     f"train.distributed_timeout_minutes={TIMEOUT_S / 60}",
 )
+LONGER = ("train.train_iters=10", "parallel.zero_stage=3")
 SWITCH = "switch"
 LAST = f"checkpoints/iter_{ITERATIONS:07d}"
 
@@ -139,7 +140,8 @@ def is_whole(path: Path) -> bool:
 )
 def test_a_link_cut_in_a_copy_costs_that_copy_only(link: Link, tmp_path: Path, moment: str, iteration: int) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
-    overrides = [*BASE[:-1], "train.distributed_timeout_minutes=0.5", "train.train_iters=10", "parallel.zero_stage=3"]
+    # The cut copy waits for as long as a save may take.
+    overrides = [*BASE, "train.distributed_timeout_minutes=2", "checkpoint.commit_timeout_s=20", *LONGER]
     run_ok(whole, overrides, ranks=2)
     folders = [tmp_path / name for name in ("mounted", "disk0", "disk1", "before", "copying", "training")]
     for folder in folders:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from models.build import build_model
+from tests.fakes import JOIN_S, Sharding, all_ranks, run_ranks, tcp_store
 from tests.fakes import Axis as Cut
-from tests.fakes import Sharding, all_ranks, run_ranks, tcp_store
 from tests.unit.model_samples import GPT2, fill, random_values
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel
@@ -88,12 +88,25 @@ def test_an_error_that_nobody_expects_reaches_all_ranks_at_once(tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000002"]
 
 
+class Alone(StoreChannel):
+    """A channel whose rank 0 waits for no report of rank 1 on the second attempt, which only rank 0 makes."""
+
+    def clone(self, timeout_s: float | None = None) -> StoreChannel:
+        return Alone(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s or self.timeout_s)
+
+    def take(self, key: str, *, sender: str = "a peer") -> bytes:
+        if key == "save/n-2/report/1":
+            raise LaunchError("No message from rank 1")
+        return super().take(key, sender=sender)
+
+
 def test_ranks_count_attempts_alike_after_a_wait_that_raises(tmp_path: Path) -> None:
     """The background save that one rank's lack of memory ended raises in that rank's next call."""
 
     def call(channel: StoreChannel) -> SaveReport:
+        channel = Alone(channel._source, channel.rank, world_size=2, timeout_s=JOIN_S)
         files = Exhausted("write") if channel.rank == 1 else Files()
-        checkpointer = started(channel, SavePolicy(tmp_path, commit_timeout_s=3.0, async_save=True), files)
+        checkpointer = started(channel, SavePolicy(tmp_path, commit_timeout_s=JOIN_S, async_save=True), files)
         checkpointer.save(1, contents(channel.rank, 1))
         if channel.rank == 1:
             with pytest.raises(MemoryError):
