@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,12 +19,12 @@ from trainer.checkpoint.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
 from trainer.checkpoint.inline_save import check_patterns, check_target, number_problem
 from trainer.checkpoint.nested.agreement import KnownTables
 from trainer.checkpoint.nested.calls import MakeTree, contents_of
+from trainer.checkpoint.nested.held import LastTensors
 from trainer.checkpoint.nested.module_tree import tree_of, tree_of_dict
 from trainer.checkpoint.nested.own_state import own_state
 from trainer.checkpoint.nested.tree import Tree
 from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.tensors.live import Contents
 from trainer.errors import CheckpointError, TrainerError
 
 
@@ -85,7 +84,7 @@ class AsyncSaver:
         )
         self._channel, self._timeout_s = call.channel, timeout_s
         self._known, self._calls, self._is_closed = KnownTables(), 0, False
-        self._last, self._last_marks = Contents((), ()), object()
+        self._last = LastTensors()
         with call.agreed():
             check_target(folder, 0)
             check_patterns(from_rank0)
@@ -196,6 +195,7 @@ class AsyncSaver:
             JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s),
             make_tree,
             known=self._known,
+            last=self._last,
             folder=self._folder,
             iteration=iteration,
             from_rank0=self._from_rank0,
@@ -203,7 +203,7 @@ class AsyncSaver:
             find_problem=self._before_save,
         )
         program_end.finish_at_end(self, program_end.Ending(self.close, self._abandon))
-        self._checkpointer.save(iteration, self._as_before(contents), again=True)
+        self._checkpointer.save(iteration, contents, again=True)
 
     def _before_save(self) -> TrainerError | None:
         """Return why no save can begin: the one before failed, or the saver is closed."""
@@ -217,20 +217,3 @@ class AsyncSaver:
         program_end.forget(self)
         errors = [report.error for report in self._checkpointer.reports()]
         return next((error for error in errors if error is not None), None)
-
-    def _as_before(self, contents: Contents) -> Contents:
-        """Return the tensors of the last save where they are the same, so that it need not be planned anew."""
-        marks = _marks(contents)
-        if marks == self._last_marks:
-            contents = replace(contents, specs=self._last.specs, live=self._last.live)
-        self._last, self._last_marks = contents, marks
-        return contents
-
-
-def _marks(contents: Contents) -> object:
-    """Return a value that changes if a tensor moved, or another rank came to hold it."""
-    tensors = (
-        (t.spec, t.box, t.replicas, t.is_copy, t.local.data_ptr(), t.local.stride(), t.local.device)
-        for t in contents.live
-    )
-    return (contents.specs, *tensors)

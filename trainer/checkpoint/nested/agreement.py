@@ -26,6 +26,7 @@ class KnownTables:
         tables: on the coordinator, by digest.
         digests: on the coordinator, the digest of each rank's table, in the order of the channel's ranks.
         joint: the table of all ranks.
+        own: the table of this rank, and its message.
         exchanged: how many tables this rank has sent or, on the coordinator, received.
     """
 
@@ -33,6 +34,13 @@ class KnownTables:
     digests: tuple[bytes, ...] = ()
     joint: JointTable | None = None
     exchanged: int = 0
+    own: tuple[Table, bytes] | None = None
+
+    def message_of(self, table: Table) -> bytes:
+        """Return this rank's table as a message."""
+        if self.own is None or self.own[0] is not table:
+            self.own = table, table.to_bytes()
+        return self.own[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ def agree_on_state(
         CheckpointError: on every rank, if one of them does not make the call, or their tables or values do not fit
             together.
     """
-    channel, key, data = call.channel, call.key, table.to_bytes()
+    channel, key, data = call.channel, call.key, known.message_of(table)
     mine, own_values = digest_of(data), values.to_bytes()
     held = _NONE if known.joint is None else known.joint.digest
     rows = call.offer(mine + held + digest_of(own_values))

@@ -16,9 +16,8 @@ from trainer.checkpoint.loading.restorer import Restorer
 from trainer.checkpoint.nested.agreement import KnownTables, agree_on_state
 from trainer.checkpoint.nested.documents import NestedValues, read_values, values_of
 from trainer.checkpoint.nested.filling import Filling
-from trainer.checkpoint.nested.held import hold, require_patterns
+from trainer.checkpoint.nested.held import LastTensors, hold
 from trainer.checkpoint.nested.loaded import LoadedState, Strictness
-from trainer.checkpoint.nested.table import require_whole
 from trainer.checkpoint.nested.tree import Tree
 from trainer.checkpoint.storage.patience import Patience, unreadable
 from trainer.checkpoint.tensors.live import Contents
@@ -40,6 +39,7 @@ def contents_of(
     make_tree: MakeTree,
     *,
     known: KnownTables,
+    last: LastTensors | None = None,
     folder: str | Path,
     iteration: int,
     from_rank0: Sequence[str] = (),
@@ -52,6 +52,7 @@ def contents_of(
     Args:
         make_tree: returns what this rank gives.
         known: what the ranks know of each other.
+        last: the tensors of the save before, where there is one; those of this save replace them.
         is_replicated: whether every rank has to hold a part of every tensor.
         overwrite: whether the iteration may be there already.
         find_problem: returns why this rank cannot save, if it knows a reason already.
@@ -60,6 +61,7 @@ def contents_of(
         TrainerError: on every rank, if one of them cannot save, or what they give does not fit together.
         BaseException: what this rank has raised; the others get a TrainerError that names it.
     """
+    last = last or LastTensors()
     with call.preparing():
         problem = find_problem()
         if problem is not None:
@@ -69,13 +71,11 @@ def contents_of(
             check_vacant(folder, iteration)
         check_patterns(from_rank0)
         tree = make_tree()
-        held, values = hold(tree), values_of(tree)
-        table = held.table(tree, from_rank0, is_replicated=is_replicated)
+        values = values_of(tree)
+        table = last.table_of(tree, from_rank0, is_replicated=is_replicated)
         values.to_bytes()
     joint, values = agree_on_state(call, table, values, known)
-    require_whole(joint)
-    require_patterns(from_rank0, joint)
-    live = held.shared(joint, call.channel.rank, from_rank0)
+    live = last.shared(joint, call.channel.rank, from_rank0)
     return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration), **tree.files})
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import fnmatch
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from trainer.checkpoint.format.box import Box
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec, refuse_unstorable
 from trainer.checkpoint.nested.stored_names import Keys, stored_name
-from trainer.checkpoint.nested.table import JointTable, Table, TableRow
+from trainer.checkpoint.nested.table import JointTable, Table, TableRow, require_whole
 from trainer.checkpoint.nested.tree import Tree
-from trainer.checkpoint.tensors.live import Grid, LiveTensor, local_of, locate
+from trainer.checkpoint.tensors.live import Grid, LiveTensor, local_of, locate, memory_holder
 from trainer.checkpoint.tensors.storable import check_byteorder, check_disjoint, check_memory
 from trainer.errors import CheckpointError
 
@@ -50,6 +50,53 @@ class HeldTensors:
             else:
                 found.append(replace(tensor, replicas=holders))
         return tuple(found)
+
+
+@dataclass(slots=True)
+class LastTensors:
+    """The tensors of the last save of a saver; the next save of the same ones enumerates nothing.
+
+    Args:
+        marks: see `_marks`.
+        table: this rank's, for `given`: what it is made of beside the tensors.
+        joint: the table of all ranks for which `live` was made.
+    """
+
+    marks: object = None
+    held: HeldTensors = field(default_factory=lambda: HeldTensors({}, {}))
+    given: object = None
+    table: Table = field(default_factory=lambda: Table({}))
+    joint: JointTable | None = None
+    live: tuple[LiveTensor, ...] = ()
+
+    def table_of(self, tree: Tree, patterns: Sequence[str], *, is_replicated: bool) -> Table:
+        """Return the table of this rank, the very same one if nothing has changed; see `Table` for the arguments.
+
+        Raises:
+            CheckpointError: as `hold`.
+        """
+        marks = _marks(tree)
+        if marks != self.marks:
+            self.held, self.given, self.joint = hold(tree), None, None
+            self.marks = marks
+        given = (tree.entries, tuple(tree.values), tuple(patterns), is_replicated)
+        if given != self.given:
+            self.table = self.held.table(tree, patterns, is_replicated=is_replicated)
+            self.given = given
+        return self.table
+
+    def shared(self, joint: JointTable, rank: int, patterns: Sequence[str]) -> tuple[LiveTensor, ...]:
+        """Return the tensors with all ranks that hold them, the very same tuple if nothing has changed.
+
+        Raises:
+            CheckpointError: as `require_whole` and `require_patterns`.
+        """
+        if joint is not self.joint:
+            require_whole(joint)
+            require_patterns(patterns, joint)
+            self.live = self.held.shared(joint, rank, patterns)
+            self.joint = joint
+        return self.live
 
 
 def hold(tree: Tree) -> HeldTensors:
@@ -108,6 +155,21 @@ def _identity(tensor: torch.Tensor, local: torch.Tensor) -> object:
     """Return a value that two tensors have in common exactly if they are one and the same memory of one shape."""
     storage = local.untyped_storage()._cdata
     return storage, local.storage_offset(), tuple(tensor.shape), tuple(local.shape), local.stride(), local.dtype
+
+
+def _marks(tree: Tree) -> object:
+    """Return a value that is another one if a tensor has other memory, another place in it, or another name."""
+    marks: list[object] = [*tree.tensors]
+    try:
+        for tensor in tree.tensors.values():
+            local = memory_holder(tensor)
+            if local is not tensor:
+                marks += (tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+            marks += (local.untyped_storage()._cdata, local.data_ptr(), local.shape, local.stride(), local.dtype)
+            marks += (local.device, type(local), local.is_neg(), local.is_conj())
+    except RuntimeError:  # a tensor without plain memory, which `hold` names
+        return object()
+    return marks
 
 
 def _put(into: Mapping[str, object], other: Mapping[str, object], name: str, keys: Keys) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
@@ -12,6 +14,7 @@ import torch
 
 from trainer.checkpoint.format.layout import PAGE_BYTES
 from trainer.checkpoint.saving.chunks import Chunk, ChunkPart
+from trainer.checkpoint.storage.worker import Worker
 from trainer.checkpoint.tensors.arena import Arena, Bytes
 from trainer.checkpoint.tensors.memory import Memory
 from trainer.errors import CheckpointError
@@ -40,8 +43,10 @@ class Snapshot:
     `release` copies the rest. Tensors that may change earlier are copied when the snapshot is made. The main thread
     makes and releases the snapshot. Writer threads read it, each chunk once.
 
-    Where a program may change any tensor at any time, everything is copied when the snapshot is made (`copies_first`),
-    and `release` is called as soon as the writers have begun: it waits for what the arena has no room for.
+    Where a program may change any tensor at any time, `release` is called as soon as the writers have begun, and it
+    waits for no write: a writer copies what it takes (`reads_in_place`). An arena whose pages are there takes all
+    of it before the writers begin (`copies_first`). Into a new one the main thread copies beside them, as a page that
+    faults can take longer than the disk takes to write it.
 
     Args:
         memory: the memory of each tensor; memory that is not private does not change until `release`.
@@ -49,6 +54,7 @@ class Snapshot:
         arena: holds the copies; cleared here, so no other snapshot may use it.
         stall_timeout_s: longest time in seconds that `release` waits without a chunk being written.
         copies_first: whether to copy to the arena all that it holds, before any chunk is written.
+        reads_in_place: whether chunks are written from live memory where they can be.
     """
 
     def __init__(
@@ -59,11 +65,12 @@ class Snapshot:
         arena: Arena,
         stall_timeout_s: float,
         copies_first: bool = False,
+        reads_in_place: bool = True,
     ) -> None:
         arena.clear()
         self._arena, self._stall_timeout_s = arena, stall_timeout_s
         self._chunks = list(chunks)
-        self._memory = memory
+        self._memory, self._reads_in_place = memory, reads_in_place
         self.copied_bytes = sum(found.total_bytes for found in memory.values() if found.is_private)
         self.blocked_s = 0.0
         self._changed = threading.Condition()
@@ -161,10 +168,23 @@ class Snapshot:
         """Copy what the arena holds: device memory without waiting on the host, host memory if `copies_first`."""
         if not copies_first and not any(memory.is_on_device for memory in self._memory.values()):
             return
-        for chunk in self._chunks:
-            is_early = self._is_on_device(chunk) or (copies_first and not self._is_private(chunk))
-            if is_early and not self._stage(chunk):
-                break
+        early = [c for c in self._chunks if self._is_on_device(c) or (copies_first and not self._is_private(c))]
+        threads = torch.get_num_threads() if copies_first else 1  # the caller waits, and needs none of its own
+        copying = Worker("checkpoint-copies", threads=threads - 1)
+        share = deque(early)
+        jobs = [copying.submit(lambda: self._stage_all(share)) for _ in range(threads - 1)]
+        try:
+            self._stage_all(share)
+        finally:
+            for job in jobs:
+                job.wait()
+            copying.close()
+
+    def _stage_all(self, share: deque[Chunk]) -> None:
+        """Copy chunks to the arena until none is left, or the arena is full. Any thread."""
+        with contextlib.suppress(IndexError):
+            while self._stage(share.popleft()):
+                pass
 
     def _stage(self, chunk: Chunk) -> bool:
         """Copy a chunk to the arena unless a writer has it already; return False if the arena is full."""
@@ -180,8 +200,8 @@ class Snapshot:
         except BaseException:
             self._set(chunk, _State.LIVE)
             raise
-        self.copied_bytes += chunk.size
         with self._changed:
+            self.copied_bytes += chunk.size
             self._staged[id(chunk)] = room, event
         self._set(chunk, _State.STAGED)
         return True
@@ -215,7 +235,7 @@ class Snapshot:
 
     def _in_place(self, chunk: Chunk) -> memoryview | None:
         """Return the chunk's live memory if it is contiguous and aligned for O_DIRECT, else None."""
-        if self._is_on_device(chunk):
+        if self._is_on_device(chunk) or not (self._reads_in_place or self._is_private(chunk)):
             return None
         first = self._address(chunk.parts[0])
         address = first

@@ -56,7 +56,8 @@ class Staging:
             plan.order,
             arena=self.arena,
             stall_timeout_s=self._policy.stall_timeout_s,
-            copies_first=self._policy.copies_at_call,
+            copies_first=self._policy.copies_at_call and self._is_touched,
+            reads_in_place=not self._policy.copies_at_call,
         )
         if not with_replicas:
             return snapshot, ReplicaDigests({}, [], {}, {})
@@ -101,4 +102,4 @@ class Staging:
             return
         self.arena.close()
         self.arena = larger
-        self._is_touched = self._policy.copies_at_call  # the copy itself populates the pages
+        self._is_touched = False

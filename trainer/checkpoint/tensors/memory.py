@@ -6,9 +6,7 @@ import ctypes
 import functools
 from collections.abc import Collection, Sequence
 
-import numpy as np
 import torch
-from numpy.ctypeslib import as_array
 
 from trainer.checkpoint.tensors.arena import Bytes
 from trainer.checkpoint.tensors.live import LiveTensor
@@ -27,8 +25,7 @@ class HostMemory:
 
     def copy_to(self, target: Bytes, lo: int) -> torch.Event | None:
         """Copy bytes from `lo` on without torch, because the training step needs torch's threads."""
-        source = (ctypes.c_ubyte * target.nbytes).from_address(self.address + lo)
-        np.copyto(target, as_array(source))
+        ctypes.memmove(target.ctypes.data, self.address + lo, target.nbytes)
         return None
 
 
