@@ -29,17 +29,16 @@ class Checkpoints(TrainerCallback):
         self.folder, self.samples = folder, samples
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if any(self.folder.glob("iter_*")):
-            loaded = load(self.folder, given["model"], given["optimizer"].optimizer)
-            given["lr_scheduler"].load_state_dict(loaded["schedule"])
-            state.global_step = loaded["iteration"]
-            self.samples.start = state.global_step * args.train_batch_size
+        objects, optimizer = {"schedule": given["lr_scheduler"]}, given["optimizer"].optimizer
+        loaded = load(self.folder, given["model"], optimizer, state=objects, missing_ok=True)
+        state.global_step = loaded["iteration"]
+        self.samples.start = state.global_step * args.train_batch_size
         self.saver = AsyncSaver(self.folder, max_checkpoint_keep=2)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         print(state.global_step, given["model"].transformer.wpe.weight.sum().item().hex(), flush=True)
         if state.global_step % 2 == 0:
-            schedule = {"schedule": given["lr_scheduler"].state_dict()}
+            schedule = {"schedule": given["lr_scheduler"]}
             self.saver.save(state.global_step, given["model"], given["optimizer"].optimizer, state=schedule)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:

@@ -14,11 +14,8 @@ def main(folder: Path, iterations: int = 12) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, iterations)
-    start = 0
-    if any(folder.glob("iter_*")):
-        loaded = load(folder, model, optimizer)
-        schedule.load_state_dict(loaded["schedule"])
-        start = loaded["iteration"]
+    state = {"schedule": schedule}
+    start = load(folder, model, optimizer, state=state, missing_ok=True)["iteration"]
     with AsyncSaver(folder, max_checkpoint_keep=2) as saver:
         for iteration in range(start + 1, iterations + 1):
             x = torch.randn(8, 16, generator=torch.Generator().manual_seed(iteration))
@@ -29,7 +26,7 @@ def main(folder: Path, iterations: int = 12) -> None:
             schedule.step()
             print(iteration, loss.item().hex(), flush=True)
             if iteration % 2 == 0:
-                saver.save(iteration, model, optimizer, state={"schedule": schedule.state_dict()})
+                saver.save(iteration, model, optimizer, state=state)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.test_ranks_that_disagree import process_group, refused
 from tests.harness import call_on_ranks
-from trainer.checkpoint import AsyncSaver, load, save
+from trainer.checkpoint import AsyncSaver, load, load_state_dict, save, save_state_dict
 from trainer.checkpoint.nested.calls import _known
 from trainer.errors import MismatchError
 
@@ -66,6 +67,40 @@ def go_on(arguments: list[str]) -> None:
         assert own == {"seen": [0]}
 
 
+class Application:
+    """A program's state as one object, as DCP's tutorial has it: shards of FSDP2, and a plain tensor."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model, self.plain = nn.Linear(4, 6), torch.full((2,), float(seed))
+        fully_shard(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "plain": self.plain}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert all(state["model"][name] is not None for name in ("weight", "bias"))
+        self.model.load_state_dict(state["model"])
+        self.plain = state["plain"]
+
+
+def shard(arguments: list[str]) -> None:
+    """Save shards in an object and in modules of `state`, and load them into others."""
+    with process_group():
+        application, other = Application(1), Application(2)
+        save(arguments[0], application.model, iteration=1, state={"app": application, "ema": Application(3).model})
+        ema = Application(4)
+        load(arguments[0], other.model, state={"app": other, "ema": ema.model})
+        for loaded, saved in ((other, application), (ema, Application(3))):
+            for name, value in loaded.model.state_dict().items():
+                assert torch.equal(value.to_local(), saved.model.state_dict()[name].to_local()), name
+        assert other.plain.tolist() == [1.0, 1.0]
+        assert load(arguments[0], other.model) == {"iteration": 1}
+        save_state_dict(arguments[0], {"app": application}, iteration=2)
+        load_state_dict(arguments[0], {"app": ema})
+        assert torch.equal(ema.model.weight.to_local(), application.model.weight.to_local())
+
+
 def disagree(arguments: list[str]) -> None:
     with process_group() as rank:
         model = nn.Linear(2, 2)
@@ -82,6 +117,10 @@ def test_each_rank_has_its_own_back(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"expected 1 ranks, as those that load, found 2 ranks"):
         load(tmp_path / "saves", nn.Linear(2, 2), rng=True)
     assert load(tmp_path / "saves", nn.Linear(2, 2)) == {"iteration": 2}
+
+
+def test_shards_in_objects_are_filled_in_place(tmp_path: Path) -> None:
+    run(shard, tmp_path)
 
 
 def test_objects_that_differ_by_rank_are_refused_by_name(tmp_path: Path) -> None:

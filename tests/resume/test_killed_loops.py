@@ -7,6 +7,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from tests import ROOT
 from tests.resume import torch_save_loop
@@ -55,3 +57,12 @@ def test_saving_costs_fewer_lines_than_torch_save() -> None:
     changes = [line[0] for line in difflib.ndiff(ours, others)]
     assert changes.count("-") == 5
     assert changes.count("+") >= 12
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_a_loader_without_a_generator_draws_from_torch(has_generator: bool) -> None:
+    generator = torch.Generator() if has_generator else None
+    loader = DataLoader(list(range(4)), generator=generator)
+    before = torch.get_rng_state()
+    iter(loader)
+    assert torch.equal(torch.get_rng_state(), before) is has_generator

@@ -66,7 +66,7 @@ class Filling:
         """
         values, joint = read_values(checkpoint), self.joint
         made = list(self._allocate(checkpoint, values))
-        names = {name for where in joint.values if where in values.values for name in references(values.value(where))}
+        names = {at.name for where in joint.values if where in values.values for at in references(values.value(where))}
         taken = {checkpoint.manifest.aliases.get(name, name) for name in names}
         values = by_leaf(values, joint.values)
         self.made = {where: {} for where in self.tree.optimizers}
@@ -139,7 +139,9 @@ class Filling:
         rest = {
             where: value
             for where, value in values.values.items()
-            if self.tree.takes_rest and keys_of_pointer(where)[0] not in left_out
+            if self.tree.takes_rest
+            and keys_of_pointer(where)[0] not in left_out
+            and not any(reference.is_sharded for reference in references(values.value(where)))
         }
         return replace(values, values=rest)
 
@@ -150,7 +152,7 @@ class Filling:
         for where in (*self.tree.receivers, *self.tree.values, *self._rest(values).values):
             is_object = where in self.tree.receivers
             value = values.below(where) if is_object or where in values.values else None
-            names = list(references(value))
+            names = [reference.name for reference in references(value)]
             if names or (is_object and value is not None):
                 self.whole[where] = value
             given: dict[Keys, torch.Tensor] = {}

@@ -14,6 +14,7 @@ import torch
 
 from trainer.checkpoint.nested.stored_names import Keys, stored_name
 from trainer.checkpoint.nested.typed_values import DICTS, TensorReference
+from trainer.checkpoint.tensors.live import is_dtensor
 from trainer.errors import MismatchError
 
 
@@ -73,7 +74,7 @@ def take_out(value: object, keys: Keys, tensors: dict[Keys, torch.Tensor]) -> ob
     kind: Any = type(value)
     if isinstance(value, torch.Tensor):
         tensors[keys] = value
-        return TensorReference(stored_name(keys)[1])
+        return TensorReference(stored_name(keys)[1], is_dtensor(value))
     if isinstance(value, dict) and kind in DICTS.values():
         changed: dict[Any, Any] = kind()
         for key, member in value.items():
@@ -99,10 +100,10 @@ def put_back(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
     return value
 
 
-def references(value: object) -> Iterator[str]:
-    """Yield the stored names of the tensors that a value refers to."""
+def references(value: object) -> Iterator[TensorReference]:
+    """Yield the references to tensors in a value."""
     if isinstance(value, TensorReference):
-        yield value.name
+        yield value
     elif isinstance(value, dict):
         for member in value.values():
             yield from references(member)

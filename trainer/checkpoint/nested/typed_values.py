@@ -8,6 +8,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,14 @@ _NUMPY_DTYPE = re.compile("[<|][biufc][0-9]{1,2}")
 
 @dataclass(frozen=True, slots=True)
 class TensorReference:
-    """A tensor within a value, by its stored name."""
+    """A tensor within a value, by its stored name.
+
+    Args:
+        is_sharded: whether it is a DTensor, which no rank is to read whole unasked.
+    """
 
     name: str
+    is_sharded: bool = False
 
 
 def is_unicode(text: str) -> bool:
@@ -138,7 +144,7 @@ def _encoded_scalar(value: object, keys: Sequence[str]) -> Any:
         case bytes() | bytearray() if type(value) in (bytes, bytearray):
             return _tagged(type(value).__name__, value.hex())
         case TensorReference():
-            return _tagged("tensor", value.name)
+            return _tagged("tensor.sharded" if value.is_sharded else "tensor", value.name)
         case torch.dtype():
             return _tagged("torch.dtype", str(value).removeprefix("torch."))
         case torch.device():
@@ -194,10 +200,10 @@ def _complex(content: Any) -> complex:
     return complex(real, imaginary)
 
 
-def _reference(name: Any) -> TensorReference:
+def _reference(name: Any, *, is_sharded: bool = False) -> TensorReference:
     if not isinstance(name, str):
         raise TypeError(f"{type(name).__name__} is no name")
-    return TensorReference(name)
+    return TensorReference(name, is_sharded)
 
 
 def _listed(content: Any) -> list[Any]:
@@ -217,6 +223,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
     "tensor": _reference,
+    "tensor.sharded": partial(_reference, is_sharded=True),
     "torch.dtype": _dtype,
     "torch.device": torch.device,
     "torch.version": TorchVersion,
