@@ -91,7 +91,7 @@ CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
         f"{CHECKPOINT}.local_checkpointer",
         f"{CHECKPOINT}.weights_checkpointer",
         f"{CHECKPOINT}.group",
-        f"{CHECKPOINT}.inline_save",
+        f"{CHECKPOINT}.save_arguments",
     ),
     (f"{CHECKPOINT}.optimizer_state", f"{CHECKPOINT}.random_state"),
     (f"{CHECKPOINT}.nested",),

@@ -95,7 +95,7 @@ def test_the_library_refuses_to_save_where_hosts_share_no_folder(tmp_path: Path)
     )
     assert ended.ok, ended.text
     for output in ended.outputs:
-        assert f"{UNSEEN} (host host1, {shared})" in output
+        assert f"{UNSEEN} (host host1, {shared}/.iter_0000001." in output
     assert all_files(shared) == {"lock": b""}
 
 

@@ -14,6 +14,8 @@ from tests.distributed.test_ranks_that_disagree import process_group
 from tests.harness import call_on_ranks
 from trainer.checkpoint import AsyncSaver, load, load_state_dict, save, save_state_dict
 from trainer.checkpoint.nested.filling import Filling
+from trainer.checkpoint.storage import shared_folder
+from trainer.checkpoint.storage.lock import FolderLock
 from trainer.errors import CheckpointError
 
 
@@ -115,6 +117,35 @@ def test_other_calls_and_skipped_ones_are_named(tmp_path: Path) -> None:
         for line, text in zip(lines, expected, strict=True):
             assert text in line
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000005"]
+
+
+def save_elsewhere(arguments: list[str]) -> None:
+    """Give on rank 1 a folder of its own, which is missing or is there; then a folder that another job holds."""
+    shared_folder.SEEN_WITHIN_S = 0.05
+    with process_group() as rank:
+        for name in ("missing", "there"):
+            folder = Path(arguments[0], f"{name}{rank}")
+            if rank and name == "there":
+                folder.mkdir()
+            fails(lambda folder=folder: save(folder, linear(), iteration=1))  # type: ignore[misc]
+        held = Path(arguments[0], "held")
+        lock = FolderLock(held, "other")
+        if not rank:
+            lock.acquire()
+        fails(lambda: save(held, linear(), iteration=1))
+        lock.release()
+        save(held, linear(), iteration=1)
+
+
+def test_a_folder_of_one_rank_alone_is_refused(tmp_path: Path) -> None:
+    for output in run(save_elsewhere, tmp_path):
+        missing, there, held = (line for line in output.splitlines() if line.startswith("["))
+        for line in (missing, there):
+            assert "This host does not see the checkpoint folder of rank 0" in line
+        assert held.startswith("[LockError]")
+    assert [path.name for path in tmp_path.rglob("iter_*")] == ["iter_0000001"]
+    assert not list(tmp_path.rglob(".*"))
+    assert not list((tmp_path / "there1").iterdir())
 
 
 def test_no_rank_waits_alone_without_a_process_group(tmp_path: Path) -> None:

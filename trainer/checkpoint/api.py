@@ -10,9 +10,8 @@ from torch import nn
 
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
 from trainer.checkpoint.group import CALL_TIMEOUT_S, open_call
-from trainer.checkpoint.inline_save import number_problem, save_now
 from trainer.checkpoint.loading.reader import Checkpoint
-from trainer.checkpoint.nested.calls import contents_of, fill, known_tables
+from trainer.checkpoint.nested.calls import fill, save_now
 from trainer.checkpoint.nested.loaded import LoadedState, Strictness
 from trainer.checkpoint.nested.module_tree import tree_of
 from trainer.checkpoint.nested.own_state import check_ranks, own_state
@@ -68,18 +67,17 @@ def save(
             own = own_state(call.channel.rank, per_rank, rng=rng)
             return tree_of(model, optimizer, state, of_rank=own, files=files)
 
-        contents = contents_of(
+        return save_now(
+            folder,
             call,
             make_tree,
-            known=known_tables("save", call.channel),
-            folder=folder,
             iteration=iteration,
+            keep=max_checkpoint_keep,
+            file_bytes=file_bytes,
             from_rank0=from_rank0,
-            overwrite=overwrite,
             is_replicated=True,
-            find_problem=lambda: number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes),
+            overwrite=overwrite,
         )
-        return save_now(folder, contents, call, iteration=iteration, keep=max_checkpoint_keep, file_bytes=file_bytes)
 
 
 def load(

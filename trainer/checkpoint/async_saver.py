@@ -16,7 +16,6 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.joint_call import JointCall
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
 from trainer.checkpoint.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
-from trainer.checkpoint.inline_save import check_patterns, check_target, number_problem
 from trainer.checkpoint.nested.agreement import KnownTables
 from trainer.checkpoint.nested.calls import MakeTree, contents_of
 from trainer.checkpoint.nested.held import LastTensors
@@ -24,6 +23,7 @@ from trainer.checkpoint.nested.module_tree import tree_of, tree_of_dict
 from trainer.checkpoint.nested.own_state import own_state
 from trainer.checkpoint.nested.tree import Tree
 from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.checkpoint.save_arguments import check_patterns, check_target, number_problem
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError, TrainerError
 

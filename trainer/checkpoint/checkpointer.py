@@ -140,6 +140,19 @@ class Checkpointer:
         self._local_ranks.part(self._channel, hosts)
         self._owned.require_shared()
 
+    def take_folder(self) -> None:
+        """Take the lock and sweep, in place of `start`, on the one rank of a shared folder that does: it tells the
+        others. That they see the folder is left to each save, which looks for a mark of its own.
+
+        Raises:
+            LockError: if another job writes to the folder.
+            CheckpointError: if it cannot be written.
+        """
+        assert self._owned is not None
+        problem = self._owned.acquire(marks=False)
+        if problem is not None:
+            raise problem
+
     def loaded(self, restored: Restored) -> None:
         """Take note of the checkpoint that the run goes on from: one of its own need not be saved again."""
         if self._owned is None:

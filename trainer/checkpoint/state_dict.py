@@ -11,8 +11,7 @@ from torch import nn
 
 from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
 from trainer.checkpoint.group import CALL_TIMEOUT_S, open_call
-from trainer.checkpoint.inline_save import number_problem, save_now
-from trainer.checkpoint.nested.calls import contents_of, fill, known_tables
+from trainer.checkpoint.nested.calls import fill, save_now
 from trainer.checkpoint.nested.loaded import LoadedState, Strictness
 from trainer.checkpoint.nested.module_tree import tree_of_dict
 from trainer.checkpoint.nested.tree import Tree
@@ -66,17 +65,16 @@ def save_state_dict(
         process_group=process_group,
         coordinator_rank=coordinator_rank,
     ) as call:
-        contents = contents_of(
+        return save_now(
+            folder,
             call,
             lambda: tree_of_dict(state_dict, model=model, files=files),
-            known=known_tables("save", call.channel),
-            folder=folder,
             iteration=iteration,
+            keep=max_checkpoint_keep,
+            file_bytes=file_bytes,
             from_rank0=from_rank0,
             overwrite=overwrite,
-            find_problem=lambda: number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes),
         )
-        return save_now(folder, contents, call, iteration=iteration, keep=max_checkpoint_keep, file_bytes=file_bytes)
 
 
 def load_state_dict(

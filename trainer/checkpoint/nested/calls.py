@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.joint_call import JointCall
 from trainer.checkpoint.format.names import STATE
-from trainer.checkpoint.inline_save import check_patterns, check_target, check_vacant, require_path
 from trainer.checkpoint.loading.choose import LoadSource
 from trainer.checkpoint.loading.newest import has_no_checkpoint
 from trainer.checkpoint.loading.reader import Checkpoint
@@ -19,6 +20,8 @@ from trainer.checkpoint.nested.filling import Filling
 from trainer.checkpoint.nested.held import LastTensors, hold
 from trainer.checkpoint.nested.loaded import LoadedState, Strictness
 from trainer.checkpoint.nested.tree import Tree
+from trainer.checkpoint.policy import Retention, SavePolicy
+from trainer.checkpoint.save_arguments import check_patterns, check_target, check_vacant, number_problem, require_path
 from trainer.checkpoint.storage.patience import Patience, unreadable
 from trainer.checkpoint.tensors.live import Contents
 from trainer.errors import TrainerError
@@ -46,6 +49,7 @@ def contents_of(
     is_replicated: bool = False,
     overwrite: bool = True,
     find_problem: Callable[[], TrainerError | None] = lambda: None,
+    before_decision: Callable[[], None] = lambda: None,
 ) -> Contents:
     """Return the contents of a save. A call of all ranks.
 
@@ -56,6 +60,7 @@ def contents_of(
         is_replicated: whether every rank has to hold a part of every tensor.
         overwrite: whether the iteration may be there already.
         find_problem: returns why this rank cannot save, if it knows a reason already.
+        before_decision: called on the coordinator once every rank can save; no rank saves if it raises.
 
     Raises:
         TrainerError: on every rank, if one of them cannot save, or what they give does not fit together.
@@ -74,9 +79,67 @@ def contents_of(
         values = values_of(tree)
         table = last.table_of(tree, from_rank0, is_replicated=is_replicated)
         values.to_bytes()
-    joint, values = agree_on_state(call, table, values, known)
+    joint, values = agree_on_state(call, table, values, known, before_decision=before_decision)
     live = last.shared(joint, call.channel.rank, from_rank0)
     return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration), **tree.files})
+
+
+def save_now(
+    folder: str | Path,
+    call: JointCall,
+    make_tree: MakeTree,
+    *,
+    iteration: int,
+    keep: int,
+    file_bytes: int,
+    from_rank0: Sequence[str],
+    overwrite: bool,
+    is_replicated: bool = False,
+) -> Path:
+    """Save as `folder/iter_<iteration>` while the caller waits, and return that path. A call of all ranks.
+
+    The coordinator takes the lock of the folder before it lets the other ranks know that they save.
+
+    Args:
+        keep: how many checkpoints stay, the newest ones; 0 keeps all.
+        file_bytes: the size in bytes at which a file is full.
+        from_rank0: see `contents_of` for this and the others.
+
+    Raises:
+        TrainerError: if it did not become a checkpoint.
+        BaseException: as `contents_of`.
+    """
+    with contextlib.ExitStack() as ending:
+
+        def new_checkpointer() -> Checkpointer:
+            policy = SavePolicy(Path(folder), retention=Retention(keep), file_bytes=file_bytes)
+            made = Checkpointer(policy, call.channel, nonce=call.nonce)
+            ending.callback(made.close)
+            return made
+
+        owning: list[Checkpointer] = []
+
+        def take_folder() -> None:
+            owning.append(new_checkpointer())
+            owning[0].take_folder()
+
+        contents = contents_of(
+            call,
+            make_tree,
+            known=known_tables("save", call.channel),
+            folder=folder,
+            iteration=iteration,
+            from_rank0=from_rank0,
+            is_replicated=is_replicated,
+            overwrite=overwrite,
+            find_problem=lambda: number_problem(max_checkpoint_keep=keep, file_bytes=file_bytes),
+            before_decision=take_folder,
+        )
+        report = (owning[0] if owning else new_checkpointer()).save(iteration, contents)
+    assert report is not None
+    if report.error is not None:
+        raise report.error
+    return report.path
 
 
 def fill(

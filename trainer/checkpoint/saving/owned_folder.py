@@ -45,10 +45,13 @@ class OwnedFolder:
         self._key = "local" if self._is_local else "folder"
         self._agreements = 0
 
-    def acquire(self) -> TrainerError | None:
+    def acquire(self, *, marks: bool = True) -> TrainerError | None:
         """Take the lock, settle what dead attempts left, and mark the folder; return the problem, if any.
 
         Nothing is raised: the other ranks would wait for this one.
+
+        Args:
+            marks: leave the mark that `require_shared` looks for.
         """
         problem: TrainerError | None = None
         if self._leads:
@@ -58,10 +61,10 @@ class OwnedFolder:
             self.lock = lock if problem is None else None
         elsewhere = self._committed_elsewhere(has_lock=self.lock is not None) if self._is_local else frozenset()
         if self._leads and problem is None:
-            problem = self._trying(lambda: self._settle(elsewhere))
+            problem = self._trying(lambda: self._settle(elsewhere, marks=marks))
         return problem
 
-    def _settle(self, elsewhere: Collection[str]) -> None:
+    def _settle(self, elsewhere: Collection[str], *, marks: bool) -> None:
         """Complete the attempts that another host has committed, sweep all others, and mark the folder."""
         for iteration, attempt in self.folder.partials():
             if attempt in elsewhere and attempt_of(self.folder.partial(iteration, attempt)) == attempt:
@@ -72,7 +75,7 @@ class OwnedFolder:
                 self.folder.files.remove_file(temporary_of(self.folder.iteration(iteration) / HOST))
         for path in self.folder.sweep():
             _log.info("swept %s, left by an interrupted save or deletion", path.name)
-        if self._is_marked:
+        if self._is_marked and marks:
             self.folder.files.mark(self.folder.mark(self._nonce))
 
     def _committed_elsewhere(self, *, has_lock: bool) -> frozenset[str]:

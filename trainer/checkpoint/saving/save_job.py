@@ -169,7 +169,7 @@ class SaveJob:
                     sharing=sharing,
                     old=None if self.successor is None else attempt.old,
                 )
-                written = writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
+                written = self._written(writer, partial)
                 self.snapshot.check()
                 digested.wait()
                 self.inventory.add(self.replicas.all(written))
@@ -180,6 +180,14 @@ class SaveJob:
                 self._require_mark(partial)
                 require_unchanged()
         return written
+
+    def _written(self, writer: Writer, partial: Path) -> Written:
+        try:
+            return writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
+        except CheckpointError:
+            if not self._leads:  # in a folder that is not its leader's, it may have failed for that reason
+                self._require_mark(partial)
+            raise
 
     def _begin(self, partial: Path) -> Sharing | None:
         """Meet the other ranks of the host; on its leader leave the mark, and let the others know."""

@@ -11,6 +11,7 @@ from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.joint_call import JointCall
 from trainer.checkpoint.format.box import Box
 from trainer.checkpoint.format.layout import TensorKind, TensorSpec
+from trainer.checkpoint.nested import agreement
 from trainer.checkpoint.nested.agreement import KnownTables, agree_on_state
 from trainer.checkpoint.nested.documents import NestedValues
 from trainer.checkpoint.nested.table import JointTable, Table, TableRow, join
@@ -46,7 +47,19 @@ def agreed(tables: list[list[Table]], values: list[NestedValues]) -> list[list[o
     return run_ranks(3, call, store=lambda: store)  # type: ignore[return-value]
 
 
-def test_tables_travel_only_when_one_is_new() -> None:
+# What rank 0 has received, and each other rank sent, after each agreement. A large table is asked for, unless another
+# rank has sent one of that digest; a small one is part of the first message of a rank.
+EXCHANGED = {
+    "large": [[2, 2, 3, 4, 4, 4], [1, 1, 2, 3, 3, 3], [1, 1, 1, 1, 1, 1]],
+    "small": [[2, 2, 3, 4, 6, 6], [1, 1, 2, 3, 4, 4], [1, 1, 1, 1, 2, 2]],
+}
+
+
+@pytest.mark.parametrize("size", ["large", "small"])
+def test_tables_travel_only_when_one_is_new(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if size == "large":
+        monkeypatch.setattr(agreement, "SMALL_TABLE_BYTES", 0)
+        monkeypatch.setattr(agreement, "SMALL_VALUES_BYTES", 0)
     own = [table("a"), table("b"), table("b", rows=2)]
     more = [table("a"), table("b", "c"), table("b", rows=2)]
     same = [table("a")] * 3
@@ -54,8 +67,7 @@ def test_tables_travel_only_when_one_is_new() -> None:
     found = agreed([own, own, more, own, same, same], values)
     everything, mine = {"/epoch": 3, "/more": 1}, {"/epoch": 3}
     counts = [(2, False), (2, True), (3, False), (2, False), (1, False), (1, True)]
-    # The coordinator receives two tables, then the one that is new, then the one that it has dropped; its own is there.
-    for rank, exchanged in enumerate([[2, 2, 3, 4, 4, 4], [1, 1, 2, 3, 3, 3], [1, 1, 1, 1, 1, 1]]):
+    for rank, exchanged in enumerate(EXCHANGED[size]):
         expected = everything if rank in (0, 2) else mine
         assert found[rank] == [
             (names, sent, is_same, expected) for (names, is_same), sent in zip(counts, exchanged, strict=True)

@@ -1,16 +1,12 @@
-"""One save from the lock to the commit, while the caller waits."""
+"""Checks of the arguments of a save, by errors that a rank shares with the others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from pathlib import Path
 
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.joint_call import JointCall
 from trainer.checkpoint.format.manifest import MOST_ELEMENTS
-from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.checkpoint.storage.folder import iteration_name
-from trainer.checkpoint.tensors.live import Contents
 from trainer.errors import CheckpointError, ConfigError
 from trainer.regular_file import is_url
 
@@ -82,34 +78,3 @@ def require_path(path: object) -> None:
     """
     if not isinstance(path, (str, Path)):
         raise ConfigError("This is no path", expected="a str or a pathlib.Path", found=type(path).__name__)
-
-
-def save_now(
-    folder: str | Path,
-    contents: Contents,
-    call: JointCall,
-    *,
-    iteration: int,
-    keep: int,
-    file_bytes: int,
-) -> Path:
-    """Save `contents` as `folder/iter_<iteration>`, and return that path. A call of all ranks.
-
-    Args:
-        keep: how many checkpoints stay, the newest ones; 0 keeps all.
-        file_bytes: the size in bytes at which a file is full.
-
-    Raises:
-        TrainerError: if it did not become a checkpoint.
-    """
-    policy = SavePolicy(Path(folder), retention=Retention(keep), file_bytes=file_bytes)
-    checkpointer = Checkpointer(policy, call.channel, nonce=call.nonce)
-    try:
-        checkpointer.start()
-        report = checkpointer.save(iteration, contents)
-    finally:
-        checkpointer.close()
-    assert report is not None
-    if report.error is not None:
-        raise report.error
-    return report.path
