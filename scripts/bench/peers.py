@@ -6,10 +6,13 @@ just written. Every alternative saves the same tensors and ends with files and f
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import os
+import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,11 @@ def peer_ways(subject: Subject) -> Mapping[str, Way]:
         "DCP save": Way(blocking(functools.partial(_save_dcp, subject)), load_dcp, may_raise=_REASONS),
         "DCP async_save, thread": Way(_beside(in_thread), load_dcp, may_raise=_REASONS),
         "DCP async_save, process": Way(_beside(in_process), load_dcp, may_raise=_REASONS),
+        "torch_checkpointing": Way(
+            functools.partial(_save_torch_checkpointing, subject),
+            functools.partial(_load_torch_checkpointing, subject),
+            may_raise=(*_REASONS, ModuleNotFoundError),
+        ),
     }
 
 
@@ -113,6 +121,40 @@ def _beside(begin: Callable[[Path], Future[Any]]) -> Callable[[Path, Loop], Save
         return Saved(ends[0] - start, blocked_s, slowed_s, peak.grown_bytes())
 
     return save
+
+
+@contextlib.contextmanager
+def _manager() -> Iterator[Any]:
+    """Give a manager of torch_checkpointing, which is optional here. Its O_DIRECT fails on ext4 and is off."""
+    package = importlib.import_module("torch_checkpointing")
+    storage = importlib.import_module("torch_checkpointing.storage.filesystem")
+    config = package.CheckpointManager.Config(storage_config=storage.LocalFileSystemStorageConfig(use_direct_io=False))
+    with contextlib.closing(package.CheckpointManager(config)) as manager:
+        yield manager
+
+
+def _save_torch_checkpointing(subject: Subject, folder: Path, loop: Loop) -> Saved:
+    """Save twice and return the cost of the second save, with a step right after it under the manager's lock."""
+    peak = PeakMemory()
+    with _manager() as manager:
+        manager.save(str(folder / "first"), {"state": subject.named()}).result()
+        shutil.rmtree(folder / "first")
+        os.sync()
+        loop.learn()
+        start = time.perf_counter()
+        future = manager.save(str(folder / "state"), {"state": subject.named()})
+        with manager.lock():
+            subject.step()
+        blocked_s = time.perf_counter() - start
+        slowed_s = loop.run_until(future.done)
+        future.result()
+        sync_all(folder / "state")
+        return Saved(time.perf_counter() - start, blocked_s, slowed_s, peak.grown_bytes())
+
+
+def _load_torch_checkpointing(subject: Subject, folder: Path) -> None:
+    with _manager() as manager:
+        _copy(manager.load(str(folder / "state"), into={"state": subject.named()})["state"], subject)
 
 
 def leave() -> None:

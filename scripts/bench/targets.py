@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from scripts.bench import ranks
 from scripts.bench.rounds import ROUND, Figure, Rounds
 from scripts.bench.training import BackToBack, Trained
-from scripts.bench.ways import AT_ONCE, BACKGROUND, DIRECT, INLINE, RAW
+from scripts.bench.ways import AT_ONCE, BACKGROUND, DIRECT, INLINE, LIBRARY, RAW
 
 HEAD = ("", "figure", "measured", "target", "result")
 
@@ -54,6 +54,9 @@ def of_rounds(found: Rounds, *, total_bytes: int) -> list[BenchTarget]:
             "c", "blocked, step after the write / one copy", found.ratio(BACKGROUND, blocked, ROUND, Figure.COPY), 0.10
         ),
         BenchTarget("d", "blocked, step at once / one copy", found.ratio(AT_ONCE, blocked, ROUND, Figure.COPY), 1.3),
+        BenchTarget(
+            "d", "AsyncSaver: call and step / one copy", found.ratio(LIBRARY, Figure.BLOCKED, ROUND, Figure.COPY)
+        ),
         BenchTarget(
             "e", "cost to training / raw write", found.ratio(BACKGROUND, Figure.COST, RAW, Figure.DURABLE), 0.3
         ),

@@ -16,6 +16,7 @@ import numpy as np
 
 from scripts.bench.probe import Loop, PeakMemory, files_of, fill_from, seconds_of, sync_folder
 from scripts.bench.subject import Subject
+from trainer.checkpoint import AsyncSaver, load_state_dict
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.checkpoint.format.layout import PAGE_BYTES
@@ -27,6 +28,7 @@ from trainer.checkpoint.tensors.arena import map_memory
 
 RAW, DIRECT = "raw write + fsync", "raw write, O_DIRECT"
 INLINE, BACKGROUND, AT_ONCE = "ours, inline", "ours, background", "ours, step at once"
+LIBRARY = "ours, AsyncSaver"
 _DIRECT_BYTES = 8 << 20  # in one call
 
 
@@ -84,6 +86,7 @@ def own_ways(subject: Subject) -> Mapping[str, Way]:
         INLINE: Way(functools.partial(_save_inline, subject), load),
         BACKGROUND: Way(functools.partial(_save_in_background, subject, steps_at_once=False), load),
         AT_ONCE: Way(functools.partial(_save_in_background, subject, steps_at_once=True), load),
+        LIBRARY: Way(functools.partial(_save_with_library, subject), functools.partial(_load_with_library, subject)),
     }
 
 
@@ -189,3 +192,27 @@ def _save_in_background(subject: Subject, folder: Path, loop: Loop, *, steps_at_
         return Saved(report.seconds, blocked_s, slowed_s, peak.grown_bytes(), report.blocked_s)
     finally:
         checkpointer.close()
+
+
+def _save_with_library(subject: Subject, folder: Path, loop: Loop) -> Saved:
+    """Save twice by the public calls and return the cost of the second save, with a step right after it."""
+    peak = PeakMemory()
+    with AsyncSaver(folder) as saver:
+        saver.save_state_dict(1, {"state": subject.named()})
+        subject.step()
+        saver.wait()
+        shutil.rmtree(folder / "iter_0000001")
+        os.sync()
+        loop.learn()
+        begin = time.perf_counter()
+        saver.save_state_dict(2, {"state": subject.named()})
+        subject.step()
+        blocked_s = time.perf_counter() - begin
+        slowed_s = loop.run_until(lambda: not saver.is_saving)
+        durable_s = time.perf_counter() - begin
+        saver.wait()
+    return Saved(durable_s, blocked_s, slowed_s, peak.grown_bytes())
+
+
+def _load_with_library(subject: Subject, folder: Path) -> None:
+    load_state_dict(folder, {"state": subject.named()})

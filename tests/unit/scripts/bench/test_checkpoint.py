@@ -11,7 +11,7 @@ from scripts.bench import checkpoint as bench_checkpoint
 from scripts.bench.rounds import ROUND, Figure, Rounds, rotated
 from scripts.bench.subject import SIZES
 from scripts.bench.targets import BenchTarget
-from scripts.bench.ways import BACKGROUND, DIRECT, INLINE, RAW
+from scripts.bench.ways import BACKGROUND, DIRECT, INLINE, LIBRARY, RAW
 from tests.harness import compose
 
 OTHERS = ("torch.save", "safetensors save_file", "DCP save", "DCP async_save, thread")
@@ -19,7 +19,7 @@ OTHERS = ("torch.save", "safetensors save_file", "DCP save", "DCP async_save, th
 
 def test_every_row_and_every_figure_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All but saving in a process of its own, which takes seconds to start."""
-    names = [RAW, DIRECT, INLINE, BACKGROUND, "ours, step at once", *OTHERS]
+    names = [RAW, DIRECT, INLINE, BACKGROUND, "ours, step at once", LIBRARY, *OTHERS]
     markdown, samples = tmp_path / "tables.md", tmp_path / "samples.json"
     arguments = [
         "--size",
