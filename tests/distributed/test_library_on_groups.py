@@ -229,6 +229,37 @@ def test_shards_and_replicas_of_a_state_dict(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000002"]
 
 
+class Summing:
+    """An object that communicates when it gives and takes its state: its calls meet on all ranks or wait for ever."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.sums = number, [0]
+
+    def state_dict(self) -> State:
+        return {"sum": self.total()}
+
+    def load_state_dict(self, state: State) -> None:
+        self.sums = [state["sum"], self.total()]
+
+    def total(self) -> int:
+        found = torch.tensor(self.number)
+        dist.all_reduce(found)
+        return int(found)
+
+
+def give_objects_in_any_order(arguments: list[str]) -> None:
+    with process_group() as rank:
+        objects = {"b": Summing(10), "a": Summing(1)}
+        given = dict(reversed(objects.items())) if rank else objects
+        save_state_dict(arguments[0], given, iteration=1)
+        load_state_dict(arguments[0], given)
+        assert (objects["a"].sums, objects["b"].sums) == ([2, 2], [20, 20])
+
+
+def test_objects_communicate_in_one_order_on_all_ranks(tmp_path: Path) -> None:
+    run(give_objects_in_any_order, tmp_path)
+
+
 def name_other_coordinators(arguments: list[str]) -> None:
     with process_group() as rank, pytest.raises(Exception, match="coordinator"):
         save_state_dict(arguments[0], {"a": 1}, iteration=1, coordinator_rank=rank)

@@ -99,7 +99,12 @@ def add_objects(tree: Tree, *, is_load: bool) -> None:
             _add_extra_state(tree, keys, value)
         elif isinstance(value, torch.optim.Optimizer):
             _add_optimizer(tree, keys, modules, value)
-        elif is_load:
+    for keys, value in sorted(
+        tree.objects.items(), key=lambda item: item[0]
+    ):  # in one order on all ranks: they may communicate
+        if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+            continue
+        if is_load:
             tree.receivers[pointer(keys)] = Receiver(value.state_dict, value.load_state_dict)
         else:
             add_whole(tree, keys, value.state_dict())

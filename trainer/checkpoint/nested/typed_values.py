@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -145,6 +146,8 @@ def _encoded_scalar(value: object, keys: Sequence[str]) -> Any:
             return _tagged(type(value).__name__, value.hex())
         case TensorReference():
             return _tagged("tensor.sharded" if value.is_sharded else "tensor", value.name)
+        case io.BytesIO() if type(value) is io.BytesIO:
+            return _tagged("io.BytesIO", [value.getvalue().hex(), value.tell()])
         case torch.dtype():
             return _tagged("torch.dtype", str(value).removeprefix("torch."))
         case torch.device():
@@ -188,6 +191,13 @@ def _decoded_numpy(content: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(bytes.fromhex(data), dtype).reshape(shape).copy()
 
 
+def _buffer(content: Any) -> io.BytesIO:
+    data, position = _listed(content)
+    found = io.BytesIO(bytes.fromhex(data))
+    found.seek(position)
+    return found
+
+
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
@@ -222,6 +232,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "complex": _complex,
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
+    "io.BytesIO": _buffer,
     "tensor": _reference,
     "tensor.sharded": partial(_reference, is_sharded=True),
     "torch.dtype": _dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -87,6 +88,13 @@ def test_nan_comes_back(tmp_path: Path) -> None:
     state = {"best": math.nan}
     load_state_dict(save_state_dict(tmp_path, state, iteration=1), again := {"best": 0.0})
     assert math.isnan(again["best"])
+
+
+def test_a_buffer_comes_back_with_its_position(tmp_path: Path) -> None:
+    buffer = io.BytesIO(b"\x00abc")
+    buffer.seek(2)
+    load_state_dict(save_state_dict(tmp_path, {"b": buffer}, iteration=1), again := {"b": io.BytesIO()})
+    assert (again["b"].read(), again["b"].getvalue()) == (b"bc", b"\x00abc")
 
 
 def test_plain_values_have_no_tag() -> None:
