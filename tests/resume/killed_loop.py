@@ -13,22 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from tests import ROOT
 from tests.harness import Running, call_on_ranks, started, tensor_files
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 LONGEST_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A program of `examples/`, with the arguments of its `main` behind the folder."""
+    """A program of `examples/`.
+
+    Args:
+        arguments: of its `main`, behind the folder.
+        whole: those of the unbroken run, if they are others.
+    """
 
     name: str
     arguments: tuple[str, ...] = ()
     ranks: int = 1
+    whole: tuple[str, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -65,7 +72,8 @@ def figures(text: str) -> dict[int, str]:
 
 def unbroken(loop: Loop, folder: Path, iterations: int) -> list[dict[int, str]]:
     """Run a loop to its end and return each rank's figures."""
-    arguments = [loop.name, str(folder), str(iterations), *loop.arguments]
+    given = loop.arguments if loop.whole is None else loop.whole
+    arguments = [loop.name, str(folder), str(iterations), *given]
     ended = call_on_ranks(run_main, arguments, folder=folder, ranks=loop.ranks, timeout_s=2 * TIMEOUT_S)
     assert ended.ok, ended.text
     return [figures(output) for output in ended.outputs]
@@ -79,11 +87,14 @@ def kill_at_random(loop: Loop, folder: Path, *, kills: int, iterations: int, see
     """
     expected = unbroken(loop, folder / "whole", iterations)
     draw, tally, last = random.Random(seed), Tally(), 0
+    workers: list[psutil.Process] = []
     saves = folder / "killed"
     while last < iterations:
         arguments = [loop.name, str(saves), str(iterations), *loop.arguments]
+        for output in folder.glob("killed.rank*.log"):
+            output.unlink()  # else its lines would count for this launch
         with started(run_main, arguments, folder=saves, ranks=loop.ranks) as running:
-            is_killed = tally.kills < kills and _kill(running, draw)
+            is_killed = tally.kills < kills and _kill(running, draw, workers)
             running.join(TIMEOUT_S)
         ended = running.ended()
         assert is_killed or ended.ok, ended.text
@@ -96,25 +107,30 @@ def kill_at_random(loop: Loop, folder: Path, *, kills: int, iterations: int, see
         last = max([last, *(max(figures(output), default=0) for output in ended.outputs)]) if is_killed else iterations
         if is_killed and last == iterations:
             last -= 1  # it may have printed its last figure and not have saved it
+    for worker in workers:  # those started a moment before the kill do not see that their parent is gone
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.kill()
     end = f"iter_{iterations:07d}"
     assert tensor_files(saves / end) == tensor_files(folder / "whole" / end)
     return tally
 
 
-def _kill(running: Running, draw: random.Random) -> bool:
-    """Kill the ranks a moment after one has printed some lines; return whether they had not ended before."""
+def _kill(running: Running, draw: random.Random, workers: list[psutil.Process]) -> bool:
+    """Kill the ranks a moment after one has printed some lines; return whether they had not ended before.
+
+    Args:
+        workers: receives the ranks' own children, which outlive them.
+    """
     lines, pause_s = draw.randrange(4), draw.uniform(0.0, LONGEST_PAUSE_S)
     sentinels: Any = [process.sentinel for process in running.processes]
     while not wait(sentinels, 0.005):
-        if any(len(figures(_text(output))) >= lines for output in running.outputs):
+        texts = [output.read_text() for output in running.outputs if output.exists()]
+        if len(texts) == len(running.outputs) and any(len(figures(text)) >= lines for text in texts):
             break
     if wait(sentinels, pause_s):
         return False
     for rank in range(len(running.processes)):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            workers += psutil.Process(running.processes[rank].pid).children(recursive=True)
             running.send(rank, signal.SIGKILL)
     return True
-
-
-def _text(output: Path) -> str:
-    return output.read_text() if output.exists() else ""
