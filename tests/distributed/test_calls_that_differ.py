@@ -148,6 +148,26 @@ def test_a_folder_of_one_rank_alone_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "there1").iterdir())
 
 
+def count_connections(arguments: list[str]) -> None:
+    """Count the connections to the store that calls open, before and after one that fails."""
+    opened: list[int] = []
+    clone = dist.PrefixStore.clone
+    dist.PrefixStore.clone = lambda store: opened.append(0) or clone(store)
+    with process_group() as rank:
+        for iteration in range(3):
+            save(arguments[0], linear(), iteration=iteration)
+            load(arguments[0], linear())
+        print(f"[{len(opened)}]", flush=True)
+        fails(lambda: save(arguments[0], linear(nn.LazyLinear if rank else nn.Linear), iteration=4))
+        save(arguments[0], linear(), iteration=4)
+
+
+def test_calls_share_their_connections(tmp_path: Path) -> None:
+    for output in run(count_connections, tmp_path):
+        assert next(line for line in output.splitlines() if line.startswith("[")) == "[2]"
+    assert len(list(tmp_path.glob("iter_*"))) == 4
+
+
 def test_no_rank_waits_alone_without_a_process_group(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="uninitialized parameter"):
         save(tmp_path, nn.LazyLinear(3), iteration=1)

@@ -299,6 +299,7 @@ class Checkpointer:
         if not is_stuck:
             self._local_ranks.drop()
             self._staging.close()
+            self._worker_channel.release()
         self.abandon()
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from typing import Any
 
 import torch.distributed as dist
 import xxhash
@@ -16,6 +18,9 @@ from trainer.errors import ConfigError
 # How long the ranks that have made a call wait for one that is slow before it: a long evaluation on one rank, say.
 CALL_TIMEOUT_S = 120.0
 COMMIT_TIMEOUT_S = 1800.0
+
+# The default store, and its idle connections: a new one costs milliseconds, and every save needs two.
+_spare: list[Any] = [lambda: None, []]
 
 
 def open_call(
@@ -59,6 +64,7 @@ def open_call(
         timeout_s=COMMIT_TIMEOUT_S,
         ranks=(first, *(other for other in ranks if other != first)),
         prefix=f"{group}/{count}",
+        spare=_spare_connections(store),
     )
     coordinator = "" if coordinator_rank == 0 else f" with coordinator_rank={coordinator_rank}"
     call = JointCall(channel, "call", f"{name}{coordinator}", timeout_s=timeout_s)
@@ -66,6 +72,14 @@ def open_call(
         _require_seconds(timeout_s)
         _require_coordinator(coordinator_rank, ranks)
     return call
+
+
+def _spare_connections(store: Store) -> list[Store]:
+    """Return the connections to the default store that earlier calls have left; a new store has none."""
+    if _spare[0]() is not store:
+        _spare[:] = [weakref.ref(store), []]
+    connections: list[Store] = _spare[1]
+    return connections
 
 
 def _require_seconds(timeout_s: object) -> None:

@@ -7,6 +7,7 @@ hold up every other thread's.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -34,6 +35,7 @@ class StoreChannel:
         ranks: their numbers, the coordinator's first; by default all from 0 on. Where this says rank 0, it means the
             coordinator.
         prefix: of all keys in the store, so that several channels share one.
+        spare: connections to the store that no channel uses, shared by its channels; None where none is kept.
 
     Every method may be called from any thread, but a channel serves one thread at a time: `clone` for another. All
     ranks make the same calls of `gather`, `broadcast` and `agree` in the same order on a channel, or on clones of it.
@@ -51,28 +53,27 @@ class StoreChannel:
         timeout_s: float,
         ranks: Sequence[int] | None = None,
         prefix: str = "",
+        spare: list[Store] | None = None,
     ) -> None:
-        self._source, self._prefix = store, prefix
-        self._connection: Store = store if world_size == 1 else store.clone()  # type: ignore[attr-defined]
-        self._store = PrefixStore(prefix, self._connection) if prefix else self._connection
+        self._source, self._prefix, self._spare = store, prefix, spare
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
-        self._broadcasts: list[str] = []  # rank 0's since its last `gather`
-        self._settled: list[str] = []  # keys of one value, which rank 0 has settled since it last forgot some
+        self._open()
 
     def clone(self, timeout_s: float | None = None) -> StoreChannel:
         """Return a channel on the same store with its own connection."""
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        return StoreChannel(
-            self._source,
-            self.rank,
-            world_size=self.world_size,
-            timeout_s=timeout_s,
-            ranks=self.ranks,
-            prefix=self._prefix,
-        )
+        found = copy.copy(self)
+        found.timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        found._open()
+        return found
+
+    def release(self) -> None:
+        """Leave the connection to a later channel. Nothing may be sent or read on this one any more."""
+        if self._spare is not None and self._connection is not self._source:
+            self._spare.append(self._connection)
+            self._spare = None
 
     @property
     def coordinator(self) -> int:
@@ -180,10 +181,7 @@ class StoreChannel:
             return bytes(self._store.compare_set(key, "", text)).decode()
 
     def forget_settled(self, *, but: Sequence[str] = ()) -> None:
-        """Delete what was settled before, which every rank has read. Rank 0 only.
-
-        Args:
-            but: keys that ranks still read.
+        """Delete what was settled before, which every rank has read, but for some keys. Rank 0 only.
 
         Raises:
             LaunchError: if the store is gone.
@@ -192,7 +190,7 @@ class StoreChannel:
             if key not in but:
                 with self._reaching(key):
                     self._store.delete_key(key)
-        self._settled = [key for key in self._settled if key in but]
+        self._settled[:] = [key for key in self._settled if key in but]
 
     def has(self, keys: Sequence[str]) -> bool:
         """Return whether all of these keys are stored.
@@ -309,12 +307,6 @@ class StoreChannel:
             if self.coordinates and others:
                 self._await(others, _EXIT_GRACE_S)
 
-    def first_failure(self) -> str | None:
-        """Return the report of the first rank that failed; None if none has, or the store is gone."""
-        with contextlib.suppress(dist.DistError):
-            return self.failure()
-        return None
-
     def failure(self) -> str | None:
         """Return the report of the first rank that failed, or None if none has.
 
@@ -334,6 +326,18 @@ class StoreChannel:
             if not self._await([f"here/{rank}" for rank in ranks], timeout_s):
                 return [rank for rank in ranks if not self._store.check([f"here/{rank}"])]
         return []
+
+    def _open(self) -> None:
+        """Take an idle connection, or make one."""
+        self._broadcasts: list[str] = []  # rank 0's since its last `gather`
+        self._settled: list[str] = []  # keys of one value, which rank 0 has settled since it last forgot some
+        self._connection: Store = self._source
+        if self.world_size > 1:
+            try:
+                self._connection = (self._spare or []).pop()
+            except IndexError:
+                self._connection = self._source.clone()  # type: ignore[attr-defined]
+        self._store: Store = PrefixStore(self._prefix, self._connection) if self._prefix else self._connection
 
     @contextlib.contextmanager
     def _reaching(self, key: str) -> Iterator[None]:

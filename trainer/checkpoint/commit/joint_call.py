@@ -11,6 +11,8 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
+import torch.distributed as dist
+
 from trainer.checkpoint.commit.channel import StoreChannel
 from trainer.checkpoint.commit.error_message import as_problem, pack, unpack
 from trainer.errors import CheckpointError, LaunchError, TrainerError
@@ -22,7 +24,8 @@ class JointCall:
     """One call of every rank of a channel. Each rank prepares it, offers its part, and learns the decision.
 
     `timeout_s` limits the wait for ranks that have not made the call. A rank that has made it may take the channel's
-    own time to prepare. As a context, it also ends the waits of the other ranks if this rank fails after the decision.
+    own time to prepare. As a context, it ends the waits of the other ranks if this rank fails after the decision, and
+    releases the channel.
 
         with JointCall(channel, "save", "save(iteration=3)", timeout_s=120.0) as call:
             with call.preparing():
@@ -66,10 +69,14 @@ class JointCall:
         Raises:
             CheckpointError: in place of a LaunchError, if another rank has failed so.
         """
+        if error is None:
+            self.channel.release()
         if error is None or self.channel.world_size == 1:
             return
-        if isinstance(error, LaunchError) and (failure := self.channel.first_failure()) is not None:
-            raise CheckpointError(failure.rstrip(".")) from error
+        if isinstance(error, LaunchError):
+            with contextlib.suppress(dist.DistError):
+                if (failure := self.channel.failure()) is not None:
+                    raise CheckpointError(failure.rstrip(".")) from error
         if not isinstance(error, TrainerError):
             self.channel.fail(as_problem(error).what)
 
