@@ -44,7 +44,8 @@ class Filling:
         joint: the table of all ranks.
         made: by the optimizer's pointer, the state that was made for the checkpoint at hand.
         numbers: by the pointer of a parameter group, its numbers in the checkpoint.
-        whole: by pointer, the values that hold tensors, with references to those in `allocated`.
+        whole: by pointer, the values that hold tensors, with references to those in `allocated`, and what empty dicts
+            take.
         allocated: by stored name, the tensors of such values.
     """
 
@@ -69,6 +70,7 @@ class Filling:
         names = {at.name for where in joint.values if where in values.values for at in references(values.value(where))}
         taken = {checkpoint.manifest.aliases.get(name, name) for name in names}
         values = by_leaf(values, joint.values)
+        self._fill_empty(values)
         self.made = {where: {} for where in self.tree.optimizers}
         made += list(self._make_tensors(checkpoint, values))
         self._make_values(values)
@@ -163,6 +165,14 @@ class Filling:
                 spec = places[aliases.get(name, name)].spec
                 stored, self.allocated[name] = self._tensor_for(spec, values.dtypes.get(name), by_name.get(name))
                 yield from _alone(replace(spec, name=name), stored)
+
+    def _fill_empty(self, values: NestedValues) -> None:
+        """Let an empty dict take the values that the checkpoint has in it, other than those that a rank asks for."""
+        free = {where: value for where, value in values.values.items() if where not in self.joint.values}
+        for where, value in self.tree.values.items():
+            below = replace(values, values=free).below(where) if value == {} else None
+            if below is not None:
+                self.whole[where] = below
 
     def _tensor_for(
         self, spec: TensorSpec, dtype: str | None, given: torch.Tensor | None

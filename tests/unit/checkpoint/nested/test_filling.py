@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,35 @@ def test_numbers_that_schedulers_add_are_carried(tmp_path: Path) -> None:
     (group,) = optimizer.param_groups
     assert (group["initial_lr"], group["max_lr"], group["milestones"]) == (0.5, None, [1])
     assert (found.missing_keys, found.unexpected_keys) == ([], [])
+
+
+class Notes(nn.Module):
+    """A module that gives a dict as extra state: an empty one before it has any."""
+
+    def __init__(self, notes: dict[str, Any]) -> None:
+        super().__init__()
+        self.weight, self.notes = nn.Parameter(torch.ones(1)), notes
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.notes
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.notes = state
+
+
+@pytest.mark.parametrize("saved", [{"loss": [0.5], "best": {"at": 3}}, Counter("aab"), {1: 2}], ids=repr)
+def test_an_empty_dict_takes_what_was_saved(tmp_path: Path, saved: dict[Any, Any]) -> None:
+    save(tmp_path, Notes({"of": saved}), iteration=1, state={"metrics": saved})
+    module, state = Notes({}), {"metrics": type(saved)()}
+    result = load(tmp_path, module, state=state)
+    assert (state["metrics"], result["metrics"], module.notes) == (saved, saved, {"of": saved})
+    assert {type(found) for found in (state["metrics"], module.notes["of"])} == {type(saved)}
+
+
+def test_an_empty_dict_takes_no_tensor(tmp_path: Path) -> None:
+    save_state_dict(tmp_path, {"metrics": {"loss": torch.ones(1), "count": 3}}, iteration=1)
+    with pytest.raises(MismatchError, match=r"/metrics/loss is unexpected"):
+        load_state_dict(tmp_path, {"metrics": {}})
 
 
 def test_a_number_that_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
