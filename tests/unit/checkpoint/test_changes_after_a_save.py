@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from tests.unit.checkpoint.saving.test_background import Gate
-from trainer.checkpoint import AsyncSaver, load, save
+from trainer.checkpoint import AsyncSaver, latest, load, save
+from trainer.checkpoint.saving.snapshot import Snapshot
+from trainer.errors import CheckpointError
 
 
 class Model(nn.Module):
@@ -122,3 +124,22 @@ def test_a_change_after_the_call_is_not_saved(
     assert {name: tensor.unique().tolist() for name, tensor in found.tensors().items()} == {
         name: [2.0] for name in tensors
     }
+
+
+def test_a_save_whose_copying_was_interrupted_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, gate = {name: torch.ones(1000) for name in "ab"}, Gate(0)
+
+    def interrupt(snapshot: Snapshot) -> None:
+        assert gate.is_shut.wait(120.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Snapshot, "release", interrupt)
+    saver = AsyncSaver(tmp_path, files=gate)
+    with pytest.raises(KeyboardInterrupt):
+        saver.save_state_dict(1, tensors)
+    for tensor in tensors.values():
+        tensor.fill_(2.0)
+    gate.opened.set()
+    with pytest.raises(CheckpointError, match="aborted.*an exception has ended the copying"):
+        saver.close()
+    assert latest(tmp_path) is None

@@ -90,9 +90,16 @@ class SaveJob:
         return self.snapshot.blocked_s + self.replicas.blocked_s
 
     def release(self) -> None:
-        """Let live memory change: copy and digest the rest of it. Main thread."""
-        self.snapshot.release()
-        self.replicas.release()
+        """Let live memory change: copy and digest the rest of it. Main thread.
+
+        An exception, such as KeyboardInterrupt, aborts the save: the program may go on, and change what is not copied.
+        """
+        try:
+            self.snapshot.release()
+            self.replicas.release()
+        except BaseException:
+            self.snapshot.abort()
+            raise
 
     @property
     def has_optimizer(self) -> bool:
@@ -315,9 +322,9 @@ def _marking_failed(attempt: Attempt, error: OSError) -> CheckpointError:
 
 
 def stalled(attempt: Attempt) -> CheckpointError:
-    """Return the error of a save whose disk has written nothing while live memory had to stay as it is."""
+    """Return the error of a save that was aborted while live memory had to stay as it is."""
     return CheckpointError(
-        "A save was aborted: the disk has written nothing for a while",
+        "A save was aborted: the disk has written nothing for a while, or an exception has ended the copying",
         where=attempt.folder.root,
         expected="a chunk within the time in which a training step may wait for it",
         fix="Training continues and committed checkpoints are untouched; look at the file system.",

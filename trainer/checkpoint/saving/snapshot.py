@@ -161,7 +161,8 @@ class Snapshot:
     def _require(self) -> None:
         if self._is_aborted:
             raise CheckpointError(
-                "A save was aborted while it was being written: the disk hangs", fix="Training continues."
+                "A save was aborted while it was being written: the disk hangs, or an exception has ended the copying",
+                fix="Training continues.",
             )
 
     def _stage_ahead(self, *, copies_first: bool) -> None:
