@@ -140,6 +140,6 @@ def test_a_save_whose_copying_was_interrupted_fails(tmp_path: Path, monkeypatch:
     for tensor in tensors.values():
         tensor.fill_(2.0)
     gate.opened.set()
-    with pytest.raises(CheckpointError, match="aborted.*an exception has ended the copying"):
+    with pytest.raises(CheckpointError, match=r"aborted.*an exception has ended the copying"):
         saver.close()
     assert latest(tmp_path) is None
