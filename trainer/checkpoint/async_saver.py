@@ -167,6 +167,7 @@ class AsyncSaver:
         self._is_closed = True
         program_end.forget(self)
         self._checkpointer.close()
+        self._last = LastTensors()
         self.wait()
 
     def __enter__(self) -> AsyncSaver:
@@ -202,8 +203,10 @@ class AsyncSaver:
             is_replicated=is_replicated,
             find_problem=self._before_save,
         )
-        program_end.finish_at_end(self, program_end.Ending(self.close, self._abandon))
-        self._checkpointer.save(iteration, contents, again=True)
+        try:
+            self._checkpointer.save(iteration, contents, again=True)
+        finally:  # later than the save, as the program may be at its end already
+            program_end.finish_at_end(self, program_end.Ending(self.close, self._abandon))
 
     def _before_save(self) -> TrainerError | None:
         """Return why no save can begin: the one before failed, or the saver is closed."""

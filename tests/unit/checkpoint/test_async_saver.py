@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -313,3 +316,16 @@ def test_a_closed_saver_saves_nothing(tmp_path: Path, save: Save) -> None:
         save(saver, 2, training)
     saver.close()
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]
+
+
+def test_a_closed_saver_keeps_neither_tensors_nor_copies(tmp_path: Path) -> None:
+    array = np.ones(1000)
+    state = {"a": torch.from_numpy(array)}
+    saver = AsyncSaver(tmp_path)
+    for iteration in (1, 2):
+        saver.save_state_dict(iteration, state)
+    kept = [weakref.ref(array), weakref.ref(saver._checkpointer._staging.arena._memory.base)]  # type: ignore[arg-type]
+    saver.close()
+    del array, state
+    gc.collect()
+    assert [memory() is None for memory in kept] == [True, True]

@@ -52,6 +52,16 @@ def save_and_end(folder: str) -> None:
     saver.save_state_dict(1, STATE)
 
 
+def save_after_the_main_thread(folder: str) -> None:
+    saver = AsyncSaver(folder)
+
+    def save() -> None:
+        threading.main_thread().join(JOIN_S)
+        saver.save_state_dict(1, STATE)
+
+    threading.Thread(target=save).start()
+
+
 def fail_at_the_end(folder: str) -> None:
     atexit.register(print, "goodbye")
     for number in range(2):
@@ -73,8 +83,9 @@ def committed(folder: Path) -> dict[str, torch.Tensor]:
     return again
 
 
-def test_a_save_ends_before_its_program(tmp_path: Path) -> None:
-    ended = run("save_and_end", tmp_path)
+@pytest.mark.parametrize("program", ["save_and_end", "save_after_the_main_thread"])
+def test_a_save_ends_before_its_program(tmp_path: Path, program: str) -> None:
+    ended = run(program, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert torch.equal(committed(tmp_path)["a"], STATE["a"])
 

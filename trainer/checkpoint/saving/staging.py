@@ -80,8 +80,9 @@ class Staging:
         return limit is None or sum(piece.hi - piece.lo for piece in plan.columns) + self.arena.total_bytes <= limit
 
     def close(self) -> None:
-        """Unlock the arena; no thread may be using it."""
+        """Free the arena and the plan; no thread may be using them."""
         self.arena.close()
+        self._plan = None
 
     def _settle(self, plan: Plan) -> None:
         """Have an arena that suits a plan; a save that no step can overtake needs none."""

@@ -60,10 +60,11 @@ class Arena:
             populate(self._memory)
 
     def close(self) -> None:
-        """Unpin the memory. The arena must not be used afterwards."""
+        """Unpin the memory, and free it once no slice of it is left. The arena must not be used afterwards."""
         if self._is_pinned:
             _cudart().cudaHostUnregister(self._memory.ctypes.data)
             self._is_pinned = False
+        self._memory, self.total_bytes = np.empty(0, np.uint8), 0
 
 
 def populate(memory: Bytes) -> None:
