@@ -18,7 +18,7 @@ from trainer.checkpoint.nested.agreement import KnownTables, agree_on_state
 from trainer.checkpoint.nested.documents import NestedValues, read_values, values_of
 from trainer.checkpoint.nested.filling import Filling
 from trainer.checkpoint.nested.held import LastTensors, hold
-from trainer.checkpoint.nested.loaded import LoadedState, Strictness
+from trainer.checkpoint.nested.loaded import LoadedState, Strictness, check_strict
 from trainer.checkpoint.nested.tree import Tree
 from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.checkpoint.save_arguments import check_patterns, check_target, check_vacant, number_problem, require_path
@@ -165,6 +165,7 @@ def fill(
     channel = call.channel
     with call.preparing():
         require_path(path)
+        check_strict(strict)
         tree = make_tree()
         tree.prepare_load()
         held = hold(tree)

@@ -12,6 +12,7 @@ from torch import nn
 from trainer.checkpoint.format import json_file
 from trainer.checkpoint.format.layout import TensorKind
 from trainer.checkpoint.format.names import HOST, INDEX, MANIFEST, STATE
+from trainer.checkpoint.nested.typed_values import is_unicode
 from trainer.checkpoint.storage.folder import HOLD
 from trainer.errors import CheckpointError
 
@@ -63,6 +64,8 @@ def _content(name: str, content: object) -> bytes:
     if isinstance(content, bytes):
         return content
     if isinstance(content, str):
+        if not is_unicode(content):
+            raise CheckpointError("A text cannot be written as UTF-8", where=f"`files`, {name}")
         return content.encode()
     if isinstance(content, Path):
         try:

@@ -11,6 +11,7 @@ from trainer.checkpoint.format.layout import TensorSpec
 from trainer.checkpoint.loading.loader import check_tensors
 from trainer.checkpoint.loading.reader import Checkpoint, read_places
 from trainer.checkpoint.tensors.live import LiveTensor
+from trainer.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -18,6 +19,16 @@ _log = logging.getLogger(__name__)
 Strictness = bool | Literal["missing"]
 
 _MOST_NAMED = 5
+
+
+def check_strict(strict: object) -> None:
+    """Refuse what is no `Strictness`: a text with a slip in it would refuse less than was meant.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if type(strict) is not bool and strict != "missing":
+        raise ConfigError("`strict` has no such value", expected='True, False or "missing"', found=repr(strict))
 
 
 class LoadedState(dict[str, Any]):

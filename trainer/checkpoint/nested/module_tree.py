@@ -10,9 +10,17 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.nested.folder_files import folder_files
-from trainer.checkpoint.nested.stateful import Receiver, Stateful
+from trainer.checkpoint.nested.stateful import Receiver, Stateful, is_stateful
 from trainer.checkpoint.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, pointer
-from trainer.checkpoint.nested.tree import Tree, add_optimizer, add_tensor, add_whole, take_apart, walk
+from trainer.checkpoint.nested.tree import (
+    Tree,
+    add_optimizer,
+    add_tensor,
+    add_whole,
+    require_text_keys,
+    take_apart,
+    walk,
+)
 from trainer.checkpoint.nested.typed_values import DICTS
 from trainer.checkpoint.tensors.live import canonical_name, free_gathered_parameters, parameter_names
 from trainer.errors import CheckpointError
@@ -48,12 +56,21 @@ def tree_of(
     given: dict[Keys, Stateful] = {(MODEL,): model}
     if optimizer is not None:
         given[OPTIMIZER[:1]] = optimizer
+    for keys, value in given.items():
+        if not is_stateful(value):
+            raise CheckpointError(
+                "This is neither a model nor an optimizer",
+                where=pointer(keys),
+                found=type(value).__name__,
+                fix="Give the module or the optimizer itself; `save_state_dict` and `load_state_dict` take dicts.",
+            )
     tree.entries += tuple(key for (key,) in given)
     tree.objects = given | tree.objects
     if of_rank is not None:
         rank, own = of_rank
         tree.entries += (PER_RANK,)
         for container in own:
+            require_text_keys(container, (PER_RANK,))
             for key, value in container.items():
                 walk(tree, value, (PER_RANK, str(rank), key), (container, key))
     tree.refers = False

@@ -167,7 +167,7 @@ def take_apart(state_dict: object, *, model: nn.Module | None = None, refers: bo
 
 
 def _walk_dict(tree: Tree, found: dict[Any, Any], keys: Keys, model: nn.Module | None) -> None:
-    _require_text_keys(found, keys)
+    require_text_keys(found, keys)
     is_optimizer = is_optimizer_state(found)
     if is_optimizer:
         _take_optimizer(tree, found, keys, model)
@@ -176,7 +176,12 @@ def _walk_dict(tree: Tree, found: dict[Any, Any], keys: Keys, model: nn.Module |
             _walk(tree, value, (*keys, key), (found, key), model)
 
 
-def _require_text_keys(found: dict[Any, Any], keys: Keys) -> None:
+def require_text_keys(found: dict[Any, Any], keys: Keys) -> None:
+    """Refuse a key that is no text, or none that UTF-8 has.
+
+    Raises:
+        CheckpointError: naming it.
+    """
     for key in found:
         if not isinstance(key, str):
             raise CheckpointError(
@@ -295,7 +300,7 @@ def add_optimizer(
     named = []
     for number, group in enumerate(groups):
         numbers = {}
-        _require_text_keys(group, (*keys, "param_groups", str(number)))
+        require_text_keys(group, (*keys, "param_groups", str(number)))
         for key, value in group.items():
             inner = (*keys, "param_groups", str(number), key)
             if isinstance(value, torch.Tensor):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint import load, load_state_dict, save, save_state_dict
-from trainer.errors import MismatchError
+from trainer.errors import ConfigError, MismatchError
 
 
 def model() -> nn.ParameterDict:
@@ -167,3 +167,11 @@ def test_numbers_of_every_type_are_carried(tmp_path: Path) -> None:
     again = torch.optim.Adafactor(net.parameters())
     load(path, net, again)
     assert again.param_groups[0]["eps"] == (None, 0.5)
+
+
+@pytest.mark.parametrize("strict", ["Missing", 1, None])
+def test_another_value_of_strict_is_refused(tmp_path: Path, strict: Any) -> None:
+    net = nn.Linear(2, 2)
+    save(tmp_path, net, iteration=1)
+    with pytest.raises(ConfigError, match="`strict` has no such value"):
+        load(tmp_path, net, strict=strict)

@@ -105,3 +105,18 @@ def test_an_entry_beside_the_groups_is_filled_in_its_dict(tmp_path: Path) -> Non
 
     load_state_dict(save_state_dict(tmp_path, state(3), iteration=1), again := state(0))
     assert again == state(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"model": {}}, r"neither a model nor an optimizer \(/model\), found dict"),
+        ({"optimizer": {}}, r"neither a model nor an optimizer \(/optimizer\), found dict"),
+        ({"per_rank": {1: 2}}, r"key that is not text \(/per_rank\), found 1"),
+        ({"files": {"x": "\ud800"}}, r"cannot be written as UTF-8 \(`files`, x\)"),
+    ],
+    ids=["model", "optimizer", "per_rank", "files"],
+)
+def test_an_argument_of_another_kind_is_named(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        save(tmp_path, **{"model": nn.Linear(2, 2), "iteration": 1, **arguments})
