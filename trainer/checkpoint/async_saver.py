@@ -23,7 +23,7 @@ from trainer.checkpoint.nested.module_tree import tree_of, tree_of_dict
 from trainer.checkpoint.nested.own_state import own_state
 from trainer.checkpoint.nested.tree import Tree
 from trainer.checkpoint.policy import Retention, SavePolicy
-from trainer.checkpoint.save_arguments import check_patterns, check_target, number_problem
+from trainer.checkpoint.save_arguments import check_limits, check_patterns, check_target, number_problem
 from trainer.checkpoint.storage.files import Files
 from trainer.errors import CheckpointError, TrainerError
 
@@ -91,6 +91,9 @@ class AsyncSaver:
             problem = number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes)
             if problem is not None:
                 raise problem
+            check_limits(
+                staging_bytes=staging_bytes, stall_timeout_s=stall_timeout_s, commit_timeout_s=commit_timeout_s
+            )
         self._folder, self._from_rank0 = folder, tuple(from_rank0)
         policy = SavePolicy(
             Path(folder),

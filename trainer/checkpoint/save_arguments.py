@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from pathlib import Path
 
@@ -55,6 +56,24 @@ def number_problem(*, max_checkpoint_keep: object, file_bytes: object) -> Config
     if type(file_bytes) is not int or file_bytes < 1:
         return ConfigError("file_bytes is no size of a file", expected="an int of 1 or more", found=repr(file_bytes))
     return None
+
+
+def check_limits(*, staging_bytes: object, **seconds: object) -> None:
+    """Refuse limits of a background save that are no numbers of bytes or seconds.
+
+    Args:
+        seconds: limits by their names, each a finite number of seconds above 0.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    if staging_bytes is not None and (type(staging_bytes) is not int or staging_bytes < 0):
+        raise ConfigError(
+            "staging_bytes is no number of bytes", expected="None, or an int of 0 or more", found=repr(staging_bytes)
+        )
+    for name, limit in seconds.items():
+        if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit < math.inf:
+            raise ConfigError(f"{name} is no number of seconds", expected="a finite number above 0", found=repr(limit))
 
 
 def check_vacant(folder: str | Path, iteration: int) -> None:

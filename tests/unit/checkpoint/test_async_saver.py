@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -329,3 +330,19 @@ def test_a_closed_saver_keeps_neither_tensors_nor_copies(tmp_path: Path) -> None
     del array, state
     gc.collect()
     assert [memory() is None for memory in kept] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {"staging_bytes": "1"},
+        {"staging_bytes": -1},
+        {"stall_timeout_s": "x"},
+        {"commit_timeout_s": 0},
+        {"commit_timeout_s": math.nan},
+    ],
+)
+def test_a_limit_that_is_none_is_refused_by_name(tmp_path: Path, limit: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(limit))} is no number"):
+        AsyncSaver(tmp_path, **limit)
+    assert not list(tmp_path.iterdir())

@@ -159,7 +159,7 @@ def _identity(tensor: torch.Tensor, local: torch.Tensor) -> object:
 
 def _marks(tree: Tree) -> object:
     """Return a value that is another one if a tensor has other memory, another place in it, or another name."""
-    marks: list[object] = [*tree.tensors]
+    marks: list[object] = [*tree.tensors, *tree.parts.items()]
     try:
         for tensor in tree.tensors.values():
             local = memory_holder(tensor)
