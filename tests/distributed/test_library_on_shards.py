@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from tests.distributed.test_ranks_that_disagree import process_group, refused
 from tests.harness import call_on_ranks
-from trainer.checkpoint import load, save
+from trainer.checkpoint import load, load_state_dict, save, save_state_dict
 
 
 class Net(nn.Module):
@@ -82,3 +85,39 @@ def test_a_foreign_sharded_model_is_saved_and_loads_anywhere(tmp_path: Path) -> 
     assert all(torch.equal(first[name], value) for name, value in alone.state_dict().items() if name in first)
     assert alone.out.weight is alone.table.weight
     assert all(optimizer.state[p]["step"] == 2 for p in alone.parameters())
+
+
+def _fill(net: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(value)
+
+
+def _give_flat_shards(arguments: list[str]) -> None:
+    """Give a module of FSDP1 whose shards are equal on both ranks, and then its state dict of DTensors."""
+    folder = arguments[0]
+    with process_group():
+        net = nn.Sequential(nn.Linear(4, 4, bias=False))
+        mesh = init_device_mesh("cpu", (2,))
+        net[0] = FullyShardedDataParallel(net[0], use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
+        _fill(net, 1.0)
+        refused(lambda: save(folder, net, iteration=1))
+        refused(lambda: save_state_dict(folder, {"ema": net}, iteration=1))
+        given = get_model_state_dict(net)
+        save_state_dict(folder, {"model": given}, iteration=2)
+        refused(lambda: load(folder, net))
+        _fill(net, 0.0)
+        given = get_model_state_dict(net)
+        load_state_dict(folder, {"model": given})
+        set_model_state_dict(net, given)
+        with FullyShardedDataParallel.summon_full_params(net):
+            assert torch.equal(net[0].weight, torch.ones(4, 4))
+
+
+def test_flat_shards_of_fsdp1_are_refused_by_name(tmp_path: Path) -> None:
+    ended = call_on_ranks(_give_flat_shards, [str(tmp_path)], folder=tmp_path / "ranks", ranks=2, timeout_s=60.0)
+    assert ended.ok, ended.text
+    assert ended.text.count("sharded by FSDP1") == 6, ended.text
+    assert ended.text.count("/model/0") == 4
+    assert ended.text.count("/ema/0") == 2
+    assert load_file(tmp_path / "iter_0000002" / "model.safetensors")["0.weight"].shape == (4, 4)

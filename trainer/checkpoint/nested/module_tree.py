@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -107,7 +108,8 @@ def add_objects(tree: Tree, *, is_load: bool) -> None:
         CheckpointError: naming what cannot be stored, or an optimizer of parameters that no module of the tree has.
     """
     modules = {keys: value for keys, value in tree.objects.items() if isinstance(value, nn.Module)}
-    for module in modules.values():
+    for keys, module in modules.items():
+        _refuse_flat_shards(keys, module)
         free_gathered_parameters(module)
     for keys, value in tree.objects.items():
         if isinstance(value, nn.Module):
@@ -143,6 +145,29 @@ def _require_values(tree: Tree) -> None:
                 expected=", ".join(DICTS),
                 found=kind.__name__,
                 fix="Give dict(value).",
+            )
+
+
+def _refuse_flat_shards(keys: Keys, model: nn.Module) -> None:
+    """Refuse FSDP1: on each rank its parameters are plain tensors of other elements, and do not tell which.
+
+    Raises:
+        CheckpointError: naming the module that is sharded.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for name, module in model.named_modules():
+        if not isinstance(module, fsdp.FullyShardedDataParallel):
+            continue
+        if module.sharding_strategy != fsdp.ShardingStrategy.NO_SHARD:
+            raise CheckpointError(
+                "A module is sharded by FSDP1, so that its parameters are parts of a flat tensor",
+                where=pointer((*keys, name) if name else keys),
+                expected="a plain, DDP, FSDP2 or tensor-parallel module",
+                found=type(module).__name__,
+                fix="Wrap it with device_mesh=, give get_model_state_dict and get_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict, and after a load set_state_dict.",
             )
 
 
