@@ -45,9 +45,15 @@ FORK
 print(child, flush=True)
 sys.stdin.read()
 """
-# A child as multiprocessing forks it, and one that the C library forks, in which Python runs nothing.
+# A child as multiprocessing forks it, which tells its number once it runs, and one that the C library forks, in which
+# Python runs nothing.
 CHILDREN = {
-    "of Python": "child = os.fork()\nif child == 0:\n    sys.stdin.read()\n    os._exit(0)",
+    "of Python": """
+child = os.fork()
+if child == 0:
+    print(os.getpid(), flush=True)
+sys.stdin.read()
+""",
     "of C": """
 import ctypes, fcntl, signal
 child = ctypes.CDLL(None).fork()
