@@ -633,7 +633,7 @@ def test_documents_and_configuration_hold_no_path_of_a_machine() -> None:
         [ROOT / name for name in names]
         + sorted(ROOT.glob("*.md"))
         + sorted((ROOT / "docs").rglob("*.md"))
-        + sorted((ROOT / "examples").iterdir())
+        + sorted(path for path in (ROOT / "examples").iterdir() if path.is_file())
         + sorted(ROOT.glob("configs/**/*.yaml"))
     )
     assert len(paths) >= 30
