@@ -23,9 +23,9 @@ from trainer.checkpoint.nested.module_tree import tree_of, tree_of_dict
 from trainer.checkpoint.nested.own_state import own_state
 from trainer.checkpoint.nested.tree import Tree
 from trainer.checkpoint.policy import Retention, SavePolicy
-from trainer.checkpoint.save_arguments import check_limits, check_patterns, check_target, number_problem
+from trainer.checkpoint.save_arguments import check_limits, check_numbers, check_patterns, check_target
 from trainer.checkpoint.storage.files import Files
-from trainer.errors import CheckpointError, TrainerError
+from trainer.errors import CheckpointError
 
 
 class AsyncSaver:
@@ -88,9 +88,7 @@ class AsyncSaver:
         with call.agreed():
             check_target(folder, 0)
             check_patterns(from_rank0)
-            problem = number_problem(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes)
-            if problem is not None:
-                raise problem
+            check_numbers(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes)
             check_limits(
                 staging_bytes=staging_bytes, stall_timeout_s=stall_timeout_s, commit_timeout_s=commit_timeout_s
             )
@@ -157,9 +155,11 @@ class AsyncSaver:
         Raises:
             TrainerError: if it did not become one.
         """
-        problem = self._settled()
-        if problem is not None:
-            raise problem
+        self._checkpointer.wait()
+        program_end.forget(self)
+        for report in self._checkpointer.reports():
+            if report.error is not None:
+                raise report.error
 
     def close(self) -> None:
         """Wait for the save that is under way, and let go of the folder.
@@ -204,22 +204,15 @@ class AsyncSaver:
             iteration=iteration,
             from_rank0=self._from_rank0,
             is_replicated=is_replicated,
-            find_problem=self._before_save,
+            check=self._require_open,
         )
         try:
             self._checkpointer.save(iteration, contents, again=True)
         finally:  # later than the save, as the program may be at its end already
             program_end.finish_at_end(self, program_end.Ending(self.close, self._abandon))
 
-    def _before_save(self) -> TrainerError | None:
-        """Return why no save can begin: the one before failed, or the saver is closed."""
+    def _require_open(self) -> None:
+        """Raise why no save can begin: the saver is closed, or the one before failed."""
         if self._is_closed:
-            return CheckpointError("A saver that is closed saves nothing", where=self._folder, fix="Make a new one.")
-        return self._settled()
-
-    def _settled(self) -> TrainerError | None:
-        """Wait for the save that is under way, and return why it failed, once."""
-        self._checkpointer.wait()
-        program_end.forget(self)
-        errors = [report.error for report in self._checkpointer.reports()]
-        return next((error for error in errors if error is not None), None)
+            raise CheckpointError("A saver that is closed saves nothing", where=self._folder, fix="Make a new one.")
+        self.wait()

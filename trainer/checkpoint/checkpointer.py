@@ -192,10 +192,10 @@ class Checkpointer:
         An older one is saved again; the folder that is there is kept as superseded.
 
         A background save returns while it is written, after waiting for the one before it: `contents.optimizers` are
-        held back at their next step until the memory that it changes is written or copied, or, by the policy
-        `copies_at_call`, all memory is copied before this returns. A failed save is logged and
-        reported, never raised: training goes on and committed checkpoints are untouched. Only an error that is no
-        TrainerError, a defect or a lack of memory, is raised, on its rank; the others report it.
+        held back at their next step until the memory that it changes is written or copied; by the policy
+        `copies_at_call`, all memory is copied before this returns. A failed save is logged and reported, never raised:
+        training goes on and committed checkpoints are untouched. Only an error that is no TrainerError, a defect or a
+        lack of memory, is raised, on its rank; the others report it.
 
         Returns:
             The report of an inline save; None if there was nothing to do, or the save goes on in the background.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.distributed.distributed_c10d import Store
 
 from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
 from trainer.checkpoint.commit.joint_call import JointCall
+from trainer.checkpoint.save_arguments import check_seconds
 from trainer.errors import ConfigError
 
 # How long the ranks that have made a call wait for one that is slow before it: a long evaluation on one rank, say.
@@ -48,9 +48,8 @@ def open_call(
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None or coordinator_rank != 0:
             raise ConfigError("There is no process group", fix="Call torch.distributed.init_process_group first.")
-        call = JointCall(single_rank_channel(), "call", name, timeout_s=CALL_TIMEOUT_S)
-        _require_seconds(timeout_s)
-        return call
+        check_seconds("timeout_s", timeout_s, may_be_zero=True)
+        return JointCall(single_rank_channel(), "call", name, timeout_s=timeout_s)
     rank, ranks = dist.get_rank(), _members(process_group)
     store: Store = distributed_c10d._get_default_store()  # torch has no public name for it
     is_all = len(ranks) == dist.get_world_size()
@@ -69,7 +68,7 @@ def open_call(
     coordinator = "" if coordinator_rank == 0 else f" with coordinator_rank={coordinator_rank}"
     call = JointCall(channel, "call", f"{name}{coordinator}", timeout_s=timeout_s)
     with call.preparing():
-        _require_seconds(timeout_s)
+        check_seconds("timeout_s", timeout_s, may_be_zero=True)
         _require_coordinator(coordinator_rank, ranks)
     return call
 
@@ -80,11 +79,6 @@ def _spare_connections(store: Store) -> list[Store]:
         _spare[:] = [weakref.ref(store), []]
     connections: list[Store] = _spare[1]
     return connections
-
-
-def _require_seconds(timeout_s: object) -> None:
-    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not 0 <= timeout_s < math.inf:
-        raise ConfigError("timeout_s is no number of seconds", expected="0 or more", found=repr(timeout_s))
 
 
 def _require_coordinator(coordinator_rank: int, ranks: tuple[int, ...]) -> None:

@@ -45,17 +45,20 @@ def check_patterns(from_rank0: object) -> None:
         )
 
 
-def number_problem(*, max_checkpoint_keep: object, file_bytes: object) -> ConfigError | None:
-    """Return why one of the numbers of a save is none, for a rank to share with the others; else None."""
+def check_numbers(*, max_checkpoint_keep: object, file_bytes: object) -> None:
+    """Refuse numbers of checkpoints and bytes that are none.
+
+    Raises:
+        ConfigError: naming the first.
+    """
     if type(max_checkpoint_keep) is not int or max_checkpoint_keep < 0:
-        return ConfigError(
+        raise ConfigError(
             "max_checkpoint_keep is no number of checkpoints",
             expected="an int of 0 or more; 0 keeps all",
             found=repr(max_checkpoint_keep),
         )
     if type(file_bytes) is not int or file_bytes < 1:
-        return ConfigError("file_bytes is no size of a file", expected="an int of 1 or more", found=repr(file_bytes))
-    return None
+        raise ConfigError("file_bytes is no size of a file", expected="an int of 1 or more", found=repr(file_bytes))
 
 
 def check_limits(*, staging_bytes: object, **seconds: object) -> None:
@@ -72,8 +75,22 @@ def check_limits(*, staging_bytes: object, **seconds: object) -> None:
             "staging_bytes is no number of bytes", expected="None, or an int of 0 or more", found=repr(staging_bytes)
         )
     for name, limit in seconds.items():
-        if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit < math.inf:
-            raise ConfigError(f"{name} is no number of seconds", expected="a finite number above 0", found=repr(limit))
+        check_seconds(name, limit)
+
+
+def check_seconds(name: str, limit: object, *, may_be_zero: bool = False) -> None:
+    """Refuse what is no finite number of seconds.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    is_number = isinstance(limit, int | float) and not isinstance(limit, bool) and 0 <= limit < math.inf
+    if not is_number or (limit == 0 and not may_be_zero):
+        raise ConfigError(
+            f"{name} is no number of seconds",
+            expected="0 or more" if may_be_zero else "a finite number above 0",
+            found=repr(limit),
+        )
 
 
 def check_vacant(folder: str | Path, iteration: int) -> None:

@@ -21,10 +21,9 @@ from trainer.checkpoint.nested.held import LastTensors, hold
 from trainer.checkpoint.nested.loaded import LoadedState, Strictness, check_strict
 from trainer.checkpoint.nested.tree import Tree
 from trainer.checkpoint.policy import Retention, SavePolicy
-from trainer.checkpoint.save_arguments import check_patterns, check_target, check_vacant, number_problem, require_path
+from trainer.checkpoint.save_arguments import check_numbers, check_patterns, check_target, check_vacant, require_path
 from trainer.checkpoint.storage.patience import Patience, unreadable
 from trainer.checkpoint.tensors.live import Contents
-from trainer.errors import TrainerError
 
 MakeTree = Callable[[], Tree]
 
@@ -48,7 +47,7 @@ def contents_of(
     from_rank0: Sequence[str] = (),
     is_replicated: bool = False,
     overwrite: bool = True,
-    find_problem: Callable[[], TrainerError | None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
     before_decision: Callable[[], None] = lambda: None,
 ) -> Contents:
     """Return the contents of a save. A call of all ranks.
@@ -59,7 +58,7 @@ def contents_of(
         last: the tensors of the save before, where there is one; those of this save replace them.
         is_replicated: whether every rank has to hold a part of every tensor.
         overwrite: whether the iteration may be there already.
-        find_problem: returns why this rank cannot save, if it knows a reason already.
+        check: called first; raises if this rank cannot save.
         before_decision: called on the coordinator once every rank can save; no rank saves if it raises.
 
     Raises:
@@ -68,9 +67,7 @@ def contents_of(
     """
     last = last or LastTensors()
     with call.preparing():
-        problem = find_problem()
-        if problem is not None:
-            raise problem
+        check()
         check_target(folder, iteration)
         if not overwrite:
             check_vacant(folder, iteration)
@@ -132,7 +129,7 @@ def save_now(
             from_rank0=from_rank0,
             is_replicated=is_replicated,
             overwrite=overwrite,
-            find_problem=lambda: number_problem(max_checkpoint_keep=keep, file_bytes=file_bytes),
+            check=lambda: check_numbers(max_checkpoint_keep=keep, file_bytes=file_bytes),
             before_decision=take_folder,
         )
         report = (owning[0] if owning else new_checkpointer()).save(iteration, contents)

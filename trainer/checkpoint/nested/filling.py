@@ -42,6 +42,8 @@ class Filling:
     Args:
         tensors: this rank's, with the ranks that hold the same boxes.
         joint: the table of all ranks.
+        saved: the values of the checkpoint at hand.
+        values: the same by the pointers that the load asks for.
         made: by the optimizer's pointer, the state that was made for the checkpoint at hand.
         numbers: by the pointer of a parameter group, its numbers in the checkpoint.
         whole: by pointer, the values that hold tensors, with references to those in `allocated`, and what empty dicts
@@ -54,6 +56,8 @@ class Filling:
     joint: JointTable
     strict: Strictness
     matched: Matched = field(default_factory=lambda: Matched([]))
+    saved: NestedValues = field(default_factory=NestedValues)
+    values: NestedValues = field(default_factory=NestedValues)
     made: dict[str, _Made] = field(default_factory=dict)
     numbers: dict[str, Json] = field(default_factory=dict)
     whole: dict[str, object] = field(default_factory=dict)
@@ -65,11 +69,12 @@ class Filling:
         Raises:
             MismatchError: listing what does not fit.
         """
-        values, joint = read_values(checkpoint), self.joint
+        self.saved, joint = read_values(checkpoint), self.joint
+        values = self.saved
         made = list(self._allocate(checkpoint, values))
         names = {at.name for where in joint.values if where in values.values for at in references(values.value(where))}
         taken = {checkpoint.manifest.aliases.get(name, name) for name in names}
-        values = by_leaf(values, joint.values)
+        self.values = values = by_leaf(values, joint.values)
         self._fill_empty(values)
         self.made = {where: {} for where in self.tree.optimizers}
         made += list(self._make_tensors(checkpoint, values))
@@ -111,7 +116,7 @@ class Filling:
         Args:
             is_first: whether this is the one rank that logs what is the same on all.
         """
-        values = by_leaf(read_values(checkpoint), self.joint.values)
+        values = self.values
         self.tree.put_tensors(self.matched.missing)
         for where in self.tree.values:
             if where in self.whole:
@@ -132,7 +137,7 @@ class Filling:
             if where in self.whole:
                 receiver.give(where, put_back(self.whole[where], self.allocated))
         self.matched.log(checkpoint, is_first=is_first)
-        rest = put_back(self._rest(read_values(checkpoint)).nested(), self.allocated)
+        rest = put_back(self._rest(self.saved).nested(), self.allocated)
         return LoadedState({**rest, "iteration": checkpoint.iteration}, self.matched.missing, self.matched.unexpected)
 
     def _rest(self, values: NestedValues) -> NestedValues:

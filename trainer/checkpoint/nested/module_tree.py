@@ -118,9 +118,8 @@ def add_objects(tree: Tree, *, is_load: bool) -> None:
             _add_extra_state(tree, keys, value)
         elif isinstance(value, torch.optim.Optimizer):
             _add_optimizer(tree, keys, modules, value)
-    for keys, value in sorted(
-        tree.objects.items(), key=lambda item: item[0]
-    ):  # in one order on all ranks: they may communicate
+    for keys in sorted(tree.objects):  # in one order on all ranks, as objects may communicate
+        value = tree.objects[keys]
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
             continue
         if is_load:
