@@ -99,7 +99,6 @@ class Program:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    optimizer_name: str
     scheduler: Any = None
     values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -125,7 +124,7 @@ def optimizer_class(name: str) -> Any:
         return None
 
 
-def program(seed: str, mesh: DeviceMesh | None, *, spoiled: bool = False, device: str = "cpu") -> Program:
+def program(seed: str, mesh: DeviceMesh | None, *, spoiled: bool = False) -> Program:
     """Return the program of a seed on this rank, with its tensors distributed over a mesh.
 
     Args:
@@ -167,7 +166,7 @@ def program(seed: str, mesh: DeviceMesh | None, *, spoiled: bool = False, device
         refusable |= {"old_dirs", "old_stps", "func_evals", "LBFGS"}
     if name == "schedulefree.AdamWScheduleFree":
         refusable |= {"train_mode"}
-    made = Program(model, optimizer, name, scheduler, values, tensors, refusable)
+    made = Program(model, optimizer, scheduler, values, tensors, refusable)
     if spoiled:
         _spoil(made)
     return made

@@ -7,18 +7,16 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import trainer.__main__
 from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok
+from tests.resume.random_tokens import LENGTH, SIZES, random_tokens, write_random_tokens
 from trainer.build import Run
 from trainer.commands import checkpoint as look
 from trainer.data.order import sample_ids
-from trainer.data.token_file import write_token_file
 
-SIZES = {"a": 30, "b": 41, "c": 17}  # in samples
-LENGTH, SEED = 16, 1234
+SEED = 1234
 BASE = (
     *TINY,
     "model=gpt2_tiny",
@@ -31,9 +29,7 @@ BASE = (
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    rng = np.random.default_rng(3)
-    for name, size in SIZES.items():
-        write_token_file(tmp_path / f"{name}.bin", [rng.integers(0, 257, size * LENGTH + 1)], dtype=np.uint16)
+    write_random_tokens(tmp_path)
     return tmp_path
 
 
@@ -57,10 +53,9 @@ def train_and_note_windows(arguments: list[str]) -> None:
 
 def windows_by_source(data: Path) -> dict[str, list[int]]:
     """Return the samples that all ranks read of each source, in order of their global positions."""
-    rng, known = np.random.default_rng(3), {}
-    for name, size in SIZES.items():
-        tokens = rng.integers(0, 257, size * LENGTH + 1)
-        known |= {tuple(tokens[n * LENGTH : (n + 1) * LENGTH].tolist()): (name, n) for n in range(size)}
+    known = {}
+    for name, tokens in random_tokens().items():
+        known |= {tuple(tokens[n * LENGTH : (n + 1) * LENGTH].tolist()): (name, n) for n in range(SIZES[name])}
     lines = [json.loads(line) for path in data.glob("windows.*") for line in path.read_text().splitlines()]
     found = defaultdict(list)
     for _, _, windows in sorted(lines, key=lambda line: line[:2]):

@@ -6,17 +6,15 @@ import json
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import trainer.__main__
 from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok, state_of, tensor_files
+from tests.resume.random_tokens import LENGTH, SIZES, random_tokens, write_random_tokens
 from trainer.build import Run
 from trainer.data.order import sample_ids
-from trainer.data.token_file import write_token_file
 
-LENGTH, SEED = 16, 1234
-SIZES = {"a": 30, "b": 41, "c": 17}  # in samples
+SEED = 1234
 BASE = (
     *TINY,
     "model=gpt2_tiny",
@@ -33,9 +31,7 @@ START = "data.position=start"
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    rng = np.random.default_rng(3)
-    for name, size in SIZES.items():
-        write_token_file(tmp_path / f"{name}.bin", [rng.integers(0, 257, size * LENGTH + 1)], dtype=np.uint16)
+    write_random_tokens(tmp_path)
     return tmp_path
 
 
@@ -67,8 +63,7 @@ def test_a_new_source_begins_at_its_start_once(data: Path) -> None:
         is_change = OTHER in more
         assert ("is new at sample 12 of the run and begins at its first sample" in ended.text) == is_change
     windows = [json.loads(line)[1] for line in (data / "windows").read_text().splitlines()]
-    rng = np.random.default_rng(3)
-    known = {name: rng.integers(0, 257, size * LENGTH + 1) for name, size in SIZES.items()}
+    known = random_tokens()
     read = {"a": list(chain(*windows[:3])), "b": list(chain(*windows[3:]))}
     for name, rows in read.items():
         ids = sample_ids(0, len(rows), epoch_size=SIZES[name], seed=SEED).tolist()
