@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trainer.checkpoint import AsyncSaver, load
+from reprise import AsyncSaver, load
 
 
 def main(folder: Path, iterations: int = 12) -> None:

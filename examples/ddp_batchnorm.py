@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.checkpoint import AsyncSaver, load
+from reprise import AsyncSaver, load
 
 # Each rank's statistics are those of its own samples; DDP gives all ranks those of rank 0 before the next forward.
 STATISTICS = ["*.running_*"]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from trainer.checkpoint import AsyncSaver, load
+from reprise import AsyncSaver, load
 
 
 def main(folder: Path, iterations: int = 12) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from trainer.checkpoint import AsyncSaver, load
+from reprise import AsyncSaver, load
 
 
 class Samples(IterableDataset[Any]):

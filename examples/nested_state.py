@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from trainer.checkpoint import AsyncSaver, load_state_dict
+from reprise import AsyncSaver, load_state_dict
 
 
 def main(folder: Path, iterations: int = 12) -> None:

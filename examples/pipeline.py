@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from trainer.checkpoint import AsyncSaver, load_state_dict
+from reprise import AsyncSaver, load_state_dict
 
 
 class Stage(nn.Module):

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.checkpoint import AsyncSaver, load
+from reprise import AsyncSaver, load
 
 
 def main(folder: Path, iterations: int = 12) -> None:

@@ -10,7 +10,7 @@ from torch import Generator, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from trainer.checkpoint import AsyncSaver, load
+from reprise import AsyncSaver, load
 
 
 class Noise(Dataset[torch.Tensor]):

@@ -15,10 +15,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from reprise.errors import TrainerError
 from trainer.commands.arguments import local_path
 from trainer.compare.curves import compare, read_curve, report
 from trainer.compare.plot import plot_comparison
-from trainer.errors import TrainerError
 
 KILL_AFTER = 49
 ONE_RANK = (sys.executable, "-m", "trainer")

@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
-from trainer.checkpoint.format.box import Split, box_of_splits
-from trainer.checkpoint.format.json_file import Json
-from trainer.checkpoint.format.layout import TensorKind, TensorSpec
-from trainer.checkpoint.saving.snapshot import Snapshot
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.worker import Job
-from trainer.checkpoint.tensors.live import Contents, LiveTensor
+from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.format.box import Split, box_of_splits
+from reprise.format.json_file import Json
+from reprise.format.layout import TensorKind, TensorSpec
+from reprise.saving.snapshot import Snapshot
+from reprise.storage.files import Files
+from reprise.storage.worker import Job
+from reprise.tensors.live import Contents, LiveTensor
 from trainer.data.token_file import HEADER_BYTES, TokenArray, TokenFile
 from trainer.metrics.run_log import IterationRecord
 

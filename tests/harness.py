@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import trainer.__main__
-import trainer.loop
+import trainer.training.loop
 from scripts.faults.ranks import become_rank, free_port
-from trainer.build import Run
 from trainer.config.compose import compose as compose
-from trainer.step import StepResult
+from trainer.run.build import Run
+from trainer.training.step import StepResult
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
@@ -295,7 +295,7 @@ def around_iterations(
     before: Callable[[Run, int], None] = lambda *_: None, after: Callable[[Run, int], None] = lambda *_: None
 ) -> None:
     """Call `before` and `after` with the run and the number of each iteration that this process then trains."""
-    iterate = trainer.loop.iterate
+    iterate = trainer.training.loop.iterate
 
     def acting(run: Run) -> StepResult:
         iteration = run.state.progress.iteration + 1
@@ -304,7 +304,7 @@ def around_iterations(
         after(run, iteration)
         return result
 
-    trainer.loop.iterate = acting
+    trainer.training.loop.iterate = acting
 
 
 def _rank(

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import StoreChannel
+from reprise.format.layout import TensorKind, TensorSpec
+from reprise.format.names import FORMAT, STATE
+from reprise.loading.blocks import blocks_of
+from reprise.loading.choose import LoadSource
+from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
+from reprise.loading.restorer import Restorer
+from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
+from reprise.policy import SavePolicy
+from reprise.storage.files import Files
+from reprise.tensors.live import Contents
 from tests.fakes import Axis, Sharding, all_ranks, tcp_store
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import StoreChannel
-from trainer.checkpoint.format.layout import TensorKind, TensorSpec
-from trainer.checkpoint.format.names import FORMAT, STATE
-from trainer.checkpoint.loading.blocks import blocks_of
-from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
-from trainer.checkpoint.loading.restorer import Restorer
-from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
-from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.tensors.live import Contents
 
 _CLONE_FS = 0x200  # linux/sched.h
 

@@ -11,15 +11,15 @@ import torch.profiler
 import torch.utils.tensorboard  # noqa: F401
 
 import trainer.__main__
-import trainer.build
 import trainer.config.compose
 import trainer.launch.process_group
 import trainer.launch.relaunch
 import trainer.launch.watchdog
-import trainer.loop
 import trainer.parallel.tensor
 import trainer.parallel.tree_reduce_scatter
-import trainer.restore
+import trainer.run.build
+import trainer.start.restore
 import trainer.train_command
+import trainer.training.loop
 
 trainer.config.compose.compose(["model=gpt2_tiny", "train.train_iters=3", "optimizer.lr=0.001"])

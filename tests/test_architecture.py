@@ -31,80 +31,99 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "models",
         "trainer",
-        "trainer.atomic",
-        "trainer.errors",
-        "trainer.json_value",
-        "trainer.regular_file",
-        "trainer.suggest",
-        "trainer.text_table",
-        "trainer.versions",
-    ),
-    (
-        "trainer.batch_schedule",
-        "trainer.exact_sum",
-        "trainer.lanes",
-        "trainer.progress",
-        "trainer.schedule",
-        "trainer.topology",
-    ),
-    ("trainer.checkpoint", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
-    ("trainer.terms",),
-    ("trainer.compatibility", "trainer.config", "trainer.data_origin", "trainer.launch", "trainer.sample_counts"),
-    ("trainer.optimizers",),
-    (
-        "trainer.environment_record",
-        "trainer.memory_needs",
-        "trainer.metrics",
+        "reprise.atomic",
+        "reprise.errors",
+        "reprise.json_value",
+        "reprise.regular_file",
+        "trainer.config.suggest",
+        "trainer.compare.text_table",
         "trainer.optim",
-        "trainer.parallel",
-        "trainer.random",
-        "trainer.resume_rules",
-        "trainer.run_data",
-        "trainer.run_record",
+        "trainer.record",
+        "trainer.record.versions",
+        "trainer.run",
+        "trainer.schedules",
+        "trainer.start",
+        "trainer.training",
     ),
-    ("trainer.muon",),
-    ("trainer.state",),
-    ("trainer.batch_loaders", "trainer.evaluate", "trainer.generate", "trainer.parallelize", "trainer.step"),
-    ("trainer.build", "trainer.dry_run"),
-    ("trainer.beginning", "trainer.fitting", "trainer.identity"),
+    (
+        "trainer.schedules.batch_size",
+        "trainer.optim.exact_sum",
+        "trainer.parallel.lanes",
+        "trainer.schedules.progress",
+        "trainer.schedules.lr",
+        "trainer.parallel.topology",
+    ),
+    ("reprise", "trainer.commands.arguments", "trainer.compare", "trainer.data"),
+    ("trainer.config.terms",),
+    (
+        "trainer.record.compatibility",
+        "trainer.config",
+        "trainer.record.data_origin",
+        "trainer.launch",
+        "trainer.record.sample_counts",
+    ),
+    ("trainer.optim.table",),
+    (
+        "trainer.record.environment",
+        "trainer.run.memory_needs",
+        "trainer.metrics",
+        "trainer.optim.adamw",
+        "trainer.parallel",
+        "trainer.run.random",
+        "trainer.record.resume_rules",
+        "trainer.run.run_data",
+        "trainer.record.run_record",
+    ),
+    ("trainer.optim.muon",),
+    ("trainer.run.state",),
+    (
+        "trainer.run.batch_loaders",
+        "trainer.training.evaluate",
+        "trainer.generate",
+        "trainer.run.parallelize",
+        "trainer.training.step",
+    ),
+    ("trainer.run.build", "trainer.run.dry_run"),
+    ("trainer.start.beginning", "trainer.run.fitting", "trainer.start.identity"),
     ("trainer.interop",),
-    ("trainer.base_weights",),
-    ("trainer.origin",),
-    ("trainer.loop", "trainer.restore"),
+    ("trainer.start.base_weights",),
+    ("trainer.start.origin",),
+    ("trainer.training.loop", "trainer.start.restore"),
     ("trainer.train_command",),
     ("trainer.__main__",),
     ("trainer.commands",),
     ("scripts",),
 )
 
-# The same within trainer/checkpoint. Saving and loading are in one layer, so neither imports the other.
-CHECKPOINT = "trainer.checkpoint"
-CHECKPOINT_LAYERS: tuple[tuple[str, ...], ...] = (
-    (f"{CHECKPOINT}.storage",),
-    (f"{CHECKPOINT}.format",),
-    (f"{CHECKPOINT}.tensors",),
-    (f"{CHECKPOINT}.commit", f"{CHECKPOINT}.policy", f"{CHECKPOINT}.save_arguments"),
-    (f"{CHECKPOINT}.saving", f"{CHECKPOINT}.loading"),
-    (f"{CHECKPOINT}.local",),
-    (f"{CHECKPOINT}.checkpointer",),
+# The same within reprise. Saving and loading are in one layer, so neither imports the other.
+LIBRARY = "reprise"
+LIBRARY_LAYERS: tuple[tuple[str, ...], ...] = (
+    (f"{LIBRARY}.atomic", f"{LIBRARY}.errors", f"{LIBRARY}.json_value", f"{LIBRARY}.regular_file"),
+    (f"{LIBRARY}.storage",),
+    (f"{LIBRARY}.format",),
+    (f"{LIBRARY}.tensors",),
+    (f"{LIBRARY}.commit", f"{LIBRARY}.policy", f"{LIBRARY}.save_arguments"),
+    (f"{LIBRARY}.saving", f"{LIBRARY}.loading"),
+    (f"{LIBRARY}.local",),
+    (f"{LIBRARY}.checkpointer",),
     (
-        f"{CHECKPOINT}.local_checkpointer",
-        f"{CHECKPOINT}.weights_checkpointer",
-        f"{CHECKPOINT}.group",
+        f"{LIBRARY}.local_checkpointer",
+        f"{LIBRARY}.weights_checkpointer",
+        f"{LIBRARY}.group",
     ),
-    (f"{CHECKPOINT}.optimizer_state", f"{CHECKPOINT}.random_state"),
-    (f"{CHECKPOINT}.nested",),
-    (f"{CHECKPOINT}.api", f"{CHECKPOINT}.program_end", f"{CHECKPOINT}.state_dict"),
-    (f"{CHECKPOINT}.async_saver",),
-    (CHECKPOINT,),
+    (f"{LIBRARY}.optimizer_state", f"{LIBRARY}.random_state"),
+    (f"{LIBRARY}.nested",),
+    (f"{LIBRARY}.api", f"{LIBRARY}.program_end", f"{LIBRARY}.state_dict"),
+    (f"{LIBRARY}.async_saver",),
+    (LIBRARY,),
 )
 
 # What a package may import besides the standard library and itself.
-FOUNDATION = {"trainer.atomic", "trainer.errors", "trainer.json_value", "trainer.regular_file"}
+FOUNDATION = {"reprise.atomic", "reprise.errors", "reprise.json_value", "reprise.regular_file"}
 ALLOWED: dict[str, frozenset[str]] = {
     "models": frozenset({"torch"}),
     "trainer.data": frozenset({"numpy", "torch", "xxhash", "tokenizers", "pyarrow", "zstandard", *FOUNDATION}),
-    "trainer.checkpoint": frozenset({"torch", "numpy", "xxhash", *FOUNDATION}),
+    "reprise": frozenset({"torch", "numpy", "xxhash"}),
 }
 
 # Libraries, and the modules or packages that may import each.
@@ -119,20 +138,20 @@ ONLY_IN = {
     "google.protobuf": (
         "trainer.metrics.tensorboard_files",
     ),  # which tensorboard requires: the events are its messages
-    "torch.distributed.tensor": ("trainer.checkpoint.tensors.live", "trainer.parallel"),
+    "torch.distributed.tensor": ("reprise.tensors.live", "trainer.parallel"),
 }
 
 # The broad handlers that hand on what they catch: (module, exception).
 HANDED_ON = {
-    ("trainer.checkpoint.storage.worker", "BaseException"),
-    ("trainer.checkpoint.commit.channel", "BaseException"),
-    ("trainer.checkpoint.commit.joint_call", "BaseException"),
-    ("trainer.checkpoint.commit.protocol", "BaseException"),
-    ("trainer.checkpoint.program_end", "BaseException"),
-    ("trainer.checkpoint.saving.save_job", "BaseException"),
-    ("trainer.checkpoint.saving.snapshot", "BaseException"),
-    ("trainer.checkpoint.saving.writer", "BaseException"),
-    ("trainer.checkpoint.nested.stateful", "Exception"),
+    ("reprise.storage.worker", "BaseException"),
+    ("reprise.commit.channel", "BaseException"),
+    ("reprise.commit.joint_call", "BaseException"),
+    ("reprise.commit.protocol", "BaseException"),
+    ("reprise.program_end", "BaseException"),
+    ("reprise.saving.save_job", "BaseException"),
+    ("reprise.saving.snapshot", "BaseException"),
+    ("reprise.saving.writer", "BaseException"),
+    ("reprise.nested.stateful", "Exception"),
     ("trainer.train_command", "BaseException"),
     ("trainer.config.compose", "Exception"),
 }
@@ -172,13 +191,13 @@ RETIRED_CLASSES: dict[str, str] = {
 
 # Unit tests of no single module, and what they are of. Any other lies where its module does.
 OF_NO_MODULE = {
-    "tests.unit.checkpoint.format.test_document": "docs/checkpoint_format.md and the reader it prints",
-    "tests.unit.checkpoint.loading.test_links": "symbolic links in a checkpoint folder",
-    "tests.unit.checkpoint.saving.test_aborted": "saves that are aborted",
-    "tests.unit.checkpoint.test_changes_after_a_save": "programs that change tensors while a save is under way",
-    "tests.unit.checkpoint.saving.test_background": "saves while training goes on",
-    "tests.unit.checkpoint.tensors.test_names_and_strangers": "files and folders that are not the checkpoint's",
-    "tests.unit.checkpoint.test_golden": "the checkpoint in tests/golden",
+    "tests.unit.reprise.format.test_document": "docs/checkpoint_format.md and the reader it prints",
+    "tests.unit.reprise.loading.test_links": "symbolic links in a checkpoint folder",
+    "tests.unit.reprise.saving.test_aborted": "saves that are aborted",
+    "tests.unit.reprise.test_changes_after_a_save": "programs that change tensors while a save is under way",
+    "tests.unit.reprise.saving.test_background": "saves while training goes on",
+    "tests.unit.reprise.tensors.test_names_and_strangers": "files and folders that are not the checkpoint's",
+    "tests.unit.reprise.test_golden": "the checkpoint in tests/golden",
     "tests.unit.config.test_odd_commands": "commands that must end in one message",
     "tests.unit.models.test_alignment": "layers with operands anywhere in memory",
     "tests.unit.models.test_dropout": "dropout in every family",
@@ -289,10 +308,10 @@ def layers(sources: Sequence[Source]) -> list[str]:
     return _upward_imports(sources, LAYERS, "trainer")
 
 
-def checkpoint_layers(sources: Sequence[Source]) -> list[str]:
-    """Imports within trainer/checkpoint point down; saving and loading do not import each other."""
-    inside = [source for source in sources if is_or_in(source.module, CHECKPOINT)]
-    return _upward_imports(inside, CHECKPOINT_LAYERS, CHECKPOINT)
+def library_layers(sources: Sequence[Source]) -> list[str]:
+    """Imports within reprise point down; saving and loading do not import each other."""
+    inside = [source for source in sources if is_or_in(source.module, LIBRARY)]
+    return _upward_imports(inside, LIBRARY_LAYERS, LIBRARY)
 
 
 def _upward_imports(sources: Sequence[Source], table: Sequence[Sequence[str]], root: str) -> list[str]:
@@ -320,7 +339,7 @@ def no_cycles(sources: Sequence[Source]) -> list[str]:
 
 
 def foreign_imports(sources: Sequence[Source]) -> list[str]:
-    """models, trainer/data and trainer/checkpoint stand on few legs; some libraries have one door."""
+    """models, trainer/data and reprise stand on few legs; some libraries have one door."""
     found = []
     for source in sources:
         for name in sorted(source.imports()):
@@ -556,7 +575,7 @@ def messages_of_the_library(sources: Sequence[Source]) -> list[str]:
     pattern = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, keys))})(?![\w(])")
     found = []
     for source in sources:
-        if not is_or_in(source.module, CHECKPOINT):
+        if not is_or_in(source.module, LIBRARY):
             continue
         explained = {id(node.value) for node in source.nodes if isinstance(node, ast.Expr)}
         for node in source.nodes:
@@ -578,11 +597,11 @@ def clean_text(sources: Sequence[Source]) -> list[str]:
     return found
 
 
-PRODUCT = read_sources("models", "trainer", "scripts")
+PRODUCT = read_sources("models", "reprise", "trainer", "scripts")
 TESTS = read_sources("tests")
 RULES: tuple[Rule, ...] = (
     layers,
-    checkpoint_layers,
+    library_layers,
     no_cycles,
     foreign_imports,
     sizes,
@@ -642,51 +661,51 @@ def test_documents_and_configuration_hold_no_path_of_a_machine() -> None:
 _DOC = '"""A module."""\n'
 
 BROKEN = [
-    (layers, "trainer.errors", _DOC + "import trainer.loop\n", "not below it"),
+    (layers, "reprise.errors", _DOC + "import trainer.training.loop\n", "not below it"),
     (layers, "trainer.data.order", _DOC + "from trainer.config import schema\n", "not below it"),
     (layers, "trainer.brand_new", _DOC, "in no layer"),
     (
-        checkpoint_layers,
-        f"{CHECKPOINT}.saving.plan",
-        _DOC + f"from {CHECKPOINT}.loading.reader import open_checkpoint\n",
+        library_layers,
+        f"{LIBRARY}.saving.plan",
+        _DOC + f"from {LIBRARY}.loading.reader import open_checkpoint\n",
         "not below it",
     ),
     (
-        checkpoint_layers,
-        f"{CHECKPOINT}.format.box",
-        _DOC + f"from {CHECKPOINT}.tensors import live\n",
+        library_layers,
+        f"{LIBRARY}.format.box",
+        _DOC + f"from {LIBRARY}.tensors import live\n",
         "not below it",
     ),
-    (checkpoint_layers, f"{CHECKPOINT}.brand_new", _DOC, "in no layer"),
+    (library_layers, f"{LIBRARY}.brand_new", _DOC, "in no layer"),
     (foreign_imports, "models.layers", _DOC + "import numpy as np\n", "models may not"),
-    (foreign_imports, "models.layers", _DOC + "from trainer.errors import TrainerError\n", "models may not"),
+    (foreign_imports, "models.layers", _DOC + "from reprise.errors import TrainerError\n", "models may not"),
     (foreign_imports, "trainer.data.text", _DOC + "def f() -> None:\n    import hydra\n", "trainer.data may not"),
     (
         foreign_imports,
-        "trainer.checkpoint.format.box",
+        "reprise.format.box",
         _DOC + "from trainer.config import schema\n",
-        "trainer.checkpoint may not",
+        "reprise may not",
     ),
-    (foreign_imports, "trainer.build", _DOC + "from omegaconf import OmegaConf\n", "only trainer.config.compose"),
-    (foreign_imports, "trainer.loop", _DOC + "from torch.distributed.tensor import DTensor\n", "only trainer.checkp"),
-    (foreign_imports, "trainer.loop", _DOC + "from . import build\n", "relative import"),
-    (sizes, "trainer.loop", _DOC + "x = 1\n" * MAX_MODULE_LINES, "401 lines"),
-    (sizes, "trainer.loop", "def f() -> None:\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
-    (annotations, "trainer.loop", "def f(x) -> None: ...\n", "x has no type"),
-    (annotations, "trainer.loop", "def f(*rest: int, **more) -> None: ...\n", "more has no type"),
-    (annotations, "trainer.loop", "class A:\n    def f(self): ...\n", "no return type"),
-    (docstrings, "trainer.loop", "x = 1\n", "trainer.loop has no docstring"),
-    (docstrings, "trainer.loop", _DOC + "class A: ...\n", "A has no docstring"),
-    (docstrings, "trainer.loop", _DOC + "def f() -> None: ...\n", "f has no docstring"),
+    (foreign_imports, "trainer.run.build", _DOC + "from omegaconf import OmegaConf\n", "only trainer.config.compose"),
+    (foreign_imports, "trainer.training.loop", _DOC + "from torch.distributed.tensor import DTensor\n", "only reprise"),
+    (foreign_imports, "trainer.training.loop", _DOC + "from . import build\n", "relative import"),
+    (sizes, "trainer.training.loop", _DOC + "x = 1\n" * MAX_MODULE_LINES, "401 lines"),
+    (sizes, "trainer.training.loop", "def f() -> None:\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
+    (annotations, "trainer.training.loop", "def f(x) -> None: ...\n", "x has no type"),
+    (annotations, "trainer.training.loop", "def f(*rest: int, **more) -> None: ...\n", "more has no type"),
+    (annotations, "trainer.training.loop", "class A:\n    def f(self): ...\n", "no return type"),
+    (docstrings, "trainer.training.loop", "x = 1\n", "trainer.training.loop has no docstring"),
+    (docstrings, "trainer.training.loop", _DOC + "class A: ...\n", "A has no docstring"),
+    (docstrings, "trainer.training.loop", _DOC + "def f() -> None: ...\n", "f has no docstring"),
     (
         docstrings,
         "t",
         _DOC + 'class A:\n    """A."""\n    def f(self) -> int:\n        x = 1\n        return x\n',
         "A.f",
     ),
-    (nothing_runs_code, "trainer.loop", "import pickle\n", "imports pickle"),
-    (nothing_runs_code, "trainer.loop", "from marshal import loads\n", "imports marshal"),
-    (nothing_runs_code, "trainer.loop", "def f() -> None:\n    import shelve\n", "imports shelve"),
+    (nothing_runs_code, "trainer.training.loop", "import pickle\n", "imports pickle"),
+    (nothing_runs_code, "trainer.training.loop", "from marshal import loads\n", "imports marshal"),
+    (nothing_runs_code, "trainer.training.loop", "def f() -> None:\n    import shelve\n", "imports shelve"),
     (nothing_runs_code, "scripts.demo", "import torch\ntorch.save({}, 'x')\n", "torch.save"),
     (nothing_runs_code, "models.gpt2", "import torch\nread = torch.load\n", "torch.load"),
     (nothing_runs_code, "models.gpt2", "from torch import load\n", "imports torch.load"),
@@ -704,42 +723,47 @@ BROKEN = [
         "import torch\ntorch.load('x', weights_only=True)\n",
         "torch.load",
     ),
-    (nothing_runs_code, "trainer.loop", "eval('1')\n", "calls eval"),
-    (nothing_runs_code, "trainer.loop", "exec('1')\n", "calls exec"),
-    (nothing_runs_code, "trainer.loop", "dist.broadcast_object_list([])\n", "which pickles"),
-    (nothing_runs_code, "trainer.loop", "from torch.distributed import all_gather_object\n", "which pickles"),
-    (nothing_runs_code, "trainer.loop", "np.load('x', allow_pickle=True)\n", "allow_pickle"),
-    (submodules_are_imported, "trainer.loop", "x = np.linalg.norm(y)\n", "does not import numpy.linalg"),
-    (narrow_handlers, "trainer.loop", "try:\n    f()\nexcept:\n    pass\n", "catches everything"),
-    (narrow_handlers, "trainer.loop", "try:\n    f()\nexcept Exception:\n    pass\n", "catches Exception"),
-    (narrow_handlers, "trainer.loop", "try:\n    f()\nexcept (OSError, BaseException):\n    pass\n", "BaseException"),
+    (nothing_runs_code, "trainer.training.loop", "eval('1')\n", "calls eval"),
+    (nothing_runs_code, "trainer.training.loop", "exec('1')\n", "calls exec"),
+    (nothing_runs_code, "trainer.training.loop", "dist.broadcast_object_list([])\n", "which pickles"),
+    (nothing_runs_code, "trainer.training.loop", "from torch.distributed import all_gather_object\n", "which pickles"),
+    (nothing_runs_code, "trainer.training.loop", "np.load('x', allow_pickle=True)\n", "allow_pickle"),
+    (submodules_are_imported, "trainer.training.loop", "x = np.linalg.norm(y)\n", "does not import numpy.linalg"),
+    (narrow_handlers, "trainer.training.loop", "try:\n    f()\nexcept:\n    pass\n", "catches everything"),
+    (narrow_handlers, "trainer.training.loop", "try:\n    f()\nexcept Exception:\n    pass\n", "catches Exception"),
+    (
+        narrow_handlers,
+        "trainer.training.loop",
+        "try:\n    f()\nexcept (OSError, BaseException):\n    pass\n",
+        "BaseException",
+    ),
     (names_of_files, "trainer.utils", "", "drawer"),
     (unique_classes, "trainer.metrics.second", _DOC + "class BatchLoader: ...\n", "BatchLoader is a class of"),
-    (retired_words, "trainer.loop", "class Ballot: ...\n", "trainer.loop names Ballot"),
-    (retired_words, "trainer.loop", "class _LendTable: ...\n", "trainer.loop names _LendTable"),
-    (retired_words, "trainer.loop", "class _Flight: ...\n", "a class Flight"),
-    (retired_words, "trainer.loop", "def _doomed_names() -> None: ...\n", "names _doomed_names"),
-    (retired_words, "trainer.loop", "def f(neighbours: int) -> None: ...\n", "names neighbours"),
-    (retired_words, "trainer.loop", "x.board, y = 1, 2\n", "names board"),
-    (retired_words, "trainer.loop", "MOST_STRIPS = 2\n", "names MOST_STRIPS"),
+    (retired_words, "trainer.training.loop", "class Ballot: ...\n", "trainer.training.loop names Ballot"),
+    (retired_words, "trainer.training.loop", "class _LendTable: ...\n", "trainer.training.loop names _LendTable"),
+    (retired_words, "trainer.training.loop", "class _Flight: ...\n", "a class Flight"),
+    (retired_words, "trainer.training.loop", "def _doomed_names() -> None: ...\n", "names _doomed_names"),
+    (retired_words, "trainer.training.loop", "def f(neighbours: int) -> None: ...\n", "names neighbours"),
+    (retired_words, "trainer.training.loop", "x.board, y = 1, 2\n", "names board"),
+    (retired_words, "trainer.training.loop", "MOST_STRIPS = 2\n", "names MOST_STRIPS"),
     (retired_words, "trainer.launch.farewell", _DOC, "names farewell"),
     (short_test_names, "tests.test_x", f"def test_{'x' * 56}() -> None: ...\n", "has 61 letters"),
-    (public_seams, "tests.test_x", "trainer.loop._save = f\n", "replaces trainer.loop._save"),
+    (public_seams, "tests.test_x", "trainer.training.loop._save = f\n", "replaces trainer.training.loop._save"),
     (
         public_seams,
         "tests.test_x",
-        "monkeypatch.setattr(trainer.step, '_finish', f)\n",
-        "replaces trainer.step._finish",
+        "monkeypatch.setattr(trainer.training.step, '_finish', f)\n",
+        "replaces trainer.training.step._finish",
     ),
     (mirrored, "tests.unit.data.test_ordering", _DOC, "neither data.ordering nor trainer.data.ordering"),
     (mirrored, "tests.unit.test_layers", _DOC, "tests no module"),
     (plain_docstrings, "trainer.x", '"""A board is told."""\n', "trainer.x says `told`"),
     (plain_docstrings, "trainer.x", 'def f() -> None:\n    """' + "What? " * 1000 + '"""\n', "most in ['trainer.x'"),
-    (messages_of_the_library, f"{CHECKPOINT}.api", "fix = f'Set {x} or checkpoint.load.'\n", "says checkpoint.load"),
-    (messages_of_the_library, f"{CHECKPOINT}.api", "fix = 'run.name=x'\n", "says run.name"),
-    (messages_of_the_library, f"{CHECKPOINT}.api", "f('checkpoint.local.dir')\n", "says checkpoint.local.dir"),
-    (clean_text, "trainer.loop", "PATH = '/ho" + "me/me/data'\n", "a path"),
-    (clean_text, "trainer.loop", "x = 1  # TO" + "DO: two\n", "a note"),
+    (messages_of_the_library, f"{LIBRARY}.api", "fix = f'Set {x} or checkpoint.load.'\n", "says checkpoint.load"),
+    (messages_of_the_library, f"{LIBRARY}.api", "fix = 'run.name=x'\n", "says run.name"),
+    (messages_of_the_library, f"{LIBRARY}.api", "f('checkpoint.local.dir')\n", "says checkpoint.local.dir"),
+    (clean_text, "trainer.training.loop", "PATH = '/ho" + "me/me/data'\n", "a path"),
+    (clean_text, "trainer.training.loop", "x = 1  # TO" + "DO: two\n", "a note"),
 ]
 
 
@@ -800,5 +824,5 @@ def test_every_dependency_is_used() -> None:
 
 
 def test_a_dependency_that_nobody_imports_is_named() -> None:
-    source = Source("trainer.loop", "import torch\n")
+    source = Source("trainer.training.loop", "import torch\n")
     assert unused_dependencies(["torch>=2.11", "left-pad>=1", "ruff"], [source], "bin/ruff check") == ["left-pad"]

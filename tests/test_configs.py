@@ -16,15 +16,16 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+import trainer.config.compose  # noqa: F401 (registers the schema)
 import trainer.config.options as command
 from models.families import parameter_count
-from trainer.checkpoint.policy import SavePolicy
+from reprise.errors import ConfigError
+from reprise.policy import SavePolicy
 from trainer.config.checks import validate
 from trainer.config.derived import length_of, topology_of
 from trainer.config.schema import CheckpointSection, Config, RunSection
-from trainer.errors import ConfigError
-from trainer.schedule import resolve
-from trainer.topology import Topology
+from trainer.parallel.topology import Topology
+from trainer.schedules.lr import resolve
 
 GROUPS = {
     group: sorted(path.stem for path in (command.CONFIGS / group).glob("*.yaml"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config.schema import CheckpointSection
-from trainer.resume_rules import RULES
+from trainer.record.resume_rules import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -47,7 +47,7 @@ def test_the_readme_s_example_of_an_own_model_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
-    (block,) = [block for block in blocks if "trainer.checkpoint" in block]
+    (block,) = [block for block in blocks if "reprise" in block]
     monkeypatch.chdir(tmp_path)
     exec(compile(block, "README.md", "exec"), {})  # noqa: S102 - our own document
     assert capsys.readouterr().out.strip() in block

@@ -10,23 +10,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reprise.errors import ConfigError, LaunchError
 from trainer.config.checks import loose_threads, require_ranks, unused_keys, validate
 from trainer.config.compose import Resolved, compose_command, over_saved, resolve
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.config.values import path_problems
-from trainer.errors import ConfigError, LaunchError
 from trainer.launch import streams
 from trainer.launch.environment import Environment
 from trainer.launch.exit_with_error import exit_with_error
 from trainer.launch.start_times import Phase, StartTimes, importing
-from trainer.memory_needs import out_of_memory, require_host_memory, require_memory
 from trainer.metrics.progress_bar import line_handler
+from trainer.run.memory_needs import out_of_memory, require_host_memory, require_memory
 
 if TYPE_CHECKING:
-    from trainer.build import Run
     from trainer.launch.process_group import Cluster
     from trainer.launch.signals import SignalHandler
+    from trainer.run.build import Run
 
 _log = logging.getLogger(__name__)
 _EXIT_GRACE_S = 1.0
@@ -121,7 +121,7 @@ def run(resolved: Resolved, environment: Environment) -> None:
 def _import_training(config: Config, world_size: int) -> None:
     """Import all that a run needs, before the ranks join."""
     with importing():
-        for name in ("trainer.launch.watchdog", "trainer.restore", "trainer.loop"):
+        for name in ("trainer.launch.watchdog", "trainer.start.restore", "trainer.training.loop"):
             import_module(name)
         from trainer.parallel.imports import import_axes
 
@@ -129,10 +129,10 @@ def _import_training(config: Config, world_size: int) -> None:
 
 
 def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: StartTimes) -> None:
-    from trainer.build import build
     from trainer.config.saved import without_keys
     from trainer.launch.device import CPU, memory_bytes
     from trainer.launch.run_folder import hold_run_folder
+    from trainer.run.build import build
 
     config = resolved.config
     expected = cluster.channel.broadcast("config", resolved.text.encode()).decode()
@@ -153,8 +153,8 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
 
 
 def _train_built(built: Run, config_text: str) -> None:
-    from trainer.loop import train
-    from trainer.restore import restore
+    from trainer.start.restore import restore
+    from trainer.training.loop import train
 
     try:
         began_elsewhere = restore(built)
@@ -188,6 +188,6 @@ def _dry_run(config: Config, world_size: int) -> None:
     if world_size > 1:
         raise ConfigError("A dry run is one process", found=f"{world_size} ranks", fix="Start it without torchrun.")
     validate(config, config.train.dry_run_ranks)
-    from trainer.dry_run import report
+    from trainer.run.dry_run import report
 
     print(report(config, config.train.dry_run_ranks))

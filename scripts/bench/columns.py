@@ -25,21 +25,21 @@ import numpy as np
 import torch
 from numpy.random import default_rng
 
+from reprise.format.box import Box
+from reprise.format.layout import TensorKind, TensorSpec, build_layout
+from reprise.format.manifest import digest_of
+from reprise.saving.chunks import CHUNK_BYTES, ChunkPart, Piece, PieceDigests, cut
+from reprise.saving.column_sharing import SharedMemory, Sharing
+from reprise.saving.snapshot import Snapshot
+from reprise.saving.stripes import shared_bytes, stripes_of
+from reprise.saving.writer import THREADS, Writer
+from reprise.storage.files import Files
+from reprise.storage.worker import Worker
+from reprise.tensors.arena import Arena, Bytes, map_memory
+from reprise.tensors.memory import HostMemory
 from scripts.bench import machine, tables
 from scripts.bench.probe import seconds_of, sync_folder
 from scripts.bench.rounds import rotated
-from trainer.checkpoint.format.box import Box
-from trainer.checkpoint.format.layout import TensorKind, TensorSpec, build_layout
-from trainer.checkpoint.format.manifest import digest_of
-from trainer.checkpoint.saving.chunks import CHUNK_BYTES, ChunkPart, Piece, PieceDigests, cut
-from trainer.checkpoint.saving.column_sharing import SharedMemory, Sharing
-from trainer.checkpoint.saving.snapshot import Snapshot
-from trainer.checkpoint.saving.stripes import shared_bytes, stripes_of
-from trainer.checkpoint.saving.writer import THREADS, Writer
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.worker import Worker
-from trainer.checkpoint.tensors.arena import Arena, Bytes, map_memory
-from trainer.checkpoint.tensors.memory import HostMemory
 from trainer.commands.arguments import existing_folder
 
 RANKS = 2

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from reprise.errors import LaunchError
 from scripts.bench import cuda_table, machine
 from scripts.bench.cuda_group import EAGER, LEFT_OUT, Clock, Device, MeasuredSide, Setting, measure_sides, read_rows
 from scripts.bench.cuda_saves import save_sides
@@ -31,7 +32,6 @@ from scripts.bench.cuda_steps import OURS as STEP_OURS
 from scripts.bench.cuda_variants import LOSS_VARIANTS, STEP_VARIANTS
 from trainer.commands.arguments import existing_folder
 from trainer.config.compose import compose
-from trainer.errors import LaunchError
 from trainer.launch import process_group as launch
 from trainer.launch.device import choose_device, device_name, memory_bytes
 from trainer.launch.process_group import Cluster

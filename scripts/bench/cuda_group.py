@@ -17,15 +17,15 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from models.config import ModelConfig
+from reprise.errors import TrainerError
+from reprise.format.layout import TensorKind
 from scripts.bench.subject import Subject
-from trainer.checkpoint.format.layout import TensorKind
 from trainer.config.derived import topology_of
 from trainer.config.schema import CheckpointSection, Config, Dtype, ParallelSection, TrainSection
-from trainer.errors import TrainerError
 from trainer.launch.process_group import Cluster
-from trainer.parallelize import build_context, build_grid, build_models
-from trainer.state import TrainerState, build_part
-from trainer.step import train_step
+from trainer.run.parallelize import build_context, build_grid, build_models
+from trainer.run.state import TrainerState, build_part
+from trainer.training.step import train_step
 
 Figures = dict[str, float]
 LEFT_OUT, EAGER = "left out", "not compiled"

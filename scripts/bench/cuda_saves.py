@@ -22,16 +22,16 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import single_rank_channel
+from reprise.loading.choose import LoadSource
+from reprise.loading.restorer import Restorer
+from reprise.policy import Retention, SavePolicy
 from scripts.bench.cuda_group import Device, Figures, MeasuredSide, Setting, build_training, step_of
 from scripts.bench.peers import leave
 from scripts.bench.probe import PeakMemory, sync_folder
 from scripts.bench.subject import Subject
 from scripts.bench.ways import proven
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import single_rank_channel
-from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.restorer import Restorer
-from trainer.checkpoint.policy import Retention, SavePolicy
 from trainer.launch.process_group import Cluster
 
 COPY, OURS, THREAD, PROCESS = "pinned copy", "reprise", "DCP async_save, thread", "DCP async_save, process"

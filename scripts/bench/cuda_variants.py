@@ -19,8 +19,8 @@ from models.network import Model
 from scripts.bench.cuda_group import Setting, build_training, random_windows, step_of
 from scripts.bench.subject import Subject
 from trainer.launch.process_group import Cluster
-from trainer.optim import set_learning_rate, squared_norm
-from trainer.step import forward_backward
+from trainer.optim.adamw import set_learning_rate, squared_norm
+from trainer.training.step import forward_backward
 
 # Of the forward pass: where its loss is computed, and what is compiled.
 LOSS, WHOLE, CHUNKS = "reprise, loss compiled", "reprise, whole model and loss compiled", "reprise, loss in chunks"

@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from numpy.random import default_rng
 
+from reprise.tensors.live import local_of
 from scripts.bench.gpt2 import gpt2_config
 from scripts.bench.machine import describe
 from scripts.faults.ranks import free_port
-from trainer.build import build
-from trainer.checkpoint.tensors.live import local_of
+from trainer.compare.text_table import format_table
 from trainer.config.derived import topology_of
 from trainer.config.schema import (
     CheckpointSection,
@@ -45,11 +45,11 @@ from trainer.config.schema import (
 )
 from trainer.data.section import DataKind, DataSection
 from trainer.data.token_file import write_token_file
-from trainer.dry_run import working_bytes_of
 from trainer.launch import process_group as launch
-from trainer.loop import iterate
 from trainer.parallel import halving
-from trainer.text_table import format_table
+from trainer.run.build import build
+from trainer.run.dry_run import working_bytes_of
+from trainer.training.loop import iterate
 
 LANES = 8
 _SPREAD = 0.02  # of the initial weights

@@ -17,21 +17,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import single_rank_channel
+from reprise.loading.choose import LoadSource
+from reprise.loading.restorer import Restorer
+from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
+from reprise.policy import SavePolicy
+from reprise.storage.files import Files
 from scripts.bench.machine import describe
 from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
 from scripts.bench.training import Batch, train_with_saves
 from scripts.bench.ways import proven
 from scripts.faults.ranks import run_ranks
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import single_rank_channel
-from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.restorer import Restorer
-from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
-from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.storage.files import Files
 from trainer.commands.arguments import existing_folder
+from trainer.compare.text_table import format_table
 from trainer.launch import process_group as launch
-from trainer.text_table import format_table
 
 RANKS = 2
 KEEP = 2

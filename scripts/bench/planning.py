@@ -21,19 +21,19 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.checkpoint.format import manifest
-from trainer.checkpoint.format.layout import Layout, build_layout
-from trainer.checkpoint.format.manifest import DIGEST_BYTES, FileEntry, Manifest, TensorEntry, WrittenPiece, block_count
-from trainer.checkpoint.format.report import decode, encode
-from trainer.checkpoint.saving.chunks import Piece
-from trainer.checkpoint.saving.plan import pieces_of, plan
-from trainer.checkpoint.tensors.live import is_dtensor
+from reprise.format import manifest
+from reprise.format.layout import Layout, build_layout
+from reprise.format.manifest import DIGEST_BYTES, FileEntry, Manifest, TensorEntry, WrittenPiece, block_count
+from reprise.format.report import decode, encode
+from reprise.saving.chunks import Piece
+from reprise.saving.plan import pieces_of, plan
+from reprise.tensors.live import is_dtensor
 from trainer.config.compose import compose
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config
-from trainer.dry_run import Simulated, boxes_at, holdings_of, simulate
-from trainer.optim import build_optimizer
-from trainer.state import ModelPart, TrainerState, checkpoint_specs
+from trainer.optim.adamw import build_optimizer
+from trainer.run.dry_run import Simulated, boxes_at, holdings_of, simulate
+from trainer.run.state import ModelPart, TrainerState, checkpoint_specs
 
 _TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 CASES: Mapping[str, tuple[int, Sequence[str]]] = {

@@ -16,19 +16,19 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from reprise.checkpointer import Checkpointer
+from reprise.format.layout import DEFAULT_FILE_BYTES
+from reprise.loading.choose import LoadSource
+from reprise.loading.restorer import Restorer
+from reprise.policy import SavePolicy
+from reprise.saving.plan import make_plan
+from reprise.saving.replica_digests import ReplicaDigests
+from reprise.tensors.live import Contents
 from scripts.bench.probe import fill_from, read_through, seconds_of, sync_folder, touched
 from scripts.bench.rounds import rotated
 from scripts.bench.subject import PARALLEL, SIZES, Subject, build_subject
 from scripts.bench.ways import proven
 from scripts.faults import ranks
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES
-from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.restorer import Restorer
-from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.saving.plan import make_plan
-from trainer.checkpoint.saving.replica_digests import ReplicaDigests
-from trainer.checkpoint.tensors.live import Contents
 from trainer.launch import process_group as launch
 
 RANKS = 2

@@ -12,19 +12,19 @@ import xxhash
 
 from models import families
 from models.config import ModelConfig
+from reprise.format.json_file import Json
+from reprise.format.names import STATE
+from reprise.tensors.live import Contents, LiveTensor
 from scripts.bench.gpt2 import gpt2_config
-from trainer import run_record
-from trainer.checkpoint.format.json_file import Json
-from trainer.checkpoint.format.names import STATE
-from trainer.checkpoint.tensors.live import Contents, LiveTensor
 from trainer.config.derived import topology_of
 from trainer.config.schema import CheckpointSection, Config, ParallelSection, TrainSection
 from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
-from trainer.parallelize import build_context, build_grid, build_models
-from trainer.progress import Progress
-from trainer.state import TrainerState, build_part
+from trainer.record import run_record
+from trainer.run.parallelize import build_context, build_grid, build_models
+from trainer.run.state import TrainerState, build_part
+from trainer.schedules.progress import Progress
 
 SAMPLES, SEQ_LENGTH = 4, 64
 
@@ -116,7 +116,7 @@ class Subject:
 
 
 def build_subject(model: ModelConfig, parallel: ParallelSection, cluster: Cluster) -> Subject:
-    """Build a state as `trainer.build` does, without data and folders. A call of all ranks."""
+    """Build a state as `trainer.run.build` does, without data and folders. A call of all ranks."""
     train = TrainSection(global_batch_size=SAMPLES, micro_batch_size=SAMPLES, seq_length=SEQ_LENGTH)
     config = Config(model, train=train, parallel=parallel, checkpoint=CheckpointSection())
     topology = topology_of(config, cluster.world_size)

@@ -32,12 +32,12 @@ from scripts.bench.gpt2 import gpt2_config
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config, Dtype, OptimizerSection, TrainSection
 from trainer.launch import process_group as launch
-from trainer.optim import AdamSettings, build_adamw
-from trainer.optimizers import no_decay_names
-from trainer.parallelize import build_context, build_grid, build_models
-from trainer.random import dropout_key
-from trainer.state import ModelPart, TrainerState
-from trainer.step import train_step
+from trainer.optim.adamw import AdamSettings, build_adamw
+from trainer.optim.table import no_decay_names
+from trainer.run.parallelize import build_context, build_grid, build_models
+from trainer.run.random import dropout_key
+from trainer.run.state import ModelPart, TrainerState
+from trainer.training.step import train_step
 
 OURS, THEIRS, EAGER = "reprise", "transformers", "transformers, eager attention"
 

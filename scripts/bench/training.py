@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import single_rank_channel
+from reprise.format.layout import TensorKind
+from reprise.policy import Retention, SavePolicy
 from scripts.bench.probe import resident_bytes
 from scripts.bench.subject import SAMPLES, SEQ_LENGTH, Subject
 from scripts.bench.ways import proven
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import single_rank_channel
-from trainer.checkpoint.format.layout import TensorKind
-from trainer.checkpoint.policy import Retention, SavePolicy
-from trainer.step import train_step
+from trainer.training.step import train_step
 
 _BLOCK = 3  # consecutive iterations with, or without, saves
 

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
+from reprise import AsyncSaver, load_state_dict
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import single_rank_channel
+from reprise.format.layout import PAGE_BYTES
+from reprise.loading.choose import LoadSource
+from reprise.loading.restorer import Restorer
+from reprise.policy import SavePolicy, SaveReport
+from reprise.storage.files import Files
+from reprise.tensors.arena import map_memory
 from scripts.bench.probe import Loop, PeakMemory, files_of, fill_from, seconds_of, sync_folder
 from scripts.bench.subject import Subject
-from trainer.checkpoint import AsyncSaver, load_state_dict
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import single_rank_channel
-from trainer.checkpoint.format.layout import PAGE_BYTES
-from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.restorer import Restorer
-from trainer.checkpoint.policy import SavePolicy, SaveReport
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.tensors.arena import map_memory
 
 RAW, DIRECT = "raw write + fsync", "raw write, O_DIRECT"
 INLINE, BACKGROUND, AT_ONCE = "ours, inline", "ours, background", "ours, step at once"

@@ -113,7 +113,13 @@ def _late(*_: object) -> None:
 def _fuzz_with_atheris(options: argparse.Namespace) -> int:
     atheris = importlib.import_module("atheris")
     with atheris.instrument_imports(
-        include=["trainer.checkpoint", "trainer.data", "trainer.resume_rules", "trainer.run_record", "trainer.progress"]
+        include=[
+            "reprise",
+            "trainer.data",
+            "trainer.record.resume_rules",
+            "trainer.record.run_record",
+            "trainer.schedules.progress",
+        ]
     ):
         importlib.import_module("scripts.faults.fuzz.targets")
     with _attempts(options) as (attempt, good), tempfile.TemporaryDirectory() as corpus:
@@ -174,7 +180,13 @@ def _edges_of(attempt: _Attempt, data: bytes) -> set[tuple[object, int, int]]:
 def _is_ours(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
     return str(name).startswith(
-        ("trainer.checkpoint", "trainer.data", "trainer.resume_rules", "trainer.run_record", "trainer.progress")
+        (
+            "reprise",
+            "trainer.data",
+            "trainer.record.resume_rules",
+            "trainer.record.run_record",
+            "trainer.schedules.progress",
+        )
     )
 
 

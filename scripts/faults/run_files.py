@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.format.layout import Place
-from trainer.checkpoint.format.lineage import MEMBER as LINEAGE
-from trainer.checkpoint.format.names import MANIFEST, STATE
-from trainer.checkpoint.loading.blocks import blocks_of
-from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
-from trainer.checkpoint.storage.files import Files
+from reprise.format.layout import Place
+from reprise.format.lineage import MEMBER as LINEAGE
+from reprise.format.names import MANIFEST, STATE
+from reprise.loading.blocks import blocks_of
+from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
+from reprise.storage.files import Files
 from trainer.config.saved import RUN_CONFIG
 
 

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder, iteration_name
 from scripts.faults.run_files import contents_of, curve_of, odd_pieces, rows_of
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder, iteration_name
 from trainer.commands.arguments import local_path
 
 _POLL_S = 0.005

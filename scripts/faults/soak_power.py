@@ -31,6 +31,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from reprise.errors import TrainerError
+from reprise.loading.reader import open_checkpoint, read_places
+from reprise.loading.verify import verify_share
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder
 from scripts.faults.power import mounting
 from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FILE_SYSTEMS, CannotMount, FileSystem
@@ -38,11 +43,6 @@ from scripts.faults.power.recording import TIMEOUT_S, RecordedSoak, Recording, S
 from scripts.faults.power.replay import PowerCut, Replay, Survival, copy_sparse
 from scripts.faults.run_files import contents_of, curve_of
 from scripts.faults.soak_kill import TEMPORARY
-from trainer.checkpoint.loading.reader import open_checkpoint, read_places
-from trainer.checkpoint.loading.verify import verify_share
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder
-from trainer.errors import TrainerError
 
 _MOST_PROBLEMS = 5  # until a soak ends
 CANNOT_MOUNT = 77  # the exit status of a test that cannot be made, for automake and others

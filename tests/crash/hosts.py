@@ -24,10 +24,10 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
+from reprise.loading.reader import open_checkpoint
+from reprise.storage.files import Files
 from scripts.faults.run_files import held_ranges
 from tests.harness import tensor_files
-from trainer.checkpoint.loading.reader import open_checkpoint
-from trainer.checkpoint.storage.files import Files
 
 # linux/sched.h and linux/mount.h
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000

@@ -21,16 +21,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from reprise.format.host_file import attempt_of
+from reprise.format.names import MANIFEST
+from reprise.loading.reader import open_checkpoint
+from reprise.storage.files import Files
+from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name
 from scripts.faults.run_files import held_ranges
 from tests.crash.hosts import union
 from tests.crash.killing import AFTER, BEFORE, TORN
 from tests.crash.small_run import Plan, main
 from tests.harness import all_files, call_on_ranks, started
-from trainer.checkpoint.format.host_file import attempt_of
-from trainer.checkpoint.format.names import MANIFEST
-from trainer.checkpoint.loading.reader import open_checkpoint
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import WEIGHTS, CheckpointFolder, iteration_name
 
 # Names of what is on its way: nothing of the kind may be left when a run has ended.
 _TEMPORARY = (".partial", ".deleting", ".replaced", ".new", ".mark")

@@ -19,24 +19,24 @@ from typing import Any
 import torch
 import torch.distributed
 
+import reprise.commit.finish
 import trainer.__main__
-import trainer.build
-import trainer.checkpoint.commit.finish
 import trainer.data.loader
 import trainer.launch.process_group
-import trainer.loop
-import trainer.restore
-import trainer.step
+import trainer.run.build
+import trainer.start.restore
+import trainer.training.loop
+import trainer.training.step
+from reprise.loading.reader import Checkpoint
+from reprise.local.link import Link
+from reprise.storage.files import Files
 from tests.harness import Running, started
-from trainer.checkpoint.loading.reader import Checkpoint
-from trainer.checkpoint.local.link import Link
-from trainer.checkpoint.storage.files import Files
 from trainer.data.loader import BatchLoader
 from trainer.launch.signals import SignalHandler
 from trainer.parallel.invariant import LocalLanes, ShardedLanes
 from trainer.parallel.pipeline import Pipeline
 from trainer.parallel.reduction import MeanReduction
-from trainer.state import TrainerState
+from trainer.run.state import TrainerState
 
 DEADLINE_S = 240.0  # what has not happened by then hangs, on the slowest machine
 MOMENTS = (
@@ -185,22 +185,22 @@ def _gate_group(gate: Gate) -> None:
 
 
 def _gate_data(gate: Gate) -> None:
-    _before(trainer.build, "open_data", lambda *_, **__: gate.stand())
+    _before(trainer.run.build, "open_data", lambda *_, **__: gate.stand())
 
 
 def _gate_build(gate: Gate) -> None:
-    _before(trainer.build, "build_models", lambda *_, **__: gate.stand())
+    _before(trainer.run.build, "build_models", lambda *_, **__: gate.stand())
 
 
 def _gate_load(gate: Gate) -> None:
     loading = list[bool]()
-    _before(trainer.restore, "load_from", lambda *_: loading.append(True))
+    _before(trainer.start.restore, "load_from", lambda *_: loading.append(True))
     _before(TrainerState, "shards", lambda *_, **__: _stand_if(gate, bool(loading)))
 
 
 def _gate_step(gate: Gate) -> None:
     _before(
-        trainer.loop,
+        trainer.training.loop,
         "train_step",
         lambda state, *_, **__: _stand_if(gate, state.progress.iteration + 1 == gate.iteration),
     )
@@ -219,7 +219,7 @@ def _gate_forward(gate: Gate) -> None:
     def stand_first(*_: object, **__: object) -> None:
         _stand_if(gate, at["iteration"] == gate.iteration)
 
-    _before(trainer.loop, "train_step", count)
+    _before(trainer.training.loop, "train_step", count)
     for reduction in (MeanReduction, LocalLanes, ShardedLanes):
         _before(reduction, "before_backward", stand)
     _before(Pipeline, "forward_backward", stand_first)
@@ -227,7 +227,9 @@ def _gate_forward(gate: Gate) -> None:
 
 def _gate_evaluation(gate: Gate) -> None:
     _before(
-        trainer.loop, "evaluate", lambda state, *_, **__: _stand_if(gate, state.progress.iteration == gate.iteration)
+        trainer.training.loop,
+        "evaluate",
+        lambda state, *_, **__: _stand_if(gate, state.progress.iteration == gate.iteration),
     )
 
 
@@ -240,7 +242,7 @@ def _gate_save(gate: Gate) -> None:
 
 def _gate_prepare(gate: Gate) -> None:
     _before(
-        trainer.checkpoint.commit.finish,
+        reprise.commit.finish,
         "prepare",
         lambda attempt, *_, **__: _stand_if(gate, attempt.iteration == gate.iteration),
     )

@@ -22,23 +22,23 @@ from torch import nn
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from reprise import AsyncSaver, load_state_dict
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.format.json_file import Document
+from reprise.format.layout import build_layout
+from reprise.format.names import FORMAT, STATE
+from reprise.loading.choose import LoadSource
+from reprise.loading.restorer import Restorer
+from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
+from reprise.policy import Retention, SavePolicy
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder
+from reprise.tensors.file_aligned import zeros_like_files
+from reprise.tensors.live import Contents, Grid, aliases_of, live_tensors
+from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 from tests.crash.hosts import Mount, enter_host
 from tests.crash.killing import BEFORE, Killer
-from trainer.checkpoint import AsyncSaver, load_state_dict
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
-from trainer.checkpoint.format.json_file import Document
-from trainer.checkpoint.format.layout import build_layout
-from trainer.checkpoint.format.names import FORMAT, STATE
-from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.restorer import Restorer
-from trainer.checkpoint.local_checkpointer import LocalCheckpointer, LocalPolicy
-from trainer.checkpoint.policy import Retention, SavePolicy
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder
-from trainer.checkpoint.tensors.file_aligned import zeros_like_files
-from trainer.checkpoint.tensors.live import Contents, Grid, aliases_of, live_tensors
-from trainer.checkpoint.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
 from trainer.metrics.run_log import IterationRecord, RunLog
 
 TIMEOUT_S = 60.0

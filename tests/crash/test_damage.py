@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from reprise.commit.channel import single_rank_channel
+from reprise.errors import CheckpointError
+from reprise.format.box import whole
+from reprise.format.layout import TensorKind
+from reprise.format.names import ACCESSORIES
+from reprise.loading.accessories import find_accessory
+from reprise.loading.choose import LoadSource
+from reprise.loading.loader import check_tensors
+from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
+from reprise.loading.restorer import Restorer
+from reprise.storage.files import Files
+from reprise.tensors.live import LiveTensor
 from tests.harness import TINY, compose, launch, run_ok
-from trainer.checkpoint.commit.channel import single_rank_channel
-from trainer.checkpoint.format.box import whole
-from trainer.checkpoint.format.layout import TensorKind
-from trainer.checkpoint.format.names import ACCESSORIES
-from trainer.checkpoint.loading.accessories import find_accessory
-from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.loader import check_tensors
-from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint, read_places
-from trainer.checkpoint.loading.restorer import Restorer
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.config.schema import OptimizerName
-from trainer.errors import CheckpointError
-from trainer.state import checkpoint_specs
+from trainer.run.state import checkpoint_specs
 
 FLIPS = 1000
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=6", "checkpoint.save_interval=2", "checkpoint.file_bytes=50000"]

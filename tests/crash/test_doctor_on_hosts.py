@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from reprise.storage import shared_folder
 from tests.crash.hosts import Mount, on_hosts
 from tests.harness import Ended, call_on_ranks
-from trainer import terms
-from trainer.checkpoint.storage import shared_folder
 from trainer.commands import doctor
+from trainer.config import terms
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
-import trainer.restore
+import trainer.start.restore
+from reprise.storage.folder import iteration_name
 from tests.crash.killing import AFTER, BEFORE, Killer
 from tests.harness import TINY, around_iterations, call_on_ranks, curve, launch, run_ok, tensor_files
-from trainer.build import Run
-from trainer.checkpoint.storage.folder import iteration_name
+from trainer.run.build import Run
 
 ITERATIONS = (1, 2)
 BASE = (
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
     run = Path(told["run"])
     killer = Killer(run, notes=run.with_name("notes"), at=told["at"], when=told["when"])
     killer.install()
-    note = trainer.restore.note_lineage
+    note = trainer.start.restore.note_lineage
     window: list[int] = []
 
     def noted(*arguments: object, **keywords: object) -> None:
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
         if iteration == 1:
             run.with_name("window").write_text(json.dumps([*window, len(killer.calls)]))
 
-    trainer.restore.note_lineage = noted
+    trainer.start.restore.note_lineage = noted
     around_iterations(before=begins)
     sys.argv = ["trainer", f"run.dir={run}", *arguments[1:]]
     trainer.__main__.main()

@@ -21,15 +21,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from reprise import load
+from reprise.errors import TrainerError
+from reprise.format import json_file, manifest
+from reprise.format.manifest import FileEntry, digest_of
+from reprise.format.names import INDEX, MANIFEST, STATE
 from scripts.faults.fuzz.mutate import mutate
 from scripts.faults.fuzz.targets import MODEL, OPTIMIZER, Inputs, Opened, seal
 from tests.harness import TINY, launch, run_ok
-from trainer.checkpoint import load
-from trainer.checkpoint.format import json_file, manifest
-from trainer.checkpoint.format.manifest import FileEntry, digest_of
-from trainer.checkpoint.format.names import INDEX, MANIFEST, STATE
 from trainer.data.token_file import open_token_file
-from trainer.errors import TrainerError
 
 MOST_MEMORY = 64 << 20
 MOST_SECONDS = 30

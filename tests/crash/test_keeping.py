@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
-import trainer.build
-import trainer.loop
+import trainer.run.build
+import trainer.training.loop
+from reprise.storage.files import Files
+from reprise.storage.folder import HOLD, TRACKER, CheckpointFolder, iteration_name
 from tests.harness import DEADLINE_S, TINY, Ended, around_iterations, curve, started
-from trainer.build import Run
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import HOLD, TRACKER, CheckpointFolder, iteration_name
 from trainer.launch.control import SAVE_NOW, RunControl
+from trainer.run.build import Run
 
 TWO = pytest.param(2, marks=pytest.mark.slow)
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=8", "schedule.lr_decay_iters=12", "checkpoint.save_interval=1")
@@ -40,7 +40,7 @@ def train_told(arguments: list[str]) -> None:
 
 
 def _evaluate_as_told(losses: Sequence[float]) -> None:
-    trainer.loop.evaluate = lambda state, *_, **__: losses[state.progress.iteration - 1]
+    trainer.training.loop.evaluate = lambda state, *_, **__: losses[state.progress.iteration - 1]
 
 
 def _touch_before(names: dict[str, str]) -> None:
@@ -66,7 +66,7 @@ def _pass_time(seconds: dict[str, float]) -> None:
 
 def _set_clock(clock: Callable[[], float]) -> None:
     """Let the run that this process starts read the time from `clock`."""
-    trainer.build.RunControl = partial(RunControl, clock=clock)  # type: ignore[assignment, misc]
+    trainer.run.build.RunControl = partial(RunControl, clock=clock)  # type: ignore[assignment, misc]
 
 
 _ACTS: dict[str, Callable[..., None]] = {

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from reprise.loading.blocks import blocks_of
+from reprise.loading.reader import open_checkpoint, read_places
+from reprise.storage.files import Files
 from tests.crash.hosts import require_mounts
 from tests.crash.killing import AFTER, BEFORE
 from tests.crash.matrix import HostTrial, Scenario, Trial, sample, scenarios, trial_of
-from trainer.checkpoint.loading.blocks import blocks_of
-from trainer.checkpoint.loading.reader import open_checkpoint, read_places
-from trainer.checkpoint.storage.files import Files
 
 NAMES = [scenario.name for scenario in scenarios(Path())]
 

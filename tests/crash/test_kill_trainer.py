@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder, iteration_name
 from tests.crash.killing import AFTER, BEFORE, Killer
 from tests.harness import DEADLINE_S, TINY, call_on_ranks, curve, run_ok, started, tensor_files
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder, iteration_name
 
 ITERATIONS = 6
 BASE = (

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from reprise.loading.blocks import blocks_of
+from reprise.loading.reader import open_checkpoint, read_places
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder
 from tests.crash.hosts import Mount, on_hosts, run_trainer, union
 from tests.crash.moments import Gate, describe, train_with_gate
 from tests.harness import TINY, Ended, all_files, call_on_ranks, curve, run_ok, started, tensor_files
-from trainer.checkpoint.loading.blocks import blocks_of
-from trainer.checkpoint.loading.reader import open_checkpoint, read_places
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder
 
 pytestmark = pytest.mark.slow
 

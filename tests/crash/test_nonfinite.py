@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import trainer.__main__
-import trainer.step
+import trainer.training.step
+from reprise.tensors.live import local_of, parameter_names
 from tests.harness import TINY, Ended, call_on_ranks, curve, last_iteration, launch, run_ok, tensor_files
-from trainer.checkpoint.tensors.live import local_of, parameter_names
-from trainer.state import TrainerState
+from trainer.run.state import TrainerState
 
 ITERATIONS = 6
 BASE = ("model=gpt2_tiny", *TINY, f"train.train_iters={ITERATIONS}", "model.dropout=0.1")
@@ -45,7 +45,7 @@ def train_poisoned(arguments: list[str]) -> None:
     """Run the trainer's command; on one rank an element of some gradients is infinite in one iteration."""
     told = json.loads(arguments[0])
     is_here = int(os.environ.get("RANK", "0")) == told["rank"]
-    compute = trainer.step.forward_backward
+    compute = trainer.training.step.forward_backward
 
     def poison(state: TrainerState, *rest: Any) -> list[torch.Tensor]:
         loss = compute(state, *rest)
@@ -55,7 +55,7 @@ def train_poisoned(arguments: list[str]) -> None:
                 local_of(named[name].grad).view(-1)[0] = torch.inf  # type: ignore[arg-type]
         return loss
 
-    trainer.step.forward_backward = poison
+    trainer.training.step.forward_backward = poison
     sys.argv = ["trainer", *arguments[1:]]
     trainer.__main__.main()
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
+from reprise.storage.files import Files
+from reprise.storage.lock import STALE_S
 from tests.crash import small_run
 from tests.crash.hosts import run_trainer
 from tests.crash.moments import await_true, standing
 from tests.crash.small_run import Plan
 from tests.harness import TINY, Running, all_files, call_on_ranks, started
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.lock import STALE_S
 
 DEADLINE_S = 240.0
 TRACKED = "checkpoints/latest_checkpointed_iteration.txt"

@@ -10,7 +10,7 @@ import pytest
 
 import trainer.__main__
 from tests.harness import TINY, around_iterations, call_on_ranks
-from trainer.build import Run
+from trainer.run.build import Run
 
 SAMPLES = 5000  # whose logits, 82 MB, lie in a mapping of their own, which each iteration makes anew
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import trainer.__main__
+from reprise.storage import patience
+from reprise.storage.files import Files
 from tests.harness import TINY, all_files, call_on_ranks, curve, run_ok
-from trainer.checkpoint.storage import patience
-from trainer.checkpoint.storage.files import Files
 
 pytestmark = pytest.mark.slow
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import trainer.checkpoint
+import reprise
+from reprise.errors import CheckpointError
+from reprise.format.manifest import digest_of
+from reprise.format.names import MANIFEST, STATE
+from reprise.loading.reader import open_checkpoint, read_places
+from reprise.loading.verify import verify_share
+from reprise.storage.files import Files
 from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.crash.moments import Gate, await_true, describe, train_with_gate
 from tests.harness import TINY, all_files, call_on_ranks, curve, run_ok, started, tensor_files
-from trainer.checkpoint.format.manifest import digest_of
-from trainer.checkpoint.format.names import MANIFEST, STATE
-from trainer.checkpoint.loading.reader import open_checkpoint, read_places
-from trainer.checkpoint.loading.verify import verify_share
-from trainer.checkpoint.storage.files import Files
-from trainer.errors import CheckpointError
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
@@ -81,7 +81,7 @@ def save_a_module(arguments: list[str]) -> None:
     """Save with the library, on two ranks that have the same module."""
     dist.init_process_group("gloo")
     try:
-        trainer.checkpoint.save(arguments[0], torch.nn.Linear(3, 2, bias=False), iteration=1)
+        reprise.save(arguments[0], torch.nn.Linear(3, 2, bias=False), iteration=1)
     except CheckpointError as error:
         print(error)
     dist.barrier()

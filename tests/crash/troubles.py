@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 import trainer.__main__
+from reprise.storage.files import Files
+from reprise.storage.folder import iteration_of
 from tests.harness import around_iterations
-from trainer.build import Run
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import iteration_of
+from trainer.run.build import Run
 
 DEADLINE_S = 200.0
 BALLAST = "ballast"

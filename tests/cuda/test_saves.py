@@ -15,28 +15,28 @@ import torch
 import xxhash
 from torch import nn
 
+from reprise import AsyncSaver, load, save
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import single_rank_channel
+from reprise.errors import CheckpointError
+from reprise.format.manifest import DIGEST_BYTES, Written
+from reprise.format.names import STATE
+from reprise.nested.documents import values_of
+from reprise.nested.module_tree import tree_of
+from reprise.policy import Retention, SavePolicy
+from reprise.saving import staging
+from reprise.saving.chunks import Piece
+from reprise.saving.plan import make_plan
+from reprise.saving.replica_digests import ReplicaDigests, blocks_of, checksum
+from reprise.saving.snapshot import Snapshot
+from reprise.storage.files import Files
+from reprise.tensors.arena import Arena, Bytes, map_memory, pin
+from reprise.tensors.live import Contents, Grid, live_tensors
+from reprise.tensors.memory import _copy_stream, memory_of
 from tests.cuda.devices import SIMULATED
 from tests.fakes import Axis, Sharding, open_when_awaited, sample_specs, sample_state
 from tests.harness import tensor_files
 from tests.simulated import register
-from trainer.checkpoint import AsyncSaver, load, save
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import single_rank_channel
-from trainer.checkpoint.format.manifest import DIGEST_BYTES, Written
-from trainer.checkpoint.format.names import STATE
-from trainer.checkpoint.nested.documents import values_of
-from trainer.checkpoint.nested.module_tree import tree_of
-from trainer.checkpoint.policy import Retention, SavePolicy
-from trainer.checkpoint.saving import staging
-from trainer.checkpoint.saving.chunks import Piece
-from trainer.checkpoint.saving.plan import make_plan
-from trainer.checkpoint.saving.replica_digests import ReplicaDigests, blocks_of, checksum
-from trainer.checkpoint.saving.snapshot import Snapshot
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.tensors.arena import Arena, Bytes, map_memory, pin
-from trainer.checkpoint.tensors.live import Contents, Grid, live_tensors
-from trainer.checkpoint.tensors.memory import _copy_stream, memory_of
-from trainer.errors import CheckpointError
 
 # A device copies 1.2 GB in some 25 ms, and steps over it in 2: a step that did not wait would overtake the copy.
 WIDTHS = {"cpu": 64, "simulated": 64, "cuda": 7168}

@@ -16,8 +16,8 @@ import trainer.__main__
 from tests.cuda.devices import ALL_SLOW
 from tests.cuda.runs import DETERMINISTIC, arguments, cores, most_s, ran
 from tests.harness import TINY, around_iterations, call_on_ranks, curve, tensor_files
-from trainer.build import Run
 from trainer.metrics.profile import Profiler
+from trainer.run.build import Run
 
 
 @pytest.mark.parametrize("device", ALL_SLOW, indirect=True)

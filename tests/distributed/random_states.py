@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from tests.distributed.random_programs import Program, fill, mesh_of, program, tensors_of
 from tests.distributed.test_ranks_that_disagree import process_group
 from tests.harness import call_on_ranks
-from trainer.checkpoint import AsyncSaver, load, load_state_dict, save, save_state_dict
 
 _log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
+from reprise.errors import CheckpointError
+from reprise.nested.filling import Filling
+from reprise.storage import shared_folder
+from reprise.storage.lock import FolderLock
 from tests.distributed.test_ranks_that_disagree import process_group
 from tests.harness import call_on_ranks
-from trainer.checkpoint import AsyncSaver, load, load_state_dict, save, save_state_dict
-from trainer.checkpoint.nested.filling import Filling
-from trainer.checkpoint.storage import shared_folder
-from trainer.checkpoint.storage.lock import FolderLock
-from trainer.errors import CheckpointError
 
 
 def run(function: Callable[[list[str]], None], folder: Path) -> tuple[str, ...]:

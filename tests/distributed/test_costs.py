@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import trainer.__main__
+from reprise.format.manifest import BLOCK_BYTES
+from reprise.loading.choose import LoadSource
 from tests.harness import TINY, call_on_ranks, compose, run_ok, tensor_files
-from trainer.build import Run, build
-from trainer.checkpoint.format.manifest import BLOCK_BYTES
-from trainer.checkpoint.loading.choose import LoadSource
 from trainer.launch import process_group as launch
-from trainer.restore import restore
+from trainer.run.build import Run, build
+from trainer.start.restore import restore
 
 _TP2 = "parallel.tensor_model_parallel_size=2"
 _REAL_ROWS = (

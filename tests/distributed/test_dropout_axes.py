@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from reprise.format.manifest import digest_of
+from reprise.tensors.live import is_dtensor
+from reprise.tensors.memory import memory_of
 from tests.harness import TINY, call_on_ranks, compose, curve, run_ok, tensor_files
-from trainer.build import build
-from trainer.checkpoint.format.manifest import digest_of
-from trainer.checkpoint.tensors.live import is_dtensor
-from trainer.checkpoint.tensors.memory import memory_of
 from trainer.launch import process_group as launch
-from trainer.loop import train
-from trainer.restore import restore
+from trainer.run.build import build
+from trainer.start.restore import restore
+from trainer.training.loop import train
 
 _TP, _SP = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
 _PP = "parallel.pipeline_model_parallel_size=2"

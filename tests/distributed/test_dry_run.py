@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from reprise.format.layout import TensorKind, build_layout
+from reprise.saving.plan import plan
 from tests.harness import TINY, call_on_ranks, compose, launch
-from trainer.build import build
-from trainer.checkpoint.format.layout import TensorKind, build_layout
-from trainer.checkpoint.saving.plan import plan
 from trainer.config.derived import topology_of
-from trainer.dry_run import working_bytes_of
 from trainer.launch import process_group as launching
-from trainer.loop import iterate
 from trainer.parallel.invariant import LocalLanes
-from trainer.state import checkpoint_specs
+from trainer.run.build import build
+from trainer.run.dry_run import working_bytes_of
+from trainer.run.state import checkpoint_specs
+from trainer.training.loop import iterate
 
 _ROW = re.compile(r" *(\d+) +(\d+)  (\S.*?)  +([\d,]+)  .* ([\d,]+) to ([\d,]+)")
 _TP, _PP = "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"
@@ -44,7 +44,7 @@ def _count(arguments: list[str]) -> None:
 
 
 def _locals(model: object) -> list:  # type: ignore[type-arg]
-    from trainer.checkpoint.tensors.live import local_of
+    from reprise.tensors.live import local_of
 
     return [local_of(p) for p in model.parameters()]  # type: ignore[attr-defined]
 

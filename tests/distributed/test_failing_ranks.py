@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import trainer.__main__
-import trainer.build
-import trainer.loop
+import trainer.run.build
+import trainer.training.loop
+from reprise.storage.files import Files
 from tests.harness import TINY, call_on_ranks, run_ok
-from trainer.checkpoint.storage.files import Files
-from trainer.state import TrainerState
+from trainer.run.state import TrainerState
 
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=4", "checkpoint.save_interval=2")
 
@@ -28,8 +28,8 @@ def _fail_somewhere(arguments: list[str]) -> None:
 
     if os.environ["RANK"] == "1":
         owner, name = {
-            "building": (trainer.build, "build_models"),
-            "training": (trainer.loop, "train_step"),
+            "building": (trainer.run.build, "build_models"),
+            "training": (trainer.training.loop, "train_step"),
             "saving": (TrainerState, "contents"),
         }[place]
         setattr(owner, name, fail)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import call_on_ranks
-from trainer.lanes import PairwiseSum
 from trainer.launch import process_group
 from trainer.parallel import halving
 from trainer.parallel.halving import sum_all, sum_scatter
+from trainer.parallel.lanes import PairwiseSum
 
 WIDTH = 1000  # elements that each rank gets
 

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from reprise import AsyncSaver, load, load_state_dict, save_state_dict
+from reprise.errors import TrainerError
+from reprise.nested.calls import _known
 from tests.distributed.test_ranks_that_disagree import process_group, refused
 from tests.harness import call_on_ranks
-from trainer.checkpoint import AsyncSaver, load, load_state_dict, save_state_dict
-from trainer.checkpoint.nested.calls import _known
-from trainer.errors import TrainerError
 
 State = dict[str, Any]
 
@@ -326,7 +326,7 @@ def test_a_failure_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
 
 def change_ddp_after_the_call(arguments: list[str]) -> None:
     """Clip the weights, let DDP's forward pass change buffers, and step, before a byte of a save is written."""
-    from tests.unit.checkpoint.saving.test_background import Gate
+    from tests.unit.reprise.saving.test_background import Gate
 
     with process_group():
         torch.manual_seed(0)

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from reprise import load, load_state_dict, save, save_state_dict
 from tests.distributed.test_ranks_that_disagree import process_group, refused
 from tests.harness import call_on_ranks
-from trainer.checkpoint import load, load_state_dict, save, save_state_dict
 
 
 class Net(nn.Module):

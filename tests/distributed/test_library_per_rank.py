@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
+from reprise.errors import MismatchError
+from reprise.nested.calls import _known
 from tests.distributed.test_ranks_that_disagree import process_group, refused
 from tests.harness import call_on_ranks
-from trainer.checkpoint import AsyncSaver, load, load_state_dict, save, save_state_dict
-from trainer.checkpoint.nested.calls import _known
-from trainer.errors import MismatchError
 
 
 class Position:

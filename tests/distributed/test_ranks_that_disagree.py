@@ -16,9 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
+from reprise import load, save
+from reprise.errors import CheckpointError, ReplicaError
 from tests.harness import Ended, call_on_ranks
-from trainer.checkpoint import load, save
-from trainer.errors import CheckpointError, ReplicaError
 
 STATISTICS = ["*.running_*", "*.num_batches_tracked"]
 

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
+from reprise import load_state_dict, save_state_dict
 from tests.distributed.test_ranks_that_disagree import process_group, refused
 from tests.harness import call_on_ranks
-from trainer.checkpoint import load_state_dict, save_state_dict
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
 

@@ -12,13 +12,13 @@ import pytest
 import xxhash
 from safetensors import safe_open
 
+from reprise.errors import CheckpointError
 from tests.harness import TINY, call_on_ranks, compose, tensor_files
-from trainer.build import build
-from trainer.errors import CheckpointError
 from trainer.launch import process_group as launch
-from trainer.loop import train
-from trainer.parallelize import check_tied_copies
-from trainer.restore import restore
+from trainer.run.build import build
+from trainer.run.parallelize import check_tied_copies
+from trainer.start.restore import restore
+from trainer.training.loop import train
 
 LAST = 10
 TIED = "transformer.wte.weight"

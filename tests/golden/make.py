@@ -13,15 +13,15 @@ from unittest.mock import patch
 
 import torch
 
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import StoreChannel
+from reprise.format.json_file import Json
+from reprise.format.layout import TensorKind, TensorSpec
+from reprise.format.names import STATE
+from reprise.policy import SavePolicy
+from reprise.saving import plan
+from reprise.tensors.live import Contents
 from tests.fakes import Axis, Sharding, all_ranks
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import StoreChannel
-from trainer.checkpoint.format.json_file import Json
-from trainer.checkpoint.format.layout import TensorKind, TensorSpec
-from trainer.checkpoint.format.names import STATE
-from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.saving import plan
-from trainer.checkpoint.tensors.live import Contents
 
 ITERATION = 7
 FILE_BYTES = 1000  # two files of weights

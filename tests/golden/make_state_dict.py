@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint import save_state_dict
+from reprise import save_state_dict
 
 ITERATION = 7
 

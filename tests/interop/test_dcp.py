@@ -24,6 +24,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from models.config import ModelConfig
 from models.families import stored_tensors
+from reprise.errors import CheckpointError, MismatchError, TrainerError
+from reprise.loading.reader import open_checkpoint
+from reprise.storage.files import Files
 from tests.harness import all_files, call_on_ranks, compose, curve, run_ok, tensor_files
 from tests.interop.dcp_producers import (
     GPT2,
@@ -38,11 +41,8 @@ from tests.interop.dcp_producers import (
     state_of,
     step,
 )
-from trainer.checkpoint.loading.reader import open_checkpoint
-from trainer.checkpoint.storage.files import Files
 from trainer.commands import checkpoint as look
 from trainer.commands import convert
-from trainer.errors import CheckpointError, MismatchError, TrainerError
 from trainer.interop.dcp.names import halves_from_pairs
 from trainer.interop.dcp.source import FORMAT, read_source
 from trainer.interop.formats import ExportOptions, ImportOptions

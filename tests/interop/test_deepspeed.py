@@ -22,24 +22,24 @@ import pytest
 import torch
 
 from models.families import aliases, hf_config, stored_tensors
+from reprise.errors import CheckpointError, ConfigError, MismatchError, TrainerError
+from reprise.loading.reader import open_checkpoint
+from reprise.storage.files import Files
 from scripts.faults.ranks import free_port
 from tests.harness import TINY, compose, curve, run_ok, tensor_files
 from tests.interop.deepspeed_build import built_extensions
 from tests.interop.deepspeed_layout import MOMENTS, State, Way, groups_of, write
-from trainer.build import describe_alone
-from trainer.checkpoint.loading.reader import open_checkpoint
-from trainer.checkpoint.storage.files import Files
 from trainer.commands import convert
 from trainer.config.schema import Config
 from trainer.data.batches import Samples
 from trainer.data.corpus import default_cache, prepare
 from trainer.data.order import sample_ids
 from trainer.data.token_file import open_token_file
-from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerError
 from trainer.interop.deepspeed.source import read_source
 from trainer.interop.formats import ImportOptions
 from trainer.interop.source import StateSource, of_checkpoint
 from trainer.interop.torch_file import open_torch_file
+from trainer.run.build import describe_alone
 
 SAVED, END = 3, 6
 RUN = [*TINY, f"train.train_iters={END}", "optimizer.lr=1e-2", "schedule.min_lr=1e-3"]

@@ -28,21 +28,21 @@ from transformers import (
 
 from models.build import build_model
 from models.config import Activation
+from reprise.commit.channel import single_rank_channel
+from reprise.errors import TrainerError
+from reprise.format.box import Box
+from reprise.storage.files import Files
+from reprise.tensors.live import LiveTensor
 from tests.harness import TINY, compose, launch, run_ok
 from tests.unit.model_samples import fill
-from trainer.build import Run, build
-from trainer.checkpoint.commit.channel import single_rank_channel
-from trainer.checkpoint.format.box import Box
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.commands import checkpoint as look
 from trainer.commands import convert
-from trainer.errors import TrainerError
 from trainer.interop.hf import convert as hf
 from trainer.interop.hf import load
 from trainer.interop.hf.folder import open_folder
 from trainer.launch.process_group import Cluster
-from trainer.restore import restore
+from trainer.run.build import Run, build
+from trainer.start.restore import restore
 
 SIZES = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "initializer_range": 0.2}
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 20, "n_inner": 44, "n_positions": 32, **SIZES}

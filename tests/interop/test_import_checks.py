@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.families import aliases, stored_tensors
+from reprise.errors import CheckpointError
+from reprise.loading.reader import open_checkpoint
+from reprise.storage.files import Files
 from tests.harness import TINY, compose, launch, run_ok
 from tests.interop.deepspeed_layout import MOMENTS, State, Way, write
 from tests.interop.test_llmc import GPT2_HEADER, gpt2_order, make_gpt2, write_file
-from trainer.checkpoint.loading.reader import open_checkpoint
-from trainer.checkpoint.storage.files import Files
 from trainer.commands import convert
-from trainer.errors import CheckpointError
 from trainer.interop.finite import require_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -22,10 +22,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from reprise.errors import CheckpointError
 from tests.harness import TINY, compose, run_ok
 from trainer.commands import checkpoint as look
 from trainer.commands import convert
-from trainer.errors import CheckpointError
 from trainer.interop.formats import ImportOptions
 from trainer.interop.llmc import convert as llmc
 

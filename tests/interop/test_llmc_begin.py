@@ -10,6 +10,12 @@ import pytest
 import torch
 
 from models.families import stored_tensors
+from reprise.commit.channel import single_rank_channel
+from reprise.errors import TrainerError
+from reprise.format.box import Box
+from reprise.format.layout import TensorKind, TensorSpec
+from reprise.storage.files import Files
+from reprise.tensors.live import LiveTensor
 from tests.harness import TINY, compose, curve, launch, run_ok, tensor_files
 from tests.interop.test_llmc import (
     GPT2_HEADER,
@@ -20,18 +26,12 @@ from tests.interop.test_llmc import (
     make_llama,
     write_file,
 )
-from trainer.build import build
-from trainer.checkpoint.commit.channel import single_rank_channel
-from trainer.checkpoint.format.box import Box
-from trainer.checkpoint.format.layout import TensorKind, TensorSpec
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.tensors.live import LiveTensor
 from trainer.commands import convert
-from trainer.errors import TrainerError
 from trainer.interop.llmc.file import open_file, read_whole
 from trainer.interop.llmc.load import fill
 from trainer.launch.process_group import Cluster
-from trainer.restore import restore
+from trainer.run.build import build
+from trainer.start.restore import restore
 
 SHAPE = [*TINY, "model.n_layer=3", "model.n_head=4", "model.n_embd=24", "train.train_iters=2"]
 SHAPE += ["schedule.lr_warmup_iters=0", "checkpoint.finetune=true"]

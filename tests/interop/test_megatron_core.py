@@ -28,10 +28,10 @@ from torch import Tensor
 from models.build import build_model
 from models.config import ModelConfig
 from models.families import stored_tensors
+from reprise.loading.reader import open_checkpoint
+from reprise.storage.files import Files
 from tests.harness import compose, curve, run_ok, tensor_files
 from tests.interop.dcp_producers import TRAINING, batches
-from trainer.checkpoint.loading.reader import open_checkpoint
-from trainer.checkpoint.storage.files import Files
 from trainer.commands import convert
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.export import arguments_of

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from models.families import stored_tensors
+from reprise.errors import ConfigError, TrainerError
+from reprise.loading.reader import open_checkpoint
+from reprise.storage.files import Files
 from tests.harness import TINY, compose, curve, run_ok, tensor_files
 from tests.interop import megatron_layout
 from tests.interop.megatron_layout import Way, write, write_deepspeed
-from trainer.checkpoint.loading.reader import open_checkpoint
-from trainer.checkpoint.storage.files import Files
 from trainer.commands import convert
-from trainer.errors import ConfigError, TrainerError
 from trainer.interop.deepspeed import source as deepspeed
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.source import read_source

@@ -13,9 +13,9 @@ import pytest
 from scripts.make_options import page as options_page
 from tests.harness import compose
 from tests.interop.megatron_flags import known
-from trainer.batch_schedule import parse_batch_schedule
 from trainer.config.checks import validate
 from trainer.config.megatron_flags import FLAGS
+from trainer.schedules.batch_size import parse_batch_schedule
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "from_megatron.md").read_text(encoding="utf-8")

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from models.build import build_model
 from models.config import Activation
 from models.families import stored_tensors
+from reprise.errors import CheckpointError, ConfigError, MismatchError
 from tests.harness import TINY, compose, curve, run_ok
 from tests.unit.model_samples import fill
-from trainer.build import describe_alone
 from trainer.commands import convert
 from trainer.data.batches import Samples
 from trainer.data.corpus import default_cache, prepare
 from trainer.data.order import sample_ids
 from trainer.data.token_file import open_token_file
-from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.formats import ImportOptions
 from trainer.interop.nanogpt import read_source
 from trainer.interop.source import StateSource
+from trainer.run.build import describe_alone
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SAVED, END = 3, 8

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from reprise.errors import CheckpointError, ConfigError, LockError, MismatchError
+from reprise.loading.reader import open_checkpoint
+from reprise.storage.files import Files
+from reprise.storage.lock import FolderLock
 from tests.harness import TINY, all_files, compose, curve, launch, run_ok, tensor_files
-from trainer.checkpoint.loading.reader import open_checkpoint
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.lock import FolderLock
 from trainer.commands import checkpoint as look
-from trainer.errors import CheckpointError, ConfigError, LockError, MismatchError
 from trainer.interop.output import write_checkpoint
 from trainer.interop.source import StateSource, of_checkpoint
 

@@ -14,14 +14,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from reprise.commit.channel import single_rank_channel
+from reprise.errors import MismatchError, TrainerError
 from tests.harness import TINY, compose, launch, run_ok
-from trainer.build import Run, build
-from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.commands import checkpoint as look
 from trainer.commands import convert, generate
-from trainer.errors import MismatchError, TrainerError
 from trainer.launch.process_group import Cluster
-from trainer.restore import restore
+from trainer.run.build import Run, build
+from trainer.start.restore import restore
 
 SIZES = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "initializer_range": 0.2}
 GPT2 = GPT2Config(n_layer=2, n_head=2, n_embd=20, n_inner=44, n_positions=32, **SIZES)

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from reprise.errors import ConfigError, MismatchError
+from reprise.loading.reader import Checkpoint, open_checkpoint
+from reprise.storage.files import Files
 from tests.harness import TINY, compose
-from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint
-from trainer.checkpoint.storage.files import Files
 from trainer.commands import convert
 from trainer.config.schema import OptimizerName
-from trainer.errors import ConfigError, MismatchError
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.formats import ExportOptions
 from trainer.interop.output import write_checkpoint
 from trainer.interop.source import StateSource, of_checkpoint
-from trainer.optimizers import state_tensors
-from trainer.state import checkpoint_specs
+from trainer.optim.table import state_tensors
+from trainer.run.state import checkpoint_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer, pipeline
 
+from reprise.commit.channel import single_rank_channel
 from tests.harness import TINY, compose, launch, run_ok
-from trainer.build import build
-from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.commands import checkpoint as look
 from trainer.commands import convert, generate
 from trainer.data.bpe import train_bpe
 from trainer.data.text import END_OF_TEXT_NAMES, open_encoder, prompt_tokens
 from trainer.data.token_file import write_token_file
 from trainer.launch.process_group import Cluster
-from trainer.loop import train
-from trainer.restore import restore
+from trainer.run.build import build
+from trainer.start.restore import restore
+from trainer.training.loop import train
 
 pytestmark = pytest.mark.slow
 

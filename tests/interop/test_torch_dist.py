@@ -24,12 +24,12 @@ import torch.distributed.checkpoint as dcp
 
 from models.config import Activation, Family, ModelConfig, RopeScaling
 from models.families import stored_tensors
+from reprise.errors import CheckpointError, ConfigError, MismatchError, TrainerError
 from tests.harness import TINY, compose, tensor_files
 from tests.interop import torch_dist_layout
 from tests.interop.megatron_layout import Way
 from tests.interop.torch_dist_layout import Form, write
 from trainer.commands import convert
-from trainer.errors import CheckpointError, ConfigError, MismatchError, TrainerError
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.hybrid import pattern_of

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from reprise.format.names import STATE
 from scripts.faults.ranks import free_port, rank_variables
 from tests.harness import TINY, curve, run_ok
-from trainer.checkpoint.format.names import STATE
 
 # The kernels that torch has for any processor: a process takes them for good as it starts.
 ELSEWHERE = {"ATEN_CPU_CAPABILITY": "default"}

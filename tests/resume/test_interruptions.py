@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder
 from tests.crash.moments import DEADLINE_S, standing
 from tests.harness import TINY, curve, run_ok, state_of, tensor_files
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder
 
 BASE = (
     "model=gpt2_tiny",

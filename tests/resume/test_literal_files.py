@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from reprise.errors import TrainerError
 from tests.harness import TINY, run_ok
-from tests.unit.checkpoint.format.test_document import reseal, rewrite
+from tests.unit.reprise.format.test_document import reseal, rewrite
 from trainer.config.compose import compose_command, over_saved, resolve
-from trainer.errors import TrainerError
 
 SECRET = "the-secret-of-this-machine"
 EXPRESSION = "${oc.env:REPRISE_TEST_SECRET}"

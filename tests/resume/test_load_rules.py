@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.harness import TINY, all_files, call_on_ranks, compose, curve, launch, run_ok, tensor_files
-from trainer.build import build
 from trainer.launch import process_group as trainer_launch
-from trainer.restore import restore
+from trainer.run.build import build
+from trainer.start.restore import restore
 
 MODEL = ["model=gpt2_tiny", *TINY]
 BASE = [*MODEL, "train.train_iters=8", "schedule.lr_decay_iters=20", "checkpoint.save_interval=2"]

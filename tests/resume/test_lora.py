@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from reprise.commit.channel import single_rank_channel
+from reprise.errors import CheckpointError, MismatchError
 from tests.harness import TINY, compose, curve, launch, run_ok, tensor_files
-from trainer.build import Run, build
-from trainer.checkpoint.commit.channel import single_rank_channel
-from trainer.errors import CheckpointError, MismatchError
 from trainer.interop.open_model import open_model
 from trainer.launch.process_group import Cluster
-from trainer.restore import restore
+from trainer.run.build import Run, build
+from trainer.start.restore import restore
 
 BASE = [*TINY, "train.micro_batch_size=3", "train.threads=1", "checkpoint.save_interval=2", "schedule.lr_decay_iters=8"]
 LORA = ["model.lora.rank=4", "model.lora.dropout=0.1", "train.train_iters=8", "optimizer.lr=0.01"]

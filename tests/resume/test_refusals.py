@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from reprise.format import manifest
+from reprise.format.manifest import FileEntry, digest_of
+from reprise.format.names import MANIFEST, STATE
 from tests.harness import ALL_CORES, TINY, Ended, all_files, curve, launch, run_ok
-from trainer.checkpoint.format import manifest
-from trainer.checkpoint.format.manifest import FileEntry, digest_of
-from trainer.checkpoint.format.names import MANIFEST, STATE
 from trainer.data.token_file import write_token_file
 
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=3", "schedule.lr_decay_iters=20"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder
 from tests.harness import TINY, curve, launch, run_ok
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder
 
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=10", "schedule.lr_decay_iters=20", "checkpoint.save_interval=1"]
 KEEP = "checkpoint.max_checkpoint_keep=2"

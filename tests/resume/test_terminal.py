@@ -12,8 +12,8 @@ import termios
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import reprise.storage.progress_line
 import trainer.__main__
-import trainer.checkpoint.storage.progress_line
 from tests.harness import TINY, call_on_ranks, run_ok
 
 OVERRIDES = ["model=gpt2_tiny", *TINY, "train.train_iters=6", "train.eval_interval=3", "checkpoint.save_interval=2"]
@@ -44,7 +44,7 @@ def _train_on_terminal(arguments: list[str]) -> None:
     terminal = os.open(arguments[0], os.O_RDWR | os.O_NOCTTY)
     os.dup2(terminal, 1)
     os.dup2(terminal, 2)
-    trainer.checkpoint.storage.progress_line.EVERY_S = 0.0
+    reprise.storage.progress_line.EVERY_S = 0.0
     sys.argv = ["trainer", *arguments[1:]]
     trainer.__main__.main()
 

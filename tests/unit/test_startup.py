@@ -59,10 +59,10 @@ OF_OTHER_RUNS = {
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
-    "trainer.checkpoint.api",
-    "trainer.checkpoint.local_checkpointer",
-    "trainer.checkpoint.state_dict",
-    "trainer.checkpoint.weights_checkpointer",
+    "reprise.api",
+    "reprise.local_checkpointer",
+    "reprise.state_dict",
+    "reprise.weights_checkpointer",
     "transformers",
 }
 
@@ -87,7 +87,7 @@ def test_a_run_on_one_rank_imports_nothing_of_other_runs(tmp_path: Path) -> None
     command = [sys.executable, "-c", _TRAIN, "model=gpt2_tiny", *overrides]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     imported = set(ended.stdout.splitlines()[-1].split())
-    assert "trainer.loop" in imported
+    assert "trainer.training.loop" in imported
     assert imported & OF_OTHER_RUNS == set()
 
 

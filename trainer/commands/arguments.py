@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from trainer.regular_file import is_url
+from reprise.regular_file import is_url
 
 
 def positive(text: str) -> int:

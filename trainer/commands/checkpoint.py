@@ -17,22 +17,24 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from trainer.checkpoint.format.host_file import HostFile
-from trainer.checkpoint.format.layout import DTYPE_NAMES
-from trainer.checkpoint.format.names import ADAPTERS, HOST, MANIFEST
-from trainer.checkpoint.loading.accessories import misleading_files
-from trainer.checkpoint.loading.choose import LoadSource, committed_in, no_folder
-from trainer.checkpoint.loading.difference import state_differences, tensor_differences
-from trainer.checkpoint.loading.reader import (
+from reprise.errors import CheckpointError, TrainerError, UnreadableError
+from reprise.format.host_file import HostFile
+from reprise.format.layout import DTYPE_NAMES
+from reprise.format.names import ADAPTERS, HOST, MANIFEST
+from reprise.json_value import dumps
+from reprise.loading.accessories import misleading_files
+from reprise.loading.choose import LoadSource, committed_in, no_folder
+from reprise.loading.difference import state_differences, tensor_differences
+from reprise.loading.reader import (
     Checkpoint,
     check_first_blocks,
     open_checkpoint,
     read_places,
 )
-from trainer.checkpoint.loading.verify import verify_share
-from trainer.checkpoint.policy import Retention
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import (
+from reprise.loading.verify import verify_share
+from reprise.policy import Retention
+from reprise.storage.files import Files
+from reprise.storage.folder import (
     HOLD,
     WEIGHTS,
     CheckpointFolder,
@@ -42,13 +44,11 @@ from trainer.checkpoint.storage.folder import (
     named_iteration,
     shown_name,
 )
-from trainer.checkpoint.storage.lock import FolderLock
+from reprise.storage.lock import FolderLock
 from trainer.commands.arguments import natural, positive
 from trainer.commands.gather import add_arguments, gather
 from trainer.commands.host_parts import PART, WHOLE, describe_held, held_bytes, pieces_by_host, together, without_damage
 from trainer.commands.rows import WIDEST, Row, flat, print_rows, without_columns
-from trainer.errors import CheckpointError, TrainerError, UnreadableError
-from trainer.json_value import dumps
 
 FINE, BAD, IMPOSSIBLE = 0, 1, 2
 _UNKNOWN = "not known"  # of a checkpoint that cannot be read now

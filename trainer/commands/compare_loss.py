@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from reprise.errors import DataError, TrainerError
+from reprise.json_value import dumps
 from trainer.commands.arguments import amount, natural
 from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, compare, read_curve, report
 from trainer.compare.folders import dtype_in_name, is_log_folder, pair_logs
 from trainer.compare.plot import plot_comparison, plot_comparisons
 from trainer.compare.table import name_runs, report_all, summarize, summarize_all
-from trainer.errors import DataError, TrainerError
-from trainer.json_value import dumps
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 

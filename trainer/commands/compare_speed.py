@@ -10,6 +10,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from reprise.errors import TrainerError
+from reprise.json_value import dumps
 from trainer.commands.arguments import natural, share
 from trainer.compare.speed import (
     SKIPPED,
@@ -23,8 +25,6 @@ from trainer.compare.speed import (
 )
 from trainer.compare.speed_plot import plot_speeds
 from trainer.compare.table import name_runs
-from trainer.errors import TrainerError
-from trainer.json_value import dumps
 
 FINE, SLOWER, UNUSABLE = 0, 1, 2
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.loading import choose
-from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint
-from trainer.checkpoint.storage.files import Files
+from reprise.errors import ConfigError, TrainerError
+from reprise.loading import choose
+from reprise.loading.reader import Checkpoint, open_checkpoint
+from reprise.storage.files import Files
 from trainer.commands.arguments import local_path
 from trainer.config.compose import compose
-from trainer.errors import ConfigError, TrainerError
 from trainer.interop.formats import ExportOptions, ImportOptions
 from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.output import write_checkpoint

@@ -24,21 +24,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoint.commit.hosts import Hosts, find_hosts
-from trainer.checkpoint.saving.column_sharing import SharedMemory
-from trainer.checkpoint.storage.files import Files, describe_free_space
-from trainer.checkpoint.storage.folder import CheckpointFolder
-from trainer.checkpoint.storage.lock import FolderLock
-from trainer.checkpoint.storage.shared_folder import why_unseen
-from trainer.checkpoint.tensors.arena import map_memory
+from reprise.commit.hosts import Hosts, find_hosts
+from reprise.errors import TrainerError
+from reprise.saving.column_sharing import SharedMemory
+from reprise.storage.files import Files, describe_free_space
+from reprise.storage.folder import CheckpointFolder
+from reprise.storage.lock import FolderLock
+from reprise.storage.shared_folder import why_unseen
+from reprise.tensors.arena import map_memory
 from trainer.commands.arguments import local_path
-from trainer.environment_record import kernel_record
-from trainer.errors import TrainerError
+from trainer.config.terms import WAY_OUT
 from trainer.launch import process_group
 from trainer.launch.device import device_name
 from trainer.launch.environment import Environment
 from trainer.launch.process_group import Cluster
-from trainer.terms import WAY_OUT
+from trainer.record.environment import kernel_record
 
 FINE, WORSE, BAD = "ok", "slower", "MISSING"
 _SPEED_BYTES = 256 << 20

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from trainer.checkpoint.format.names import HOST
-from trainer.checkpoint.loading.choose import LoadSource, no_folder
-from trainer.checkpoint.loading.reader import Checkpoint, read_places
-from trainer.checkpoint.local.join import join, open_parts, whole_together
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder
-from trainer.checkpoint.storage.lock import FolderLock
+from reprise.errors import CheckpointError
+from reprise.format.names import HOST
+from reprise.json_value import dumps
+from reprise.loading.choose import LoadSource, no_folder
+from reprise.loading.reader import Checkpoint, read_places
+from reprise.local.join import join, open_parts, whole_together
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder
+from reprise.storage.lock import FolderLock
 from trainer.commands.arguments import local_path, natural
 from trainer.commands.rows import Row, print_rows
-from trainer.errors import CheckpointError
-from trainer.json_value import dumps
 
 _log = logging.getLogger(__name__)
 

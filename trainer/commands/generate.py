@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from models.config import ModelConfig
-from trainer.checkpoint.format.names import MANIFEST
-from trainer.checkpoint.loading.accessories import find_accessory
-from trainer.checkpoint.loading.reader import open_checkpoint
-from trainer.checkpoint.storage.files import Files
+from reprise.errors import ConfigError, TrainerError
+from reprise.format.names import MANIFEST
+from reprise.loading.accessories import find_accessory
+from reprise.loading.reader import open_checkpoint
+from reprise.storage.files import Files
 from trainer.commands.arguments import amount, natural, positive
 from trainer.data.text import BYTES, Encoder, bytes_encoder, open_encoder, prompt_tokens
-from trainer.errors import ConfigError, TrainerError
 from trainer.generate.sampling import Sampling, continue_with
 from trainer.interop.open_model import open_model
 

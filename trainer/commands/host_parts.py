@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from trainer.checkpoint.format.host_file import HostFile, missing, without
-from trainer.checkpoint.loading.blocks import bytes_of
-from trainer.checkpoint.loading.reader import Checkpoint, read_places
-from trainer.checkpoint.local.fetch import damaged_pieces
-from trainer.checkpoint.local.survey import candidates, describe
+from reprise.errors import TrainerError
+from reprise.format.host_file import HostFile, missing, without
+from reprise.loading.blocks import bytes_of
+from reprise.loading.reader import Checkpoint, read_places
+from reprise.local.fetch import damaged_pieces
+from reprise.local.survey import candidates, describe
 from trainer.commands.rows import Row
-from trainer.errors import TrainerError
 
 PART = "a part"  # of a checkpoint, the rest of which lies on other hosts
 WHOLE = "whole together"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
 
-from trainer.suggest import closest
+from trainer.config.suggest import closest
 
 _FINE, _WRONG_USE = 0, 2
 _INTERRUPTED = 128 + signal.SIGINT  # the status that shells give

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from trainer.config.options import Row, groups, keys, sections
-from trainer.suggest import closest
+from trainer.config.suggest import closest
 
 FINE, UNKNOWN = 0, 2
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from reprise.errors import ConfigError, TrainerError
 from trainer.commands.arguments import local_path, positive
 from trainer.config.overrides import text_value
 from trainer.data.blocks import TextForm
@@ -29,7 +30,6 @@ from trainer.data.raw import RAW_DTYPES, RawTokens, write_raw
 from trainer.data.section import DataKind
 from trainer.data.text import BYTES, find_files
 from trainer.data.text_file import FileForm, file_form, plain_name
-from trainer.errors import ConfigError, TrainerError
 
 FINE, IMPOSSIBLE = 0, 2
 INTERRUPTED = 128 + signal.SIGINT  # as shells have it

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainer.json_value import dumps
-from trainer.text_table import format_table
+from reprise.json_value import dumps
+from trainer.compare.text_table import format_table
 
 WIDEST = 60  # of a list in a table
 Row = dict[str, Any]

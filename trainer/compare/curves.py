@@ -6,9 +6,9 @@ import math
 import struct
 from dataclasses import dataclass
 
+from reprise.errors import DataError
 from trainer.compare.read import QUANTITIES, Curve, Point, Reading, read_curve
-from trainer.errors import DataError
-from trainer.text_table import format_table
+from trainer.compare.text_table import format_table
 
 __all__ = [
     "Comparison",

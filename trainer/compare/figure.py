@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import TrainerError
+from reprise.errors import TrainerError
 
 # Colours that people with any common kind of colour blindness tell apart: M. Okabe and K. Ito, Color Universal Design,
 # 2008; its yellow is left out, which is too light for a line on white. Lines differ in style too.

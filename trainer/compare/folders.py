@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from reprise.errors import DataError
 from trainer.compare.read import LLMC_LOG, METRICS_FILE
-from trainer.errors import DataError
 
 _SUFFIXES = (".log", ".txt", ".jsonl")
 _DTYPES = {"bfloat16": ("bfloat16", "bf16"), "float32": ("float32", "fp32")}

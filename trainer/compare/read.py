@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.errors import DataError
-from trainer.json_value import integer
-from trainer.regular_file import SMALL_BYTES, read_regular
+from reprise.errors import DataError
+from reprise.json_value import integer
+from reprise.regular_file import SMALL_BYTES, read_regular
 
 METRICS_FILE = "metrics.jsonl"
 LLMC_LOG = "main.log"

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from reprise.errors import DataError
+from reprise.json_value import finite_number
 from trainer.compare.read import METRICS_FILE, parse_records, read_run_file
-from trainer.errors import DataError
-from trainer.json_value import finite_number
-from trainer.text_table import format_table
+from trainer.compare.text_table import format_table
 
 # The first iterations after a start are slow: they fill caches, allocate memory and, where asked for, compile.
 SKIPPED = 5

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from reprise.json_value import finite
 from trainer.compare.curves import Comparison, Curve
 from trainer.compare.read import LLMC_LOG, METRICS_FILE
-from trainer.json_value import finite
-from trainer.text_table import format_table
+from trainer.compare.text_table import format_table
 
 Row = dict[str, Any]
 

@@ -10,6 +10,7 @@ from models.adapters import adapter_problems, is_adapted
 from models.config import ModelConfig
 from models.families import parameter_count
 from models.families import problems as model_problems
+from reprise.errors import ConfigError
 from trainer.config.derived import batch_schedule_of, command_line, length_of, topology_of
 from trainer.config.frozen import freeze_problems
 from trainer.config.schema import (
@@ -24,10 +25,9 @@ from trainer.config.schema import (
 from trainer.config.values import number_problems, path_problems, type_problems
 from trainer.data.section import TOKEN_KINDS
 from trainer.data.section import problems as data_problems
-from trainer.errors import ConfigError
-from trainer.lanes import invariant_ranks_problems
-from trainer.schedule import problems as schedule_problems
-from trainer.topology import ACCELERATORS, MOST_THREADS, Topology
+from trainer.parallel.lanes import invariant_ranks_problems
+from trainer.parallel.topology import ACCELERATORS, MOST_THREADS, Topology
+from trainer.schedules.lr import problems as schedule_problems
 
 # Clocks, timers and torch's stores count in 64 bits of small units: 30 years are enough.
 _MOST_SECONDS, _MOST_MINUTES = 1e9, 1e7

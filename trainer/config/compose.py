@@ -22,13 +22,13 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from reprise.errors import ConfigError
 from trainer.config.megatron_flags import refuse_flags
 from trainer.config.options import CONFIGS, keys
 from trainer.config.overrides import escape, readable
 from trainer.config.schema import Config
+from trainer.config.suggest import closest
 from trainer.config.values import from_environment
-from trainer.errors import ConfigError
-from trainer.suggest import closest
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

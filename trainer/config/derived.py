@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.batch_schedule import BatchSchedule, parse_batch_schedule
 from trainer.config.schema import CheckpointSection, Config, TrainSection, WeightsDtype
-from trainer.lanes import Lanes
-from trainer.schedule import RunLength
-from trainer.topology import Topology
+from trainer.parallel.lanes import Lanes
+from trainer.parallel.topology import Topology
+from trainer.schedules.batch_size import BatchSchedule, parse_batch_schedule
+from trainer.schedules.lr import RunLength
 
 
 def rounded_itemsize(section: CheckpointSection) -> int:

@@ -7,22 +7,22 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.checkpoint.format import json_file, manifest
-from trainer.checkpoint.format.names import MANIFEST
-from trainer.checkpoint.loading.accessories import find_accessory
-from trainer.checkpoint.loading.choose import LoadSource
-from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder, is_iteration_name
-from trainer.checkpoint.storage.patience import Patience, PatientFiles, failed_read
+from reprise.errors import CheckpointError, TrainerError, UnreadableError
+from reprise.format import json_file, manifest
+from reprise.format.names import MANIFEST
+from reprise.loading.accessories import find_accessory
+from reprise.loading.choose import LoadSource
+from reprise.loading.reader import Checkpoint, open_checkpoint
+from reprise.regular_file import read_regular
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder, is_iteration_name
+from reprise.storage.patience import Patience, PatientFiles, failed_read
 from trainer.config.derived import command_line
 from trainer.config.overrides import text_value
 from trainer.config.saved import RUN_CONFIG, saved_values
 from trainer.config.schema import RunSection
 from trainer.data.text import BYTES
 from trainer.data.tokenizer_files import TOKENIZER
-from trainer.errors import CheckpointError, TrainerError, UnreadableError
-from trainer.regular_file import read_regular
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
+from reprise.errors import ConfigError
 from trainer.config.overrides import text_value
 from trainer.config.schema import Config
-from trainer.errors import ConfigError
 
 # Each flag with its keys, separated by spaces; a flag without a key has no counterpart.
 FLAGS = {

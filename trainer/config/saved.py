@@ -13,10 +13,10 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, get_type_hints
 
+from reprise.errors import CheckpointError, MismatchError
 from trainer.config.derived import length_of
 from trainer.config.schema import Config
-from trainer.errors import CheckpointError, MismatchError
-from trainer.schedule import Schedule, resolve, section_of
+from trainer.schedules.lr import Schedule, resolve, section_of
 
 Json = dict[str, Any]
 

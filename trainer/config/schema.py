@@ -7,7 +7,7 @@ from enum import Enum
 
 from models.config import ModelConfig
 from trainer.data.section import DataSection
-from trainer.schedule import ScheduleSection
+from trainer.schedules.lr import ScheduleSection
 
 
 class OnNonfinite(Enum):

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from reprise.errors import DataError
 from trainer.data.blend import Blend
 from trainer.data.documents import PADDED, DocumentMarks
 from trainer.data.order import sample_ids_at
 from trainer.data.token_file import TokenFile
-from trainer.errors import DataError
 
 
 class Samples:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import xxhash
 
+from reprise.errors import DataError
 from trainer.data.text_file import Span, open_text
-from trainer.errors import DataError
 
 BLOCK_BYTES = 256 << 10
 # A line is parsed whole. Some bytes of a compressed file may be gigabytes without an end of line.

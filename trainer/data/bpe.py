@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from reprise.errors import DataError
 from trainer.data.text import END_OF_TEXT_NAMES
-from trainer.errors import DataError
 
 # The bytes and the end of text.
 LEAST_TOKENS = 257

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from reprise.errors import DataError
 from trainer.data.indexed_file import find_indexed
 from trainer.data.section import TOKEN_KINDS, DataKind, DataSection, valid_paths
 from trainer.data.text import (
@@ -29,7 +30,6 @@ from trainer.data.text import (
     token_chunks,
 )
 from trainer.data.token_file import open_token_file, write_token_file
-from trainer.errors import DataError
 
 # Part of every cache name: raise it when the same texts give other token files.
 _CACHE_VERSION = 2

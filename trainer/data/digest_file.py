@@ -15,11 +15,11 @@ from pathlib import Path
 
 import xxhash
 
-from trainer.atomic import FileCalls, atomic_output
+from reprise.atomic import FileCalls, atomic_output
+from reprise.errors import DataError
+from reprise.regular_file import read_regular
 from trainer.data.fingerprint import TokenDigest, scan
 from trainer.data.token_file import TokenFile
-from trainer.errors import DataError
-from trainer.regular_file import read_regular
 
 SUFFIX = ".digest"
 # Version, size and times of the file; bytes and dtype of its tokens, their digest, the largest; digest of all before.

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from reprise.errors import DataError
 from trainer.data.blocks import SplitRule, TextBlock, TextForm, texts
 from trainer.data.text import Document, Encoder, open_encoder
 from trainer.data.token_file import TokenArray
-from trainer.errors import DataError
 
 # Blocks that wait for each process, so that none waits for the file.
 _AHEAD = 2

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from reprise.errors import DataError
 from trainer.data.token_file import TokenArray, TokenFile
-from trainer.errors import DataError
 
 _SCAN_TOKENS = 4 * 2**20
 

@@ -19,11 +19,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from trainer.atomic import FileCalls, atomic_output
+from reprise.atomic import FileCalls, atomic_output
+from reprise.errors import DataError
+from reprise.regular_file import open_regular
 from trainer.data.text import find_files
 from trainer.data.token_file import TokenArray, TokenFile, unreadable
-from trainer.errors import DataError
-from trainer.regular_file import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.errors import DataError
+from reprise.errors import DataError
 
 # Arrow holds the values of so many rows, and reads the file in pieces of so many bytes.
 _BATCH_ROWS = 64

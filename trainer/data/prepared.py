@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from trainer.atomic import FileCalls, atomic_output
+from reprise.atomic import FileCalls, atomic_output
+from reprise.errors import DataError
 from trainer.data.blocks import (
     BLOCK_BYTES,
     HASHES,
@@ -33,7 +34,6 @@ from trainer.data.section import DataKind
 from trainer.data.text import Document, as_characters, open_encoder
 from trainer.data.text_file import Span, open_text, plain_name, text_bytes, text_span
 from trainer.data.token_file import MAX_TOKENS, TokenArray, write_token_file
-from trainer.errors import DataError
 
 TOKENIZER = "tokenizer.json"
 FILE_TOKENS = 1 << 30

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from reprise.errors import DataError
 from trainer.data.encoding import Encoded
 from trainer.data.prepared import FILE_TOKENS, Prepared, Progress, check_file_tokens, prepared_folder, write_side
 from trainer.data.text import BYTES, open_encoder
 from trainer.data.token_file import MAGICS, write_token_file
-from trainer.errors import DataError
 
 RAW_DTYPES = ("uint16", "uint32")
 _CHUNK_BYTES = 8 * 2**20

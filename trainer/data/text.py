@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from reprise.errors import DataError
+from reprise.regular_file import read_regular
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
 from trainer.data.parquet import column_texts, row_count
 from trainer.data.text_file import FileForm, Span, file_form, not_utf8, open_text, plain_name, unreadable
 from trainer.data.token_file import TokenArray
-from trainer.errors import DataError
-from trainer.regular_file import read_regular
 
 # Tests say little about the language and much about their fixtures; the others hold programs and their tests.
 _STDLIB_EXCLUDED_FOLDERS = frozenset(

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from reprise.errors import DataError
 from trainer.data.parquet import column_texts, missing_package
-from trainer.errors import DataError
 
 # Compressed text is held whole for `data=text` alone, where its size does not show before it is read.
 MOST_TEXT_BYTES = 4 << 30

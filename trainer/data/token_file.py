@@ -20,9 +20,9 @@ from typing import Any, BinaryIO, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trainer.atomic import FileCalls, atomic_output
-from trainer.errors import DataError
-from trainer.regular_file import open_regular
+from reprise.atomic import FileCalls, atomic_output
+from reprise.errors import DataError
+from reprise.regular_file import open_regular
 
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 

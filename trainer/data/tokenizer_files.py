@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from reprise.errors import DataError
 from trainer.data.byte_level import bytes_tokenizer
 from trainer.data.section import TOKEN_KINDS, DataSection
 from trainer.data.text import BYTES, END_OF_TEXT_NAMES, read_tokenizer
-from trainer.errors import DataError
 
 _log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.checkpoint.tensors.live import free_gathered_parameters
+from reprise.tensors.live import free_gathered_parameters
 from trainer.generate.sampling import Sampling, choose, generate
 from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext
-from trainer.state import TrainerState
+from trainer.run.state import TrainerState
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trainer.checkpoint.format.box import Box, whole
-from trainer.errors import CheckpointError
+from reprise.errors import CheckpointError
+from reprise.format.box import Box, whole
 
 _ITEMS = 1 << 20  # looked at at once
 

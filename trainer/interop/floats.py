@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.checkpoint.format.box import Box, absolute, extent
-from trainer.checkpoint.format.layout import Place
-from trainer.checkpoint.loading.gather import Gatherer
-from trainer.checkpoint.loading.reader import OpenFile
+from reprise.format.box import Box, absolute, extent
+from reprise.format.layout import Place
+from reprise.loading.gather import Gatherer
+from reprise.loading.reader import OpenFile
 
 ITEMS = 1 << 20  # read and cast at once
 

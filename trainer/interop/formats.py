@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.loading.reader import Checkpoint
+from reprise.errors import MismatchError
+from reprise.loading.reader import Checkpoint
 from trainer.config.schema import Config
-from trainer.errors import MismatchError
 from trainer.interop.source import StateSource
 
 

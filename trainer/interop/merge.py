@@ -14,11 +14,11 @@ import torch
 from models.adapters import PREFIX, A, B, adapted_modules, adapter_tensors, base_of, is_adapted, scale_of
 from models.config import ModelConfig
 from models.families import spec_of
-from trainer.checkpoint.format.names import STATE
-from trainer.checkpoint.loading.choose import Chooser, LoadSource, LoadTerms
-from trainer.checkpoint.loading.reader import Checkpoint, open_checkpoint
-from trainer.checkpoint.storage.files import Files
-from trainer.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format.names import STATE
+from reprise.loading.choose import Chooser, LoadSource, LoadTerms
+from reprise.loading.reader import Checkpoint, open_checkpoint
+from reprise.storage.files import Files
 from trainer.interop.hf.config import differences
 from trainer.interop.hf.folder import is_folder, open_folder, stored_places, tensor_files
 from trainer.interop.hf.load import check_tied, read_whole

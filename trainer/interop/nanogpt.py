@@ -19,12 +19,12 @@ import torch
 from models.config import Activation, Family, ModelConfig
 from models.families import stored_tensors
 from models.spec import OUTPUT
+from reprise.errors import CheckpointError, ConfigError, MismatchError
+from reprise.json_value import integer, shown, step_count
 from trainer.config.frozen import frozen_names
-from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.formats import Format, ImportOptions
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import is_plain, open_torch_file
-from trainer.json_value import integer, shown, step_count
 
 _log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.atomic import atomic_output
-from trainer.checkpoint.storage.files import Files, cannot_write, describe_free_space
-from trainer.errors import CheckpointError
+from reprise.atomic import atomic_output
+from reprise.errors import CheckpointError
+from reprise.storage.files import Files, cannot_write, describe_free_space
 
 
 @contextmanager

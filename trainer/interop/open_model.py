@@ -12,10 +12,10 @@ from models import families
 from models.build import build_model
 from models.config import ModelConfig
 from models.network import Model
-from trainer.checkpoint.loading.choose import Chooser, LoadSource
-from trainer.checkpoint.loading.reader import open_checkpoint
-from trainer.checkpoint.storage.files import Files
-from trainer.errors import CheckpointError
+from reprise.errors import CheckpointError
+from reprise.loading.choose import Chooser, LoadSource
+from reprise.loading.reader import open_checkpoint
+from reprise.storage.files import Files
 from trainer.interop.hf.folder import is_folder, open_folder, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
 from trainer.interop.merge import check_adapters, merged

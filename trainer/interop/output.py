@@ -13,31 +13,31 @@ import torch
 from models import families
 from models.adapters import is_adapted
 from models.families import problems as model_problems
-from trainer import resume_rules, run_record
-from trainer.build import describe_alone, run_config, tokenizer_of
-from trainer.checkpoint.commit import finish
-from trainer.checkpoint.commit.attempt import Attempt
-from trainer.checkpoint.format.json_file import Document
-from trainer.checkpoint.format.layout import build_layout
-from trainer.checkpoint.format.names import STATE
-from trainer.checkpoint.policy import Retention
-from trainer.checkpoint.saving.room import require_room
-from trainer.checkpoint.storage.files import Files, cannot_write
-from trainer.checkpoint.storage.folder import CheckpointFolder
-from trainer.checkpoint.storage.lock import FolderLock
-from trainer.compatibility import differences, settle
+from reprise.commit import finish
+from reprise.commit.attempt import Attempt
+from reprise.errors import CheckpointError, ConfigError, MismatchError
+from reprise.format.json_file import Document
+from reprise.format.layout import build_layout
+from reprise.format.names import STATE
+from reprise.policy import Retention
+from reprise.saving.room import require_room
+from reprise.storage.files import Files, cannot_write
+from reprise.storage.folder import CheckpointFolder
+from reprise.storage.lock import FolderLock
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
 from trainer.config.saved import RUN_CONFIG
 from trainer.config.schema import CheckpointSection, Config, OptimizerName, ParallelSection, TrainSection
 from trainer.data.section import problems as data_problems
 from trainer.data.text import bytes_encoder, read_tokenizer
-from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.finite import require_finite
 from trainer.interop.source import StateSource
 from trainer.interop.tensor_files import write_tensor_files
-from trainer.progress import Progress
-from trainer.state import checkpoint_specs
+from trainer.record import resume_rules, run_record
+from trainer.record.compatibility import differences, settle
+from trainer.run.build import describe_alone, run_config, tokenizer_of
+from trainer.run.state import checkpoint_specs
+from trainer.schedules.progress import Progress
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from models.config import Family, ModelConfig
 from trainer.config.overrides import text_value
-from trainer.run_record import model_record
+from trainer.record.run_record import model_record
 
 # Every field is overridden, but an override cannot give rope_scaling to a group that has none.
 _SCALED_GROUPS = {Family.llama3: "llama3_1b"}

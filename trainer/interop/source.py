@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from models.config import ModelConfig
-from trainer.checkpoint.format.box import whole
-from trainer.checkpoint.format.names import ADAPTERS
-from trainer.checkpoint.loading.accessories import find_accessory
-from trainer.checkpoint.loading.loader import fill
-from trainer.checkpoint.loading.reader import Checkpoint, read_places
-from trainer.checkpoint.tensors.live import LiveTensor
-from trainer.errors import CheckpointError, MismatchError
-from trainer.run_record import saved_model
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format.box import whole
+from reprise.format.names import ADAPTERS
+from reprise.loading.accessories import find_accessory
+from reprise.loading.loader import fill
+from reprise.loading.reader import Checkpoint, read_places
+from reprise.tensors.live import LiveTensor
+from trainer.record.run_record import saved_model
 
 # What tokenizers of transformers save themselves as.
 TOKENIZER_FILES = (

@@ -10,18 +10,17 @@ from pathlib import Path
 
 from models import families
 from models.config import ModelConfig
-from trainer.checkpoint.commit.channel import StoreChannel
-from trainer.checkpoint.format.layout import Place
-from trainer.checkpoint.loading.loader import LoadReport
-from trainer.checkpoint.loading.replicas import check_replicas
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.patience import unreadable
-from trainer.checkpoint.storage.progress_line import ProgressLine
-from trainer.checkpoint.storage.shared_folder import on_this_host
-from trainer.checkpoint.tensors.live import LiveTensor
+from reprise.commit.channel import StoreChannel
+from reprise.errors import MismatchError, TrainerError
+from reprise.format.layout import Place
+from reprise.loading.loader import LoadReport
+from reprise.loading.replicas import check_replicas
+from reprise.storage.files import Files
+from reprise.storage.patience import unreadable
+from reprise.storage.progress_line import ProgressLine
+from reprise.storage.shared_folder import on_this_host
+from reprise.tensors.live import LiveTensor
 from trainer.config.schema import CheckpointSection
-from trainer.errors import MismatchError, TrainerError
-from trainer.fitting import Fit, Fitting, fill_unstored
 from trainer.interop.hf import load as hf
 from trainer.interop.hf.config import differences
 from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places, tensor_files
@@ -30,6 +29,7 @@ from trainer.interop.llmc import load as llmc
 from trainer.interop.llmc.file import open_file
 from trainer.interop.samples import digest_of_samples
 from trainer.launch.process_group import Cluster
+from trainer.run.fitting import Fit, Fitting, fill_unstored
 
 _log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from trainer.checkpoint.format.box import whole
-from trainer.checkpoint.format.layout import FileLayout, Layout, Place
-from trainer.checkpoint.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, digest_of
-from trainer.checkpoint.storage.files import Files
-from trainer.errors import CheckpointError
+from reprise.errors import CheckpointError
+from reprise.format.box import whole
+from reprise.format.layout import FileLayout, Layout, Place
+from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, digest_of
+from reprise.storage.files import Files
 from trainer.interop.new_output import output_failed
 
 Read = Callable[[str], torch.Tensor]

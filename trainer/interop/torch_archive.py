@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from reprise.json_value import shown
 from trainer.interop.plain_pickle import PickleProblem, most_reads
-from trainer.json_value import shown
 
 _BLOCK_BYTES = 4 << 20
 _LOCAL = struct.Struct("<4s22xHH")

@@ -11,12 +11,12 @@ from typing import Any, TypeGuard
 
 import torch
 
-from trainer.checkpoint.storage.patience import failed_read
-from trainer.errors import CheckpointError
+from reprise.errors import CheckpointError
+from reprise.json_value import shown
+from reprise.regular_file import open_regular
+from reprise.storage.patience import failed_read
 from trainer.interop.plain_pickle import ForeignClass, PickleProblem, check_keys, most_reads, require_tree, unpickle
 from trainer.interop.torch_archive import Storage, TorchArchive
-from trainer.json_value import shown
-from trainer.regular_file import open_regular
 
 _OLDER = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle of 0x1950a86a20f9469cfc6c, see torch/serialization.py
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}

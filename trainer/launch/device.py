@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from trainer.errors import LaunchError
-from trainer.topology import ACCELERATORS
+from reprise.errors import LaunchError
+from trainer.parallel.topology import ACCELERATORS
 
 CPU = "cpu"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer.errors import LaunchError
+from reprise.errors import LaunchError
 
 
 @dataclass(frozen=True, slots=True)

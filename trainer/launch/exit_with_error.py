@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from trainer.errors import TrainerError
+from reprise.errors import TrainerError
 from trainer.launch.environment import Environment
 
 # torchrun looks ten times a second for a rank that has ended, then ends the others with SIGTERM.

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from trainer.checkpoint.commit.channel import StoreChannel, single_rank_channel
-from trainer.errors import LaunchError
+from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.errors import LaunchError
 from trainer.launch.device import CPU, choose_device
 from trainer.launch.environment import Environment
 from trainer.launch.relaunch import Launch, identify
 from trainer.launch.rendezvous import rendezvous
-from trainer.topology import MOST_THREADS
+from trainer.parallel.topology import MOST_THREADS
 
 # Time for ranks to find out which ranks are missing.
 _GRACE_S = 5.0

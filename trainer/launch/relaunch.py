@@ -12,12 +12,12 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from trainer.atomic import replace_file
-from trainer.checkpoint.format import json_file
-from trainer.checkpoint.format.json_file import Json
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import CheckpointFolder
-from trainer.errors import CheckpointError
+from reprise.atomic import replace_file
+from reprise.errors import CheckpointError
+from reprise.format import json_file
+from reprise.format.json_file import Json
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder
 
 RECORD = "launch.json"
 

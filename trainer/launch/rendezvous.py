@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from trainer.errors import LaunchError
+from reprise.errors import LaunchError
 
 
 def rendezvous(store: Store, rank: int, *, world_size: int, timeout_s: float) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.checkpoint.commit.channel import StoreChannel
-from trainer.checkpoint.storage.files import cannot_write
-from trainer.checkpoint.storage.lock import FolderLock
-from trainer.errors import TrainerError
-from trainer.terms import RUN
+from reprise.commit.channel import StoreChannel
+from reprise.errors import TrainerError
+from reprise.storage.files import cannot_write
+from reprise.storage.lock import FolderLock
+from trainer.config.terms import RUN
 
 
 @contextmanager

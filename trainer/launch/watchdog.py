@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from trainer.checkpoint.commit.channel import StoreChannel
-from trainer.errors import LaunchError, TrainerError
+from reprise.commit.channel import StoreChannel
+from reprise.errors import LaunchError, TrainerError
 
 # The pause between two checks, longer with more ranks: at most some thousand requests a second to the store's host.
 _LOOK_EVERY_S = 1.0

@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
-from trainer.atomic import replace_file, temporary_of
-from trainer.checkpoint.storage.files import Files
-from trainer.json_value import dumps
-from trainer.regular_file import read_regular
+from reprise.atomic import replace_file, temporary_of
+from reprise.json_value import dumps
+from reprise.regular_file import read_regular
+from reprise.storage.files import Files
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from trainer.atomic import make_folders
-from trainer.checkpoint.storage.files import Files
+from reprise.atomic import make_folders
+from reprise.storage.files import Files
 
 _log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainer.atomic import make_folders, replace_file
-from trainer.checkpoint.policy import SaveReport
-from trainer.checkpoint.storage.files import Files
+from reprise.atomic import make_folders, replace_file
+from reprise.policy import SaveReport
+from reprise.storage.files import Files
 from trainer.launch.run_folder import run_folder_failed
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.jsonl_file import JsonlFile, cut_after

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.data.documents import WindowForm
-from trainer.lanes import Lanes
+from trainer.parallel.lanes import Lanes
 from trainer.parallel.pipeline import Pipeline
 from trainer.parallel.reduction import GradientReduction
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from trainer.topology import Topology
+from trainer.parallel.topology import Topology
 
 
 def import_axes(topology: Topology, *, zero_stage: int) -> None:

@@ -1,7 +1,7 @@
 """The same gradient, bit for bit, on any number of data-parallel ranks: lanes of micro batches, added in one tree.
 
-The gradient of a parameter is the sum of the lanes' gradients in the tree of `trainer.lanes`, divided once by the
-number of micro batches. `ShardedLanes` reduces every lane over ranks and adds the rest of the tree in shards;
+The gradient of a parameter is the sum of the lanes' gradients in the tree of `trainer.parallel.lanes`, divided once by
+the number of micro batches. `ShardedLanes` reduces every lane over ranks and adds the rest of the tree in shards;
 `LocalLanes` adds a block of lanes on the rank and reduces once. Both have the same tree.
 """
 
@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.layers import OutputGradient
 from models.network import Model
-from trainer.checkpoint.tensors.live import is_dtensor, local_of, with_memory
-from trainer.lanes import Lanes, PairwiseSum
+from reprise.tensors.live import is_dtensor, local_of, with_memory
 from trainer.parallel.data import buckets, set_gradient_sync, sharded_modules
 from trainer.parallel.halving import sum_all, sum_scatter
+from trainer.parallel.lanes import Lanes, PairwiseSum
 from trainer.parallel.pipeline import tied_parameters
 
 

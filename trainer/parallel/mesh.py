@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.checkpoint.tensors.live import Grid
-from trainer.topology import Topology
+from reprise.tensors.live import Grid
+from trainer.parallel.topology import Topology
 
 
 def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:

@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer import resume_rules, run_record
-from trainer.checkpoint import load, save
-from trainer.checkpoint.format import json_file, manifest
-from trainer.checkpoint.format.json_file import Json
-from trainer.checkpoint.format.manifest import FileEntry, Manifest, digest_of
-from trainer.checkpoint.format.names import INDEX, MANIFEST, STATE
-from trainer.compatibility import differences, settle
+from reprise import load, save
+from reprise.errors import TrainerError
+from reprise.format import json_file, manifest
+from reprise.format.json_file import Json
+from reprise.format.manifest import FileEntry, Manifest, digest_of
+from reprise.format.names import INDEX, MANIFEST, STATE
 from trainer.config.schema import OptimizerSection
 from trainer.data.fingerprint import check_tokens, fingerprint, scan
 from trainer.data.token_file import open_token_file, write_token_file
-from trainer.errors import TrainerError
+from trainer.record import resume_rules, run_record
+from trainer.record.compatibility import differences, settle
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer/optimizer-00001-of-00001.safetensors"

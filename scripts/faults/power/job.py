@@ -17,8 +17,8 @@ _PRELOADED = [
     "hydra",
     "trainer.__main__",
     "trainer.train_command",
-    "trainer.restore",
-    "trainer.loop",
+    "trainer.start.restore",
+    "trainer.training.loop",
     "torch.distributed.fsdp",
 ]
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import single_rank_channel
+from reprise.format.names import FORMAT, MANIFEST, STATE
+from reprise.policy import SavePolicy
+from reprise.storage.lock import FolderLock
 from tests.fakes import lone_contents
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.commit.channel import single_rank_channel
-from trainer.checkpoint.format.names import FORMAT, MANIFEST, STATE
-from trainer.checkpoint.policy import SavePolicy
-from trainer.checkpoint.storage.lock import FolderLock
 from trainer.commands.checkpoint import BAD, FINE, IMPOSSIBLE, main
 
 VALUES = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(5, dtype=torch.bfloat16)}

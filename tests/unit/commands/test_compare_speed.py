@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from reprise.errors import DataError
+from reprise.policy import SaveReport
 from tests.fakes import iteration_record
-from trainer.checkpoint.policy import SaveReport
 from trainer.commands.compare_speed import main
 from trainer.compare.speed import Spread, measure, read_timing
 from trainer.compare.speed_plot import running_median
-from trainer.errors import DataError
 from trainer.metrics.run_log import RunLog
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.checkpoint.storage.files import Files
+from reprise.storage.files import Files
 from trainer.commands import doctor
 
 

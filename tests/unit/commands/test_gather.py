@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from reprise.storage.files import Files
 from tests.harness import all_files
 from tests.local_folders import flip, save_on_two_hosts, save_shared
-from trainer.checkpoint.storage.files import Files
 from trainer.commands.checkpoint import FINE, IMPOSSIBLE, main
 
 NAME = "iter_0000002"

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprise.errors import DataError
 from trainer.compare.curves import (
     Curve,
     Point,
@@ -24,7 +25,6 @@ from trainer.compare.curves import (
     ulp_distance,
 )
 from trainer.compare.read import parse_log, parse_metrics
-from trainer.errors import DataError
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 FLOATS_32 = st.floats(allow_nan=False, allow_infinity=False, width=32)

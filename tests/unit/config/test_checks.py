@@ -8,17 +8,17 @@ import re
 import pytest
 
 from models.config import Family, ModelConfig
-from trainer.compatibility import Verdict
+from reprise.errors import ConfigError
 from trainer.config.checks import unused_keys, validate
 from trainer.config.derived import length_of
 from trainer.config.schema import CheckpointSection, Config, Dtype, NewRows, OptimizerName
 from trainer.data.section import DataKind
-from trainer.errors import ConfigError
-from trainer.optimizers import no_decay_names
-from trainer.resume_rules import RULES, flags_set, rules_for
-from trainer.run_record import describe
-from trainer.schedule import resolve
-from trainer.topology import Topology
+from trainer.optim.table import no_decay_names
+from trainer.parallel.topology import Topology
+from trainer.record.compatibility import Verdict
+from trainer.record.resume_rules import RULES, flags_set, rules_for
+from trainer.record.run_record import describe
+from trainer.schedules.lr import resolve
 
 
 def config() -> Config:

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from reprise.errors import ConfigError
 from trainer.config.compose import compose, compose_command
 from trainer.config.megatron_flags import FLAGS, refuse_flags
 from trainer.config.options import keys
-from trainer.errors import ConfigError
 
 
 def test_flags_are_answered_with_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from reprise.errors import ConfigError, LaunchError
 from trainer.config.checks import loose_threads, unused_keys, validate
 from trainer.config.compose import compose
 from trainer.config.options import CONFIGS, keys
-from trainer.dry_run import report
-from trainer.errors import ConfigError, LaunchError
 from trainer.launch.environment import Environment
-from trainer.memory_needs import host_bytes, least_bytes, require_host_memory, require_memory
+from trainer.run.dry_run import report
+from trainer.run.memory_needs import host_bytes, least_bytes, require_host_memory, require_memory
 
 HUGE = str(1 << 63)
 

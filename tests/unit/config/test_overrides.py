@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from reprise.errors import ConfigError
 from trainer.config.compose import compose
 from trainer.config.overrides import escape, readable, text_value
-from trainer.errors import ConfigError
 
 # Without "???", which OmegaConf takes for a missing value, and the bytes that no argument of a process holds.
 TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1).filter("???".__ne__)

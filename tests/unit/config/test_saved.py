@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from reprise.errors import CheckpointError, MismatchError
 from tests.harness import compose
 from trainer.config.derived import length_of
 from trainer.config.saved import FORMAT, is_secret, saved_config, saved_values, with_schedule, without_keys
 from trainer.config.schema import Config, TrainSection
 from trainer.config.values import from_environment
-from trainer.errors import CheckpointError, MismatchError
-from trainer.schedule import resolve
+from trainer.schedules.lr import resolve
 
 CONFIG = compose(["model=llama3_8b", "schedule=wsd", "train.train_iters=50", "run.name=somewhere"])
 

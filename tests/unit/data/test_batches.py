@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reprise.errors import DataError
 from tests.fakes import tokens_in_memory
 from trainer.data.batches import Samples, micro_batch_positions
 from trainer.data.documents import WindowForm
 from trainer.data.indexed_file import open_indexed_file, write_indexed_file
 from trainer.data.token_file import TokenFile, open_token_file, write_token_file
-from trainer.errors import DataError
 
 
 def token_file(*tokens: int, dtype: type = np.uint16, name: str = "a.bin") -> TokenFile:

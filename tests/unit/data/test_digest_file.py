@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from torch import device
 
+from reprise.commit.channel import single_rank_channel
+from reprise.errors import DataError
 from tests.harness import TINY, compose
-from trainer.checkpoint.commit.channel import single_rank_channel
 from trainer.data.digest_file import beside, digest_of, in_cache
 from trainer.data.fingerprint import TokenDigest, scan
 from trainer.data.token_file import TokenFile, open_token_file, write_token_file
-from trainer.errors import DataError
 from trainer.launch.process_group import Cluster
-from trainer.run_data import open_data
+from trainer.run.run_data import open_data
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from reprise.errors import DataError
 from trainer.data.indexed_file import find_indexed, open_indexed_file, write_indexed_file
-from trainer.errors import DataError
 
 END = 9
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from reprise.errors import DataError
 from tests.harness import TINY, run_ok
 from trainer.commands.prepare_data import main
 from trainer.data.bpe import train_bpe
 from trainer.data.text import find_files
 from trainer.data.token_file import open_token_file, write_token_file
-from trainer.errors import DataError
 
 TOKENS = np.random.default_rng(2).integers(0, 60, 5000)
 HELD_OUT = TOKENS[:900]

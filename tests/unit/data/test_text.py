@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprise.errors import DataError
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.section import DataKind, DataSection, SampleCut, problems
 from trainer.data.text import TextSource, split_documents, stdlib_sources
 from trainer.data.token_file import open_token_file, write_token_file
-from trainer.errors import DataError
 
 
 def text_section(path: object, **keys: object) -> DataSection:

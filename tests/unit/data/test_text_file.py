@@ -23,6 +23,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from reprise.errors import DataError
 from trainer.commands.prepare_data import main
 from trainer.data import blocks, text_file
 from trainer.data.blocks import TextForm, read_blocks
@@ -31,7 +32,6 @@ from trainer.data.prepared import PrepareOptions, write_prepared
 from trainer.data.section import DataKind, DataSection
 from trainer.data.text_file import Span, open_text
 from trainer.data.token_file import open_token_file
-from trainer.errors import DataError
 
 WORDS = ["checkpoint", "wörter", "日本語。", "it's", "1234567", "...\n\n", "  ", "\t", "\r\n", "🙂", "Zeile\n"]
 SKIPPABLE = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"  # a frame that pzstd writes first

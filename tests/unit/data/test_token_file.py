@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reprise.errors import DataError
 from tests.fakes import tokens_in_memory
 from trainer.data.fingerprint import check_tokens, fingerprint, scan
 from trainer.data.token_file import (
@@ -21,7 +22,6 @@ from trainer.data.token_file import (
     open_token_files,
     write_token_file,
 )
-from trainer.errors import DataError
 
 
 def write(path: Path, *tokens: int, dtype: type = np.uint16) -> Path:

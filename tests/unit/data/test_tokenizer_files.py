@@ -14,12 +14,12 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprise.errors import DataError
 from trainer.data.bpe import train_bpe
 from trainer.data.byte_level import bytes_tokenizer
 from trainer.data.section import DataKind, DataSection
 from trainer.data.text import bytes_encoder, open_encoder, prompt_tokens
 from trainer.data.tokenizer_files import tokenizer_files
-from trainer.errors import DataError
 
 THEIRS = tokenizers.Tokenizer.from_buffer(bytes_tokenizer())
 TEXT = DataSection(kind=DataKind.text, path="x")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.errors import LaunchError
+from reprise.errors import LaunchError
 from trainer.launch.device import choose_device, device_name
 
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-from trainer.errors import LaunchError, TrainerError
+from reprise.errors import LaunchError, TrainerError
 from trainer.launch.environment import Environment
 from trainer.launch.exit_with_error import exit_with_error
 

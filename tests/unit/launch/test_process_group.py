@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from reprise.errors import LaunchError
 from tests import ROOT
-from trainer.errors import LaunchError
 from trainer.launch import process_group as launch
 
 _FAULTS = """

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from reprise.errors import LaunchError
 from tests.fakes import JOIN_S
-from trainer.errors import LaunchError
 from trainer.launch.rendezvous import rendezvous
 
 

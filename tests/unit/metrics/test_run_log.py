@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from reprise.errors import TrainerError
+from reprise.json_value import dumps
+from reprise.policy import SaveReport
+from reprise.storage.files import Files
 from tests.fakes import iteration_record
-from trainer.checkpoint.policy import SaveReport
-from trainer.checkpoint.storage.files import Files
 from trainer.compare.read import read_curve
 from trainer.compare.speed import read_timing
-from trainer.errors import TrainerError
-from trainer.json_value import dumps
 from trainer.launch.start_times import Phase, StartTimes
 from trainer.metrics.jsonl_file import cut_after, last_recorded_iteration, last_saved_iteration
 from trainer.metrics.run_log import RunLog, Slowdown, peak_flops

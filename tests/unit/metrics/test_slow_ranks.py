@@ -11,9 +11,9 @@ import torch
 
 from tests.harness import TINY, around_iterations, call_on_ranks
 from trainer.__main__ import main
-from trainer.build import Run
 from trainer.metrics import slow_ranks
 from trainer.metrics.slow_ranks import OwnTime, RankTime, SlowRanks
+from trainer.run.build import Run
 
 
 def test_the_slowest_rank_is_named_beside_the_median() -> None:

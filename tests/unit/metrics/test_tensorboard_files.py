@@ -14,9 +14,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch.utils.tensorboard import SummaryWriter
 
+from reprise.atomic import temporary_of
+from reprise.policy import SaveReport
 from tests.fakes import iteration_record
-from trainer.atomic import temporary_of
-from trainer.checkpoint.policy import SaveReport
 from trainer.metrics.run_log import RunLog
 from trainer.metrics.tensorboard_files import _parsed, cut_events, put_before
 

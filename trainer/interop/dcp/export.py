@@ -11,21 +11,21 @@ import torch
 
 from models.config import ModelConfig
 from models.families import aliases, generation_config, hf_config, stored_tensors
-from trainer.checkpoint.format import json_file
-from trainer.checkpoint.format.names import STATE
-from trainer.checkpoint.loading.reader import Checkpoint
-from trainer.checkpoint.storage.files import Files
+from reprise.errors import CheckpointError, ConfigError, MismatchError
+from reprise.format import json_file
+from reprise.format.names import STATE
+from reprise.json_value import finite_number
+from reprise.loading.reader import Checkpoint
+from reprise.storage.files import Files
 from trainer.config.schema import OptimizerSection
-from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.dcp.names import MOMENTS, STEP
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder
 from trainer.interop.formats import ExportOptions
 from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
-from trainer.json_value import finite_number
-from trainer.optimizers import no_decay_names
-from trainer.progress import Progress
-from trainer.run_record import saved_frozen, saved_schedule
+from trainer.optim.table import no_decay_names
+from trainer.record.run_record import saved_frozen, saved_schedule
+from trainer.schedules.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from trainer.checkpoint.format.box import Box, intersect, relative
-from trainer.errors import CheckpointError
+from reprise.errors import CheckpointError
+from reprise.format.box import Box, intersect, relative
+from reprise.json_value import shown
+from reprise.regular_file import is_file_name
 from trainer.interop.dcp.metadata import read_metadata, unsound
 from trainer.interop.plain_pickle import PickleProblem
 from trainer.interop.torch_file import PlainObject, load_plain, mapped
-from trainer.json_value import shown
-from trainer.regular_file import is_file_name
 
 METADATA = ".metadata"
 

@@ -15,12 +15,12 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from trainer.checkpoint.format.box import Box, intersect
-from trainer.checkpoint.storage.patience import failed_read
-from trainer.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format.box import Box, intersect
+from reprise.json_value import shown
+from reprise.regular_file import read_regular
+from reprise.storage.patience import failed_read
 from trainer.interop.plain_pickle import ForeignClass, PickleProblem, most_reads, unpickle
-from trainer.json_value import shown
-from trainer.regular_file import read_regular
 
 _MOST_METADATA_BYTES = 4 << 30  # 200 bytes for each chunk: room for twenty million
 _MOST_DIMENSIONS = 64  # of torch's tensors

@@ -11,7 +11,7 @@ import torch
 
 from models.config import Family, ModelConfig
 from models.families import aliases, stored_tensors
-from trainer.errors import MismatchError
+from reprise.errors import MismatchError
 from trainer.interop.query_groups import split_groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

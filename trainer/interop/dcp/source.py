@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.format import json_file
-from trainer.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format import json_file
+from reprise.json_value import shown, step_count
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.folder import DcpFolder, open_folder
 from trainer.interop.dcp.names import STEP, FoundKeys, is_numbered, locate, of_optimizer, possessive
@@ -20,7 +21,6 @@ from trainer.interop.formats import Format, ImportOptions, require_moments
 from trainer.interop.hf.config import read_model, require_layers
 from trainer.interop.hf.folder import CONFIG
 from trainer.interop.source import StateSource
-from trainer.json_value import shown, step_count
 
 _log = logging.getLogger(__name__)
 

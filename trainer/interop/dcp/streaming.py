@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from tqdm import tqdm
 
-from trainer.checkpoint.storage.files import Files
-from trainer.errors import CheckpointError, TrainerError
+from reprise.errors import CheckpointError, TrainerError
+from reprise.storage.files import Files
 
 _FILE_BYTES = 256 << 20
 

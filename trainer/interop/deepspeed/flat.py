@@ -18,11 +18,11 @@ from math import prod
 
 import torch
 
-from trainer.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
+from reprise.json_value import shown, step_count
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, take
 from trainer.interop.deepspeed.numbered import Numbered, names_of
 from trainer.interop.torch_file import is_plain
-from trainer.json_value import shown, step_count
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = "weights"

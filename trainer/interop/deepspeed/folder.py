@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.checkpoint.loading.choose import no_folder
-from trainer.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
+from reprise.json_value import shown
+from reprise.loading.choose import no_folder
+from reprise.regular_file import is_file_name
 from trainer.interop.torch_file import open_torch_file
-from trainer.json_value import shown
-from trainer.regular_file import is_file_name
 
 Table = Mapping[Any, Any]
 T = TypeVar("T")

@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
+from reprise.json_value import integer, shown
 from trainer.interop.deepspeed.flat import WEIGHTS, Flats, Whole, locate
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, check_complete, take
 from trainer.interop.formats import ImportOptions
@@ -30,7 +31,6 @@ from trainer.interop.megatron.legacy_names import core_name, in_newest_order_of_
 from trainer.interop.megatron.shards import RankCopies, RankPiece, Stage, by_global_name, joined_shape, layers_of
 from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, tell
 from trainer.interop.torch_file import PlainObject, open_torch_file
-from trainer.json_value import integer, shown
 
 _log = logging.getLogger(__name__)
 

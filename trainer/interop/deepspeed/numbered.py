@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from trainer.errors import MismatchError
+from reprise.errors import MismatchError
 
 _Mark = tuple[tuple[int, ...], torch.dtype | None, int]
 

@@ -11,9 +11,10 @@ import torch
 
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
-from trainer.checkpoint.format import json_file
+from reprise.errors import CheckpointError, ConfigError, MismatchError
+from reprise.format import json_file
+from reprise.json_value import shown
 from trainer.config.derived import batch_schedule_of
-from trainer.errors import CheckpointError, ConfigError, MismatchError
 from trainer.interop.deepspeed.flat import MOMENTS, WEIGHTS, Flats, Whole, locate
 from trainer.interop.deepspeed.folder import DeepSpeedCheckpoint, Table, open_saved, tag_of, take
 from trainer.interop.deepspeed.megatron import is_megatron, read_megatron
@@ -24,7 +25,6 @@ from trainer.interop.hf.folder import CONFIG
 from trainer.interop.megatron.state import as_source
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import is_plain
-from trainer.json_value import shown
 
 _log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from models.adapters import model_documents
-from trainer.checkpoint.format import json_file
-from trainer.checkpoint.format.json_file import Json
-from trainer.checkpoint.format.layout import DEFAULT_FILE_BYTES, build_layout, model_index
-from trainer.checkpoint.format.names import INDEX
-from trainer.checkpoint.loading.reader import Checkpoint
-from trainer.checkpoint.storage.files import Files
+from reprise.errors import CheckpointError
+from reprise.format import json_file
+from reprise.format.json_file import Json
+from reprise.format.layout import DEFAULT_FILE_BYTES, build_layout, model_index
+from reprise.format.names import INDEX
+from reprise.loading.reader import Checkpoint
+from reprise.storage.files import Files
 from trainer.data.text import read_tokenizer
-from trainer.errors import CheckpointError
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.hf.folder import CONFIG, left_behind, open_folder, stored_places
 from trainer.interop.hf.load import check_tied, read_whole
@@ -26,7 +26,7 @@ from trainer.interop.merge import merged
 from trainer.interop.new_output import new_output
 from trainer.interop.source import TOKENIZER_FILES, StateSource, adapters_of, tokenizer_files_in
 from trainer.interop.tensor_files import write_tensor_files
-from trainer.state import checkpoint_specs
+from trainer.run.state import checkpoint_specs
 
 _log = logging.getLogger(__name__)
 

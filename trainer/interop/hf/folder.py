@@ -11,16 +11,16 @@ import torch
 
 from models import families
 from models.config import ModelConfig, StoredTensor
-from trainer.checkpoint.format import json_file
-from trainer.checkpoint.format import safetensors_file as header
-from trainer.checkpoint.format.layout import Place, TensorKind
-from trainer.checkpoint.format.names import INDEX, MANIFEST
-from trainer.checkpoint.loading.reader import open_tensor_file, read_header
-from trainer.checkpoint.storage.files import Files
-from trainer.checkpoint.storage.folder import is_iteration_name
-from trainer.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format import json_file
+from reprise.format import safetensors_file as header
+from reprise.format.layout import Place, TensorKind
+from reprise.format.names import INDEX, MANIFEST
+from reprise.json_value import shown
+from reprise.loading.reader import open_tensor_file, read_header
+from reprise.storage.files import Files
+from reprise.storage.folder import is_iteration_name
 from trainer.interop.hf.config import read_model, require_layers
-from trainer.json_value import shown
 
 CONFIG = "config.json"
 _SINGLE = "model.safetensors"

@@ -10,14 +10,14 @@ import torch
 
 from models import families
 from models.config import ModelConfig
-from trainer.checkpoint.format.box import Box, in_bytes, whole
-from trainer.checkpoint.format.layout import Place
-from trainer.checkpoint.loading.gather import Gatherer
-from trainer.checkpoint.loading.loader import LoadReport
-from trainer.checkpoint.loading.reader import open_tensor_file
-from trainer.checkpoint.loading.target import Target
-from trainer.checkpoint.tensors.live import LiveTensor
-from trainer.errors import MismatchError
+from reprise.errors import MismatchError
+from reprise.format.box import Box, in_bytes, whole
+from reprise.format.layout import Place
+from reprise.loading.gather import Gatherer
+from reprise.loading.loader import LoadReport
+from reprise.loading.reader import open_tensor_file
+from reprise.loading.target import Target
+from reprise.tensors.live import LiveTensor
 from trainer.interop.finite import FiniteCheck
 from trainer.interop.floats import ITEMS, read_floats
 from trainer.interop.hf.folder import HfFolder

@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 from models import families
 from models.config import ModelConfig
-from trainer.checkpoint.loading.reader import Checkpoint
-from trainer.checkpoint.storage.files import Files
-from trainer.errors import ConfigError, MismatchError
+from reprise.errors import ConfigError, MismatchError
+from reprise.loading.reader import Checkpoint
+from reprise.storage.files import Files
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.llmc.contents import FAMILIES, HEADER_BYTES, VERSIONS, LlmcTensor
 from trainer.interop.llmc.file import HEADER, open_file, read_whole

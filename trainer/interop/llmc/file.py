@@ -12,9 +12,9 @@ import torch
 
 from models.config import ModelConfig
 from models.families import problems as model_problems
-from trainer.checkpoint.loading.reader import open_tensor_file
-from trainer.checkpoint.storage.files import Files
-from trainer.errors import CheckpointError
+from reprise.errors import CheckpointError
+from reprise.loading.reader import open_tensor_file
+from reprise.storage.files import Files
 from trainer.interop.llmc.contents import HEADER_BYTES, MAGICS, VERSIONS, LlmcTensor
 
 HEADER = struct.Struct("<256i")

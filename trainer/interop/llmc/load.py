@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer.checkpoint.format.box import Box, in_bytes
-from trainer.checkpoint.format.layout import Place, TensorKind, TensorSpec
-from trainer.checkpoint.loading.gather import Gatherer
-from trainer.checkpoint.loading.loader import LoadReport
-from trainer.checkpoint.loading.reader import open_tensor_file
-from trainer.checkpoint.loading.target import Target
-from trainer.checkpoint.tensors.live import LiveTensor
+from reprise.format.box import Box, in_bytes
+from reprise.format.layout import Place, TensorKind, TensorSpec
+from reprise.loading.gather import Gatherer
+from reprise.loading.loader import LoadReport
+from reprise.loading.reader import open_tensor_file
+from reprise.loading.target import Target
+from reprise.tensors.live import LiveTensor
 from trainer.interop.finite import FiniteCheck
 from trainer.interop.floats import read_floats
 from trainer.interop.llmc.contents import LlmcForm, LlmcTensor

@@ -13,11 +13,11 @@ from typing import Any
 
 from models import families
 from models.config import Activation, Family, ModelConfig, RopeScaling
-from trainer.errors import MismatchError
+from reprise.errors import MismatchError
+from reprise.json_value import finite_number, integer, shown
 from trainer.interop.formats import ImportOptions
 from trainer.interop.megatron.hybrid import as_gpt, in_sub_blocks, pattern_of
 from trainer.interop.megatron.names import Correspondence, correspondences
-from trainer.json_value import finite_number, integer, shown
 
 # Fields of ours and the argument of the same meaning. All must be known, from `args` or from overrides.
 _SIZES = {

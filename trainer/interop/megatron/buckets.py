@@ -18,7 +18,7 @@ from math import prod
 
 import torch
 
-from trainer.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
 from trainer.interop.finite import require_finite
 from trainer.interop.megatron.shards import RankPiece
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainer.errors import CheckpointError
+from reprise.errors import CheckpointError
 from trainer.interop.megatron.joined import MASTERS
 from trainer.interop.megatron.numbered import decays, groups_of
 from trainer.interop.megatron.shards import RankPiece, Shape, Stage

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from models.config import Activation, Family, ModelConfig
 from models.families import stored_tensors
-from trainer.checkpoint.format import json_file
-from trainer.checkpoint.format.names import STATE
-from trainer.checkpoint.loading.reader import Checkpoint
-from trainer.checkpoint.storage.files import Files
+from reprise.errors import ConfigError, MismatchError
+from reprise.format import json_file
+from reprise.format.names import STATE
+from reprise.loading.reader import Checkpoint
+from reprise.storage.files import Files
 from trainer.config.schema import OptimizerSection
-from trainer.errors import ConfigError, MismatchError
 from trainer.interop.dcp.export import SavedAdam, saved_adam, saved_counters
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder
 from trainer.interop.formats import ExportOptions
@@ -31,8 +31,8 @@ from trainer.interop.megatron.state import MOMENTS
 from trainer.interop.megatron.torch_dist import BACKEND, COMMON, METADATA, TORCH_DIST
 from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
-from trainer.run_record import saved_schedule
-from trainer.schedule import Schedule
+from trainer.record.run_record import saved_schedule
+from trainer.schedules.lr import Schedule
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from trainer.errors import MismatchError
+from reprise.errors import MismatchError
 from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.names import MegatronTensor
 from trainer.interop.megatron.shards import RankCopies, RankPiece, join, joined_shape

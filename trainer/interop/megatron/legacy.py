@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from trainer.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
+from reprise.json_value import integer, shown
 from trainer.interop.formats import ImportOptions, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.buckets import locate
@@ -35,7 +36,6 @@ from trainer.interop.megatron.shards import (
 )
 from trainer.interop.megatron.state import MOMENTS, MegatronState, consumed_samples, signs_of_moments, tell
 from trainer.interop.torch_file import PlainObject, is_plain, open_torch_file
-from trainer.json_value import integer, shown
 
 _log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from models.config import ModelConfig
-from trainer.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
+from reprise.json_value import shown
 from trainer.interop.megatron.shards import RankPiece, Stage
 from trainer.interop.torch_file import is_plain
-from trainer.json_value import shown
 
 _QUERY_KEY_VALUE = ".self_attention.linear_qkv."
 _LAST_VERSION = 3.0

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from trainer.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
+from reprise.json_value import shown, step_count
 from trainer.interop.megatron.joined import MASTERS
 from trainer.interop.megatron.shards import RankPiece, Stage
 from trainer.interop.megatron.state import MOMENTS
 from trainer.interop.torch_file import is_plain
-from trainer.json_value import shown, step_count
 
 Table = Mapping[Any, Any]
 

@@ -21,7 +21,7 @@ from math import prod
 
 import torch
 
-from trainer.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
 from trainer.interop.dcp.folder import DcpFolder
 from trainer.interop.megatron.buckets import Slot
 from trainer.interop.megatron.names import MegatronTensor, Shape

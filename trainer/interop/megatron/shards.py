@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trainer.errors import CheckpointError
+from reprise.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 

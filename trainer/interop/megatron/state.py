@@ -13,12 +13,12 @@ import torch
 import xxhash
 
 from models.families import stored_tensors
-from trainer.errors import CheckpointError
+from reprise.errors import CheckpointError
+from reprise.json_value import shown
 from trainer.interop.finite import require_finite
 from trainer.interop.megatron.arguments import DescribedModel
 from trainer.interop.megatron.names import MegatronTensor, by_our_name, is_norm
 from trainer.interop.source import StateSource
-from trainer.json_value import shown
 
 _log = logging.getLogger(__name__)
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.format import json_file
-from trainer.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format import json_file
+from reprise.json_value import integer, shown, step_count
 from trainer.interop.dcp.folder import DcpFolder, open_folder
 from trainer.interop.formats import ImportOptions, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
@@ -37,7 +38,6 @@ from trainer.interop.megatron.state import (
     tell,
 )
 from trainer.interop.torch_file import PlainObject, open_torch_file
-from trainer.json_value import integer, shown, step_count
 
 _log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from reprise.errors import TrainerError
 from scripts.faults import fuzz_inputs
 from scripts.faults.fuzz import targets
 from scripts.faults.fuzz.mutate import mutate
 from trainer.data.token_file import open_token_file
-from trainer.errors import TrainerError
 
 
 @pytest.fixture

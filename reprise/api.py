@@ -1,0 +1,136 @@
+"""Saving and loading any torch model and optimizer in two calls, outside our trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from reprise.format.layout import DEFAULT_FILE_BYTES
+from reprise.group import CALL_TIMEOUT_S, open_call
+from reprise.loading.reader import Checkpoint
+from reprise.nested.calls import fill, save_now
+from reprise.nested.loaded import LoadedState, Strictness
+from reprise.nested.module_tree import tree_of
+from reprise.nested.own_state import check_ranks, own_state
+from reprise.nested.tree import Tree
+from reprise.optimizer_state import check_optimizer
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    iteration: int,
+    state: Mapping[str, object] | None = None,
+    per_rank: Mapping[str, object] | None = None,
+    rng: bool = False,
+    files: Mapping[str, object] | None = None,
+    max_checkpoint_keep: int = 0,
+    file_bytes: int = DEFAULT_FILE_BYTES,
+    from_rank0: Sequence[str] = (),
+    overwrite: bool = True,
+    timeout_s: float = CALL_TIMEOUT_S,
+) -> Path:
+    """Save a model and its optimizer as `folder/iter_<iteration>`, and return that path.
+
+    To be called by all ranks of the default process group; tensors may be plain (replicated on all ranks) or DTensors
+    (FSDP2, tensor parallelism). The folder holds whole tensors under the parameters' names, whatever the topology.
+    `save_state_dict` saves ranks that hold different tensors, such as the stages of a pipeline, and groups of ranks.
+
+    Args:
+        state: values, tensors, and objects with `state_dict()` and `load_state_dict()`, the same on all ranks.
+        per_rank: the same, where each rank has its own, such as the position of a sampler.
+        rng: save each rank's random state: Python, numpy, torch and its devices.
+        files: files for other programs, by name: bytes, text, a path to copy, or a dict or list to write as JSON.
+        max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
+        file_bytes: the size in bytes at which a file is full.
+        overwrite: whether the iteration may be there already; it is kept as `iter_....superseded-k`.
+        from_rank0: shell patterns for the names of tensors that differ between ranks by design, such as the BatchNorm
+            statistics of DDP (`["*.running_*", "*.num_batches_tracked"]`). Rank 0's are saved. All other tensors that
+            several ranks hold must be equal bit for bit.
+        timeout_s: seconds to wait for ranks that have not made this call.
+
+    Raises:
+        ConfigError: on a rank whose `folder` is a URL, or whose number or patterns are none; on the others it is a
+            CheckpointError.
+        ReplicaError: on rank 0, if ranks hold different bits of one tensor; on the others it is a CheckpointError.
+        TrainerError: if the ranks give different models, optimizers, iterations or `state`, or the checkpoint could not
+            be written; nothing that was committed is touched.
+    """
+    with open_call(f"save(iteration={iteration})", timeout_s=timeout_s) as call:
+
+        def make_tree() -> Tree:
+            own = own_state(call.channel.rank, per_rank, rng=rng)
+            return tree_of(model, optimizer, state, of_rank=own, files=files)
+
+        return save_now(
+            folder,
+            call,
+            make_tree,
+            iteration=iteration,
+            keep=max_checkpoint_keep,
+            file_bytes=file_bytes,
+            from_rank0=from_rank0,
+            is_replicated=True,
+            overwrite=overwrite,
+        )
+
+
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    state: Mapping[str, object] | None = None,
+    per_rank: Mapping[str, object] | None = None,
+    rng: bool = False,
+    strict: Strictness = True,
+    missing_ok: bool = False,
+    timeout_s: float = CALL_TIMEOUT_S,
+) -> LoadedState:
+    """Fill a model and its optimizer in place from one iteration folder, or the newest valid one of a run's folder.
+
+    Optimizer state is found by parameter name, made where the optimizer has none yet, and the numbers of each parameter
+    group (learning rate, decay ...) are set from the group that held the same parameters. A module takes back what it
+    gave by `get_extra_state`.
+
+    Args:
+        state: what to fill: an object with `load_state_dict()` takes its state, tensors are filled, and values are
+            replaced in their dict. What was saved in `state` and is not given comes back in the result.
+        per_rank: what to fill with this rank's own, on as many ranks as saved it.
+        rng: set the random state that this rank had, on as many ranks as saved it.
+        strict: True refuses names that either side lacks, `"missing"` those that the checkpoint lacks, and False none.
+            What is not refused is logged, and what the checkpoint lacks keeps its value.
+        missing_ok: return `state` and iteration 0, and fill nothing, where the folder is missing or has no checkpoint.
+        timeout_s: seconds to wait for ranks that have not made this call.
+
+    Returns:
+        The `state` given to `save`, and `iteration`: a dict, whose `missing_keys` and `unexpected_keys` list the names
+        that one side lacks, where `strict` does not refuse them. Tensors in it are on the CPU; modules, optimizers and
+        DTensors that are not given are left out.
+
+    Raises:
+        TrainerError: if the checkpoint is damaged, has a tensor of another shape or dtype, or was saved with an
+            optimizer of another class, or if `strict` refuses a name.
+    """
+    values = state if isinstance(state, dict) else dict(state or {})
+    with open_call(f"load(missing_ok={missing_ok})" if missing_ok else "load()", timeout_s=timeout_s) as call:
+
+        def make_tree() -> Tree:
+            own = own_state(call.channel.rank, per_rank, rng=rng)
+            tree = tree_of(model, optimizer, values, of_rank=own, is_load=True)
+            tree.takes_rest = True
+            return tree
+
+        def check(checkpoint: Checkpoint) -> None:
+            if optimizer is not None:
+                check_optimizer(checkpoint, optimizer)
+            if rng or per_rank is not None:
+                check_ranks(checkpoint, call.channel.world_size)
+
+        loaded = fill(call, path, make_tree, strict=strict, missing_ok=missing_ok, check=check)
+    return LoadedState({**values, **loaded}, loaded.missing_keys, loaded.unexpected_keys)

@@ -1,0 +1,218 @@
+"""Saves in the background for a loop of one's own: every save holds the tensors as they were at the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from reprise import program_end
+from reprise.checkpointer import Checkpointer
+from reprise.commit.joint_call import JointCall
+from reprise.errors import CheckpointError
+from reprise.format.layout import DEFAULT_FILE_BYTES
+from reprise.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
+from reprise.nested.agreement import KnownTables
+from reprise.nested.calls import MakeTree, contents_of
+from reprise.nested.held import LastTensors
+from reprise.nested.module_tree import tree_of, tree_of_dict
+from reprise.nested.own_state import own_state
+from reprise.nested.tree import Tree
+from reprise.policy import Retention, SavePolicy
+from reprise.save_arguments import check_limits, check_numbers, check_patterns, check_target
+from reprise.storage.files import Files
+
+
+class AsyncSaver:
+    """Saves to one folder in the background. All ranks of the group make the same calls in the same order.
+
+    A save copies all tensors and values, and returns while the copies are written: whatever changes afterward, the
+    checkpoint holds what was there at the call. A save that fails is raised by the next call of `save`,
+    `save_state_dict`, `wait` or `close`, once; committed checkpoints are untouched. A second save of an iteration is
+    made, and the folder of the first is kept as superseded.
+
+    A program that ends without `close` waits for the save under way, and ends with status 1 if it fails. After an error
+    it waits for 20 s.
+
+        with AsyncSaver("checkpoints", max_checkpoint_keep=2) as saver:
+            for iteration in range(1, 1001):
+                train(model, optimizer)
+                if iteration % 100 == 0:
+                    saver.save(iteration, model, optimizer)
+
+    Args:
+        max_checkpoint_keep: how many checkpoints stay in `folder`, the newest ones; 0 keeps all.
+        file_bytes: the size in bytes at which a file is full.
+        staging_bytes: the most memory in bytes for copies; None for as much as this rank writes. The memory stays
+            allocated until `close`. With less, a call returns only when the rest is written.
+        stall_timeout_s: seconds for which such a call waits for a disk that writes nothing; then the save is given up.
+        commit_timeout_s: seconds after which a save that is not over has failed.
+        process_group: the ranks that save; None for all.
+        coordinator_rank: the global rank that holds the lock of the folder, decides, and renames.
+        from_rank0: shell patterns for the names of tensors that differ between ranks by design; see `save`.
+        timeout_s: seconds for which a call waits for ranks that have not made it.
+
+    Raises:
+        ConfigError: on a rank whose `folder` is a URL, or whose number or patterns are none; on the others it is a
+            CheckpointError.
+        LockError: on every rank, if another job writes to the folder.
+        TrainerError: on every rank, if one of them does not see the folder of the coordinator.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        max_checkpoint_keep: int = 0,
+        file_bytes: int = DEFAULT_FILE_BYTES,
+        staging_bytes: int | None = None,
+        stall_timeout_s: float = 5.0,
+        commit_timeout_s: float = COMMIT_TIMEOUT_S,
+        process_group: dist.ProcessGroup | None = None,
+        coordinator_rank: int = 0,
+        from_rank0: Sequence[str] = (),
+        timeout_s: float = CALL_TIMEOUT_S,
+        files: Files | None = None,
+    ) -> None:
+        call = open_call(
+            "AsyncSaver()", timeout_s=timeout_s, process_group=process_group, coordinator_rank=coordinator_rank
+        )
+        self._channel, self._timeout_s = call.channel, timeout_s
+        self._known, self._calls, self._is_closed = KnownTables(), 0, False
+        self._last = LastTensors()
+        with call.agreed():
+            check_target(folder, 0)
+            check_patterns(from_rank0)
+            check_numbers(max_checkpoint_keep=max_checkpoint_keep, file_bytes=file_bytes)
+            check_limits(
+                staging_bytes=staging_bytes, stall_timeout_s=stall_timeout_s, commit_timeout_s=commit_timeout_s
+            )
+        self._folder, self._from_rank0 = folder, tuple(from_rank0)
+        policy = SavePolicy(
+            Path(folder),
+            retention=Retention(max_checkpoint_keep),
+            file_bytes=file_bytes,
+            commit_timeout_s=commit_timeout_s,
+            async_save=True,
+            copies_at_call=True,
+            staging_bytes=staging_bytes,
+            stall_timeout_s=stall_timeout_s,
+        )
+        self._checkpointer = Checkpointer(policy, self._channel, nonce=call.nonce, files=files)
+        self._checkpointer.start()
+
+    def save(
+        self,
+        iteration: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        state: Mapping[str, object] | None = None,
+        per_rank: Mapping[str, object] | None = None,
+        rng: bool = False,
+        files: Mapping[str, object] | None = None,
+    ) -> None:
+        """Save a model and its optimizer in the background, after waiting for the save before; see `checkpoint.save`.
+
+        Raises:
+            TrainerError: on every rank, for the save before, or for what cannot be saved.
+        """
+        rank = self._channel.rank
+
+        def make_tree() -> Tree:
+            return tree_of(model, optimizer, state, of_rank=own_state(rank, per_rank, rng=rng), files=files)
+
+        self._save(iteration, make_tree, is_replicated=True)
+
+    def save_state_dict(
+        self,
+        iteration: int,
+        state_dict: dict[str, Any],
+        *,
+        model: nn.Module | None = None,
+        files: Mapping[str, object] | None = None,
+    ) -> None:
+        """Save a nested state dict in the background, after waiting for the save before; see `save_state_dict`.
+
+        Raises:
+            TrainerError: on every rank, for the save before, or for what cannot be saved.
+        """
+        self._save(iteration, lambda: tree_of_dict(state_dict, model=model, files=files))
+
+    @property
+    def is_saving(self) -> bool:
+        """Return whether a save is under way."""
+        return self._checkpointer.is_saving
+
+    def wait(self) -> None:
+        """Wait until the save that is under way is a checkpoint.
+
+        Raises:
+            TrainerError: if it did not become one.
+        """
+        self._checkpointer.wait()
+        program_end.forget(self)
+        for report in self._checkpointer.reports():
+            if report.error is not None:
+                raise report.error
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and let go of the folder.
+
+        Raises:
+            TrainerError: if that save did not become a checkpoint.
+        """
+        self._is_closed = True
+        program_end.forget(self)
+        self._checkpointer.close()
+        self._last = LastTensors()
+        self.wait()
+
+    def __enter__(self) -> AsyncSaver:
+        """Return the saver."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the saver; after an error a save that is under way may land, and is waited for a short time only."""
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Let go of the folder, after waiting for a save under way for a short time."""
+        self._is_closed = True
+        program_end.forget(self)
+        self._checkpointer.abandon()
+
+    def _save(self, iteration: int, make_tree: MakeTree, *, is_replicated: bool = False) -> None:
+        self._calls += 1
+        name = f"AsyncSaver.save(iteration={iteration})"
+        contents = contents_of(
+            JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s),
+            make_tree,
+            known=self._known,
+            last=self._last,
+            folder=self._folder,
+            iteration=iteration,
+            from_rank0=self._from_rank0,
+            is_replicated=is_replicated,
+            check=self._require_open,
+        )
+        try:
+            self._checkpointer.save(iteration, contents, again=True)
+        finally:  # later than the save, as the program may be at its end already
+            program_end.finish_at_end(self, program_end.Ending(self.close, self._abandon))
+
+    def _require_open(self) -> None:
+        """Raise why no save can begin: the saver is closed, or the one before failed."""
+        if self._is_closed:
+            raise CheckpointError("A saver that is closed saves nothing", where=self._folder, fix="Make a new one.")
+        self.wait()

@@ -1,0 +1,400 @@
+"""Messages between ranks over a key-value store: saving and loading need no collective, and any thread may send.
+
+A channel has a connection of its own: a store serves one call at a time on a connection, and a call that waits would
+hold up every other thread's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from reprise.commit.error_message import as_problem, pack, unpack
+from reprise.errors import LaunchError, TrainerError
+
+# A TCPStore resets the connection on values over 8 MiB.
+MESSAGE_BYTES = 4 << 20
+_FAILED, _LAST = "failed", "reprise/last"
+_EXIT_GRACE_S = 5.0
+
+
+class StoreChannel:
+    """Messages by key that all ranks of a run share.
+
+    Args:
+        store: it holds the messages; the channel clones it where there are several ranks.
+        rank: this rank.
+        world_size: how many ranks share the channel.
+        timeout_s: how long to wait for the message of a peer.
+        ranks: their numbers, the coordinator's first; by default all from 0 on. Where this says rank 0, it means the
+            coordinator.
+        prefix: of all keys in the store, so that several channels share one.
+        spare: connections to the store that no channel uses, shared by its channels; None where none is kept.
+
+    Every method may be called from any thread, but a channel serves one thread at a time: `clone` for another. All
+    ranks make the same calls of `gather`, `broadcast` and `agree` in the same order on a channel, or on clones of it.
+
+    `gather` takes its messages, and deletes those that rank 0 has broadcast before it: a rank that takes part in it is
+    past them. A message sent by `put` stays until `take` or `delete`: see `protocol.delete_messages` for saves.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        *,
+        world_size: int,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        prefix: str = "",
+        spare: list[Store] | None = None,
+    ) -> None:
+        self._source, self._prefix, self._spare = store, prefix, spare
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.ranks = tuple(range(world_size) if ranks is None else ranks)
+        self._open()
+
+    def clone(self, timeout_s: float | None = None) -> StoreChannel:
+        """Return a channel on the same store with its own connection."""
+        found = copy.copy(self)
+        found.timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        found._open()
+        return found
+
+    def release(self) -> None:
+        """Leave the connection to a later channel. Nothing may be sent or read on this one any more."""
+        if self._spare is not None and self._connection is not self._source:
+            self._spare.append(self._connection)
+            self._spare = None
+
+    @property
+    def coordinator(self) -> int:
+        """Return the rank that decides for all."""
+        return self.ranks[0]
+
+    @property
+    def coordinates(self) -> bool:
+        """Return whether this rank is the coordinator."""
+        return self.rank == self.coordinator
+
+    def store(self, prefix: str, timeout_s: float) -> Store:
+        """Return the store below a prefix with a connection of its own, for a process group that is not the run's."""
+        found = self._source if self.world_size == 1 else self._source.clone()  # type: ignore[attr-defined]
+        found.set_timeout(timedelta(seconds=timeout_s))
+        return PrefixStore(f"{self._prefix}/{prefix}" if self._prefix else prefix, found)
+
+    def path_of(self, key: str) -> str:
+        """Return a key of this channel as it is in the whole store."""
+        return f"{self._prefix}/{key}"
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store `data` under `key`, in chunks, and make sure that it is stored: `set` on a dead host returns normally.
+
+        Raises:
+            LaunchError: if the store does not hold it.
+        """
+        chunks = [data[at : at + MESSAGE_BYTES] for at in range(0, len(data), MESSAGE_BYTES)]
+        try:
+            for index, chunk in enumerate(chunks):
+                self._store.set(f"{key}/{index}", chunk)  # type: ignore[arg-type]
+            # A reader may delete the message at once, so the answer to this call is the proof, not a second look.
+            echo = self._store.compare_set(key, "", str(len(chunks)))
+        except dist.DistError as error:
+            raise self._lost(key, error) from error
+        if echo != str(len(chunks)).encode():
+            raise self._lost(key, None)
+
+    def read(self, key: str, *, sender: str = "a peer") -> bytes:
+        """Wait for `key` and return its data.
+
+        Raises:
+            LaunchError: if it is not there within `timeout_s`, naming the `sender`.
+        """
+        return b"".join(self._chunks(key, sender))
+
+    def take(self, key: str, *, sender: str = "a peer") -> bytes:
+        """Wait for `key`, return its data and delete it; for a message that only this rank reads, and once.
+
+        Raises:
+            LaunchError: as `read`, or if the store is gone before the message is deleted.
+        """
+        chunks = self._chunks(key, sender)
+        try:
+            self._delete(key, len(chunks))
+        except dist.DistError as error:
+            raise self._lost(key, error) from error
+        return b"".join(chunks)
+
+    def await_any(self, keys: Sequence[str], *, sender: str, check: Callable[[], None]) -> str:
+        """Wait until there is a message under one of `keys`, and return that key.
+
+        Args:
+            check: called again and again; ends the wait if it raises.
+
+        Raises:
+            LaunchError: if there is none within `timeout_s`, naming the `sender`.
+        """
+        found: list[str] = []
+
+        def is_there() -> bool:
+            check()
+            found[:] = [key for key in keys if self._store.check([key])]
+            return bool(found)
+
+        try:
+            if not self._poll(is_there, self.timeout_s, watch=True):
+                raise dist.DistStoreError("nothing came")
+        except dist.DistError as error:
+            raise self._silent(keys[0], sender, error) from error
+        return found[0]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete messages that no rank reads any more, those of them that are stored.
+
+        Raises:
+            LaunchError: if the store is gone.
+        """
+        for key in keys:
+            try:
+                if self._store.check([key]):
+                    self._delete(key, int(self._store.get(key)))  # a FileStore reports every deletion as done
+            except dist.DistError as error:
+                raise self._lost(key, error) from error
+
+    def settle(self, key: str, text: str) -> str:
+        """Store `text` under `key` unless another rank was first; return what is stored.
+
+        Raises:
+            LaunchError: if the store is gone.
+        """
+        if self.coordinates:
+            self._settled.append(key)
+        with self._reaching(key):
+            return bytes(self._store.compare_set(key, "", text)).decode()
+
+    def forget_settled(self, *, but: Sequence[str] = ()) -> None:
+        """Delete what was settled before, which every rank has read, but for some keys. Rank 0 only.
+
+        Raises:
+            LaunchError: if the store is gone.
+        """
+        for key in dict.fromkeys(self._settled):
+            if key not in but:
+                with self._reaching(key):
+                    self._store.delete_key(key)
+        self._settled[:] = [key for key in self._settled if key in but]
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Return whether all of these keys are stored.
+
+        Raises:
+            LaunchError: if the store is gone.
+        """
+        with self._reaching(keys[0]):
+            return bool(self._store.check(list(keys)))
+
+    def wait_until(self, is_there: Callable[[], bool], timeout_s: float) -> bool:
+        """Return whether something is there in time.
+
+        Raises:
+            LaunchError: if a rank fails meanwhile, or the store is gone.
+        """
+        with self._reaching("any"):
+            return self._poll(is_there, timeout_s, watch=True)
+
+    def announce(self, place: str, name: str) -> None:
+        """Let ranks of any channel on this store see which call this rank makes last.
+
+        Args:
+            place: the key of the call in the whole store.
+            name: the call in words.
+        """
+        with self._reaching(place):
+            self._connection.set(f"{_LAST}/{self.rank}", f"{place}\n{name}")
+
+    def last_call(self, rank: int) -> tuple[str, str]:
+        """Return the place and the name of the call that a rank has made last; empty texts if it has made none.
+
+        Raises:
+            LaunchError: if the store is gone.
+        """
+        key = f"{_LAST}/{rank}"
+        with self._reaching(key):
+            known = bytes(self._connection.get(key)).decode() if self._connection.check([key]) else ""
+        place, _, name = known.partition("\n")
+        return place, name
+
+    def gather(self, key: str, data: bytes) -> list[bytes]:
+        """Send `data` to rank 0 and return, on rank 0 only, the data of all ranks in the order of `ranks`.
+
+        The others get an empty list.
+        """
+        if not self.coordinates:
+            self.put(f"{key}/{self.rank}", data)
+            return []
+        others = [self.take(f"{key}/{rank}", sender=f"rank {rank}") for rank in self.ranks[1:]]
+        self.delete(self._broadcasts)
+        self._broadcasts.clear()
+        return [data, *others]
+
+    def broadcast(self, key: str, data: bytes | None) -> bytes:
+        """Return rank 0's `data` on every rank."""
+        if self.coordinates:
+            assert data is not None
+            if self.world_size > 1:
+                self.put(key, data)
+                self._broadcasts.append(key)
+            return data
+        return self.read(key, sender=f"rank {self.coordinator}")
+
+    def agree(self, key: str, problem: TrainerError | None) -> None:
+        """Let every rank go on only if none has a problem.
+
+        Raises:
+            TrainerError: this rank's `problem`, or the first one of another rank: a DataError, MismatchError,
+                LockError, LaunchError or UnreadableError stays one, any other becomes a CheckpointError.
+        """
+        messages = self.gather(f"{key}/problem", b"" if problem is None else pack(problem).encode())
+        found = [(rank, *unpack(data.decode())) for rank, data in zip(self.ranks, messages, strict=False) if data]
+        decision = "".join(pack(kind(f"Rank {rank}: {text}")) for rank, kind, text in found[:1])
+        decision = self.broadcast(f"{key}/decision", decision.encode()).decode()
+        if decision:
+            kind, text = unpack(decision)
+            error = problem or kind(text)
+            error.is_known_to_all = True
+            raise error
+
+    @contextlib.contextmanager
+    def agreed(self, key: str) -> Iterator[None]:
+        """Let every rank go on after this block only if it raised nothing on any rank; see `agree`."""
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(TrainerError):  # this one, as the others read it
+                self.agree(key, as_problem(error))
+            raise
+        self.agree(key, None)
+
+    def fail(self, text: str) -> str | None:
+        """Report to every rank that this one fails, so that none waits for its messages; the first report counts.
+
+        Returns:
+            The report of another rank that failed before; None if this one is the first.
+        """
+        mine, first = f"Rank {self.rank} failed: {text}", ""
+        with contextlib.suppress(dist.DistError):
+            first = bytes(self._store.compare_set(_FAILED, "", mine)).decode()
+            self._store.set(f"here/{self.rank}", "")
+            self._store.set(f"left/{self.rank}", "")
+        return first if first not in ("", mine) else None
+
+    def await_others(self, *, but: Sequence[int] = ()) -> None:
+        """Wait on rank 0, which may host the store, until all ranks have reported that they leave, or for 5 s.
+
+        Args:
+            but: ranks that will send nothing any more.
+        """
+        with contextlib.suppress(dist.DistError):
+            others = [f"left/{rank}" for rank in self.ranks[1:] if rank not in but]
+            if self.coordinates and others:
+                self._await(others, _EXIT_GRACE_S)
+
+    def failure(self) -> str | None:
+        """Return the report of the first rank that failed, or None if none has.
+
+        Raises:
+            DistError: if the store is gone.
+        """
+        return bytes(self._store.get(_FAILED)).decode() if self._store.check([_FAILED]) else None
+
+    def answer(self) -> None:
+        """Answer the failure of another rank: this one is alive."""
+        self._store.set(f"here/{self.rank}", "")
+
+    def silent_ranks(self, timeout_s: float) -> list[int]:
+        """Return the ranks that do not answer a failure in time. After `fail`."""
+        ranks = self.ranks
+        with contextlib.suppress(dist.DistError):
+            if not self._await([f"here/{rank}" for rank in ranks], timeout_s):
+                return [rank for rank in ranks if not self._store.check([f"here/{rank}"])]
+        return []
+
+    def _open(self) -> None:
+        """Take an idle connection, or make one."""
+        self._broadcasts: list[str] = []  # rank 0's since its last `gather`
+        self._settled: list[str] = []  # keys of one value, which rank 0 has settled since it last forgot some
+        self._connection: Store = self._source
+        if self.world_size > 1:
+            try:
+                self._connection = (self._spare or []).pop()
+            except IndexError:
+                self._connection = self._source.clone()  # type: ignore[attr-defined]
+        self._store: Store = PrefixStore(self._prefix, self._connection) if self._prefix else self._connection
+
+    @contextlib.contextmanager
+    def _reaching(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise self._lost(key, error) from error
+
+    def _lost(self, key: str, error: Exception | None) -> LaunchError:
+        found = None if error is None else str(error).splitlines()[0]
+        return LaunchError("The store lost a message", where=f"key {key}, rank {self.rank}", found=found)
+
+    def _silent(self, key: str, sender: str, error: Exception) -> LaunchError:
+        return LaunchError(
+            f"No message from {sender}",
+            where=f"key {key}, rank {self.rank}",
+            expected=f"one within {self.timeout_s:.0f} s",
+            found=str(error).splitlines()[0],
+            fix="Look at that rank's log; it may have died, or it hangs.",
+        )
+
+    def _chunks(self, key: str, sender: str) -> list[bytes]:
+        """Wait for `key` and return the chunks of its data."""
+        try:
+            return [self._get(f"{key}/{index}") for index in range(int(self._get(key)))]
+        except dist.DistError as error:
+            raise self._silent(key, sender, error) from error
+
+    def _delete(self, key: str, chunks: int) -> None:
+        """Delete a stored message of so many chunks."""
+        for name in (key, *(f"{key}/{index}" for index in range(chunks))):
+            self._store.delete_key(name)
+
+    def _get(self, key: str) -> bytes:
+        if not self._await([key], self.timeout_s, watch=True):
+            raise dist.DistStoreError("nothing came")
+        return bytes(self._store.get(key))
+
+    def _await(self, keys: list[str], timeout_s: float, *, watch: bool = False) -> bool:
+        """Poll until all `keys` are stored or the time is over; `watch` also looks for a failed rank."""
+        return self._poll(lambda: bool(self._store.check(keys)), timeout_s, watch=watch)
+
+    def _poll(self, is_there: Callable[[], bool], timeout_s: float, *, watch: bool) -> bool:
+        began = time.monotonic()
+        while not is_there():
+            if watch and self._store.check([_FAILED]) and not is_there():
+                raise LaunchError(bytes(self._store.get(_FAILED)).decode().rstrip("."))
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
+                return False
+            # An eighth of the wait, so that it is at most that much too long; however many ranks wait for long, the
+            # store's host is asked at most 20,000 times a second.
+            first_s, longest_s = 0.001 + self.world_size / 200_000, 0.02 + self.world_size / 20_000
+            time.sleep(min(max(first_s, waited_s / 8), longest_s))
+        return True
+
+
+def single_rank_channel() -> StoreChannel:
+    """Return the channel of a run of one rank."""
+    return StoreChannel(HashStore(), 0, world_size=1, timeout_s=60.0)

@@ -1,0 +1,151 @@
+"""Finds disagreements between the ranks of a save in their reports and explains them from two ranks' tables."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reprise.errors import CheckpointError, ReplicaError, TrainerError
+from reprise.format.report import RankReport
+
+_MOST_NAMED = 3
+_Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """The ranks of a save, grouped by the value on which they differ.
+
+    Args:
+        sides: the ranks with equal values, the side of the lowest rank first.
+        is_of_content: whether the ranks hold the same tensors with different bits.
+    """
+
+    sides: tuple[tuple[int, ...], ...]
+    is_of_content: bool = False
+
+    @property
+    def witnesses(self) -> tuple[int, int]:
+        """Return one rank of each of the first two sides, whose tables show the difference."""
+        return self.sides[0][0], self.sides[1][0]
+
+
+def refuse_other_iterations(iterations: Mapping[int, int]) -> None:
+    """Refuse a save in which ranks save different iterations, given by rank.
+
+    Raises:
+        CheckpointError: naming the iterations and the ranks.
+    """
+    sides = _sides(iterations)
+    if len(sides) > 1:
+        raise CheckpointError(
+            "The ranks save different iterations",
+            expected="the same iteration on every rank",
+            found="; ".join(f"iteration {iterations[side[0]]} on {_named(side)}" for side in sides),
+            fix="Nothing was saved. Give all ranks the same iteration.",
+        )
+
+
+def find(reports: Mapping[int, RankReport]) -> Disagreement | None:
+    """Return the first disagreement in the reports, given by rank in ascending order; None if the ranks agree.
+
+    A rank whose part failed reports no digests of replicas.
+    """
+    sides = _sides({rank: report.identity for rank, report in reports.items()})
+    if len(sides) > 1:
+        return Disagreement(sides)
+    boxes: dict[int, dict[int, object]] = defaultdict(dict)
+    contents: dict[int, dict[int, object]] = defaultdict(dict)
+    for rank, report in reports.items():
+        for group in report.groups:
+            boxes[group.ranks][rank] = group.size, group.boxes
+            contents[group.ranks][rank] = group.content
+    for by_group, is_of_content in ((boxes, False), (contents, True)):
+        for found in by_group.values():
+            sides = _sides(found)
+            if len(sides) > 1:
+                return Disagreement(sides, is_of_content)
+    return None
+
+
+def explain(found: Disagreement, tables: Sequence[bytes]) -> TrainerError:
+    """Return an error that names the ranks and the first tensors that differ.
+
+    Args:
+        tables: `Inventory.to_bytes` of the two witnesses, in their order.
+    """
+    a, b = found.witnesses
+    rows, others = ({row["name"]: row for row in json.loads(table)} for table in tables)
+    differences = [
+        text for name in {**rows, **others} if (text := _difference(name, rows.get(name), others.get(name), (a, b)))
+    ]
+    if not differences and list(rows) != list(others):
+        differences = [f"the order of the tensors on rank {a} and rank {b}"]
+    named = "; ".join(differences[:_MOST_NAMED]) or f"rank {a} and rank {b}"
+    count = f"{len(differences)} differences, the first: " if len(differences) > _MOST_NAMED else ""
+    if found.is_of_content:
+        sides = " against ".join(_named(side) for side in found.sides)
+        return replica_error(f"{count}{named}; {sides}", fix="Nothing was saved; committed checkpoints are untouched. ")
+    return CheckpointError(
+        "The ranks do not save the same tensors",
+        expected="the same table of tensors on every rank",
+        found=f"{count}{named}",
+        fix="Nothing was saved. Give all ranks the same model and optimizer: the stages of a pipeline, which differ by "
+        "rank, cannot be saved like this. `save_state_dict` saves them.",
+    )
+
+
+def replica_error(found: str, *, fix: str = "") -> ReplicaError:
+    """Return the error of replicas that differ.
+
+    Args:
+        fix: what comes before the common advice.
+    """
+    return ReplicaError(
+        "Replicas of the same tensor hold different bits",
+        expected="the same bits on all ranks that hold a tensor",
+        found=found,
+        fix=f"{fix}Resume from the newest checkpoint. If it happens again, the memory of one of these hosts cannot be "
+        "trusted, or the program lets its replicas drift.",
+    )
+
+
+def _difference(name: str, row: _Row | None, other: _Row | None, ranks: tuple[int, int]) -> str | None:
+    """Return the contradiction between two ranks' rows of one tensor, or None.
+
+    Ranks may hold different boxes of a tensor, or none. Boxes must be equal only if both rows list the same replicas.
+    """
+    if row is None or other is None:
+        return f"{name} only on rank {ranks[0] if other is None else ranks[1]}"
+    keys = [key for key in ("dtype", "shape", "kind", "file") if row[key] != other[key]]
+    if keys:
+        first, second = (" ".join(str(found[key]) for key in keys) for found in (row, other))
+        return f"{name} is {first} on rank {ranks[0]} and {second} on rank {ranks[1]}"
+    if row.get("ranks") is None or row["ranks"] != other.get("ranks"):
+        return None
+    if (row["offset"], row["box"]) != (other["offset"], other["box"]):
+        return f"{name}{_box(row)} on rank {ranks[0]} and{_box(other) or ' all of it'} on rank {ranks[1]}"
+    return f"{name}{_box(row)}" if row.get("digest") != other.get("digest") else None
+
+
+def _box(row: _Row) -> str:
+    """Return the box of a row in words, empty for the whole tensor."""
+    is_whole = "box" not in row or (not any(row["offset"]) and list(row["box"]) == list(row["shape"]))
+    return "" if is_whole else f" (the box at {row['offset']} of {row['box']})"
+
+
+def _sides(answers: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:
+    """Group ranks by equal answers, in the order in which the answers first appear."""
+    sides: dict[object, list[int]] = defaultdict(list)
+    for rank, answer in answers.items():
+        sides[answer].append(rank)
+    return tuple(tuple(side) for side in sides.values())
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Return ranks in words, at most the first eight by number."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,86 @@
+"""One rank's view of a checkpoint: all tensors, the boxes of this rank, and the digests of its replicas."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from reprise.format.layout import DTYPE_NAMES, Layout
+from reprise.format.report import GroupDigest
+from reprise.tensors.live import LiveTensor
+
+# By set of ranks that hold the same boxes, then by tensor: the packed digests of all blocks of the box.
+SharedDigests = Mapping[tuple[int, ...], Mapping[str, bytes]]
+
+
+class Inventory:
+    """The table behind a rank's report. Reports carry its digests; the table is sent only if two ranks disagree.
+
+    Args:
+        layout: the layout of all tensors of the checkpoint, as this rank computes it.
+        live: the tensor parts that this rank holds.
+    """
+
+    def __init__(self, layout: Layout, live: Sequence[LiveTensor] = ()) -> None:
+        self._layout = layout
+        self._live = {tensor.spec.name: tensor for tensor in live if not tensor.is_copy}
+        self._shared: SharedDigests = {}
+
+    @property
+    def identity(self) -> int:
+        """Return the digest of the table of all tensors."""
+        return identity_of(self._layout)
+
+    def add(self, shared: SharedDigests) -> None:
+        """Add the digests of this rank's replicas."""
+        self._shared = shared
+
+    def groups(self) -> tuple[GroupDigest, ...]:
+        """Return one row for each set of ranks that share boxes."""
+        return tuple(
+            GroupDigest(
+                digest_of_ranks(ranks),
+                len(ranks),
+                xxhash.xxh3_64_intdigest(repr([(name, self._live[name].box) for name in digests]).encode()),
+                xxhash.xxh3_64_intdigest(b"".join(digests.values())),
+            )
+            for ranks, digests in self._shared.items()
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return the whole table as JSON: a row for each tensor of the checkpoint, in order."""
+        digests = {name: digest for names in self._shared.values() for name, digest in names.items()}
+        return json.dumps([self._row(name, digests.get(name)) for name in self._layout.places]).encode()
+
+    def _row(self, name: str, blocks: bytes | None) -> dict[str, Any]:
+        spec, tensor = self._layout.places[name].spec, self._live.get(name)
+        row: dict[str, Any] = {
+            "name": name,
+            "kind": spec.kind.value,
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": spec.shape,
+            "file": self._layout.places[name].file,
+        }
+        if tensor is not None:
+            row |= {"offset": tensor.box.offset, "box": tensor.box.shape, "ranks": tensor.replicas}
+        if blocks is not None:
+            row["digest"] = f"{xxhash.xxh3_64_intdigest(blocks):016x}"
+        return row
+
+
+def identity_of(layout: Layout) -> int:
+    """Return the digest (xxh3-64) of all names, kinds, dtypes, shapes and places of a layout."""
+    table = [
+        (place.spec.kind.value, name, DTYPE_NAMES[place.spec.dtype], place.spec.shape, place.spec.view, place.file)
+        for name, place in layout.places.items()
+    ]
+    return xxhash.xxh3_64_intdigest(repr(table).encode())
+
+
+def digest_of_ranks(ranks: Sequence[int]) -> int:
+    """Return the digest (xxh3-64) of a set of ranks in ascending order."""
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(ranks)}Q", *ranks))

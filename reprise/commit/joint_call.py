@@ -1,0 +1,217 @@
+"""One call that all ranks of a channel make together: who has arrived, who cannot go on, and what they agree on.
+
+The first decision stands, whichever rank makes it, and a rank that comes late finds it: no rank waits for one that has
+raised, that makes another call, or that never comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+
+import torch.distributed as dist
+
+from reprise.commit.channel import StoreChannel
+from reprise.commit.error_message import as_problem, pack, unpack
+from reprise.errors import CheckpointError, LaunchError, TrainerError
+
+_YES, _NO = "ok", "no"
+
+
+class JointCall:
+    """One call of every rank of a channel. Each rank prepares it, offers its part, and learns the decision.
+
+    `timeout_s` limits the wait for ranks that have not made the call. A rank that has made it may take the channel's
+    own time to prepare. As a context, it ends the waits of the other ranks if this rank fails after the decision, and
+    releases the channel.
+
+        with JointCall(channel, "save", "save(iteration=3)", timeout_s=120.0) as call:
+            with call.preparing():
+                part = prepare()
+            offers = call.offer(part)
+            answer = call.decide(choose(offers) if channel.coordinates else "")
+
+    Args:
+        key: of the messages, new on this channel.
+        name: the call as the user has written it, with what has to be equal on all ranks.
+
+    Attributes:
+        nonce: a random name, equal on all ranks.
+
+    Raises:
+        CheckpointError: on every rank, if a rank makes another call in its place.
+        LaunchError: if the store is gone.
+    """
+
+    def __init__(self, channel: StoreChannel, key: str, name: str, *, timeout_s: float) -> None:
+        self.channel, self.key, self.name, self.timeout_s = channel, key, name, timeout_s
+        self.nonce = secrets.token_hex(4)
+        self._is_decided = channel.world_size == 1
+        if not self._is_decided:
+            channel.announce(self._place, name)
+            first, self.nonce, other = channel.settle(f"{key}/name", f"{channel.rank}\n{self.nonce}\n{name}").split(
+                "\n", 2
+            )
+            if other != name:
+                self._decide(_NO + pack(_different_calls({int(first): other, channel.rank: name})))
+
+    def __enter__(self) -> JointCall:
+        """Return the call."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the other ranks know of an error that is no `TrainerError`; those are agreed on where they are raised.
+
+        Raises:
+            CheckpointError: in place of a LaunchError, if another rank has failed so.
+        """
+        if error is None:
+            self.channel.release()
+        if error is None or self.channel.world_size == 1:
+            return
+        if isinstance(error, LaunchError):
+            with contextlib.suppress(dist.DistError):
+                if (failure := self.channel.failure()) is not None:
+                    raise CheckpointError(failure.rstrip(".")) from error
+        if not isinstance(error, TrainerError):
+            self.channel.fail(as_problem(error).what)
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Let no rank go on, and none wait, if this rank raises anything in this block."""
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(LaunchError):
+                self.refuse(as_problem(error))
+            raise
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Let the ranks go on after this block once all have ended it, and only if none has raised."""
+        with self.preparing():
+            yield
+        self.offer(b"")
+        self.decide("")
+
+    def refuse(self, problem: TrainerError) -> None:
+        """Decide that the call fails, unless there is a decision; waits for no rank.
+
+        Raises:
+            LaunchError: if the store is gone.
+        """
+        if not self._is_decided:
+            self._is_decided = True
+            kind, text = unpack(pack(problem))
+            self.channel.settle(self._decision, _NO + pack(kind(f"Rank {self.channel.rank}: {text}")))
+
+    def offer(self, data: bytes) -> list[bytes]:
+        """Give `data` to the coordinator, and return there the data of all ranks in the order of the channel's ranks.
+
+        The other ranks return an empty list at once.
+
+        Raises:
+            TrainerError: the decision of a rank that cannot go on; a CheckpointError if a rank does not come.
+            LaunchError: if the store is gone.
+        """
+        channel = self.channel
+        if not channel.coordinates:
+            channel.put(f"{self.key}/offer/{channel.rank}", data)
+            return []
+        if channel.world_size > 1:
+            keys = {rank: f"{self.key}/offer/{rank}" for rank in channel.ranks[1:]}
+            self._await(
+                lambda: channel.has(list(keys.values())), lambda: [r for r in keys if not channel.has([keys[r]])]
+            )
+            data_of = {rank: channel.take(key, sender=f"rank {rank}") for rank, key in keys.items()}
+            channel.forget_settled(but=(f"{self.key}/name", self._decision))
+            return [data, *data_of.values()]
+        return [data]
+
+    def decide(self, data: str) -> str:
+        """Return the coordinator's `data` on every rank, unless a rank could not go on.
+
+        Raises:
+            TrainerError: as `offer`.
+            LaunchError: if the store is gone.
+        """
+        if self.channel.world_size == 1:
+            return data
+        if self.channel.coordinates:
+            return self._decide(_YES + data)
+        self._await(lambda: False, lambda: [self.channel.coordinator])
+        return self._decide("")
+
+    @property
+    def _decision(self) -> str:
+        return f"{self.key}/decision"
+
+    @property
+    def _place(self) -> str:
+        return self.channel.path_of(self.key)
+
+    def _decide(self, decision: str) -> str:
+        """Return what was decided: `decision`, unless another one was stored before it."""
+        decision = self.channel.settle(self._decision, decision)
+        self._is_decided = True
+        if not decision.startswith(_NO):
+            return decision[len(_YES) :]
+        kind, text = unpack(decision[len(_NO) :])
+        error = kind(text)
+        error.is_known_to_all = True
+        raise error
+
+    def _await(self, is_there: Callable[[], bool], absent: Callable[[], Sequence[int]]) -> None:
+        """Wait until something is there or decided.
+
+        Args:
+            absent: returns the ranks that are waited for.
+        """
+        channel = self.channel
+
+        def is_over() -> bool:
+            return is_there() or channel.has([self._decision])
+
+        if not channel.wait_until(is_over, self.timeout_s):
+            ranks = absent()
+            calls = {rank: channel.last_call(rank) for rank in ranks}
+            if all(place == self._place for place, _ in calls.values()):  # preparing; the coordinator may be waiting
+                if not channel.wait_until(is_over, channel.timeout_s):
+                    self._decide(_NO + pack(self._unready(ranks)))
+            else:
+                late = {rank: name for rank, (place, name) in calls.items() if place != self._place}
+                self._decide(_NO + pack(self._missing(late)))
+        if not is_there() and channel.coordinates:
+            self._decide("")
+
+    def _missing(self, calls: dict[int, str]) -> CheckpointError:
+        """Return the error of ranks that have not made this call, given the last call of each."""
+        last = [f"rank {rank} last called {name}" if name else f"rank {rank} nothing" for rank, name in calls.items()]
+        return CheckpointError(
+            f"{_ranks(list(calls))} not called {self.name} within {self.timeout_s:g} s; {', '.join(last)}",
+            fix="All ranks of a group make the same calls in the same order. Look at the log of a rank that is "
+            "missing; `timeout_s` is how long the others wait for one that is slow.",
+        )
+
+    def _unready(self, ranks: Sequence[int]) -> CheckpointError:
+        return CheckpointError(
+            f"{_ranks(ranks)} called {self.name}, and not become ready within {self.channel.timeout_s:g} s",
+            fix="Look at the log of that rank; it may have died, or its disk hangs.",
+        )
+
+
+def _different_calls(calls: dict[int, str]) -> CheckpointError:
+    return CheckpointError(
+        "The ranks make different calls",
+        expected="the same call on every rank, in the same order",
+        found="; ".join(f"{name} on rank {rank}" for rank, name in sorted(calls.items())),
+        fix="Nothing was read or written. A rank that skips a call, or makes one more, is at another call ever after.",
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"Rank {ranks[0]} has" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} have"

@@ -1,0 +1,133 @@
+"""The messages of an attempt beside its two-phase commit: marks, aborts, and their deletion."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from reprise.commit import commit_state, disagreement
+from reprise.commit.attempt import Attempt, SharedCommitState
+from reprise.commit.channel import StoreChannel
+from reprise.commit.commit_state import Action, Outcome
+from reprise.commit.inventory import identity_of
+from reprise.errors import LaunchError, TrainerError
+from reprise.format import manifest
+from reprise.format.names import MANIFEST
+from reprise.format.report import RankReport
+
+_log = logging.getLogger(__name__)
+
+# The first two bytes of a decision, and of an answer.
+OK, FAILED = b"ok", b"no"
+
+
+def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
+    """Abort an attempt in the place of the worker, which hangs, and let the other ranks know.
+
+    Returns:
+        Whether it has failed for certain. Where this rank's report is out, or the rename has begun, it is too late to
+        abort: the attempt is in doubt.
+    """
+    action = shared.take(commit_state.Aborted(str(error)))
+    key = key_of(attempt.name)
+    if action is Action.BROADCAST:
+        broadcast(channel, key, FAILED + text_of(error).encode())
+    if action is Action.REPORT:
+        report = RankReport(attempt.iteration, identity_of(attempt.layout), problem=text_of(error))
+        try:
+            channel.put(f"{key}/report/{channel.rank}", report.to_bytes())
+        except LaunchError as lost:
+            _log.error("the failure of %s could not be reported: %s", key, lost)
+    return shared.current.outcome is Outcome.FAILED
+
+
+def already_committed(channel: StoreChannel, name: str, iteration: int) -> None:
+    """Decide attempt `name` without a save: rank 0 knows that `iteration` is committed. Rank 0 only."""
+    broadcast(channel, key_of(name), OK + b"%d " % iteration)
+
+
+def broadcast_marked(channel: StoreChannel, attempt: Attempt, *, is_marked: bool) -> None:
+    """Let the other ranks of a host know whether the mark of an attempt is in its folder. Leaders only."""
+    if len(attempt.hosts.ranks_with(channel.rank)) > 1:
+        message = (OK if is_marked else FAILED) + str(attempt.iteration).encode()
+        channel.put(marked_key(attempt, channel.rank), message)
+
+
+def await_marked(channel: StoreChannel, attempt: Attempt, *, check: Callable[[], None]) -> bool:
+    """Wait for the leader's message on the mark of an attempt, and return whether it is in its folder.
+
+    Args:
+        check: called again and again; ends the wait if it raises.
+
+    Returns:
+        False also if rank 0 has ended the attempt, as its decision says.
+
+    Raises:
+        LaunchError: if no message comes in time.
+        CheckpointError: if the leader saves another iteration.
+    """
+    leader = attempt.hosts.leader_of(channel.rank)
+    marked, sender = marked_key(attempt, leader), f"rank {leader}"
+    if channel.await_any([marked, f"{key_of(attempt.name)}/decision"], sender=sender, check=check) != marked:
+        return False
+    data = channel.read(marked, sender=sender)
+    disagreement.refuse_other_iterations({leader: int(data[len(OK) :]), channel.rank: attempt.iteration})
+    return data.startswith(OK)
+
+
+def marked_key(attempt: Attempt, leader: int) -> str:
+    """Return the key of a leader's message on the mark of an attempt."""
+    return f"{key_of(attempt.name)}/marked/{leader}"
+
+
+def stripes_key(name: str, rank: int) -> str:
+    """Return the key of a rank's message to its host on the columns of attempt `name`."""
+    return f"{key_of(name)}/stripes/{rank}"
+
+
+def delete_messages(channel: StoreChannel, name: str) -> None:
+    """Delete all messages of attempt `name`, which every rank is past. Rank 0 only.
+
+    Raises:
+        LaunchError: if the store is gone.
+    """
+    if channel.world_size == 1:
+        return
+    key, ranks = key_of(name), channel.ranks
+    kinds = ("report", "table", "stripes", "marked", "prepared")
+    of_ranks = [f"{key}/{kind}/{rank}" for kind in kinds for rank in ranks]
+    channel.delete([f"{key}/decision", f"{key}/decision/last", f"{key}/files", *of_ranks])
+
+
+def key_of(name: str) -> str:
+    """Return the prefix of all keys of attempt `name`."""
+    return f"save/{name}"
+
+
+def broadcast(channel: StoreChannel, key: str, decision: bytes) -> None:
+    """Send the decision to all ranks; where the store is gone, they look for the checkpoint: it stays decided.
+
+    A failure goes out twice: a rank that was asked for its table, or saw others being asked, waits for the last one.
+    """
+    if channel.world_size == 1:
+        return
+    try:
+        channel.put(f"{key}/decision", decision)
+        if not decision.startswith(OK):
+            channel.put(f"{key}/decision/last", decision)
+    except LaunchError as error:
+        _log.error("the decision on %s could not be sent: %s", key, error)
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error as the other ranks read it."""
+    return str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
+
+
+def is_committed(attempt: Attempt) -> bool:
+    """Return whether the checkpoint that is there is this attempt's: the rename is the truth."""
+    path = attempt.folder.iteration(attempt.iteration) / MANIFEST
+    try:
+        return manifest.from_bytes(path.read_bytes(), where=path).attempt == attempt.name
+    except (OSError, TrainerError):
+        return False

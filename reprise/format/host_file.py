@@ -1,0 +1,174 @@
+"""`host.json`: which pieces of a checkpoint lie in the folder of one host.
+
+A local checkpoint has one folder on each host, all with the same manifest and the same files at their full size. Only
+the ranges of the listed pieces are there; every other range is a hole and must not be read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reprise.errors import CheckpointError
+from reprise.format import json_file, sealed_json
+from reprise.format.manifest import TensorEntry, WrittenPiece, digest_of
+from reprise.format.names import HOST, MANIFEST
+from reprise.json_value import integer
+from reprise.regular_file import read_regular
+
+FORMAT = "reprise-host/1"
+# A folder that lacks pieces has the configuration of its model or adapters under another name: transformers and PEFT
+# refuse a folder without the first one, and would read holes as zeros in a folder with it.
+_CONFIGS, _OF_PART = ("config.json", "adapter_config.json"), ".part"
+
+# By tensor: numbers of pieces, in the order of `TensorEntry.pieces`. A tensor without any is absent.
+PieceNumbers = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class HostFile:
+    """The content of `host.json`.
+
+    Args:
+        attempt: name of the attempt that saved the checkpoint.
+        manifest: digest of the manifest.
+        host: number of the host that this folder was saved on; None for one that has only copies.
+        hosts: the names of all hosts that saved the checkpoint.
+        writers: by tensor, the number of the host that wrote each piece.
+        held: the pieces that lie in this folder: those of its own host, and copies of others.
+    """
+
+    attempt: str
+    manifest: str
+    host: int | None
+    hosts: tuple[str, ...]
+    writers: PieceNumbers
+    held: PieceNumbers
+
+    @property
+    def own(self) -> dict[str, tuple[int, ...]]:
+        """Return the pieces that this host wrote."""
+        return {} if self.host is None else self.written_by(self.host)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether every piece lies in this folder."""
+        return not missing(self.writers, [self.held])
+
+    def written_by(self, host: int) -> dict[str, tuple[int, ...]]:
+        """Return the pieces that a host wrote."""
+        found = {
+            name: tuple(number for number, writer in enumerate(writers) if writer == host)
+            for name, writers in self.writers.items()
+        }
+        return {name: numbers for name, numbers in found.items() if numbers}
+
+    def to_bytes(self) -> bytes:
+        """Return the JSON form; its last member is the digest of all bytes before that member's comma."""
+        return sealed_json.to_bytes(
+            {
+                "format": FORMAT,
+                "attempt": self.attempt,
+                "manifest_xxh3_64": self.manifest,
+                "host": self.host,
+                "hosts": list(self.hosts),
+                "writers": {name: list(numbers) for name, numbers in self.writers.items()},
+                "held": {name: list(numbers) for name, numbers in self.held.items()},
+            }
+        )
+
+
+def stored_name(name: str, *, is_whole: bool) -> str:
+    """Return the name that a file of the manifest has in the folder of a host."""
+    return name + _OF_PART if name in _CONFIGS and not is_whole else name
+
+
+def path_of(folder: Path, name: str) -> Path:
+    """Return the path of a file of the manifest in a folder, which may be that of a host."""
+    path, of_part = folder / name, folder / stored_name(name, is_whole=False)
+    return path if os.path.lexists(path) or not os.path.lexists(of_part) else of_part
+
+
+def from_bytes(data: bytes, *, where: object) -> HostFile:
+    """Parse and check a `host.json`.
+
+    Raises:
+        MismatchError: if it has another format version.
+        CheckpointError: if it is damaged or malformed.
+    """
+    return sealed_json.from_bytes(data, _from_table, kind="host file", form=FORMAT, where=where)
+
+
+def attempt_of(folder: Path) -> str | None:
+    """Return the attempt whose manifest and `host.json` lie in a folder; None if it lacks one of them."""
+    try:
+        host = from_bytes(read_regular(folder / HOST, limit_bytes=json_file.MAX_BYTES), where=folder / HOST)
+        digest = digest_of(read_regular(folder / MANIFEST, limit_bytes=json_file.MAX_BYTES))
+    except (OSError, CheckpointError):
+        return None
+    return host.attempt if digest == host.manifest else None
+
+
+def _from_table(table: Mapping[str, Any]) -> HostFile:
+    hosts = tuple(str(name) for name in table["hosts"])
+    if not hosts:
+        raise ValueError("there are no hosts")
+    writers = {str(name): _numbers(found, most=len(hosts) - 1) for name, found in table["writers"].items()}
+    held = {}
+    for name, found in table["held"].items():
+        held[str(name)] = _numbers(found, most=len(writers[name]) - 1)
+        if list(held[name]) != sorted(set(held[name])):
+            raise ValueError(f"the pieces of {name} are not in order")
+    host = None if table["host"] is None else integer(table["host"], most=len(hosts) - 1)
+    return HostFile(str(table["attempt"]), str(table["manifest_xxh3_64"]), host, hosts, writers, held)
+
+
+def _numbers(found: Iterable[int], *, most: int) -> tuple[int, ...]:
+    """Return numbers from 0 to `most`; a large checkpoint has millions of them, so they are checked together."""
+    numbers = tuple(found)
+    if numbers and not ({type(number) for number in numbers} == {int} and 0 <= min(numbers) <= max(numbers) <= most):
+        raise ValueError(f"numbers from 0 to {most} are expected")
+    return numbers
+
+
+def writers_of(
+    tensors: Mapping[str, TensorEntry], itemsizes: Mapping[str, int], written: Mapping[int, Sequence[WrittenPiece]]
+) -> dict[str, tuple[int, ...]]:
+    """Return by tensor which host wrote each piece; the empty piece of an empty box counts as host 0's.
+
+    Args:
+        itemsizes: by tensor, the bytes of an element.
+        written: by number of the host, the pieces that its ranks report.
+    """
+    owner = {(piece.name, piece.box, piece.lo): host for host, pieces in written.items() for piece in pieces}
+    return {
+        name: tuple(owner.get((name, piece.box, piece.lo), 0) for piece in entry.pieces(itemsizes[name]))
+        for name, entry in tensors.items()
+    }
+
+
+def union(found: Iterable[PieceNumbers]) -> dict[str, tuple[int, ...]]:
+    """Return the pieces that are in any of these sets."""
+    merged: dict[str, set[int]] = {}
+    for numbers in found:
+        for name, members in numbers.items():
+            merged.setdefault(name, set()).update(members)
+    return {name: tuple(sorted(members)) for name, members in merged.items() if members}
+
+
+def without(numbers: PieceNumbers, others: PieceNumbers) -> dict[str, tuple[int, ...]]:
+    """Return the pieces of `numbers` that are not among `others`."""
+    gone = {name: frozenset(members) for name, members in others.items()}
+    left = {
+        name: tuple(number for number in members if number not in gone.get(name, ()))
+        for name, members in numbers.items()
+    }
+    return {name: members for name, members in left.items() if members}
+
+
+def missing(writers: PieceNumbers, held: Iterable[PieceNumbers]) -> dict[str, tuple[int, ...]]:
+    """Return the pieces of a checkpoint that are in none of these sets."""
+    return without({name: tuple(range(len(found))) for name, found in writers.items()}, union(held))

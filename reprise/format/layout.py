@@ -1,0 +1,216 @@
+"""The position of every tensor on disk: a pure function of names, shapes, dtypes and `file_bytes`.
+
+Every rank computes the same layout, so planning a save needs no communication.
+
+The files are safetensors (https://github.com/huggingface/safetensors#format): eight bytes of little-endian header
+length, a JSON header, then the data. Headers are padded so that the data starts on a page boundary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from reprise.errors import CheckpointError
+from reprise.format.box import Box, Image, image
+from reprise.format.names import ADAPTERS
+
+PAGE_BYTES = 4096
+DEFAULT_FILE_BYTES = 2 << 30
+
+# safetensors' names (safetensors/src/tensor.rs, enum Dtype) of the dtypes that pass through unchanged.
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+METADATA = "__metadata__"
+MOST_DIMENSIONS = 31  # numpy's 32 of its first version, less the one for the bytes of an item
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class TensorKind(Enum):
+    """The family of files that a tensor is stored in: weights, adapters, optimizer state, the rest of a state dict."""
+
+    MODEL = "model"
+    ADAPTER = "adapter"
+    OPTIMIZER = "optimizer"
+    EXTRA = "extra"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One logical tensor as stored on disk.
+
+    Args:
+        shape: the shape in the header.
+        view: another shape of the same C-ordered bytes; boxes of live parameters are in its coordinates.
+    """
+
+    kind: TensorKind
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    view: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def image(self, box: Box) -> Image:
+        """Return the bytes of the tensor that a box, in the coordinates of `view`, occupies."""
+        return image(box, self.view, self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor's position: `file` is relative to the checkpoint folder, `offset` counts from the start of the file."""
+
+    spec: TensorSpec
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """One safetensors file: `header` holds every byte before the data, `total_bytes` is the size of the file."""
+
+    name: str
+    header: bytes
+    total_bytes: int
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All tensor files of a checkpoint, and the place of each tensor by name."""
+
+    files: tuple[FileLayout, ...]
+    places: dict[str, Place]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.total_bytes for file in self.files)
+
+
+def build_layout(specs: Sequence[TensorSpec], *, file_bytes: int = DEFAULT_FILE_BYTES) -> Layout:
+    """Lay out `specs`, given in model order: larger items first, without holes, at most `file_bytes` of data per file.
+
+    A tensor is never split across files; one larger than `file_bytes` gets a file of its own.
+
+    Raises:
+        CheckpointError: for a duplicate name, a dtype that safetensors does not have, or too many dimensions.
+    """
+    refuse_unstorable(specs)
+    files: list[FileLayout] = []
+    for kind in TensorKind:
+        # PEFT opens one file.
+        room = sum(s.total_bytes for s in specs) if kind is TensorKind.ADAPTER else file_bytes
+        groups = _fill([s for s in specs if s.kind is kind], room)
+        files += [_lay_file(file_name(kind, i, len(groups)), group) for i, group in enumerate(groups)]
+    return Layout(tuple(files), {place.spec.name: place for file in files for place in file.places})
+
+
+def file_name(kind: TensorKind, index: int, count: int) -> str:
+    """Return the name of file `index` of `count`, as transformers numbers shards."""
+    if kind is TensorKind.ADAPTER:
+        return ADAPTERS
+    if kind is TensorKind.MODEL and count == 1:
+        return "model.safetensors"
+    stem = "model" if kind is TensorKind.MODEL else f"{kind.value}/{kind.value}"
+    return f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def kind_of_file(name: str) -> TensorKind:
+    """Return the family of a tensor file, by its name in the checkpoint."""
+    if name == ADAPTERS:
+        return TensorKind.ADAPTER
+    folder = name.split("/")[0]
+    return next((kind for kind in (TensorKind.OPTIMIZER, TensorKind.EXTRA) if folder == kind.value), TensorKind.MODEL)
+
+
+def model_index(layout: Layout) -> dict[str, object]:
+    """Return `model.safetensors.index.json`, so that loaders that glob find exactly the weights."""
+    weights = [place for place in layout.places.values() if place.spec.kind is TensorKind.MODEL]
+    return {
+        "metadata": {"total_size": sum(place.spec.total_bytes for place in weights)},
+        "weight_map": {place.spec.name: place.file for place in sorted(weights, key=lambda p: p.spec.name)},
+    }
+
+
+def refuse_unstorable(specs: Iterable[TensorSpec]) -> None:
+    """Refuse tensors that no checkpoint file can hold.
+
+    Raises:
+        CheckpointError: naming the first of them.
+    """
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise CheckpointError("Two tensors have one name", where=spec.name, fix="Give every tensor its own name.")
+        seen.add(spec.name)
+        if spec.name == METADATA:
+            raise CheckpointError("A tensor has a name that safetensors keeps for itself", where=spec.name)
+        if max(len(spec.shape), len(spec.view)) > MOST_DIMENSIONS:
+            raise CheckpointError(
+                "A tensor has too many dimensions",
+                where=spec.name,
+                expected=f"at most {MOST_DIMENSIONS}",
+                found=max(len(spec.shape), len(spec.view)),
+            )
+        if spec.dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                "A tensor has a dtype that safetensors cannot hold",
+                where=spec.name,
+                expected="one of " + ", ".join(sorted(DTYPES)),
+                found=spec.dtype,
+                fix="Keep complex and quantised tensors out of the state, or store them as views of real numbers.",
+            )
+
+
+def _fill(specs: Sequence[TensorSpec], file_bytes: int) -> list[list[TensorSpec]]:
+    groups: list[list[TensorSpec]] = []
+    room = 0
+    for spec in sorted(specs, key=lambda s: -s.dtype.itemsize):  # stable: model order within an item size
+        if not groups or spec.total_bytes > room:
+            groups.append([])
+            room = file_bytes
+        groups[-1].append(spec)
+        room -= spec.total_bytes
+    return groups
+
+
+def _lay_file(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
+    table: dict[str, object] = {METADATA: {"format": "pt"}}
+    offsets, position = [], 0
+    for spec in specs:
+        offsets.append(position)
+        end = position + spec.total_bytes
+        table[spec.name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    length = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES - 8
+    header = length.to_bytes(8, "little") + text.ljust(length)
+    places = tuple(Place(spec, name, len(header) + at) for spec, at in zip(specs, offsets, strict=True))
+    return FileLayout(name, header, len(header) + position, places)

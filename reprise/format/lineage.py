@@ -1,0 +1,153 @@
+"""The lineage of a run: its branches, by which a start tells its own checkpoints from others. Pure.
+
+The first branch begins with the run, and its random id is the id of the run. A start that goes back to an earlier
+iteration begins another branch there: what earlier branches have saved after that iteration is given up. Every
+checkpoint records the lineage that its run had when it was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from reprise.errors import CheckpointError
+from reprise.format import sealed_json
+from reprise.format.json_file import Json
+from reprise.json_value import integer
+
+MEMBER = "run"  # of trainer_state.json
+FORMAT = "reprise-run/1"
+FRESH = -1  # where a branch begins that starts from initial values
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A branch of a run.
+
+    Args:
+        id: random, unique among all branches of all runs.
+        began_at: the iteration that it goes on from. For the first branch of a run, up to which checkpoints without a
+            lineage, of an earlier version of this program, belong to the run.
+    """
+
+    id: str
+    began_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The checkpoint of another run that a run began from.
+
+    Args:
+        run: its run; None if it has no lineage.
+    """
+
+    run: str | None
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The branches of a run in the order in which they began; none for a run that is not known."""
+
+    branches: tuple[Branch, ...] = ()
+    parent: Parent | None = None
+
+    @property
+    def run(self) -> str | None:
+        """Return the id of the run."""
+        return self.branches[0].id if self.branches else None
+
+    def extends(self, other: Lineage) -> bool:
+        """Return whether this is `other`, perhaps with further branches."""
+        return self.branches[: len(other.branches)] == other.branches
+
+    def admits(self, saved: Lineage, iteration: int) -> bool:
+        """Return whether a start may go on from a checkpoint with the lineage `saved`.
+
+        It may if the checkpoint is of this run, and no later branch has given up its iteration. A lineage that extends
+        this one has branches that the start did not know of.
+        """
+        later = self.branches[len(saved.branches) :]
+        return saved.extends(self) or (self.extends(saved) and all(iteration <= branch.began_at for branch in later))
+
+    def after_start(self, branch: Branch, *, newest_known: int) -> Lineage:
+        """Return the lineage of a run whose start goes on from the iteration at which `branch` would begin.
+
+        Args:
+            newest_known: the newest iteration that the run has saved, though perhaps not all of it is left.
+        """
+        if newest_known <= branch.began_at:
+            return self
+        return replace(self, branches=(*self.branches, branch))
+
+    def record(self) -> Json:
+        """Return the JSON form."""
+        branches = [{"id": branch.id, "began_at": branch.began_at} for branch in self.branches]
+        parent = self.parent
+        return {
+            "branches": branches,
+            **({"parent": {"run": parent.run, "iteration": parent.iteration}} if parent else {}),
+        }
+
+    @staticmethod
+    def from_record(table: Mapping[str, object]) -> Lineage:
+        """Return the lineage in its JSON form.
+
+        Raises:
+            LookupError, TypeError, ValueError: if it is malformed.
+        """
+        listed, origin = table["branches"], table.get("parent")
+        if not isinstance(listed, list) or not listed:
+            raise TypeError(f"branches are {listed!r}")
+        branches = tuple(Branch(_text(member["id"]), _iteration(member["began_at"])) for member in listed)
+        if origin is None:
+            return Lineage(branches)
+        if not isinstance(origin, Mapping):
+            raise TypeError(f"the parent is {origin!r}")
+        run = None if origin["run"] is None else _text(origin["run"])
+        return Lineage(branches, Parent(run, integer(origin["iteration"])))
+
+
+def saved_lineage(state: Json, *, where: object) -> Lineage:
+    """Return the lineage in a `trainer_state.json`; one without branches if an earlier version has written it.
+
+    Raises:
+        CheckpointError: if it is malformed.
+    """
+    if MEMBER not in state:
+        return Lineage()
+    try:
+        return Lineage.from_record(state[MEMBER])
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError("A state file has no lineage of its run", where=where, found=repr(error)) from error
+
+
+def to_bytes(lineage: Lineage) -> bytes:
+    """Return the content of a `run.json`."""
+    return sealed_json.to_bytes({"format": FORMAT, **lineage.record()})
+
+
+def from_bytes(data: bytes, *, where: object) -> Lineage:
+    """Parse and check a `run.json`.
+
+    Raises:
+        MismatchError: if it has another format version.
+        CheckpointError: if it is damaged or malformed.
+    """
+    return sealed_json.from_bytes(data, Lineage.from_record, kind="record of a run", form=FORMAT, where=where)
+
+
+def newest(lineages: Iterable[Lineage]) -> Lineage:
+    """Return the lineage with the most branches: the others were recorded before its last ones began."""
+    return max(lineages, key=lambda lineage: len(lineage.branches), default=Lineage())
+
+
+def _iteration(value: object) -> int:
+    return FRESH if type(value) is int and value == FRESH else integer(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{value!r} is no id")
+    return value

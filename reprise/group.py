@@ -1,0 +1,105 @@
+"""The ranks that save or load together: a process group of the program, or this process alone."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+import xxhash
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
+
+from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.commit.joint_call import JointCall
+from reprise.errors import ConfigError
+from reprise.save_arguments import check_seconds
+
+# How long the ranks that have made a call wait for one that is slow before it: a long evaluation on one rank, say.
+CALL_TIMEOUT_S = 120.0
+COMMIT_TIMEOUT_S = 1800.0
+
+# The default store, and its idle connections: a new one costs milliseconds, and every save needs two.
+_spare: list[Any] = [lambda: None, []]
+
+
+def open_call(
+    name: str,
+    *,
+    timeout_s: float = CALL_TIMEOUT_S,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+) -> JointCall:
+    """Return a call that all ranks of a group make, with a channel of its own.
+
+    Its messages lie in the default store under a prefix of the group and the number of the call, so ranks outside take
+    no part.
+
+    Args:
+        name: the call as the user has written it, with what has to be equal on all ranks.
+        timeout_s: seconds to wait for ranks that have not made the call.
+        process_group: None for all ranks of the program.
+        coordinator_rank: the global rank that decides: it takes the lock, names the attempt and renames.
+
+    Raises:
+        ConfigError: if this rank or the coordinator is not in the group, or there is no number of seconds.
+        CheckpointError: if the ranks make different calls, or name several coordinators.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if process_group is not None or coordinator_rank != 0:
+            raise ConfigError("There is no process group", fix="Call torch.distributed.init_process_group first.")
+        check_seconds("timeout_s", timeout_s, may_be_zero=True)
+        return JointCall(single_rank_channel(), "call", name, timeout_s=timeout_s)
+    rank, ranks = dist.get_rank(), _members(process_group)
+    store: Store = distributed_c10d._get_default_store()  # torch has no public name for it
+    is_all = len(ranks) == dist.get_world_size()
+    group = "reprise" if is_all else f"reprise/{xxhash.xxh3_64_hexdigest(repr(ranks).encode())}"
+    count = int(store.add(f"{group}/calls/{rank}", 1))  # before any check, as calls are matched by their number
+    first = coordinator_rank if coordinator_rank in ranks else ranks[0]
+    channel = StoreChannel(
+        store,
+        rank,
+        world_size=len(ranks),
+        timeout_s=COMMIT_TIMEOUT_S,
+        ranks=(first, *(other for other in ranks if other != first)),
+        prefix=f"{group}/{count}",
+        spare=_spare_connections(store),
+    )
+    coordinator = "" if coordinator_rank == 0 else f" with coordinator_rank={coordinator_rank}"
+    call = JointCall(channel, "call", f"{name}{coordinator}", timeout_s=timeout_s)
+    with call.preparing():
+        check_seconds("timeout_s", timeout_s, may_be_zero=True)
+        _require_coordinator(coordinator_rank, ranks)
+    return call
+
+
+def _spare_connections(store: Store) -> list[Store]:
+    """Return the connections to the default store that earlier calls have left; a new store has none."""
+    if _spare[0]() is not store:
+        _spare[:] = [weakref.ref(store), []]
+    connections: list[Store] = _spare[1]
+    return connections
+
+
+def _require_coordinator(coordinator_rank: int, ranks: tuple[int, ...]) -> None:
+    """Refuse a coordinator outside the group."""
+    if coordinator_rank not in ranks:
+        raise ConfigError(
+            "The coordinator is not in the process group",
+            expected=f"one of its ranks: {', '.join(map(str, ranks))}",
+            found=f"coordinator_rank={coordinator_rank}",
+            fix=f"Set coordinator_rank={ranks[0]}; the numbers are those of the whole program.",
+        )
+
+
+def _members(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Return the global ranks of a group in ascending order."""
+    if process_group is None:
+        return tuple(range(dist.get_world_size()))
+    if not isinstance(process_group, dist.ProcessGroup):  # as `new_group` returns it to ranks outside
+        raise ConfigError(
+            "This rank is not in the process group",
+            where=f"rank {dist.get_rank()}",
+            fix="Call this on the members of the group alone; the others are not needed.",
+        )
+    return tuple(sorted(dist.get_process_group_ranks(process_group)))

@@ -1,0 +1,366 @@
+"""Chooses the checkpoint to load: one iteration folder, or the newest valid one of a run. Rank 0 only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from reprise.errors import CheckpointError, LaunchError, MismatchError, TrainerError, UnreadableError
+from reprise.format.host_file import PieceNumbers
+from reprise.format.lineage import Lineage, saved_lineage
+from reprise.format.names import MANIFEST
+from reprise.loading.accessories import misleading_files
+from reprise.loading.reader import (
+    Checkpoint,
+    check_first_blocks,
+    open_checkpoint,
+    read_places,
+)
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
+from reprise.storage.patience import OLDER, Patience, unreadable
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTerms:
+    """How advice names what the caller has set; by default for a caller that gives the path as an argument.
+
+    Args:
+        path: what names the folder.
+        iteration: what names the iteration in it.
+        fresh: how to start without a checkpoint; empty where nothing else can be done.
+    """
+
+    path: str = "the path"
+    iteration: str = "the iteration"
+    fresh: str = ""
+
+    def advice(self, fix: str) -> str:
+        """Return a sentence that advises `fix`, or the start without a checkpoint."""
+        return f"{fix}, or {self.fresh}." if self.fresh else f"{fix}."
+
+    def completed(self, error: TrainerError) -> TrainerError:
+        """Return an error with the name of the iteration in its advice to load an older one, if it has that."""
+        if not isinstance(error, UnreadableError) or self.iteration == LoadTerms().iteration:
+            return error
+        return UnreadableError(str(error).replace(OLDER, f"{OLDER} with {self.iteration}"))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSource:
+    """The folder to load from: a run's checkpoint folder, optionally with an `iteration`, or one iteration folder.
+
+    Args:
+        lineage: of the run that goes on from it: what is not of its branches is no candidate; None for any.
+    """
+
+    path: Path
+    iteration: int | None = None
+    terms: LoadTerms = LoadTerms()
+    lineage: Lineage | None = None
+
+    @staticmethod
+    def named(path: Path, *, terms: LoadTerms = LoadTerms()) -> LoadSource:
+        """Return the source for a path given by a user: a run's own folder, its checkpoint folder or one iteration."""
+        inner = path / "checkpoints"
+        return LoadSource(inner if inner.is_dir() else path, terms=terms)
+
+
+def no_folder(path: Path, *, kind: str = "such folder", fix: str | None = None) -> CheckpointError:
+    """Return the error for a path that is missing or is not a folder."""
+    if path.exists():
+        return CheckpointError("A path is a file where a folder is expected", where=path, fix=fix)
+    return CheckpointError(f"There is no {kind}", where=path, fix=fix)
+
+
+def committed_in(folder: CheckpointFolder) -> list[int]:
+    """Return the committed iterations of a run in ascending order; links among them are logged.
+
+    Raises:
+        CheckpointError: if the newest name is a link or a file: falling back to an older checkpoint would lose it.
+        OSError: if the folder cannot be listed.
+    """
+    committed = folder.committed()
+    for iteration in reversed(folder.non_folders()):
+        path = folder.iteration(iteration)
+        if iteration > max(committed, default=-1):
+            raise CheckpointError(
+                "The newest iteration of a run is not a folder",
+                where=path,
+                expected="a folder",
+                found=kind_of(path),
+                fix="Replace the link by its target or remove it, or load the target.",
+            )
+        _log.warning("%s is %s, not a checkpoint of this run, and is ignored", path, kind_of(path))
+    return committed
+
+
+class GivenUpError(CheckpointError):
+    """A checkpoint of a branch that the run has given up."""
+
+
+def _require_admitted(checkpoint: Checkpoint, lineage: Lineage) -> None:
+    """Refuse a checkpoint that is not of the branches of a run.
+
+    Raises:
+        MismatchError: if it is of another run.
+        GivenUpError: if it is of a branch that the run has given up.
+    """
+    saved = saved_lineage(checkpoint.state, where=checkpoint.path)
+    if lineage.admits(saved, checkpoint.iteration):
+        return
+    fix = "Begin another run from it, with a folder of its own, or move this run's run.json away to go on from it."
+    if saved.run == lineage.run:
+        raise GivenUpError("A checkpoint is of a branch that the run has given up", where=checkpoint.path, fix=fix)
+    raise MismatchError(
+        "A checkpoint is of another run",
+        where=checkpoint.path,
+        expected=f"run {lineage.run}",
+        found=f"run {saved.run}" if saved.run else "one that names no run",
+        fix=fix,
+    )
+
+
+class LocalFolders(Protocol):
+    """The local checkpoints of the hosts of a run; `local.host_folders.HostFolders` has them."""
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Return this rank's number among the ranks of its host, and how many they are."""
+
+    def paths(self, iteration: int | None = None) -> list[tuple[int, Path]]:
+        """Return the iterations, newest first, that can be made whole, or the given one if it can. Rank 0 only."""
+
+    def describe_missing(self) -> str:
+        """Return in words what the newest one lacks; empty if there is none. Rank 0 only."""
+
+    def owns(self, path: Path) -> bool:
+        """Return whether a path is that of a local checkpoint."""
+
+    def complete(
+        self, path: Path, check: Callable[[Checkpoint], None], wanted: Callable[[Checkpoint], PieceNumbers]
+    ) -> object:
+        """Have on every host the pieces that its ranks want, after rank 0's check. Collective."""
+
+    def heal(self, path: Path) -> bool:
+        """Give up damaged pieces on every host; return whether there are any. Collective."""
+
+
+class Chooser:
+    """Offers the candidates of a source, newest first, each checked as far as possible without reading its tensors.
+
+    Args:
+        check: raises MismatchError for a valid checkpoint of another run, before any tensor file is opened.
+        patience: how long listing the folder is retried; no retries by default.
+        local: the local checkpoints, candidates beside those of the source; None for none.
+
+    Attributes:
+        digest: manifest digest of the checkpoint picked last.
+        terms: those of the source.
+    """
+
+    def __init__(
+        self,
+        source: LoadSource,
+        files: Files,
+        check: Callable[[Checkpoint], None],
+        *,
+        patience: Patience | None = None,
+        local: LocalFolders | None = None,
+    ) -> None:
+        self._local, self._local_paths = local, set[Path]()
+        self.terms = source.terms
+        self._source, self._files, self._check = source, files, check
+        self._patience = patience or Patience(0.0)
+        self._candidates: list[Path] | None = None
+        self._is_exact = False
+        self._skipped: list[tuple[str, str, bool]] = []  # the name, the reason, and whether it is damage
+        self._logged = 0
+        self.digest = ""
+
+    def pick(self, *, is_complete: bool = True) -> Path:
+        """Return the newest valid candidate.
+
+        A local one is first returned unopened, with an empty `digest`: the hosts have to complete it.
+
+        Args:
+            is_complete: whether they have completed the candidate that was returned last.
+
+        Raises:
+            MismatchError: if that one belongs to another run.
+            UnreadableError: if it, or the folder, cannot be read at the moment: an older one is no substitute.
+            CheckpointError: if there is none, naming the skipped ones and the reasons.
+        """
+        if self._candidates is None:
+            try:
+                self._candidates = self._patience.retry(self._find, where=self._source.path)
+            except OSError as error:
+                raise unreadable(error, where=self._source.path) from error
+        while self._candidates:
+            path = self._candidates[0]
+            if path in self._local_paths and not is_complete:
+                self.digest = ""
+                self._log_skipped()
+                return path
+            try:
+                checkpoint = self._open(path)
+                self._check(checkpoint)
+                if path not in self._local_paths:  # whose hosts have checked theirs, and taken damaged ones elsewhere
+                    check_first_blocks(checkpoint, read_places(checkpoint))
+            except (MismatchError, UnreadableError):
+                raise
+            except TrainerError as error:
+                self.skip(error)
+                is_complete = False
+                continue
+            self.digest = checkpoint.digest
+            self._log_skipped()
+            for problem in checkpoint.lacking.values():
+                _log.warning("%s The file holds no state of the run: the checkpoint is loaded without it.", problem)
+            for name in misleading_files(checkpoint):
+                _log.warning(
+                    "%s is not part of the checkpoint, but transformers would read it: move it away", path / name
+                )
+            return path
+        raise CheckpointError(
+            "No valid checkpoint is left",
+            where=self._source.path,
+            found="; ".join(self._reasons()) or "none",
+            fix=self._source.terms.advice(self._remedy()),
+        )
+
+    @property
+    def damaged(self) -> frozenset[int]:
+        """Return the iterations that were skipped because they are damaged."""
+        found = (iteration_of(Path(name)) for name, _, is_damaged in self._skipped if is_damaged)
+        return frozenset(iteration for iteration in found if iteration is not None)
+
+    def _remedy(self) -> str:
+        """Return what to do where every candidate was skipped."""
+        is_damaged = any(damaged for _, _, damaged in self._skipped)
+        return "Repair one" if is_damaged or not self._skipped else "Move this run's run.json away to go on from one"
+
+    def _reasons(self) -> list[str]:
+        """Return each reason once, after the names of the checkpoints that were skipped for it."""
+        names: dict[str, list[str]] = {}
+        for name, problem, _ in self._skipped:
+            reason = problem.replace(f" ({self._source.path / name})", "").replace(f"{self._source.path / name}/", "")
+            names.setdefault(reason.rstrip("."), []).append(name)
+        return [f"{', '.join(skipped)}: {reason}" for reason, skipped in names.items()]
+
+    def _log_skipped(self) -> None:
+        """Log what was skipped since the last call, once there is a candidate in its place."""
+        for name, problem, is_damaged in self._skipped[self._logged :]:
+            _log.error("%s is %sskipped: %s", name, "damaged and " if is_damaged else "", problem)
+        self._logged = len(self._skipped)
+
+    def openable(self) -> Iterator[Checkpoint]:
+        """Yield every candidate that can be opened, newest first, without a check, a log line or a choice.
+
+        Raises:
+            TrainerError: if the folder is not there, or has no checkpoint.
+            OSError: if it cannot be listed.
+        """
+        for path in self._find():
+            try:
+                yield self._open(path)
+            except TrainerError:  # `pick` names it
+                continue
+
+    def skip(self, error: TrainerError) -> None:
+        """Remove the candidate picked last from the list because of `error`.
+
+        Raises:
+            TrainerError: `error` itself if it is a mismatch, if it proves nothing about the checkpoint, or if the user
+                named this iteration: there is no substitute then.
+        """
+        is_last = self._is_exact and len(self._candidates or ()) < 2
+        if is_last or isinstance(error, (LaunchError, MismatchError, UnreadableError)):
+            raise error
+        if self._candidates:
+            path = self._candidates.pop(0)
+            problem = str(error).removesuffix(error.fix or "").rstrip()
+            self._skipped.append((path.name, problem, not isinstance(error, GivenUpError)))
+
+    def _open(self, path: Path) -> Checkpoint:
+        """Open a checkpoint that the run may go on from.
+
+        Raises:
+            CheckpointError: as `open_checkpoint` and `_require_admitted`.
+        """
+        checkpoint, lineage = open_checkpoint(path, self._files, may_lack=True), self._source.lineage
+        if lineage is not None:
+            _require_admitted(checkpoint, lineage)
+        return checkpoint
+
+    def _find(self) -> list[Path]:
+        if self._local is None:
+            return self._find_shared()
+        local = self._local.paths(self._source.iteration)
+        self._local_paths = {path for _, path in local}
+        folder, wanted = CheckpointFolder(self._source.path, self._files), self._source.iteration
+        is_shared = not self._local.owns(folder.iteration(0))
+        names = [*folder.committed(), *folder.non_folders()] if is_shared else []
+        shared = self._find_shared() if names and (wanted is None or wanted in names or not local) else []
+        found = [*local, *((iteration_of(path) or 0, path) for path in shared)]
+        if not found:
+            raise CheckpointError(
+                "No local checkpoint is whole, and no folder that all hosts share has one",
+                where=self._source.path,
+                found=self._local.describe_missing() or "no local checkpoint",
+                fix=self._source.terms.advice("Bring back the hosts that have the rest"),
+            )
+        return [path for _, path in sorted(found, key=lambda pair: -pair[0])]  # stable: of two, the local one is first
+
+    def _find_shared(self) -> list[Path]:
+        path = self._source.path
+        if not path.is_dir():
+            raise no_folder(path, kind="checkpoint folder", fix=f"Correct {self._source.terms.path}.")
+        if (path / MANIFEST).exists() or is_iteration_name(path.name):
+            if self._source.iteration is not None:
+                raise CheckpointError(
+                    "An iteration was requested from a folder that is itself one iteration",
+                    where=path,
+                    found=f"iteration {self._source.iteration}",
+                    fix=f"Leave {self._source.terms.iteration} out, or let {self._source.terms.path} name the run's "
+                    "checkpoint folder.",
+                )
+            self._is_exact = True
+            return [path]
+        folder = CheckpointFolder(path, self._files)
+        if self._source.iteration is not None:
+            return self._exactly(folder, self._source.iteration)
+        committed = committed_in(folder)
+        if not committed:
+            raise CheckpointError(
+                "A folder holds no checkpoint",
+                where=path,
+                expected="an iter_ folder",
+                fix=f"Correct {self._source.terms.path}.",
+            )
+        return [folder.iteration(iteration) for iteration in reversed(committed)]
+
+    def _exactly(self, folder: CheckpointFolder, iteration: int) -> list[Path]:
+        committed, path = folder.committed(), folder.iteration(iteration)
+        if iteration in folder.non_folders():
+            raise CheckpointError(
+                "An iteration is not a folder",
+                where=path,
+                expected="one of " + (", ".join(map(str, committed)) or "none"),
+                found=kind_of(path),
+                fix="Replace the link by its target, or load the target.",
+            )
+        if iteration not in committed:
+            raise CheckpointError(
+                "An iteration was never saved",
+                where=path,
+                expected="one of " + (", ".join(map(str, committed)) or "none"),
+                fix=f"Correct {self._source.terms.iteration}.",
+            )
+        self._is_exact = True
+        return [path]

@@ -1,0 +1,333 @@
+"""Fills live tensors from a checkpoint, box by box, verifying every block it reads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format.box import Box, Image, absolute, extent, image, in_bytes, intersect, relative, whole
+from reprise.format.layout import Place, TensorSpec
+from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
+from reprise.loading.gather import Bytes, Gatherer
+from reprise.loading.reader import Checkpoint, OpenFile, check_block, not_held, open_tensor_file
+from reprise.loading.target import Target
+from reprise.storage.worker import Worker
+from reprise.tensors.live import LiveTensor
+
+MOST_THREADS = 4  # two on two cores read as fast as memory is copied; more were slower on a cold disk
+PROGRESS_S = 1.0
+# Seconds that an aborted load waits for threads that hang in a read.
+_LEAVE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A rank's loading statistics: `tensors` of `expected`, `filled_bytes` of memory, in `seconds`.
+
+    Args:
+        read_bytes: bytes read from files: blocks are read completely, and narrow gaps along with them.
+    """
+
+    tensors: int
+    expected: int
+    read_bytes: int
+    filled_bytes: int
+    seconds: float
+
+
+def check_tensors(
+    specs: Sequence[TensorSpec],
+    places: Mapping[str, Place],
+    *,
+    where: object,
+    is_partial: bool = False,
+    further: Sequence[str] = (),
+) -> None:
+    """Compare all expected tensors with those in the checkpoint, before anything is copied.
+
+    Args:
+        is_partial: whether the checkpoint may have others.
+        further: problems that the caller has found, listed after these.
+
+    Raises:
+        MismatchError: listing every missing or unexpected tensor and every difference in shape or dtype.
+    """
+    problems = []
+    wanted = {spec.name: spec for spec in specs}
+    kinds = {spec.kind for spec in specs}
+    for name, spec in wanted.items():
+        if name not in places:
+            problems.append(f"{name} is missing")
+            continue
+        found = places[name].spec
+        if found.shape != spec.shape:
+            problems.append(f"{name} has shape {list(found.shape)}, the model has {list(spec.shape)}")
+        if found.dtype != spec.dtype:
+            problems.append(f"{name} has dtype {found.dtype}, the model has {spec.dtype}")
+    if not is_partial:
+        names = (name for name, place in places.items() if place.spec.kind in kinds and name not in wanted)
+        problems += [f"{name} is unexpected" for name in names]
+    problems += further
+    if problems:
+        shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
+        raise MismatchError("The checkpoint's tensors are not the model's", where=where, found=shown)
+
+
+def fill(
+    checkpoint: Checkpoint,
+    places: Mapping[str, Place],
+    live: Sequence[LiveTensor],
+    *,
+    verify: bool = True,
+    threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadReport:
+    """Read every box of `live` from the checkpoint into its live memory, verifying each block it touches.
+
+    Args:
+        threads: number of reading threads; by default one per available core, at most `MOST_THREADS`.
+        progress: called by the calling thread about once a second with the bytes filled so far and the total.
+
+    Raises:
+        CheckpointError: for the first damaged block in file order, naming file, tensor and bytes. Memory filled before
+            stays filled.
+        MismatchError: before anything is filled, for a shard of a tensor that was written with other dimensions.
+    """
+    start = time.perf_counter()
+    tensors = [tensor for tensor in live if tensor.box.numel]
+    tensors.sort(key=lambda tensor: (places[tensor.spec.name].file, places[tensor.spec.name].offset))
+    targets = [Target(tensor, _written_box(checkpoint, places, tensor)) for tensor in tensors]
+    devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
+    _synchronize(devices)
+    queue = _Queue(_blocks(checkpoint, places, targets))
+    count = min(MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
+    workers = [_Worker(checkpoint, queue, verify=verify, is_pinned=bool(devices)) for _ in range(count)]
+    _run(workers, queue, progress=progress, total_bytes=sum(target.box.numel for target in targets))
+    for target in targets:
+        _check_covered(checkpoint, target, sum(worker.filled[target] for worker in workers))
+        target.finish()
+    _synchronize(devices)
+    return LoadReport(
+        tensors=len(live),
+        expected=len(live),
+        read_bytes=sum(worker.read_bytes for worker in workers),
+        filled_bytes=sum(worker.filled_bytes for worker in workers),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def touched_pieces(
+    checkpoint: Checkpoint, places: Mapping[str, Place], live: Sequence[LiveTensor]
+) -> dict[str, tuple[int, ...]]:
+    """Return by tensor the numbers of the pieces that `fill` reads for these tensors.
+
+    Raises:
+        MismatchError: as `fill`, or for a tensor that the checkpoint does not have.
+    """
+    check_tensors([tensor.spec for tensor in live], places, where=checkpoint.path, is_partial=True)
+    found: dict[str, set[int]] = {}
+    for tensor in live:
+        if tensor.box.numel:
+            name = tensor.spec.name
+            box, size = _written_box(checkpoint, places, tensor), places[name].spec.dtype.itemsize
+            pieces = enumerate(checkpoint.manifest.tensors[name].pieces(size))
+            found.setdefault(name, set()).update(n for n, piece in pieces if intersect(piece.box, box).numel)
+    return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
+
+
+def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: LiveTensor) -> Box:
+    """Return a tensor's box in the dimensions it was written in, which may differ for an unsharded tensor."""
+    written, lives = places[tensor.spec.name].spec.view, tensor.spec.view
+    if lives == written:
+        return tensor.box
+    if tensor.box == whole(lives):
+        return whole(written)
+    raise MismatchError(
+        "A sharded tensor has other dimensions than it was written with",
+        where=f"{checkpoint.path}, {tensor.spec.name}",
+        expected=f"a view as {list(written)}",
+        found=f"{list(lives)}",
+        fix="Load this tensor unsharded.",
+    )
+
+
+def _synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait for pending work on devices: the filling threads do not copy on the caller's stream."""
+    for device in devices:
+        torch.accelerator.synchronize(device)
+
+
+def _check_covered(checkpoint: Checkpoint, target: Target, filled_bytes: int) -> None:
+    if filled_bytes != target.box.numel:
+        raise CheckpointError(
+            "A checkpoint does not cover a tensor",
+            where=f"{checkpoint.path}, {target.tensor.spec.name}",
+            expected=f"{target.box.numel} B",
+            found=f"{filled_bytes} B",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A written piece of which a part, `common`, goes to a target. Boxes are in bytes.
+
+    Args:
+        image: positions of its bytes in the tensor.
+        first: start of the bytes of `common` in the packed piece; `last` is their end.
+        memory: destination for a direct copy; None if the bytes are scattered in the piece or in live memory.
+    """
+
+    place: Place
+    written: WrittenPiece
+    image: Image
+    box: Box
+    common: Box
+    target: Target
+    first: int
+    last: int
+    memory: Bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Bytes `[lo, hi)` of a packed piece, which have their own digest."""
+
+    piece: _Piece
+    lo: int
+    hi: int
+
+
+def _blocks(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequence[Target]) -> Iterator[_Block]:
+    """Yield every block that contains a part of a target."""
+    for target in targets:
+        place = places[target.tensor.spec.name]
+        size, held = place.spec.dtype.itemsize, checkpoint.held(place.spec.name)
+        for number, written in enumerate(checkpoint.manifest.tensors[place.spec.name].pieces(size)):
+            box = in_bytes(written.box, size)
+            common = intersect(box, target.box)
+            if common.numel and number not in held:
+                raise not_held(checkpoint, place, number)
+            if common.numel:
+                yield from _blocks_of(_piece(place, written, box, common=common, target=target))
+
+
+def _piece(place: Place, written: WrittenPiece, box: Box, *, common: Box, target: Target) -> _Piece:
+    source = place.spec.image(written.box)
+    if common == box:
+        return _Piece(place, written, source, box, common, target, 0, source.total_bytes, target.memory(common))
+    wanted = image(relative(common, box), box.shape, 1)
+    memory = target.memory(common) if wanted.is_contiguous else None
+    return _Piece(place, written, source, box, common, target, wanted.start, wanted.start + wanted.extent, memory)
+
+
+def _blocks_of(piece: _Piece) -> Iterator[_Block]:
+    start, end = piece.written.lo, piece.written.hi
+    skipped = max(0, piece.first - start) // BLOCK_BYTES * BLOCK_BYTES
+    for lo in range(start + skipped, min(end, piece.last), BLOCK_BYTES):
+        yield _Block(piece, lo, min(lo + BLOCK_BYTES, end))
+
+
+class _Queue:
+    """Hands out blocks in file order to several threads, until it is empty or closed."""
+
+    def __init__(self, blocks: Iterator[_Block]) -> None:
+        self._blocks, self._number = blocks, 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def take(self) -> tuple[int, _Block | None]:
+        """Return a block and its number, which ascends; None if no block is left."""
+        with self._lock:
+            self._number += 1
+            return self._number, None if self._is_closed else next(self._blocks, None)
+
+    def close(self) -> None:
+        self._is_closed = True
+
+
+class _Worker:
+    """Fills blocks on a thread of its own."""
+
+    def __init__(self, checkpoint: Checkpoint, queue: _Queue, *, verify: bool, is_pinned: bool) -> None:
+        self._checkpoint, self._queue, self._verify = checkpoint, queue, verify
+        self._gatherer = Gatherer()
+        self._buffer: Bytes = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned).numpy()
+        self.number = 0
+        self.read_bytes = self.filled_bytes = 0
+        self.filled: Counter[Target] = Counter()
+
+    def run(self) -> None:
+        """Fill blocks one after the other. A worker that fails stops the others at their next block.
+
+        Invariant: blocks are taken in order and finished, so the failure with the lowest `number` is the first in the
+        files, regardless of thread timing.
+        """
+        try:
+            for name, blocks in itertools.groupby(self._take(), key=lambda block: block.piece.place.file):
+                with open_tensor_file(self._checkpoint.files, self._checkpoint.path / name) as file:
+                    for block in blocks:
+                        self._fill(block, file)
+                    self.read_bytes += file.read_bytes
+        finally:
+            self._queue.close()
+
+    def _take(self) -> Iterator[_Block]:
+        while True:
+            self.number, block = self._queue.take()
+            if block is None:
+                return
+            yield block
+
+    def _fill(self, block: _Block, file: OpenFile) -> None:
+        piece, lo, hi = block.piece, block.lo, block.hi
+        data, is_there = self._buffer[: hi - lo], False
+        if piece.memory is not None and piece.first <= lo and hi <= piece.last:
+            data, is_there = piece.memory[lo - piece.first : hi - piece.first], True
+        self._gatherer.gather(file.read, piece.image, lo, data, offset=piece.place.offset)
+        if self._verify:
+            number = (lo - piece.written.lo) // BLOCK_BYTES
+            digest = piece.written.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+            check_block(self._checkpoint, piece.place, data.data, digest=digest.hex(), at=(lo, hi))
+        filled = data.size if is_there else _move(piece, lo, data)
+        self.filled[piece.target] += filled
+        self.filled_bytes += filled
+
+
+def _move(piece: _Piece, lo: int, data: Bytes) -> int:
+    """Copy the target's part of `data`, the packed piece's bytes from `lo` on; return the number of bytes."""
+    at = filled = 0
+    for found in extent(piece.box.shape, lo, lo + data.size):
+        box = absolute(found, piece.box)
+        common = intersect(box, piece.common)
+        if common.numel:
+            array = data[at : at + box.numel].reshape(box.shape)
+            piece.target.put(common, array[relative(common, box).slices])
+        at += box.numel
+        filled += common.numel
+    return filled
+
+
+def _run(
+    workers: Sequence[_Worker], queue: _Queue, *, progress: Callable[[int, int], None] | None, total_bytes: int
+) -> None:
+    """Run workers on threads until all are done, and raise the first error in file order."""
+    pool = Worker("checkpoint-reader", threads=len(workers))
+    jobs = [pool.submit(worker.run) for worker in workers]
+    try:
+        for job in jobs:
+            while not job.ends(PROGRESS_S):
+                if progress is not None:
+                    progress(sum(worker.filled_bytes for worker in workers), total_bytes)
+    finally:
+        queue.close()
+        pool.close(_LEAVE_S)
+    for _, job in sorted(zip((worker.number for worker in workers), jobs, strict=True), key=lambda found: found[0]):
+        job.wait()

@@ -1,0 +1,34 @@
+"""The newest checkpoint of a folder, by the names in it alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from reprise.format.names import MANIFEST
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder
+
+
+def latest(folder: str | Path) -> Path | None:
+    """Return the path of the newest committed checkpoint in a folder; None without one, or without the folder.
+
+    This rank's view of the file system, without messages: call it on one rank where ranks must agree. Only names are
+    read. `load` given the folder checks the content too, and falls back to an older checkpoint from a damaged one.
+    """
+    checkpoints = CheckpointFolder(Path(folder), Files())
+    committed = checkpoints.committed()
+    return checkpoints.iteration(committed[-1]) if committed else None
+
+
+def has_no_checkpoint(path: Path) -> bool:
+    """Return whether a load from `path` has nothing to choose from: no folder, or a folder without any iteration.
+
+    Raises:
+        OSError: if the folder cannot be listed.
+    """
+    if not os.path.lexists(path):
+        return True
+    checkpoints = CheckpointFolder(path, Files())
+    is_checkpoint = (path / MANIFEST).exists()
+    return path.is_dir() and not is_checkpoint and not checkpoints.committed() and not checkpoints.non_folders()

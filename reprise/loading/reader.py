@@ -1,0 +1,381 @@
+"""Opens a committed checkpoint: checks that it is complete, and locates every tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from reprise.errors import CheckpointError, MismatchError, UnreadableError
+from reprise.format import host_file, json_file, manifest
+from reprise.format import safetensors_file as header
+from reprise.format.host_file import HostFile
+from reprise.format.json_file import Json
+from reprise.format.layout import Place, TensorSpec, kind_of_file
+from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Manifest
+from reprise.format.names import ACCESSORIES, FORMAT, HOST, INDEX, MANIFEST, STATE
+from reprise.loading.gather import Gatherer
+from reprise.storage.files import Files
+from reprise.storage.folder import named_iteration
+from reprise.storage.patience import failed_read, is_damage, unreadable
+
+_MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint with verified JSON files; its tensors have not been read.
+
+    Args:
+        digest: digest of the manifest: two folders with the same one hold the same checkpoint.
+        host: the pieces that this folder holds, if it is that of one host; None if it holds all.
+        lacking: the problem of each file that holds no state and is missing or damaged, by name.
+    """
+
+    path: Path
+    files: Files
+    manifest: Manifest
+    state: Json
+    digest: str = ""
+    host: HostFile | None = None
+    lacking: Mapping[str, CheckpointError] = field(default_factory=dict, compare=False)
+    _places: dict[str, Place] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # filled by the first `read_places`
+
+    @property
+    def iteration(self) -> int:
+        return int(self.state["iteration"])
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(name.startswith("optimizer/") for name in self.manifest.files)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether every piece lies in this folder."""
+        return self.host is None or self.host.is_whole
+
+    def held(self, tensor: str) -> Collection[int]:
+        """Return the numbers of the pieces of a tensor that lie in this folder, in the order of the manifest."""
+        if self.host is None:
+            return range(manifest.MOST_ELEMENTS)
+        return self.host.held.get(tensor, ())
+
+
+def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Checkpoint:
+    """Check the manifest, all file sizes and every JSON file, and return the checkpoint. Reads no tensor.
+
+    Args:
+        may_lack: open it also where files that hold no state are missing or damaged.
+
+    Raises:
+        MismatchError: if it has another format version.
+        UnreadableError: if a file cannot be read at the moment.
+        CheckpointError: naming the first missing or damaged file, or if the folder has another iteration's name.
+    """
+    try:
+        content = _read(path / MANIFEST, files)
+        found = manifest.from_bytes(content, where=path / MANIFEST)
+    except OSError as error:
+        raise failed_read(
+            "A folder is not a checkpoint", error, where=path, expected=MANIFEST, fix="Name another one."
+        ) from error
+    document: bytes | None = None
+    lacking: dict[str, CheckpointError] = {}
+    for name, entry in found.files.items():
+        try:
+            data = _checked_file(path, name, entry, files)
+        except CheckpointError as error:
+            if not may_lack or name not in ACCESSORIES or isinstance(error, UnreadableError):
+                raise
+            lacking[name] = error
+            continue
+        document = data if name == STATE else document
+        if name == INDEX:
+            _check_index(json_file.parse(data, where=path / name), found, where=path / name)
+    if not document:
+        raise CheckpointError("A checkpoint has no state file", where=path / STATE)
+    state = json_file.parse(document, where=path / STATE)
+    if state.get("format") != FORMAT:
+        raise MismatchError(
+            "A checkpoint has another format version",
+            where=path / STATE,
+            expected=FORMAT,
+            found=state.get("format"),
+            fix="Load it with the version of this program that wrote it, or a newer one.",
+        )
+    iteration = state.get("iteration")
+    if type(iteration) is not int or not 0 <= iteration <= manifest.MOST_ELEMENTS:
+        raise CheckpointError(
+            "A state file has no iteration", where=path / STATE, expected="a natural number", found=repr(iteration)
+        )
+    _check_name(path, iteration)
+    digest = manifest.digest_of(content)
+    return Checkpoint(path, files, found, state, digest, _host_file(path, files, found, digest), lacking)
+
+
+def _host_file(path: Path, files: Files, found: Manifest, digest: str) -> HostFile | None:
+    """Return the `host.json` of a folder; None if there is none, so that all pieces are there."""
+    where = path / HOST
+    try:
+        files.size(where)
+    except OSError as error:
+        if is_damage(error):
+            return None
+        raise unreadable(error, where=where) from error
+    try:
+        host = host_file.from_bytes(_read(where, files), where=where)
+    except OSError as error:
+        raise failed_read("A host file cannot be read", error, where=where) from error
+    if host.manifest != digest or host.attempt != found.attempt or host.writers.keys() != found.tensors.keys():
+        raise CheckpointError(
+            "A host file belongs to another checkpoint", where=where, expected=f"manifest {digest}", found=host.manifest
+        )
+    return host
+
+
+def _check_name(path: Path, iteration: int) -> None:
+    """Refuse a copy under the name of another iteration: a run would continue counting from there."""
+    named = named_iteration(path.name)
+    if named is not None and named != iteration:
+        raise CheckpointError(
+            "A checkpoint has the name of another iteration",
+            where=path,
+            expected=f"iteration {named} in {STATE}",
+            found=f"iteration {iteration}",
+            fix="Give the folder the name of its iteration, or one that does not begin with iter_.",
+        )
+
+
+def _check_index(index: Json, found: Manifest, *, where: Path) -> None:
+    """Refuse an index that refers other loaders to a tensor or a file that the checkpoint does not have."""
+    weight_map = index.get("weight_map")
+    for name, file in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", None)]:
+        entry = found.files.get(file) if isinstance(file, str) else None
+        if name not in found.tensors or entry is None or not entry.is_tensor_file:
+            raise CheckpointError(
+                "The index names a tensor or a file that the checkpoint does not have",
+                where=f"{where}, {name}",
+                expected="one of the manifest's",
+                found=repr(file),
+            )
+
+
+def _read(path: Path, files: Files) -> bytes:
+    """Return the content of a file that holds no tensors.
+
+    Raises:
+        OSError: if it is missing, or not a regular file.
+        CheckpointError: if it exceeds the maximum size, without reading it.
+    """
+    size = files.size(path)
+    if size > json_file.MAX_BYTES:
+        raise CheckpointError(
+            "A JSON file is too large", where=path, expected=f"<= {json_file.MAX_BYTES} B", found=size
+        )
+    data = bytearray(size)
+    descriptor = files.open_for_reading(path)
+    try:
+        return bytes(data[: files.read(descriptor, memoryview(data), offset=0)])
+    finally:
+        files.close(descriptor)
+
+
+def _refuse_links(root: Path, name: str, files: Files) -> None:
+    """Refuse a file below a linked folder, which may be anywhere. `Files.size` refuses a linked file itself.
+
+    Raises:
+        OSError: if there is no such folder.
+        CheckpointError: if a folder between `root` and the file is a link.
+    """
+    folder = root
+    for part in name.split("/")[:-1]:
+        folder /= part
+        if not files.is_folder(folder):
+            raise CheckpointError("The parent of a checkpoint file is not a folder", where=folder, expected="a folder")
+
+
+def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files) -> bytes:
+    """Check a file's size and, unless it is a tensor file, its digest; return its content in that case."""
+    path = host_file.path_of(root, name)
+    try:
+        _refuse_links(root, name, files)
+        size = files.size(path)
+        data = b"" if entry.is_tensor_file or size != entry.total_bytes else _read(path, files)
+    except OSError as error:
+        raise failed_read("A file of a checkpoint is missing", error, where=path) from error
+    if size != entry.total_bytes:
+        raise CheckpointError(
+            "A file has the wrong size", where=path, expected=f"{entry.total_bytes} B", found=f"{size} B"
+        )
+    if not entry.is_tensor_file and manifest.digest_of(data) != entry.digest:
+        raise CheckpointError(
+            "A file is damaged", where=path, expected=f"digest {entry.digest}", found=manifest.digest_of(data)
+        )
+    return data
+
+
+def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
+    """Check every safetensors header against the manifest, once, and return every tensor's place by name.
+
+    Raises:
+        CheckpointError: if a header is damaged or malformed, or contradicts the manifest.
+    """
+    if not checkpoint._places:
+        checkpoint._places.update(_checked_places(checkpoint))
+    return dict(checkpoint._places)
+
+
+def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
+    places: dict[str, Place] = {}
+    for name, entry in checkpoint.manifest.files.items():
+        if entry.is_tensor_file:
+            for place in _read_header(checkpoint, name, entry.digest):
+                if place.spec.name in places:
+                    raise CheckpointError(
+                        "A tensor lies in two files", where=checkpoint.path / name, found=place.spec.name
+                    )
+                places[place.spec.name] = place
+    if places.keys() != checkpoint.manifest.tensors.keys():
+        odd = min(places.keys() ^ checkpoint.manifest.tensors.keys())
+        raise CheckpointError("The headers and the manifest name different tensors", where=checkpoint.path, found=odd)
+    return places
+
+
+def _read_header(checkpoint: Checkpoint, name: str, digest: str) -> list[Place]:
+    path = checkpoint.path / name
+    kind = kind_of_file(name)
+    total_bytes = checkpoint.manifest.files[name].total_bytes
+    with open_tensor_file(checkpoint.files, path) as file:
+        data = read_header(file, total_bytes, where=path)
+    if manifest.digest_of(data) != digest:
+        raise CheckpointError("A safetensors header is damaged", where=path, expected=f"digest {digest}")
+    table, length = json_file.parse(data[8:], where=path), len(data) - 8
+    specs = header.parse(table, kind, data_bytes=total_bytes - 8 - length, where=path)
+    return [Place(_as_written(checkpoint, spec, where=path), name, 8 + length + offset) for spec, offset in specs]
+
+
+def not_held(checkpoint: Checkpoint, place: Place, number: int) -> CheckpointError:
+    """Return the error for a piece that lies on another host."""
+    host = checkpoint.host
+    writer = "another host" if host is None else f"host {host.hosts[host.writers[place.spec.name][number]]}"
+    return CheckpointError(
+        "A piece of a tensor lies on another host",
+        where=f"{checkpoint.path / place.file}, tensor {place.spec.name}, piece {number}",
+        expected=f"a copy of what {writer} wrote",
+        found="a hole",
+        fix="Resume from the local checkpoints of all hosts, or join their folders: "
+        "`reprise checkpoint gather FOLDER... OUT`.",
+    )
+
+
+def read_header(file: OpenFile, total_bytes: int, *, where: Path) -> bytes:
+    """Return the header of a safetensors file of `total_bytes`, without its 8-byte length.
+
+    Raises:
+        CheckpointError: for a length beyond the file, or beyond the limit of the safetensors library.
+    """
+    prefix = bytearray(8)
+    file.read(memoryview(prefix), 0)
+    length = int.from_bytes(prefix, "little")
+    if length > min(_MAX_HEADER_BYTES, total_bytes - 8):
+        raise CheckpointError("A safetensors header is damaged", where=where, found=f"a length of {length} B")
+    data = bytearray(8 + length)
+    file.read(memoryview(data), 0)
+    return bytes(data)
+
+
+def _as_written(checkpoint: Checkpoint, spec: TensorSpec, *, where: Path) -> TensorSpec:
+    """Return a header's `spec` with the view in which the tensor was written, according to the manifest."""
+    entry = checkpoint.manifest.tensors.get(spec.name)
+    if entry is None or math.prod(entry.view) != math.prod(spec.shape) or not entry.fits(spec.dtype.itemsize):
+        raise CheckpointError(
+            "A header and the manifest disagree",
+            where=f"{where}, tensor {spec.name}",
+            expected=f"an entry for shape {list(spec.shape)} of {spec.dtype}",
+            found="no entry" if entry is None else f"view {list(entry.view)}, {len(entry.digests)} B of digests",
+        )
+    return replace(spec, view=entry.view)
+
+
+def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> None:
+    """Check the first block of every tensor file: a file of another iteration has the same size and header.
+
+    Raises:
+        CheckpointError: naming the file, the tensor and the byte range.
+    """
+    first, gatherer = dict[str, Place](), Gatherer()
+    for place in places.values():
+        if place.spec.total_bytes and (place.file not in first or place.offset < first[place.file].offset):
+            first[place.file] = place
+    for place in first.values():
+        spec = place.spec
+        piece = next(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize))
+        if 0 not in checkpoint.held(spec.name):
+            continue
+        hi = min(piece.hi, piece.lo + BLOCK_BYTES)
+        block = np.empty(hi - piece.lo, dtype=np.uint8)
+        packed = spec.image(piece.box)
+        with open_tensor_file(checkpoint.files, checkpoint.path / place.file) as file:
+            gatherer.gather(file.read, packed, piece.lo, block, offset=place.offset)
+        check_block(checkpoint, place, block.data, digest=piece.digests[:DIGEST_BYTES].hex(), at=(piece.lo, hi))
+
+
+def check_block(checkpoint: Checkpoint, place: Place, block: memoryview, *, digest: str, at: tuple[int, int]) -> None:
+    """Compare a block with its digest; `at` is its byte range within the piece, for the message.
+
+    Raises:
+        CheckpointError: naming the file, the tensor and the byte range.
+    """
+    found = manifest.digest_of(block)
+    if found != digest:
+        raise CheckpointError(
+            "A tensor is damaged",
+            where=f"{checkpoint.path / place.file}, tensor {place.spec.name}, bytes [{at[0]}, {at[1]}) of a piece",
+            expected=f"digest {digest}",
+            found=found,
+            fix="Load another iteration; this one cannot be trusted.",
+        )
+
+
+class OpenFile:
+    """A checkpoint file open for reading, which counts the bytes read; use one per thread."""
+
+    def __init__(self, files: Files, path: Path, descriptor: int) -> None:
+        self._files, self._path, self._descriptor = files, path, descriptor
+        self.read_bytes = 0
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset`.
+
+        Raises:
+            CheckpointError: if the file ends before that.
+        """
+        count = self._files.read(self._descriptor, buffer, offset=offset)
+        self.read_bytes += count
+        if count != buffer.nbytes:
+            expected, found = f"{buffer.nbytes} B at {offset}", f"{count} B"
+            raise CheckpointError("A file ended early", where=self._path, expected=expected, found=found)
+
+
+@contextlib.contextmanager
+def open_tensor_file(files: Files, path: Path) -> Iterator[OpenFile]:
+    """Open a tensor file for reading.
+
+    Raises:
+        CheckpointError: if it is missing, or not a regular file.
+        UnreadableError: if it cannot be opened or read at the moment.
+    """
+    try:
+        descriptor = files.open_for_reading(path)
+        try:
+            yield OpenFile(files, path, descriptor)
+        finally:
+            files.close(descriptor)
+    except OSError as error:
+        raise failed_read("A file cannot be read", error, where=path) from error

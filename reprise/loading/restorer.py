@@ -1,0 +1,220 @@
+"""Restores the state of a run: rank 0 picks a checkpoint, all ranks open the same one and fill their live tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from reprise.commit.channel import StoreChannel
+from reprise.errors import LaunchError, MismatchError, TrainerError, UnreadableError
+from reprise.format.host_file import PieceNumbers
+from reprise.format.layout import TensorKind
+from reprise.format.names import MANIFEST
+from reprise.loading import replicas
+from reprise.loading.choose import Chooser, LoadSource, LocalFolders
+from reprise.loading.loader import LoadReport, fill, touched_pieces
+from reprise.loading.reader import Checkpoint, read_places
+from reprise.loading.same_checkpoint import open_same
+from reprise.loading.verify import verify_share
+from reprise.storage.files import Files
+from reprise.storage.patience import Patience, PatientFiles, await_sight
+from reprise.storage.progress_line import ProgressLine
+from reprise.tensors.live import LiveTensor
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The checkpoint that a run was restored from.
+
+    Args:
+        loaded_from: in words, where the bytes of a local checkpoint came from; empty for another one.
+        is_verified: whether the digests of all its blocks were checked.
+        damaged: on rank 0, the iterations that were skipped because they are damaged.
+    """
+
+    checkpoint: Checkpoint
+    report: LoadReport
+    is_verified: bool
+    loaded_from: str = ""
+    damaged: frozenset[int] = frozenset()
+
+
+class Restorer:
+    """The loads of one run, on one rank. All ranks make the same calls in the same order, on the main thread.
+
+    Args:
+        nonce: a name of this run of the program, equal on all ranks; messages are named after it.
+        patience: how long a read that fails is tried again.
+        local: the local checkpoints of the hosts; None for none.
+    """
+
+    def __init__(
+        self,
+        channel: StoreChannel,
+        *,
+        nonce: str,
+        files: Files | None = None,
+        patience: Patience | None = None,
+        local: LocalFolders | None = None,
+    ) -> None:
+        self._local = local
+        self._channel, self._nonce = channel, nonce
+        self._patience = patience or Patience()
+        self._files = PatientFiles(files or Files(), self._patience)
+        self._messages = 0
+
+    def restore(
+        self,
+        source: LoadSource,
+        *,
+        check: Callable[[Checkpoint], None],
+        live: Callable[[Checkpoint], Sequence[LiveTensor]],
+        verify: bool = True,
+        verify_all: bool = False,
+        with_local: bool = False,
+    ) -> Restored:
+        """Fill live tensors from the newest valid checkpoint of `source`; all ranks load the same one.
+
+        No save may be under way that reads these tensors.
+
+        Args:
+            check: refuses a checkpoint of another run before any tensor is read; rank 0 only.
+            live: the tensors to fill, given the checkpoint; all ranks.
+            verify: check the digests of all blocks that are read.
+            verify_all: before that, check those of all blocks of the checkpoint, shared out between the ranks.
+            with_local: whether local checkpoints are candidates as well.
+
+        Raises:
+            UnreadableError: on every rank, if a rank cannot read the checkpoint now, or does not see it.
+            CheckpointError: on every rank, if none can be loaded; damaged ones are logged and skipped, unless named
+                exactly.
+            MismatchError: on every rank, if one of them finds another checkpoint under the path than rank 0.
+        """
+        local = self._local if with_local else None
+        chooser = Chooser(source, self._files, check, patience=self._patience, local=local)
+        damage: TrainerError | None = None
+        problem: TrainerError | None
+        while True:
+            path, digest, loaded_from = self._pick(chooser, damage, check, live)
+            problem, reader = None, self._channel.coordinator
+            try:
+                if not self._channel.coordinates:
+                    await_sight(path / MANIFEST, self._patience, rank=self._channel.rank, reader=reader)
+                checkpoint = open_same(path, digest, self._files, reader=reader)
+                if verify_all:
+                    self._verify(checkpoint)
+                tensors = live(checkpoint)
+                report = self._fill(checkpoint, tensors, verify=verify)
+            except TrainerError as error:
+                problem = error
+            try:
+                self._agree(problem)
+                break
+            except LaunchError:  # a lost rank says nothing of the checkpoint
+                raise
+            except TrainerError as error:
+                damage = None if loaded_from and self._heal(path, error) else error
+        self.check_replicas(tensors)
+        is_all_read = not checkpoint.has_optimizer or any(
+            tensor.spec.kind is TensorKind.OPTIMIZER for tensor in tensors
+        )
+        is_verified = verify_all or (verify and is_all_read)
+        return Restored(checkpoint, report, is_verified, loaded_from, chooser.damaged)
+
+    def check_replicas(self, live: Sequence[LiveTensor]) -> None:
+        """Compare the bits of live tensors that several ranks hold. A call of all ranks.
+
+        Raises:
+            CheckpointError: on every rank, a ReplicaError on rank 0, naming the first tensor that differs.
+        """
+        replicas.check_replicas(live, self._channel, self._key("replicas"))
+
+    def _pick(
+        self,
+        chooser: Chooser,
+        damage: TrainerError | None,
+        check: Callable[[Checkpoint], None],
+        live: Callable[[Checkpoint], Sequence[LiveTensor]],
+    ) -> tuple[Path, str, str]:
+        """Return on every rank the next candidate, its digest and, if it is local, where its bytes came from.
+
+        Args:
+            damage: the first problem that any rank found with the last candidate.
+        """
+        loaded_from = ""
+        while True:
+            problem: TrainerError | None = None
+            picked = ""
+            if self._channel.coordinates:
+                try:
+                    if damage is not None:
+                        chooser.skip(damage)
+                    picked = str(chooser.pick(is_complete=bool(loaded_from)))
+                except TrainerError as error:
+                    problem = chooser.terms.completed(error)
+            self._agree(problem)
+            digest = f"{chooser.digest} " if self._channel.coordinates else ""
+            message = self._channel.broadcast(self._key("pick"), f"{digest}{picked}".encode()).decode()
+            digest, _, found = message.partition(" ")
+            path = Path(found)
+            if digest:
+                is_local = self._local is not None and self._local.owns(path)
+                return path, digest, loaded_from if is_local else ""
+            damage = None
+            try:
+                loaded_from = self._complete(path, check, live)
+            except TrainerError as error:
+                loaded_from, damage = "", None if self._heal(path, error) else error
+
+    def _complete(
+        self,
+        path: Path,
+        check: Callable[[Checkpoint], None],
+        live: Callable[[Checkpoint], Sequence[LiveTensor]],
+    ) -> str:
+        """Have on every host what its ranks read of a local checkpoint, and return where it came from."""
+        assert self._local is not None
+
+        def wanted(checkpoint: Checkpoint) -> PieceNumbers:
+            return touched_pieces(checkpoint, read_places(checkpoint), live(checkpoint))
+
+        return str(self._local.complete(path, check, wanted))
+
+    def _heal(self, path: Path, error: TrainerError) -> bool:
+        """Return whether hosts gave up damaged pieces of a local checkpoint, which others may have.
+
+        Each rank has an error of its own kind; rank 0's decides, so that all make the same calls.
+        """
+        if self._local is None or not self._local.owns(path):
+            return False
+        may_heal = not isinstance(error, (LaunchError, MismatchError, UnreadableError))
+        if not self._channel.broadcast(self._key("heal"), b"+" if may_heal else b""):
+            return False
+        return self._local.heal(path)
+
+    def _verify(self, checkpoint: Checkpoint) -> None:
+        rank, world_size = self._channel.ranks.index(self._channel.rank), self._channel.world_size
+        if checkpoint.host is not None and self._local is not None:
+            rank, world_size = self._local.share
+        places = read_places(checkpoint)
+        share = sum(place.spec.total_bytes for place in places.values()) // world_size
+        line = ProgressLine(f"verifying iteration {checkpoint.iteration}", share)
+        checked = verify_share(checkpoint, places, rank=rank, world_size=world_size, progress=line.add)
+        _log.info("verified %d bytes of iteration %d on this rank", checked, checkpoint.iteration)
+
+    def _fill(self, checkpoint: Checkpoint, tensors: Sequence[LiveTensor], *, verify: bool) -> LoadReport:
+        title = f"loading iteration {checkpoint.iteration}"
+        line = ProgressLine(title, sum(tensor.local.nbytes for tensor in tensors))
+        return fill(checkpoint, read_places(checkpoint), tensors, verify=verify, progress=lambda done, _: line.at(done))
+
+    def _agree(self, problem: TrainerError | None) -> None:
+        self._channel.agree(self._key("agree"), problem)
+
+    def _key(self, kind: str) -> str:
+        """Return a key that was not used before."""
+        self._messages += 1
+        return f"load/{self._nonce}/{self._messages}/{kind}"

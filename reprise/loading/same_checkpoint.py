@@ -1,0 +1,53 @@
+"""Opens the checkpoint that rank 0 chose on every other rank, and checks that it is the same one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reprise.errors import CheckpointError, MismatchError, UnreadableError
+from reprise.format.names import MANIFEST
+from reprise.loading.reader import Checkpoint, open_checkpoint
+from reprise.storage.files import Files
+from reprise.storage.shared_folder import look_again, on_this_host
+
+
+def open_same(path: Path, digest: str, files: Files, *, reader: int = 0) -> Checkpoint:
+    """Open the checkpoint picked by rank 0, with retries: a network file system may first show an older or partial one.
+
+    Rank 0 found the checkpoint complete, so a problem here means that this host reads other files, not that the
+    checkpoint is damaged. Treating it as damage would make the run fall back to an older checkpoint.
+
+    Args:
+        digest: digest of the manifest that rank 0 read.
+        reader: that rank, where it is another one.
+
+    Raises:
+        MismatchError: if this rank still reads another manifest, or finds a file missing or damaged, after
+            SEEN_WITHIN_S, naming this host and the path.
+        UnreadableError: as `open_checkpoint`.
+    """
+    opened: list[Checkpoint] = []
+
+    def problem() -> str:
+        try:
+            checkpoint = open_checkpoint(path, files, may_lack=True)
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            return str(error)
+        if checkpoint.digest == digest:
+            opened.append(checkpoint)
+            return ""
+        return f"digest {checkpoint.digest}"
+
+    found = look_again(problem, path)
+    if found:
+        raise MismatchError(
+            f"This host reads another checkpoint than rank {reader} under the same path",
+            where=on_this_host(path / MANIFEST),
+            expected=f"digest {digest}",
+            found=found,
+            fix="No training was done. Mount the same file system at this path on every host, or remove the copy that "
+            "differs.",
+        )
+    return opened[0]

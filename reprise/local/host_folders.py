@@ -1,0 +1,397 @@
+"""The local checkpoints of a run at its start: which are whole together, and what each host fetches from elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from reprise.atomic import replace_file
+from reprise.commit.channel import StoreChannel
+from reprise.commit.file_exchange import FileExchange
+from reprise.commit.hosts import Hosts
+from reprise.errors import CheckpointError, TrainerError, UnreadableError
+from reprise.format import host_file
+from reprise.format.host_file import HostFile, PieceNumbers, union, without
+from reprise.format.layout import Place
+from reprise.format.lineage import Lineage, saved_lineage
+from reprise.format.names import HOST
+from reprise.loading.blocks import bytes_of
+from reprise.loading.reader import Checkpoint, check_first_blocks, open_checkpoint, read_places
+from reprise.loading.same_checkpoint import open_same
+from reprise.local.fetch import Fetcher, damaged_pieces
+from reprise.local.skeleton import make_skeleton, mend_skeleton, skeleton_of
+from reprise.local.survey import Candidate, Transfer, assign, candidates, describe
+from reprise.storage.folder import CheckpointFolder
+from reprise.storage.shared_folder import on_this_host
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFrom:
+    """Where the bytes of a load came from: by name of a host the bytes that others took from it."""
+
+    local_bytes: int
+    from_hosts: Mapping[str, int]
+    shared_bytes: int
+
+    @staticmethod
+    def here() -> LoadedFrom:
+        """Return that all bytes lie where they are read."""
+        return LoadedFrom(1, {}, 0)
+
+    def __str__(self) -> str:
+        total = max(1, self.local_bytes + sum(self.from_hosts.values()) + self.shared_bytes)
+        others = [f"{_percent(size, total)} from {name}" for name, size in self.from_hosts.items() if size]
+        shares = [f"{_percent(self.local_bytes, total)} local", *others, f"{_percent(self.shared_bytes, total)} shared"]
+        return ", ".join(shares)
+
+
+def _percent(size: int, total: int) -> str:
+    return "<1 %" if 0 < size < total / 100 else f"{100 * size / total:.0f} %"
+
+
+class HostFolders:
+    """The folders of the hosts, on one rank. All ranks make the same calls in the same order, on the main thread.
+
+    Args:
+        shared: the folder of the checkpoints that all hosts share; None without one.
+        nonce: a name of this run of the program, equal on all ranks.
+        timeout_s: how long a host waits for the bytes of another.
+
+    Attributes:
+        lineage: of the run, known before the first survey.
+        given_up: on leaders, the iterations of this host that are of branches that the run has given up.
+        candidates: on rank 0, the newest first.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        channel: StoreChannel,
+        hosts: Hosts,
+        *,
+        shared: CheckpointFolder | None,
+        nonce: str,
+        timeout_s: float,
+    ) -> None:
+        self.folder, self.hosts = folder, hosts
+        self._channel, self._shared, self._nonce = channel, shared, nonce
+        self._host = hosts.number_of(channel.rank)
+        self._leads = channel.rank in hosts.leaders
+        self._fetcher = Fetcher(channel, hosts, nonce=nonce, timeout_s=timeout_s)
+        self._messages = 0
+        self.lineage = Lineage()
+        self.given_up: set[int] = set()
+        self._surveyed: dict[int, HostFile] = {}  # on leaders, of this host
+        self.candidates: list[Candidate] = []
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this rank is the leader of its host."""
+        return self._leads
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Return this rank's number among the ranks of its host, and how many they are."""
+        ranks = self.hosts.ranks_with(self._channel.rank)
+        return ranks.index(self._channel.rank), len(ranks)
+
+    def survey(self) -> None:
+        """Let rank 0 know what lies on every host. Afterwards it has the `candidates`: those of the run's `lineage`."""
+        damaged: list[int] = []
+        with self._agreed(lambda error: self.folder.cannot_write(error, what="The folder of local checkpoints")):
+            if self._leads:
+                self._surveyed = self._own()
+                damaged = [iteration for iteration in list(self._surveyed) if not self._is_intact(iteration)]
+        found = {iteration: known.to_bytes().decode() for iteration, known in self._surveyed.items()}
+        data = json.dumps([found, damaged, sorted(self.given_up)]).encode()
+        tables = [json.loads(table) for table in self._channel.gather(self._key("survey"), data)]
+        if tables:
+            leaders = self.hosts.leaders
+            bad = [(number, iteration) for number, rank in enumerate(leaders) for iteration in tables[rank][1]]
+            self.candidates = candidates([_parsed(tables[rank][0], f"rank {rank}") for rank in leaders], bad)
+            for name, rank in zip(self.hosts.names, leaders, strict=True):
+                if tables[rank][2]:
+                    listed = ", ".join(map(str, tables[rank][2]))
+                    _log.warning("local iterations of branches that the run has given up, on host %s: %s", name, listed)
+
+    @property
+    def iterations(self) -> list[int]:
+        """Return the iterations of which some host has a part. Rank 0 only."""
+        return [candidate.iteration for candidate in self.candidates]
+
+    def copied(self, count: int) -> list[int]:
+        """Return the iterations of which this host has what the `count` hosts before it saved, as surveyed."""
+        names = self.hosts.names
+        sources = [(self._host - step) % len(names) for step in range(1, count + 1)]
+        return [
+            iteration
+            for iteration, known in self._surveyed.items()
+            if known.hosts == names and not any(without(known.written_by(source), known.held) for source in sources)
+        ]
+
+    def paths(self, iteration: int | None = None) -> list[tuple[int, Path]]:
+        """Return the iterations, newest first, that can be made whole, or the given one if it can. Rank 0 only."""
+        found: dict[int, Path] = {}
+        for candidate in self.candidates:
+            if iteration not in (None, candidate.iteration) or candidate.iteration in found:
+                continue
+            lacks = candidate.describe_missing()
+            if lacks and not self._is_in_shared(candidate.iteration):
+                _log.warning("local iteration %d is not whole: missing are %s", candidate.iteration, lacks)
+                continue
+            found[candidate.iteration] = self.folder.iteration(candidate.iteration)
+        return list(found.items())
+
+    def describe_missing(self) -> str:
+        """Return in words what the newest local checkpoint lacks; empty if there is none. Rank 0 only."""
+        if not self.candidates:
+            return ""
+        newest = self.candidates[0]
+        return f"iteration {newest.iteration} lacks {newest.describe_missing()}"
+
+    def owns(self, path: Path) -> bool:
+        """Return whether a path is that of a local checkpoint of this run."""
+        return path.parent == self.folder.root
+
+    def complete(
+        self, path: Path, check: Callable[[Checkpoint], None], wanted: Callable[[Checkpoint], PieceNumbers]
+    ) -> LoadedFrom:
+        """Have on every host what its ranks read of a local checkpoint: fetch the rest from hosts that have it.
+
+        Args:
+            check: refuses a checkpoint of another run before anything is fetched; rank 0 only.
+            wanted: the pieces that this rank reads.
+
+        Raises:
+            TrainerError: on every rank, if a piece is to be had nowhere, arrives damaged, or does not fit on a disk.
+        """
+        candidate = self._broadcast_candidate(path)
+        self._seed(path, candidate)
+        needs: dict[str, tuple[int, ...]] = {}
+        failed = partial(_not_completed, path)
+        with self._agreed(failed):
+            checkpoint = open_same(path, candidate.manifest, self.folder.files)
+            if self._channel.rank == 0:
+                check(checkpoint)
+            if self._leads:
+                check_first_blocks(checkpoint, read_places(checkpoint))
+            places, needs = read_places(checkpoint), dict(wanted(checkpoint))
+        tables = [json.loads(data) for data in self._channel.gather(self._key("needs"), json.dumps(needs).encode())]
+        plan, report = b"", LoadedFrom.here()
+        with self._agreed(failed):
+            if tables:
+                transfers, shared, report = self._plan(candidate, checkpoint, places, tables)
+                plan = json.dumps([[[t.source, t.target, t.pieces] for t in transfers], shared]).encode()
+        moves, from_shared = json.loads(self._channel.broadcast(self._key("plan"), plan))
+        if moves or any(from_shared):
+            transfers = [Transfer(source, target, _tuples(pieces)) for source, target, pieces in moves]
+            self._fetch(checkpoint, places, transfers, _tuples(from_shared[self._host]))
+        return report
+
+    def _fetch(
+        self,
+        checkpoint: Checkpoint,
+        places: dict[str, Place],
+        transfers: Sequence[Transfer],
+        from_shared: PieceNumbers,
+    ) -> None:
+        """Carry out the transfers, and take from the shared folder what this host lacks after them, if there is room.
+
+        Raises:
+            TrainerError: on every rank, if a host has no room, or does not get its pieces undamaged.
+        """
+        failed = partial(_not_completed, checkpoint.path)
+        with self._agreed(failed):
+            if self._leads:
+                arriving = [transfer.pieces for transfer in transfers if transfer.target == self._host]
+                self._require_room(checkpoint.path, bytes_of(checkpoint, places, union([*arriving, from_shared])))
+        with self._agreed(failed):
+            if self._leads:
+                self._fetcher.run(checkpoint, places, transfers, from_shared, self._in_shared)
+
+    def _require_room(self, path: Path, needed: int) -> None:
+        free = self.folder.files.free_bytes(path)
+        if free is not None and free < needed:
+            raise _without_room(path, f"{free} B free", expected=f"{needed} B free")
+
+    def heal(self, path: Path) -> bool:
+        """Check a local checkpoint on every host and give up damaged pieces; return whether there are any."""
+        found = b""
+        if self._leads and (path / HOST).exists():
+            try:
+                found = self._give_up_damaged(path)
+            except (TrainerError, OSError) as error:
+                _log.error("%s cannot be checked: %s", path, error)
+        is_damaged = any(self._channel.gather(self._key("damaged"), found))
+        decision = self._channel.broadcast(self._key("healed"), b"+" if is_damaged else b"")
+        self.survey()
+        return bool(decision)
+
+    def _give_up_damaged(self, path: Path) -> bytes:
+        checkpoint = open_checkpoint(path, self.folder.files)
+        assert checkpoint.host is not None
+        damaged = damaged_pieces(checkpoint, read_places(checkpoint), checkpoint.host.held)
+        if not damaged:
+            return b""
+        _log.error("%s on this host is damaged: %s", path, describe(damaged, checkpoint.host))
+        held = without(checkpoint.host.held, damaged)
+        replace_file(self.folder.files, path / HOST, replace(checkpoint.host, held=held).to_bytes())
+        return b"+"
+
+    def _own(self) -> dict[int, HostFile]:
+        """Return each `host.json` of this host by iteration; a damaged one is logged and left out."""
+        found: dict[int, HostFile] = {}
+        for iteration in self.folder.committed():
+            where = self.folder.iteration(iteration) / HOST
+            try:
+                found[iteration] = host_file.from_bytes(where.read_bytes(), where=where)
+            except FileNotFoundError:
+                _log.warning("%s is no local checkpoint: it has no %s", where.parent, HOST)
+            except TrainerError as error:
+                _log.error("%s is skipped: %s", where.parent, error)
+        return found
+
+    def _is_intact(self, iteration: int) -> bool:
+        """Return whether the JSON files and headers of an iteration are not damaged on this host; log what is.
+
+        An iteration that the run has given up moves from the survey to `given_up`.
+        """
+        path = self.folder.iteration(iteration)
+        try:
+            checkpoint = open_checkpoint(path, self.folder.files)
+            read_places(checkpoint)
+            if not self.lineage.admits(saved_lineage(checkpoint.state, where=path), iteration):
+                del self._surveyed[iteration]
+                self.given_up.add(iteration)
+        except UnreadableError:
+            raise
+        except TrainerError as error:
+            _log.error("%s", error)
+            return False
+        return True
+
+    def _broadcast_candidate(self, path: Path) -> Candidate:
+        """Let every rank know the most complete candidate of an iteration."""
+        data = b""
+        if self._channel.rank == 0:
+            known = next(c for c in self.candidates if self.folder.iteration(c.iteration) == path)
+            found = {number: host.to_bytes().decode() for number, host in known.found.items()}
+            data = json.dumps([known.iteration, known.manifest, found, sorted(known.intact)]).encode()
+        iteration, digest, texts, intact = json.loads(self._channel.broadcast(self._key("candidate"), data))
+        return Candidate(iteration, digest, _parsed(texts, path), frozenset(intact))
+
+    def _seed(self, path: Path, candidate: Candidate) -> None:
+        """Have the folder of a checkpoint on every host: the JSON files, and tensor files that are holes.
+
+        A host whose JSON files or headers are damaged gets them anew.
+
+        Raises:
+            CheckpointError: on every rank, if they are damaged on all hosts.
+        """
+        lacking = [number for number in range(len(self.hosts.names)) if number not in candidate.intact]
+        if not lacking:
+            return
+        if not candidate.intact:
+            raise CheckpointError(
+                "The JSON files or headers of a local checkpoint are damaged on all hosts", where=path
+            )
+        source, key = min(candidate.intact), self._key("seed")
+        failed = partial(_not_completed, path)
+        with self._agreed(failed):
+            if self._leads and self._host == source:
+                self._channel.put(key, FileExchange().pack(skeleton_of(open_checkpoint(path, self.folder.files))))
+        with self._agreed(failed):
+            if self._leads and self._host in lacking:
+                found = FileExchange().unpack(self._channel.read(key))
+                if self._host in candidate.found:
+                    mend_skeleton(path, found, self.folder.files)
+                else:
+                    self.given_up.discard(candidate.iteration)  # which is renamed to make room
+                    make_skeleton(self.folder, candidate, found, attempt=f"{self._nonce}-fetch")
+        if self._leads and self._host == source:
+            self._channel.delete([key])
+
+    def _plan(
+        self, candidate: Candidate, checkpoint: Checkpoint, places: Mapping[str, Place], tables: Sequence[PieceNumbers]
+    ) -> tuple[list[Transfer], list[PieceNumbers], LoadedFrom]:
+        """Return what goes from host to host, by host what comes from the shared folder, and the sum. Rank 0 only.
+
+        Raises:
+            CheckpointError: naming the pieces that are nowhere.
+        """
+        wanted = [union(tables[rank] for rank in ranks) for ranks in self.hosts.ranks]
+        held = {number: host.held for number, host in candidate.found.items()}
+        needs = [without(pieces, held.get(number, {})) for number, pieces in enumerate(wanted)]
+        transfers, left = assign(needs, candidate.found)
+        if any(left) and not self._is_in_shared(candidate.iteration):
+            known = next(iter(candidate.found.values()))
+            raise CheckpointError(
+                "A local checkpoint is not whole",
+                where=self.folder.iteration(candidate.iteration),
+                found=f"on no host: {describe(union(left), known)}",
+                fix="Bring back the host that has them, or load an older iteration.",
+            )
+        if not transfers and not any(left):  # a large checkpoint has millions of pieces to count
+            return [], list(left), LoadedFrom.here()
+        sizes: dict[str, int] = {}
+        for transfer in transfers:
+            name = self.hosts.names[transfer.source]
+            sizes[name] = sizes.get(name, 0) + bytes_of(checkpoint, places, transfer.pieces)
+        shared_bytes = sum(bytes_of(checkpoint, places, pieces) for pieces in left)
+        total = sum(bytes_of(checkpoint, places, pieces) for pieces in wanted)
+        return transfers, list(left), LoadedFrom(total - sum(sizes.values()) - shared_bytes, sizes, shared_bytes)
+
+    def _is_in_shared(self, iteration: int) -> bool:
+        return self._shared is not None and iteration in self._shared.committed()
+
+    def _in_shared(self, iteration: int) -> Checkpoint:
+        assert self._shared is not None
+        return open_checkpoint(self._shared.iteration(iteration), self._shared.files)
+
+    @contextlib.contextmanager
+    def _agreed(self, failed: Callable[[OSError], TrainerError]) -> Iterator[None]:
+        """Let every rank go on after this block only if it had no problem on any rank; see `StoreChannel.agree`.
+
+        Args:
+            failed: makes the error of a disk that fails.
+        """
+        with self._channel.agreed(self._key("agree")):
+            try:
+                yield
+            except OSError as error:
+                raise failed(error) from error
+
+    def _key(self, kind: str) -> str:
+        """Return a key that was not used before."""
+        self._messages += 1
+        return f"local/{self._nonce}/{self._messages}/{kind}"
+
+
+def _not_completed(path: Path, error: OSError) -> UnreadableError:
+    return _without_room(path, error.strerror)
+
+
+def _without_room(path: Path, found: str | None, *, expected: str | None = None) -> UnreadableError:
+    """Return the error of a host that cannot take the pieces it lacks: it says nothing of the checkpoint."""
+    return UnreadableError(
+        "A local checkpoint cannot be completed on this host",
+        where=on_this_host(path),
+        expected=expected,
+        found=found,
+        fix="Nothing is lost. Make room on this host, or name another folder.",
+    )
+
+
+def _parsed(texts: Mapping[str, str], where: Path | str) -> dict[int, HostFile]:
+    return {int(number): host_file.from_bytes(text.encode(), where=where) for number, text in texts.items()}
+
+
+def _tuples(pieces: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(numbers) for name, numbers in pieces.items()}

@@ -1,0 +1,122 @@
+"""The skeleton of a local checkpoint: its JSON files, headers and sizes, which are the same on every host."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from reprise.atomic import replace_file
+from reprise.errors import CheckpointError
+from reprise.format import host_file, json_file
+from reprise.format.manifest import digest_of
+from reprise.format.names import HOST, MANIFEST
+from reprise.loading.reader import Checkpoint, open_tensor_file, read_header
+from reprise.local.survey import Candidate
+from reprise.regular_file import read_regular
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder
+from reprise.storage.patience import failed_read
+
+_log = logging.getLogger(__name__)
+
+_SIZES = "sizes"  # of the tensor files, in JSON
+
+
+def skeleton_of(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Return the files that make a folder without any piece: JSON files, headers, and the sizes of the tensor files.
+
+    Raises:
+        CheckpointError: naming a file that is damaged, or is not that of the manifest that was opened.
+    """
+    found: dict[str, bytes] = {}
+    sizes: dict[str, int] = {}
+    for name, entry in checkpoint.manifest.files.items():
+        path = host_file.path_of(checkpoint.path, name)
+        if entry.is_tensor_file:
+            with open_tensor_file(checkpoint.files, path) as file:
+                found[name] = read_header(file, entry.total_bytes, where=path)
+            sizes[name] = entry.total_bytes
+        else:
+            found[name] = _content(path)
+        if digest_of(found[name]) != entry.digest:
+            raise CheckpointError("A file is damaged", where=path, expected=f"digest {entry.digest}")
+    found[MANIFEST] = _content(checkpoint.path / MANIFEST)
+    if digest_of(found[MANIFEST]) != checkpoint.digest:
+        raise CheckpointError("A manifest became another one", where=checkpoint.path / MANIFEST)
+    return {**found, _SIZES: json.dumps(sizes).encode()}
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_regular(path, limit_bytes=json_file.MAX_BYTES)
+    except OSError as error:
+        raise failed_read("A file cannot be read", error, where=path) from error
+
+
+def write_skeleton(
+    folder: Path, found: Mapping[str, bytes], files: Files, *, is_whole: bool, with_room: bool = False
+) -> None:
+    """Write the files of a skeleton into a folder that is not committed yet.
+
+    Args:
+        is_whole: whether the folder will hold all pieces when it is committed.
+        with_room: whether to reserve the blocks of all pieces; else the tensor files are holes after their headers.
+
+    Raises:
+        OSError: if the disk fails.
+    """
+    files.make_folder(folder)
+    sizes = json.loads(found[_SIZES])
+    for name, data in found.items():
+        if name == _SIZES:
+            continue
+        if (folder / name).parent != folder:
+            files.make_folder((folder / name).parent)
+        files.write_whole(folder / host_file.stored_name(name, is_whole=is_whole), data)
+        if name in sizes:
+            descriptor = files.open_for_writing(folder / name)
+            try:
+                (files.reserve if with_room else files.extend)(descriptor, sizes[name])
+            finally:
+                files.close(descriptor)
+
+
+def make_skeleton(folder: CheckpointFolder, candidate: Candidate, found: Mapping[str, bytes], *, attempt: str) -> None:
+    """Make the folder of a checkpoint that holds no piece, and give it its name.
+
+    Args:
+        attempt: a name that is unique in the life of the folder.
+
+    Raises:
+        OSError: if the disk fails.
+    """
+    files, partial = folder.files, folder.partial(candidate.iteration, attempt)
+    known = next(iter(candidate.found.values()))
+    host = replace(known, host=None, held={}).to_bytes()
+    write_skeleton(partial, {**found, HOST: host}, files, is_whole=False)
+    files.sync_folder(partial)
+    folder.commit(candidate.iteration, attempt)
+
+
+def mend_skeleton(path: Path, found: Mapping[str, bytes], files: Files) -> None:
+    """Write JSON files, headers and sizes anew in a folder whose `host.json` is intact.
+
+    Raises:
+        OSError: if the disk fails.
+    """
+    sizes = json.loads(found[_SIZES])
+    for member, data in found.items():
+        if member in sizes:
+            descriptor = files.open_for_writing(path / member)
+            try:
+                files.write(descriptor, [memoryview(data)], offset=0)
+                files.extend(descriptor, sizes[member])
+                files.sync(descriptor)
+            finally:
+                files.close(descriptor)
+        elif member != _SIZES:
+            replace_file(files, host_file.path_of(path, member), data)
+    _log.warning("the JSON files and headers of %s are those of another host now", path)

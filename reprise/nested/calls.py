@@ -1,0 +1,196 @@
+"""One save and one load of a tree of live tensors and values, from the check of the arguments to the agreement."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import StoreChannel
+from reprise.commit.joint_call import JointCall
+from reprise.format.names import STATE
+from reprise.loading.choose import LoadSource
+from reprise.loading.newest import has_no_checkpoint
+from reprise.loading.reader import Checkpoint
+from reprise.loading.restorer import Restorer
+from reprise.nested.agreement import KnownTables, agree_on_state
+from reprise.nested.documents import NestedValues, read_values, values_of
+from reprise.nested.filling import Filling
+from reprise.nested.held import LastTensors, hold
+from reprise.nested.loaded import LoadedState, Strictness, check_strict
+from reprise.nested.tree import Tree
+from reprise.policy import Retention, SavePolicy
+from reprise.save_arguments import check_numbers, check_patterns, check_target, check_vacant, require_path
+from reprise.storage.patience import Patience, unreadable
+from reprise.tensors.live import Contents
+
+MakeTree = Callable[[], Tree]
+
+# What the ranks of each group know of each other, by the kind of call.
+_known: dict[tuple[str, tuple[int, ...]], KnownTables] = {}
+
+
+def known_tables(kind: str, channel: StoreChannel) -> KnownTables:
+    """Return what the ranks of a group know of each other from earlier calls of one kind."""
+    return _known.setdefault((kind, channel.ranks), KnownTables())
+
+
+def contents_of(
+    call: JointCall,
+    make_tree: MakeTree,
+    *,
+    known: KnownTables,
+    last: LastTensors | None = None,
+    folder: str | Path,
+    iteration: int,
+    from_rank0: Sequence[str] = (),
+    is_replicated: bool = False,
+    overwrite: bool = True,
+    check: Callable[[], None] = lambda: None,
+    before_decision: Callable[[], None] = lambda: None,
+) -> Contents:
+    """Return the contents of a save. A call of all ranks.
+
+    Args:
+        make_tree: returns what this rank gives.
+        known: what the ranks know of each other.
+        last: the tensors of the save before, where there is one; those of this save replace them.
+        is_replicated: whether every rank has to hold a part of every tensor.
+        overwrite: whether the iteration may be there already.
+        check: called first; raises if this rank cannot save.
+        before_decision: called on the coordinator once every rank can save; no rank saves if it raises.
+
+    Raises:
+        TrainerError: on every rank, if one of them cannot save, or what they give does not fit together.
+        BaseException: what this rank has raised; the others get a TrainerError that names it.
+    """
+    last = last or LastTensors()
+    with call.preparing():
+        check()
+        check_target(folder, iteration)
+        if not overwrite:
+            check_vacant(folder, iteration)
+        check_patterns(from_rank0)
+        tree = make_tree()
+        values = values_of(tree)
+        table = last.table_of(tree, from_rank0, is_replicated=is_replicated)
+        values.to_bytes()
+    joint, values = agree_on_state(call, table, values, known, before_decision=before_decision)
+    live = last.shared(joint, call.channel.rank, from_rank0)
+    return Contents(joint.specs, live, joint.aliases, {STATE: values.document(iteration), **tree.files})
+
+
+def save_now(
+    folder: str | Path,
+    call: JointCall,
+    make_tree: MakeTree,
+    *,
+    iteration: int,
+    keep: int,
+    file_bytes: int,
+    from_rank0: Sequence[str],
+    overwrite: bool,
+    is_replicated: bool = False,
+) -> Path:
+    """Save as `folder/iter_<iteration>` while the caller waits, and return that path. A call of all ranks.
+
+    The coordinator takes the lock of the folder before it lets the other ranks know that they save.
+
+    Args:
+        keep: how many checkpoints stay, the newest ones; 0 keeps all.
+        file_bytes: the size in bytes at which a file is full.
+        from_rank0: see `contents_of` for this and the others.
+
+    Raises:
+        TrainerError: if it did not become a checkpoint.
+        BaseException: as `contents_of`.
+    """
+    with contextlib.ExitStack() as ending:
+
+        def new_checkpointer() -> Checkpointer:
+            policy = SavePolicy(Path(folder), retention=Retention(keep), file_bytes=file_bytes)
+            made = Checkpointer(policy, call.channel, nonce=call.nonce)
+            ending.callback(made.close)
+            return made
+
+        owning: list[Checkpointer] = []
+
+        def take_folder() -> None:
+            owning.append(new_checkpointer())
+            owning[0].take_folder()
+
+        contents = contents_of(
+            call,
+            make_tree,
+            known=known_tables("save", call.channel),
+            folder=folder,
+            iteration=iteration,
+            from_rank0=from_rank0,
+            is_replicated=is_replicated,
+            overwrite=overwrite,
+            check=lambda: check_numbers(max_checkpoint_keep=keep, file_bytes=file_bytes),
+            before_decision=take_folder,
+        )
+        report = (owning[0] if owning else new_checkpointer()).save(iteration, contents)
+    assert report is not None
+    if report.error is not None:
+        raise report.error
+    return report.path
+
+
+def fill(
+    call: JointCall,
+    path: str | Path,
+    make_tree: MakeTree,
+    *,
+    strict: Strictness,
+    missing_ok: bool = False,
+    check: Callable[[Checkpoint], None] = lambda _: None,
+) -> LoadedState:
+    """Fill a tree from a checkpoint, and return the names that either side lacks.
+
+    Args:
+        make_tree: returns what this rank fills.
+        missing_ok: fill nothing, and return iteration 0, where there is no checkpoint; the same on all ranks.
+        check: refuses a checkpoint before its tensors are compared with the tree's.
+
+    Raises:
+        TrainerError: on every rank; values are replaced only after all tensors are filled on every rank.
+        BaseException: what this rank has raised; the others get a TrainerError that names it.
+    """
+    channel = call.channel
+    with call.preparing():
+        require_path(path)
+        check_strict(strict)
+        tree = make_tree()
+        tree.prepare_load()
+        held = hold(tree)
+        table = held.table(tree, ())
+    joint, _ = agree_on_state(call, table, NestedValues(), known_tables("load", channel))
+    if missing_ok and _has_no_checkpoint(channel, Path(path)):
+        return LoadedState({"iteration": 0})
+    filling = Filling(tree, held.shared(joint, channel.rank), joint, strict=strict)
+
+    def check_all(checkpoint: Checkpoint) -> None:
+        read_values(checkpoint)
+        check(checkpoint)
+
+    restorer = Restorer(channel, nonce=call.nonce)
+    checkpoint = restorer.restore(LoadSource(Path(path)), check=check_all, live=filling.live).checkpoint
+    if not tree.receivers:
+        return filling.finish(checkpoint, is_first=channel.coordinates)
+    with channel.agreed("taken"):
+        return filling.finish(checkpoint, is_first=channel.coordinates)
+
+
+def _has_no_checkpoint(channel: StoreChannel, path: Path) -> bool:
+    """Return on every rank whether the coordinator sees no checkpoint under `path`."""
+    found = b""
+    with channel.agreed("missing"):
+        if channel.coordinates:
+            try:
+                found = b"no" if Patience().retry(lambda: has_no_checkpoint(path), where=path) else b"yes"
+            except OSError as error:
+                raise unreadable(error, where=path) from error
+    return channel.broadcast("is there", found) == b"no"

@@ -1,0 +1,275 @@
+"""The values of a state dict that are no tensors, and their form in `trainer_state.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from reprise.errors import CheckpointError
+from reprise.format import json_file
+from reprise.format.json_file import Json
+from reprise.format.names import FORMAT, STATE
+from reprise.loading.reader import Checkpoint
+from reprise.nested.stateful import references
+from reprise.nested.stored_names import Keys, keys_of_pointer, pointer
+from reprise.nested.tree import Tree
+from reprise.nested.typed_values import DICTS, decode, decode_number, encode
+
+STATE_DICT = "state_dict"
+_MOST_SHOWN = 200  # characters of a value in a message
+_CLASS_NAMES = {kind: name for name, kind in DICTS.items()}
+_OPTIMIZER = "/optimizer"  # its groups have the place where `save` writes those of its optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class NestedValues:
+    """The values of a state dict by JSON Pointer, and the parameter groups of each optimizer in it, as JSON.
+
+    Args:
+        groups: by the optimizer's JSON Pointer: the `names` and the `numbers` of each group, and the `place` of a
+            group in the list of the rank that gave it, where it is another one here.
+        optimizer: the class of `/optimizer`; None if only its state dict is known.
+        classes: by JSON Pointer, a key of `DICTS` for each dict that is no plain one.
+        dtypes: by stored name, the dtype of each tensor that the files hold in another one.
+    """
+
+    values: Json = field(default_factory=dict)
+    groups: Mapping[str, list[Json]] = field(default_factory=dict)
+    optimizer: str | None = None
+    classes: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Return the message to another rank."""
+        names = {"optimizer": self.optimizer, "classes": dict(self.classes), "dtypes": dict(self.dtypes)}
+        return json_file.to_bytes({"values": self.values, "groups": dict(self.groups), **names})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> NestedValues:
+        """Return the values in a message."""
+        return NestedValues(**json_file.parse(data, where="a message"))
+
+    def document(self, iteration: int) -> Json:
+        """Return the state file of a checkpoint."""
+        groups = dict(self.groups)
+        document: Json = {"format": FORMAT, "iteration": iteration, "groups": groups.pop(_OPTIMIZER, [])}
+        if self.optimizer is not None:
+            document["optimizer"] = {"name": self.optimizer}
+        further = {"classes": dict(self.classes), "dtypes": dict(self.dtypes)}
+        given = {key: members for key, members in further.items() if members}
+        return {**document, STATE_DICT: {"values": self.values, "groups": groups, **given}}
+
+    def value(self, where: str) -> Any:
+        """Return the value at a JSON Pointer; an empty dict has its class."""
+        return DICTS[self.classes[where]]() if where in self.classes else decode(self.values[where])
+
+    def below(self, where: str) -> Any:
+        """Return the value at a JSON Pointer, or the dict of those below it; None if there is neither.
+
+        Earlier versions stored the state of an object by leaf, as that of any dict.
+        """
+        if where in self.values:
+            return self.value(where)
+        below = {at: value for at, value in self.values.items() if at.startswith(f"{where}/")}
+        found: Any = replace(self, values=below).nested() if below else None
+        for key in keys_of_pointer(where) if below else ():
+            found = found[key]
+        return found
+
+    def nested(self, *, without: Collection[str] = ()) -> Json:
+        """Return the values as a nested dict, without those below some of the outermost keys."""
+        found: Json = {}
+        for where in self.values:
+            *parents, last = keys = keys_of_pointer(where)
+            if keys[0] not in without:
+                inner = found
+                for depth, key in enumerate(parents, 1):
+                    kind = DICTS[self.classes.get(pointer(keys[:depth]), "dict")]
+                    inner = inner.setdefault(key, kind())
+                inner[last] = self.value(where)
+        return found
+
+
+def by_leaf(values: NestedValues, asked: Collection[str]) -> NestedValues:
+    """Return the values by the pointers that a load asks for.
+
+    A value that holds tensors, or of which members are asked for, is divided: a template finds a tensor in a list by
+    its name, and a number beside it as a value of its own.
+    """
+    parents = {pointer(keys[:count]) for keys in map(keys_of_pointer, asked) for count in range(1, len(keys))}
+    found: Json = {}
+    for where, value in values.values.items():
+        decoded = None if where in asked else decode(value)
+        if any(references(decoded)) or (where in parents and isinstance(decoded, (dict, list, tuple))):
+            leaves = _leaves(decoded, keys_of_pointer(where), asked)
+            found |= {at: encode(leaf, keys_of_pointer(at)) for at, leaf in leaves}
+        else:
+            found[where] = value
+    return replace(values, values=found)
+
+
+def _leaves(value: object, keys: Keys, asked: Collection[str]) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value and pointer(keys) not in asked:
+        for key, member in value.items():
+            yield from _leaves(member, (*keys, str(key)), asked)
+    elif isinstance(value, (list, tuple)) and any(references(value)):
+        for number, member in enumerate(value):
+            yield from _leaves(member, (*keys, str(number)), asked)
+    elif not any(references(value)):
+        yield pointer(keys), value
+
+
+def values_of(tree: Tree) -> NestedValues:
+    """Return the values of a state dict."""
+    groups = {
+        where: [{"names": group.names, "numbers": group.numbers} for group in found.groups]
+        for where, found in tree.optimizers.items()
+    }
+    classes = {where: _CLASS_NAMES[kind] for where, kind in tree.classes.items() if kind in _CLASS_NAMES}
+    return NestedValues(tree.values, groups, tree.optimizer_class, classes, tree.dtypes)
+
+
+def join_values(by_rank: Mapping[int, NestedValues]) -> NestedValues:
+    """Return the values of all ranks, given those that differ by rank. Stages of a pipeline have groups of their own.
+
+    Raises:
+        CheckpointError: naming a value or a parameter group that is another one on another rank.
+    """
+    values: dict[str, tuple[int, Any]] = {}
+    groups: dict[str, list[Json]] = {}
+    of_parameter: dict[tuple[str, str], tuple[int, Json]] = {}
+    classes: dict[str, tuple[int, str]] = {}
+    dtypes: dict[str, tuple[int, str]] = {}
+    first_rank = min(by_rank)
+    optimizer = by_rank[first_rank].optimizer
+    for rank, given in sorted(by_rank.items()):
+        if given.optimizer != optimizer:
+            raise _differs(_OPTIMIZER, (first_rank, optimizer), (rank, given.optimizer))
+        for joined, names in ((classes, given.classes), (dtypes, given.dtypes)):
+            for where, name in names.items():
+                first, known = joined.setdefault(where, (rank, name))
+                if known != name:
+                    raise _differs(where, (first, known), (rank, name))
+        for where, value in given.values.items():
+            first, known = values.setdefault(where, (rank, value))
+            if _text(known) != _text(value):
+                raise _differs(where, (first, known), (rank, value))
+        for where, found in given.groups.items():
+            known_groups = groups.setdefault(where, [])
+            texts = {_text(group | {"place": None}) for group in known_groups}
+            for place, group in enumerate(found):
+                for name in group["names"]:
+                    first, numbers = of_parameter.setdefault((where, name), (rank, group["numbers"]))
+                    if _text(numbers) != _text(group["numbers"]):
+                        raise _differs(f"{where}/param_groups, {name}", (first, numbers), (rank, group["numbers"]))
+                if _text(group | {"place": None}) not in texts:
+                    known_groups.append(group if place == len(known_groups) else {**group, "place": place})
+    return NestedValues(_without_ranks(values), groups, optimizer, _without_ranks(classes), _without_ranks(dtypes))
+
+
+def _without_ranks(joined: Mapping[str, tuple[int, Any]]) -> Json:
+    return {where: value for where, (_, value) in joined.items()}
+
+
+def read_values(checkpoint: Checkpoint) -> NestedValues:
+    """Return the values in a checkpoint: of a state dict, or the `state` and the parameter groups that `save` stored.
+
+    Raises:
+        CheckpointError: if its state file is malformed.
+    """
+    state = checkpoint.state
+    user = state.get("user", {})
+    if not isinstance(user, dict):
+        raise _malformed(checkpoint, "user", user)
+    nested = state.get(STATE_DICT, {"values": _pointers(user), "groups": {}})
+    members = nested if isinstance(nested, dict) else {}
+    values, groups = members.get("values"), members.get("groups")
+    classes, dtypes = members.get("classes", {}), members.get("dtypes", {})
+    if (
+        not isinstance(values, dict)
+        or not isinstance(groups, dict)
+        or not isinstance(classes, dict)
+        or not isinstance(dtypes, dict)
+        or not _is_tree([*values, *groups], values)
+        or "" in values
+        or not all(isinstance(name, str) and name in DICTS for name in classes.values())
+        or not all(isinstance(getattr(torch, str(name), None), torch.dtype) for name in dtypes.values())
+    ):
+        raise _malformed(checkpoint, STATE_DICT, nested)
+    groups = {**groups, _OPTIMIZER: state.get("groups", [])}
+    for where, found in groups.items():
+        for group in found if isinstance(found, list) else [found]:
+            if not _is_group(group):
+                raise _malformed(checkpoint, f"groups of {where}", group)
+    for where, value in values.items():
+        if not _is_readable(value, decode):
+            raise _malformed(checkpoint, f"{STATE_DICT}.values of {where}", value)
+    return NestedValues(values, {where: found for where, found in groups.items() if found}, None, classes, dtypes)
+
+
+def _is_tree(pointers: Sequence[str], values: Json) -> bool:
+    """Return whether these are JSON Pointers, and none leads through a value."""
+    for where in pointers:
+        keys = keys_of_pointer(where)
+        if pointer(keys) != where or any(pointer(keys[:count]) in values for count in range(1, len(keys))):
+            return False
+    return True
+
+
+def _is_group(group: object) -> bool:
+    if not isinstance(group, dict):
+        return False
+    names, numbers = group.get("names"), group.get("numbers")
+    is_named = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_named or not isinstance(numbers, dict) or not {"params", "param_names"}.isdisjoint(numbers):
+        return False
+    return all(_is_readable(value, decode_number) for value in numbers.values())
+
+
+def _is_readable(value: object, read: Callable[[object], object]) -> bool:
+    try:
+        read(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _pointers(nested: Json, keys: Keys = ()) -> Json:
+    """Return a nested dict of JSON by pointer; an empty dict in it is a value."""
+    found: Json = {}
+    for key, member in nested.items():
+        if isinstance(member, dict) and member:
+            found |= _pointers(member, (*keys, key))
+        else:
+            found[pointer((*keys, key))] = member
+    return found
+
+
+def _differs(where: str, first: tuple[int, object], second: tuple[int, object]) -> CheckpointError:
+    return CheckpointError(
+        "The ranks give different values",
+        where=where,
+        expected="the same on every rank, as one file holds it",
+        found=f"{_shown(first[1])} on rank {first[0]} and {_shown(second[1])} on rank {second[0]}",
+        fix="Nothing was saved. Give what differs by rank in `per_rank`, in a state dict under a key for each rank, or "
+        "gather it first.",
+    )
+
+
+def _malformed(checkpoint: Checkpoint, member: str, found: object) -> CheckpointError:
+    where = f"{checkpoint.path / STATE}, {member}"
+    return CheckpointError("A state file is malformed", where=where, expected="what `save` writes", found=repr(found))
+
+
+def _shown(value: object) -> str:
+    text = _text(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ... ({len(text)} characters)"
+
+
+def _text(value: object) -> str:
+    """Return a value as text, in which the order of keys has no part."""
+    return json.dumps(value, sort_keys=True)

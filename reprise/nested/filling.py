@@ -1,0 +1,324 @@
+"""Fills a nested state dict from a checkpoint: finds each of its leaves there, and replaces the values at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from reprise.errors import MismatchError
+from reprise.format.json_file import Json
+from reprise.format.layout import TensorSpec
+from reprise.loading.reader import Checkpoint, read_places
+from reprise.nested.documents import NestedValues, by_leaf, read_values
+from reprise.nested.loaded import LoadedState, Matched, Strictness, match
+from reprise.nested.stateful import put_back, references, take_out
+from reprise.nested.stored_names import (
+    MODEL,
+    OPTIMIZER,
+    PER_RANK,
+    Keys,
+    keys_of,
+    keys_of_pointer,
+    pointer,
+    stored_name,
+)
+from reprise.nested.table import JointTable
+from reprise.nested.tree import ParameterGroup, Tree
+from reprise.nested.typed_values import decode_number
+from reprise.optimizer_state import zeros_for
+from reprise.tensors.file_form import in_memory, resolve
+from reprise.tensors.live import Grid, LiveTensor, is_dtensor, locate
+
+_Made = dict[tuple[str, str], Any]  # by the names of a parameter and of its state
+
+
+@dataclass(slots=True)
+class Filling:
+    """One load into a nested state dict, on one rank.
+
+    Args:
+        tensors: this rank's, with the ranks that hold the same boxes.
+        joint: the table of all ranks.
+        saved: the values of the checkpoint at hand.
+        values: the same by the pointers that the load asks for.
+        made: by the optimizer's pointer, the state that was made for the checkpoint at hand.
+        numbers: by the pointer of a parameter group, its numbers in the checkpoint.
+        whole: by pointer, the values that hold tensors, with references to those in `allocated`, and what empty dicts
+            take.
+        allocated: by stored name, the tensors of such values.
+    """
+
+    tree: Tree
+    tensors: Sequence[LiveTensor]
+    joint: JointTable
+    strict: Strictness
+    matched: Matched = field(default_factory=lambda: Matched([]))
+    saved: NestedValues = field(default_factory=NestedValues)
+    values: NestedValues = field(default_factory=NestedValues)
+    made: dict[str, _Made] = field(default_factory=dict)
+    numbers: dict[str, Json] = field(default_factory=dict)
+    whole: dict[str, object] = field(default_factory=dict)
+    allocated: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def live(self, checkpoint: Checkpoint) -> Sequence[LiveTensor]:
+        """Return the tensors to fill, under their names in a checkpoint.
+
+        Raises:
+            MismatchError: listing what does not fit.
+        """
+        self.saved, joint = read_values(checkpoint), self.joint
+        values = self.saved
+        made = list(self._allocate(checkpoint, values))
+        names = {at.name for where in joint.values if where in values.values for at in references(values.value(where))}
+        taken = {checkpoint.manifest.aliases.get(name, name) for name in names}
+        self.values = values = by_leaf(values, joint.values)
+        self._fill_empty(values)
+        self.made = {where: {} for where in self.tree.optimizers}
+        made += list(self._make_tensors(checkpoint, values))
+        self._make_values(values)
+        asked = {
+            where
+            for where, value in values.values.items()
+            if keys_of_pointer(where)[0] in joint.entries and value != {} and not _is_below(where, joint.values)
+        }
+        made_values = {
+            pointer((*keys_of_pointer(where), "state", name, key))
+            for where, made_state in self.made.items()
+            for (name, key) in made_state
+        }
+        missing = [where for where, value in self.tree.values.items() if where not in values.values and value != {}]
+        missing += [where for where in self.tree.receivers if where not in self.whole]
+        self.numbers = {}
+        missing += list(self._find_numbers(values))
+        other_names = self._other_names(checkpoint)
+        tensors = [
+            replace(tensor, spec=replace(tensor.spec, name=other_names.get(tensor.spec.name, tensor.spec.name)))
+            for tensor in self.tensors
+        ]
+        _require_dtypes(checkpoint, self.tree.dtypes, values.dtypes, [tensor.spec.name for tensor in tensors])
+        self.matched = match(
+            checkpoint,
+            [*tensors, *made],
+            strict=self.strict,
+            is_asked=lambda spec: keys_of(spec.kind, spec.name)[0] in joint.entries and spec.name not in taken,
+            others=[other_names.get(spec.name, spec.name) for spec in joint.specs],
+            missing=missing,
+            unexpected=sorted(asked - joint.values - made_values),
+        )
+        return self.matched.live
+
+    def finish(self, checkpoint: Checkpoint, *, is_first: bool) -> LoadedState:
+        """Replace the values, once every rank has filled its tensors.
+
+        Args:
+            is_first: whether this is the one rank that logs what is the same on all.
+        """
+        values = self.values
+        self.tree.put_tensors(self.matched.missing)
+        for where in self.tree.values:
+            if where in self.whole:
+                self.tree.replace_value(where, put_back(self.whole[where], self.allocated))
+            elif where in values.values:
+                self.tree.replace_value(where, values.value(where))
+        for where, optimizer in self.tree.optimizers.items():
+            for (name, key), value in self.made[where].items():
+                optimizer.state.setdefault(optimizer.keys[name], {})[key] = value
+            for number, group in enumerate(optimizer.groups):
+                for key, value in self.numbers.get(_group(where, number), {}).items():
+                    if not isinstance(group.given.get(key), torch.Tensor):
+                        is_list = isinstance(value, list) and isinstance(group.given.get(key), list)
+                        group.given[key] = list(value) if is_list else decode_number(value)
+        for call in self.tree.after_load:
+            call()
+        for where, receiver in self.tree.receivers.items():
+            if where in self.whole:
+                receiver.give(where, put_back(self.whole[where], self.allocated))
+        self.matched.log(checkpoint, is_first=is_first)
+        rest = put_back(self._rest(self.saved).nested(), self.allocated)
+        return LoadedState({**rest, "iteration": checkpoint.iteration}, self.matched.missing, self.matched.unexpected)
+
+    def _rest(self, values: NestedValues) -> NestedValues:
+        """Return the values of `state` under the outermost keys that are not given."""
+        left_out = {MODEL, OPTIMIZER[0], PER_RANK, *self.joint.entries}
+        rest = {
+            where: value
+            for where, value in values.values.items()
+            if self.tree.takes_rest
+            and keys_of_pointer(where)[0] not in left_out
+            and not any(reference.is_sharded for reference in references(values.value(where)))
+        }
+        return replace(values, values=rest)
+
+    def _allocate(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
+        """Make the tensors of the values that hold some, and yield them."""
+        self.whole, self.allocated = {}, {}
+        places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
+        for where in (*self.tree.receivers, *self.tree.values, *self._rest(values).values):
+            is_object = where in self.tree.receivers
+            value = values.below(where) if is_object or where in values.values else None
+            names = [reference.name for reference in references(value)]
+            if names or (is_object and value is not None):
+                self.whole[where] = value
+            given: dict[Keys, torch.Tensor] = {}
+            if names and is_object:
+                take_out(self.tree.receivers[where].template(), keys_of_pointer(where), given)
+            by_name = {stored_name(keys)[1]: tensor for keys, tensor in given.items()}
+            for name in names:
+                spec = places[aliases.get(name, name)].spec
+                stored, self.allocated[name] = self._tensor_for(spec, values.dtypes.get(name), by_name.get(name))
+                yield from _alone(replace(spec, name=name), stored)
+
+    def _fill_empty(self, values: NestedValues) -> None:
+        """Let an empty dict take the values that the checkpoint has in it, other than those that a rank asks for."""
+        free = {where: value for where, value in values.values.items() if where not in self.joint.values}
+        for where, value in self.tree.values.items():
+            below = replace(values, values=free).below(where) if value == {} else None
+            if below is not None:
+                self.whole[where] = below
+
+    def _tensor_for(
+        self, spec: TensorSpec, dtype: str | None, given: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tensor to fill, and the same in memory: a DTensor of an object, or a new one on its device."""
+        if given is not None and is_dtensor(given) and (form := resolve(given, spec.name)) is not None:
+            self.tree.after_load += [] if form.copy_back is None else [form.copy_back]
+            return form.tensor, given.detach()
+        device = torch.device("cpu") if given is None or given.is_meta else given.device
+        stored = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        return stored, in_memory(stored, dtype)
+
+    def _other_names(self, checkpoint: Checkpoint) -> dict[str, str]:
+        """Return, for tied tensors that the checkpoint does not have under their first name, another that it has."""
+        there = {*read_places(checkpoint), *checkpoint.manifest.aliases}
+        aliases = self.joint.aliases.items()
+        return {name: alias for alias, name in aliases if name not in there and alias in there}
+
+    def _find_numbers(self, values: NestedValues) -> Iterator[str]:
+        """Find the numbers of each parameter group, and yield the groups and the numbers that the checkpoint lacks.
+
+        Raises:
+            MismatchError: for a group whose parameters were in groups of different numbers, and for one of tensors that
+                was at another place.
+        """
+        for where, optimizer in self.tree.optimizers.items():
+            saved = _SavedGroups(values.groups.get(where, ()))
+            for number, group in enumerate(optimizer.groups):
+                at = _group(where, number)
+                if self.strict:
+                    saved.require_one(at, group)
+                numbers = saved.numbers(group, number)
+                if numbers is None:
+                    yield at
+                    continue
+                saved.require_place(at, group, number)
+                self.numbers[at] = numbers
+                lacking = group.numbers.keys() - numbers.keys() - group.defaults
+                yield from (at + pointer((key,)) for key in group.numbers if key in lacking)
+
+    def _make_tensors(self, checkpoint: Checkpoint, values: NestedValues) -> Iterator[LiveTensor]:
+        """Make the tensors that an optimizer lacks, as before its first step."""
+        for where, optimizer in self.tree.optimizers.items():
+            on_device = any(g.given.get("fused") or g.given.get("capturable") for g in optimizer.groups)
+            for spec in (place.spec for place in read_places(checkpoint).values()):
+                *parents, name, key = ("", *keys_of(spec.kind, spec.name))
+                if pointer(parents[1:]) == f"{where}/state" and optimizer.lacks(name, key):
+                    parameter = optimizer.parameters[name]
+                    dtype = values.dtypes.get(spec.name)
+                    shape = spec.shape[:-1] if dtype is not None and getattr(torch, dtype).is_complex else spec.shape
+                    made = zeros_for(parameter, key, shape, spec.name, on_device=on_device, where=checkpoint.path)
+                    self.made[where][name, key] = made
+                    resolved = resolve(made, spec.name)
+                    assert resolved is not None
+                    yield from _alone(spec, resolved.tensor)
+
+    def _make_values(self, values: NestedValues) -> None:
+        for where, optimizer in self.tree.optimizers.items():
+            for at, value in values.values.items():
+                *parents, name, key = ("", *keys_of_pointer(at))
+                if pointer(parents[1:]) == f"{where}/state" and optimizer.lacks(name, key):
+                    self.made[where][name, key] = value
+
+
+def _require_dtypes(
+    checkpoint: Checkpoint, given: Mapping[str, str], saved: Mapping[str, str], names: Sequence[str]
+) -> None:
+    """Refuse tensors of one form in files whose dtypes differ in memory.
+
+    Args:
+        names: of the tensors to fill.
+    """
+    places, aliases = read_places(checkpoint), checkpoint.manifest.aliases
+    stored = [(name, aliases.get(name, name)) for name in names]
+    for name, at in stored:
+        if at in places and given.get(name) != saved.get(at):
+            dtype = str(places[at].spec.dtype).removeprefix("torch.")
+            raise MismatchError(
+                "A tensor has another dtype in the checkpoint",
+                where=f"{checkpoint.path}, {name}",
+                expected=given.get(name, dtype),
+                found=saved.get(at, dtype),
+            )
+
+
+def _group(where: str, number: int) -> str:
+    return f"{where}/param_groups/{number}"
+
+
+class _SavedGroups:
+    """The parameter groups of one optimizer in a checkpoint."""
+
+    def __init__(self, groups: Sequence[Json]) -> None:
+        self._groups = groups
+        self._by_name = {name: place for place, group in enumerate(groups) for name in group["names"]}
+
+    def numbers(self, group: ParameterGroup, number: int) -> Json | None:
+        """Return the numbers of a group; None if the checkpoint lacks a parameter, or had them in groups that differ.
+
+        A group without parameters has those of such a group at its place, if any.
+        """
+        if not group.names:
+            is_empty = number < len(self._groups) and not self._groups[number]["names"]
+            return self._groups[number]["numbers"] if is_empty else dict(group.numbers)
+        found = [self._groups[self._by_name[name]]["numbers"] for name in group.names if name in self._by_name]
+        is_one = len(found) == len(group.names) and all(numbers == found[0] for numbers in found)
+        return found[0] if is_one else None
+
+    def require_one(self, where: str, group: ParameterGroup) -> None:
+        """Refuse a group whose parameters were in groups of different numbers."""
+        known = [name for name in group.names if name in self._by_name]
+        for name in known[1:]:
+            first, other = (self._groups[self._by_name[each]]["numbers"] for each in (known[0], name))
+            if first != other:
+                raise MismatchError(
+                    "The parameters of a group were in groups of different numbers",
+                    where=where,
+                    expected=f"those of {known[0]}, {first}",
+                    found=f"{name} with {other}",
+                    fix="Divide the parameters into groups as when the checkpoint was saved.",
+                )
+
+    def require_place(self, where: str, group: ParameterGroup, number: int) -> None:
+        """Refuse a group with tensors that was at another place, by which they are stored."""
+        places = {self._groups[self._by_name[name]].get("place", self._by_name[name]) for name in group.names}
+        if places - {number} and any(isinstance(value, torch.Tensor) for value in group.given.values()):
+            raise MismatchError(
+                "A parameter group with tensors was at another place",
+                where=where,
+                expected=f"place {number} in the list of groups",
+                found=", ".join(map(str, sorted(places))),
+                fix="Give the groups in the order in which the checkpoint was saved.",
+            )
+
+
+def _is_below(where: str, others: Collection[str]) -> bool:
+    keys = keys_of_pointer(where)
+    return any(pointer(keys[:count]) in others for count in range(1, len(keys)))
+
+
+def _alone(spec: TensorSpec, tensor: torch.Tensor) -> Iterator[LiveTensor]:
+    """Yield a tensor that was made for this load, which other ranks are not compared on."""
+    for found in locate(spec.kind, spec.name, tensor, grid=Grid.flat(1)):
+        yield replace(found, replicas=())

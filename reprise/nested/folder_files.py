@@ -1,0 +1,120 @@
+"""Files for other programs in the folder of a save: those that are given, and the configuration of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from reprise.errors import CheckpointError
+from reprise.format import json_file
+from reprise.format.layout import TensorKind
+from reprise.format.names import HOST, INDEX, MANIFEST, STATE
+from reprise.nested.typed_values import is_unicode
+from reprise.storage.folder import HOLD
+
+_RESERVED = {MANIFEST, STATE, INDEX, HOST, HOLD, *(kind.value for kind in TensorKind)}
+_MOST_NAME_BYTES = 255  # of a name on Linux
+
+
+def folder_files(model: object, files: Mapping[str, object] | None) -> dict[str, bytes]:
+    """Return the files of a save by name: `files`, and those that `from_pretrained` reads of a model of transformers.
+
+    Args:
+        files: by name, bytes, text, a path whose content is read now, or a dict or list to be written as JSON.
+
+    Raises:
+        CheckpointError: naming a file that a checkpoint has itself, or content of another kind.
+    """
+    found = _of_transformers(model)
+    for name, content in (files or {}).items():
+        _check_name(name)
+        found[name] = _content(name, content)
+        if len(found[name]) > json_file.MAX_BYTES:
+            raise CheckpointError(
+                "A file for a checkpoint is too large",
+                where=f"`files`, {name}",
+                expected=f"<= {json_file.MAX_BYTES} B",
+                found=f"{len(found[name])} B",
+            )
+    return found
+
+
+def _check_name(name: object) -> None:
+    is_name = isinstance(name, str) and "/" not in name and "\0" not in name and not name.startswith(".")
+    if (
+        not is_name
+        or not name
+        or name in _RESERVED
+        or str(name).endswith(".safetensors")
+        or len(str(name).encode(errors="replace")) > _MOST_NAME_BYTES
+    ):
+        raise CheckpointError(
+            "A file cannot have this name in a checkpoint",
+            where="`files`",
+            expected="a name without a folder, other than those of the checkpoint's own files",
+            found=repr(name),
+        )
+
+
+def _content(name: str, content: object) -> bytes:
+    if isinstance(content, bytes):
+        return content
+    if isinstance(content, str):
+        if not is_unicode(content):
+            raise CheckpointError("A text cannot be written as UTF-8", where=f"`files`, {name}")
+        return content.encode()
+    if isinstance(content, Path):
+        try:
+            return content.read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                f"A file for a checkpoint cannot be read: {error.strerror}",
+                where=content,
+                fix=f"Correct `files`, {name}.",
+            ) from error
+    if isinstance(content, (dict, list)):
+        try:
+            return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                "The content of a file cannot be written as JSON", where=f"`files`, {name}", found=error
+            ) from error
+    raise CheckpointError(
+        "The content of a file is of another kind",
+        where=f"`files`, {name}",
+        expected="bytes, text, a pathlib.Path, or a dict or list for JSON",
+        found=type(content).__name__,
+    )
+
+
+def _of_transformers(model: object) -> dict[str, bytes]:
+    """Return the configurations of a model of transformers, as its `save_pretrained` writes them; else nothing.
+
+    PEFT's wrappers are left out: their tensors have names that transformers does not read.
+    """
+    while not _has_text(model, "config") and isinstance(getattr(model, "module", None), nn.Module):
+        model = getattr(model, "module", None)  # of DistributedDataParallel
+    if not isinstance(model, nn.Module) or not _has_text(model, "config") or hasattr(model, "peft_config"):
+        return {}
+    config: dict[str, Any] = json.loads(_text(model, "config"))
+    kinds = [kind.__name__ for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP")]
+    config["architectures"] = config.get("architectures") or kinds[:1]
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    if dtypes:
+        config["dtype"] = str(dtypes[0]).removeprefix("torch.")
+    found = {"config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
+    if _has_text(model, "generation_config"):
+        found["generation_config.json"] = _text(model, "generation_config").encode()
+    return found
+
+
+def _has_text(model: object, attribute: str) -> bool:
+    return callable(getattr(getattr(model, attribute, None), "to_json_string", None))
+
+
+def _text(model: object, attribute: str) -> str:
+    return str(getattr(model, attribute).to_json_string())

@@ -1,0 +1,182 @@
+"""The tensors of a state dict that a rank holds, by stored name, with their boxes; tied ones are found by memory."""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from reprise.errors import CheckpointError
+from reprise.format.box import Box
+from reprise.format.layout import TensorKind, TensorSpec, refuse_unstorable
+from reprise.nested.stored_names import Keys, stored_name
+from reprise.nested.table import JointTable, Table, TableRow, require_whole
+from reprise.nested.tree import Tree
+from reprise.tensors.live import Grid, LiveTensor, local_of, locate, memory_holder
+from reprise.tensors.storable import check_byteorder, check_disjoint, check_memory
+
+_KINDS = list(TensorKind)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensors:
+    """This rank's tensors by stored name, without the other ranks that hold them, and the second names of tied ones."""
+
+    live: Mapping[str, LiveTensor]
+    aliases: Mapping[str, str]
+
+    def table(self, tree: Tree, patterns: Sequence[str], *, is_replicated: bool = False) -> Table:
+        """Return the table of this rank; see `Table` for the arguments."""
+        rows = {name: TableRow(tensor.spec, tensor.box) for name, tensor in self.live.items()}
+        return Table(rows, self.aliases, tree.entries, (*tree.values, *tree.receivers), patterns, is_replicated)
+
+    def shared(self, joint: JointTable, rank: int, patterns: Sequence[str] = ()) -> tuple[LiveTensor, ...]:
+        """Return the tensors with all ranks that hold the same boxes, in the order of the joint table.
+
+        Args:
+            patterns: as for `table`; of these tensors the first rank that holds a box saves it.
+        """
+        found = []
+        for spec in joint.specs:
+            tensor = self.live.get(spec.name)
+            if tensor is None:
+                continue
+            holders = joint.holders[spec.name][tensor.box]
+            if any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns):
+                found.append(replace(tensor, replicas=holders[:1], is_copy=rank != holders[0]))
+            else:
+                found.append(replace(tensor, replicas=holders))
+        return tuple(found)
+
+
+@dataclass(slots=True)
+class LastTensors:
+    """The tensors of the last save of a saver; the next save of the same ones enumerates nothing.
+
+    Args:
+        marks: see `_marks`.
+        table: this rank's, for `given`: what it is made of beside the tensors.
+        joint: the table of all ranks for which `live` was made.
+    """
+
+    marks: object = None
+    held: HeldTensors = field(default_factory=lambda: HeldTensors({}, {}))
+    given: object = None
+    table: Table = field(default_factory=lambda: Table({}))
+    joint: JointTable | None = None
+    live: tuple[LiveTensor, ...] = ()
+
+    def table_of(self, tree: Tree, patterns: Sequence[str], *, is_replicated: bool) -> Table:
+        """Return the table of this rank, the very same one if nothing has changed; see `Table` for the arguments.
+
+        Raises:
+            CheckpointError: as `hold`.
+        """
+        marks = _marks(tree)
+        if marks != self.marks:
+            self.held, self.given, self.joint = hold(tree), None, None
+            self.marks = marks
+        given = (tree.entries, tuple(tree.values), tuple(patterns), is_replicated)
+        if given != self.given:
+            self.table = self.held.table(tree, patterns, is_replicated=is_replicated)
+            self.given = given
+        return self.table
+
+    def shared(self, joint: JointTable, rank: int, patterns: Sequence[str]) -> tuple[LiveTensor, ...]:
+        """Return the tensors with all ranks that hold them, the very same tuple if nothing has changed.
+
+        Raises:
+            CheckpointError: as `require_whole` and `require_patterns`.
+        """
+        if joint is not self.joint:
+            require_whole(joint)
+            require_patterns(patterns, joint)
+            self.live = self.held.shared(joint, rank, patterns)
+            self.joint = joint
+        return self.live
+
+
+def hold(tree: Tree) -> HeldTensors:
+    """Return this rank's part of every tensor of a state dict.
+
+    Raises:
+        CheckpointError: naming a tensor that cannot be stored, is no box, or shares memory with another.
+    """
+    check_byteorder(sys.byteorder)
+    live: dict[str, LiveTensor] = {}
+    aliases: dict[str, str] = {}
+    known: dict[object, str] = {}
+    named = [(*stored_name(keys), keys, tensor) for keys, tensor in tree.tensors.items()]
+    for kind, name, keys, tensor in sorted(named, key=lambda row: _KINDS.index(row[0])):
+        local = local_of(tensor)
+        if local.is_meta:
+            raise CheckpointError("A tensor has no memory", where=name, found="device meta", fix="Materialize it.")
+        check_memory(name, local)
+        identity = _identity(tensor, local)
+        if identity in known:
+            _put(aliases, live, name, keys)
+            aliases[name] = known[identity]
+            continue
+        part = tree.parts.get(keys)
+        for found in (
+            locate(kind, name, tensor, grid=Grid.flat(1)) if part is None else [_part(kind, name, local, *part)]
+        ):
+            _put(live, aliases, name, keys)
+            live[name] = found
+            known[identity] = name
+    check_disjoint([(name, tensor.local) for name, tensor in live.items()])
+    refuse_unstorable(tensor.spec for tensor in live.values())
+    return HeldTensors(live, aliases)
+
+
+def _part(kind: TensorKind, name: str, local: torch.Tensor, box: Box, shape: tuple[int, ...]) -> LiveTensor:
+    return LiveTensor(TensorSpec(kind, name, shape, local.dtype, shape), box, local, ())
+
+
+def require_patterns(patterns: Sequence[str], joint: JointTable) -> None:
+    """Refuse a pattern of `from_rank0` that fits no tensor of any rank.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    unused = [p for p in patterns if not any(fnmatch.fnmatchcase(spec.name, p) for spec in joint.specs)]
+    if unused:
+        raise CheckpointError(
+            "A pattern in from_rank0 fits no tensor",
+            found=", ".join(sorted(unused)),
+            fix="Correct it, or leave it out; the manifest of a checkpoint lists the names of its tensors.",
+        )
+
+
+def _identity(tensor: torch.Tensor, local: torch.Tensor) -> object:
+    """Return a value that two tensors have in common exactly if they are one and the same memory of one shape."""
+    storage = local.untyped_storage()._cdata
+    return storage, local.storage_offset(), tuple(tensor.shape), tuple(local.shape), local.stride(), local.dtype
+
+
+def _marks(tree: Tree) -> object:
+    """Return a value that is another one if a tensor has other memory, another place in it, or another name."""
+    marks: list[object] = [*tree.tensors, *tree.parts.items()]
+    try:
+        for tensor in tree.tensors.values():
+            local = memory_holder(tensor)
+            if local is not tensor:
+                marks += (tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+            marks += (local.untyped_storage()._cdata, local.data_ptr(), local.shape, local.stride(), local.dtype)
+            marks += (local.device, type(local), local.is_neg(), local.is_conj())
+    except RuntimeError:  # a tensor without plain memory, which `hold` names
+        return object()
+    return marks
+
+
+def _put(into: Mapping[str, object], other: Mapping[str, object], name: str, keys: Keys) -> None:
+    if name in into or name in other:
+        raise CheckpointError(
+            "Two tensors of a state dict have one stored name",
+            where=name,
+            found="/".join(keys),
+            fix="Weights have their own names, and optimizer state is KEY.NAME: rename one of them.",
+        )

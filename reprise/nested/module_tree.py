@@ -1,0 +1,282 @@
+"""The nested state dict of a model and its optimizer: live tensors by parameter name, parameter groups, and values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from reprise.errors import CheckpointError
+from reprise.nested.folder_files import folder_files
+from reprise.nested.stateful import Receiver, Stateful, is_stateful
+from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, Keys, pointer
+from reprise.nested.tree import (
+    Tree,
+    add_optimizer,
+    add_tensor,
+    add_whole,
+    require_text_keys,
+    take_apart,
+    walk,
+)
+from reprise.nested.typed_values import DICTS
+from reprise.tensors.live import canonical_name, free_gathered_parameters, parameter_names
+
+_EXTRA_STATE = "_extra_state"  # torch's name for it in a state dict
+_NOTHING = object()
+
+
+def tree_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    state: Mapping[str, object] | None = None,
+    *,
+    of_rank: tuple[int, list[dict[str, Any]]] | None = None,
+    files: Mapping[str, object] | None = None,
+    is_load: bool = False,
+) -> Tree:
+    """Return a model as `"model"`, its optimizer as `"optimizer"`, and what `state` holds under its own keys.
+
+    Args:
+        of_rank: a rank and dicts with what it has of its own; None without any.
+        files: see `folder_files`.
+        is_load: take the tree apart for a load, which replaces the values in `state`, a dict, and gives objects their
+            state.
+
+    Raises:
+        CheckpointError: naming a value of `state` that cannot be stored, a key of it that the model or the optimizer
+            has, an optimizer whose parameters are not the model's, or optimizer state that cannot be stored.
+    """
+    state = {} if state is None else state if isinstance(state, dict) else dict(state)
+    tree = take_apart(state, refers=not is_load)
+    _require_values(tree)
+    given: dict[Keys, Stateful] = {(MODEL,): model}
+    if optimizer is not None:
+        given[OPTIMIZER[:1]] = optimizer
+    for keys, value in given.items():
+        if not is_stateful(value):
+            raise CheckpointError(
+                "This is neither a model nor an optimizer",
+                where=pointer(keys),
+                found=type(value).__name__,
+                fix="Give the module or the optimizer itself; `save_state_dict` and `load_state_dict` take dicts.",
+            )
+    tree.entries += tuple(key for (key,) in given)
+    tree.objects = given | tree.objects
+    if of_rank is not None:
+        rank, own = of_rank
+        tree.entries += (PER_RANK,)
+        for container in own:
+            require_text_keys(container, (PER_RANK,))
+            for key, value in container.items():
+                walk(tree, value, (PER_RANK, str(rank), key), (container, key))
+    tree.refers = False
+    add_objects(tree, is_load=is_load)
+    if not is_load:
+        tree.files = folder_files(model, files)
+    return tree
+
+
+def tree_of_dict(
+    state_dict: object,
+    *,
+    model: nn.Module | None = None,
+    files: Mapping[str, object] | None = None,
+    is_load: bool = False,
+) -> Tree:
+    """Return the tree of a nested state dict with the objects in it; see `take_apart` and `add_objects`."""
+    tree = take_apart(state_dict, model=model)
+    add_objects(tree, is_load=is_load)
+    if not is_load:
+        tree.files = folder_files(tree.objects.get((MODEL,), model), files)
+    return tree
+
+
+def add_objects(tree: Tree, *, is_load: bool) -> None:
+    """Add the objects of a tree: live tensors of modules and optimizers, and the state of all others.
+
+    Frees gathered FSDP2 parameters first: `named_parameters()` are the optimizers' only then.
+
+    Args:
+        is_load: let the others take their state at the end of a load, in place of giving it now.
+
+    Raises:
+        CheckpointError: naming what cannot be stored, or an optimizer of parameters that no module of the tree has.
+    """
+    modules = {keys: value for keys, value in tree.objects.items() if isinstance(value, nn.Module)}
+    for keys, module in modules.items():
+        _refuse_flat_shards(keys, module)
+        free_gathered_parameters(module)
+    for keys, value in tree.objects.items():
+        if isinstance(value, nn.Module):
+            for name, tensor in _named_tensors(value):
+                add_tensor(tree, (*keys, name), tensor)
+            _add_extra_state(tree, keys, value)
+        elif isinstance(value, torch.optim.Optimizer):
+            _add_optimizer(tree, keys, modules, value)
+    for keys in sorted(tree.objects):  # in one order on all ranks, as objects may communicate
+        value = tree.objects[keys]
+        if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+            continue
+        if is_load:
+            tree.receivers[pointer(keys)] = Receiver(value.state_dict, value.load_state_dict)
+        else:
+            add_whole(tree, keys, value.state_dict())
+
+
+def _require_values(tree: Tree) -> None:
+    taken = {MODEL, OPTIMIZER[0], PER_RANK}.intersection(tree.entries)
+    if taken:
+        raise CheckpointError(
+            "`state` has a key that stands for the model, the optimizer or what each rank has of its own",
+            found=", ".join(sorted(taken)),
+            fix="Rename it.",
+        )
+    for where, kind in tree.classes.items():
+        if kind not in DICTS.values():
+            raise CheckpointError(
+                "`state` holds a dict of a class that a load cannot make",
+                where=f"`state`, {where}",
+                expected=", ".join(DICTS),
+                found=kind.__name__,
+                fix="Give dict(value).",
+            )
+
+
+def _refuse_flat_shards(keys: Keys, model: nn.Module) -> None:
+    """Refuse FSDP1: on each rank its parameters are plain tensors of other elements, and do not tell which.
+
+    Raises:
+        CheckpointError: naming the module that is sharded.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for name, module in model.named_modules():
+        if not isinstance(module, fsdp.FullyShardedDataParallel):
+            continue
+        if module.sharding_strategy != fsdp.ShardingStrategy.NO_SHARD:
+            raise CheckpointError(
+                "A module is sharded by FSDP1, so that its parameters are parts of a flat tensor",
+                where=pointer((*keys, name) if name else keys),
+                expected="a plain, DDP, FSDP2 or tensor-parallel module",
+                found=type(module).__name__,
+                fix="Wrap it with device_mesh=, give get_model_state_dict and get_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict, and after a load set_state_dict.",
+            )
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers in the order of the model, tied ones under each of their names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield canonical_name(name), parameter
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _add_extra_state(tree: Tree, keys: Keys, model: nn.Module) -> None:
+    """Add what modules give by `get_extra_state`, which they take back at the end of a load."""
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is nn.Module.get_extra_state:
+            continue
+        name = canonical_name(f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE)
+        holder = {name: module.get_extra_state()}
+        walk(tree, holder[name], (*keys, name), (holder, name))
+        tree.after_load.append(partial(_give_back, module, holder))
+
+
+def _give_back(module: nn.Module, holder: Mapping[str, object]) -> None:
+    (extra_state,) = holder.values()
+    module.set_extra_state(extra_state)
+
+
+def _add_optimizer(tree: Tree, keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    _refuse_further_state(optimizer)
+    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    names = _names_in(modules, given)
+    strangers = sum(parameter not in names for parameter in given)
+    if strangers:
+        raise CheckpointError(
+            "The optimizer holds parameters that are not the model's",
+            where=None if keys == OPTIMIZER[:1] else pointer(keys),
+            found=f"{strangers} of them",
+            fix="Build the optimizer after the model is wrapped (fully_shard, parallelize_module, to), and give the "
+            "modules of all its parameters.",
+        )
+    unnamed: list[Any] = [key for key in optimizer.state if key not in given]
+    if unnamed:
+        raise CheckpointError(
+            "The optimizer has state that belongs to none of its parameters",
+            found=f"key {unnamed[0]!r}" if isinstance(unnamed[0], str) else f"key of type {type(unnamed[0]).__name__}",
+            fix="Give the state under a parameter, or save it in `state`.",
+        )
+    add_optimizer(
+        tree,
+        keys,
+        names=names,
+        groups=optimizer.param_groups,
+        state=optimizer.state,
+        parameters={name: parameter for parameter, name in names.items()},
+        defaults=optimizer.defaults,
+    )
+    if keys == OPTIMIZER[:1]:
+        tree.optimizer_class = type(optimizer).__name__
+
+
+def _names_in(modules: Mapping[Keys, nn.Module], given: Collection[nn.Parameter]) -> dict[nn.Parameter, str]:
+    """Return the names of the parameters of an optimizer: those in the first module that has all of them.
+
+    Where none has, a name begins with the keys of the module.
+    """
+    names: dict[nn.Parameter, str] = {}
+    for keys, module in modules.items():
+        own = {parameter: name for parameter, name in parameter_names(module).items() if parameter in given}
+        if len(own) == len(given):
+            return own
+        for parameter, name in own.items():
+            names.setdefault(parameter, ".".join((*keys, name)))
+    return names
+
+
+def _refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose own `state_dict()` gives anything beyond its groups and the state of its parameters.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return
+    given = dict(optimizer.state_dict())
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups = [{**group, "params": None} for group in optimizer.param_groups]
+    state = {number: optimizer.state[p] for number, p in enumerate(parameters) if p in optimizer.state}
+    given["param_groups"] = [{**group, "params": None} for group in given.get("param_groups", ())]
+    difference = _difference(given, {"state": state, "param_groups": groups}, OPTIMIZER[:1])
+    if difference is not None:
+        raise CheckpointError(
+            "An optimizer has a state_dict() of its own, which is not its groups and its parameters' state",
+            where=pointer(difference),
+            found=type(optimizer).__name__,
+            fix="Save what it holds beside them in `state`, or the whole dict by `save_state_dict`.",
+        )
+
+
+def _difference(given: object, base: object, keys: Keys) -> Keys | None:
+    """Return the keys of the first member in which two nested values differ; None for equal ones."""
+    if isinstance(given, torch.Tensor) and isinstance(base, torch.Tensor):
+        same = given is base or (given.dtype == base.dtype and given.shape == base.shape and torch.equal(given, base))
+        return None if same else keys
+    if isinstance(given, Mapping) and isinstance(base, Mapping):
+        members = [(key, given.get(key, _NOTHING), base.get(key, _NOTHING)) for key in {**base, **given}]
+    elif isinstance(given, (list, tuple)) and isinstance(base, (list, tuple)) and len(given) == len(base):
+        members = [(number, *pair) for number, pair in enumerate(zip(given, base, strict=True))]
+    else:
+        return None if type(given) is type(base) and (given is base or given == base) else keys
+    inner = (_difference(one, other, (*keys, str(key))) for key, one, other in members)
+    return next((found for found in inner if found is not None), None)

@@ -1,0 +1,52 @@
+"""What each rank has of its own, and the checks of it: a load puts it back on as many ranks only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reprise.errors import CheckpointError, MismatchError
+from reprise.loading.reader import Checkpoint
+from reprise.nested.documents import read_values
+from reprise.nested.stored_names import PER_RANK, keys_of_pointer
+from reprise.random_state import RandomState
+
+OwnState = tuple[int, list[dict[str, Any]]]  # a rank, and dicts with what it has
+
+_RNG = "rng"
+
+
+def own_state(rank: int, per_rank: Mapping[str, object] | None, *, rng: bool) -> OwnState | None:
+    """Return a rank and what it has of its own, for `tree_of`; None without any.
+
+    Raises:
+        CheckpointError: for a key of `per_rank` that stands for the random state.
+    """
+    if per_rank is None and not rng:
+        return None
+    own = per_rank if isinstance(per_rank, dict) else dict(per_rank or {})
+    if not rng:
+        return rank, [own]
+    if _RNG in own:
+        raise CheckpointError(
+            "`per_rank` has a key that stands for the random state", found=_RNG, fix="Rename it, or leave rng=True out."
+        )
+    return rank, [own, {_RNG: RandomState()}]
+
+
+def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
+    """Refuse what each rank had of its own, if other numbers of ranks save and load.
+
+    Raises:
+        MismatchError: naming the numbers.
+    """
+    keys = map(keys_of_pointer, read_values(checkpoint).values)
+    saved = {inner[1] for inner in keys if inner[0] == PER_RANK}
+    if saved and len(saved) != world_size:
+        raise MismatchError(
+            "The checkpoint has random state or other state of each rank, of another number of ranks",
+            where=checkpoint.path,
+            expected=f"{world_size} ranks, as those that load",
+            found=f"{len(saved)} ranks, as those that saved",
+            fix="Load on as many ranks, or without rng=True and per_rank.",
+        )

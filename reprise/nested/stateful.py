@@ -1,0 +1,112 @@
+"""Objects with a state of their own, and nested values with the tensors taken out and put back.
+
+The state of an object is one value of the checkpoint: whatever `state_dict()` returned, with a reference in place of
+each tensor. So a load needs no template, and gives `load_state_dict` what `state_dict` gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard
+
+import torch
+
+from reprise.errors import MismatchError
+from reprise.nested.stored_names import Keys, stored_name
+from reprise.nested.typed_values import DICTS, TensorReference
+from reprise.tensors.live import is_dtensor
+
+
+class Stateful(Protocol):
+    """An object with a state of its own, such as a scheduler, a scaler or a loader."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """An object that takes its state at the end of a load.
+
+    Args:
+        template: returns its current state; its tensors are filled in place where they fit.
+        put: takes the state of the checkpoint.
+    """
+
+    template: Callable[[], object]
+    put: Callable[[Any], object]
+
+    def give(self, where: str, value: object) -> None:
+        """Give the object the state of the checkpoint.
+
+        Raises:
+            MismatchError: with the error of the object, naming it.
+        """
+        try:
+            self.put(value)
+        except Exception as error:
+            raise MismatchError(
+                "An object does not take the state of the checkpoint",
+                where=where,
+                found=f"{type(error).__name__}: {error}",
+                fix="Make it as it was made when the checkpoint was saved.",
+            ) from error
+
+
+def is_stateful(value: object) -> TypeGuard[Stateful]:
+    """Return whether a value is an object with `state_dict()` and `load_state_dict()`."""
+    if isinstance(value, (type, torch.Tensor, dict, list, tuple)):
+        return False
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def take_out(value: object, keys: Keys, tensors: dict[Keys, torch.Tensor]) -> object:
+    """Return a nested value with a reference in place of each tensor.
+
+    Args:
+        keys: the place of the value.
+        tensors: receives the tensors by the keys under which they are stored.
+    """
+    kind: Any = type(value)
+    if isinstance(value, torch.Tensor):
+        tensors[keys] = value
+        return TensorReference(stored_name(keys)[1], is_dtensor(value))
+    if isinstance(value, dict) and kind in DICTS.values():
+        changed: dict[Any, Any] = kind()
+        for key, member in value.items():
+            changed[key] = take_out(member, (*keys, key if isinstance(key, str) else repr(key)), tensors)
+        return changed
+    if isinstance(value, (list, tuple)) and kind in (list, tuple):
+        return kind(take_out(member, (*keys, str(number)), tensors) for number, member in enumerate(value))
+    return value
+
+
+def put_back(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return a value of `take_out` with the tensors, given by stored name, in place of the references."""
+    kind: Any = type(value)
+    if isinstance(value, TensorReference):
+        return tensors[value.name]
+    if isinstance(value, dict):
+        changed: dict[Any, Any] = kind()
+        for key, member in value.items():
+            changed[key] = put_back(member, tensors)
+        return changed
+    if kind in (list, tuple):
+        return kind(put_back(member, tensors) for member in value)  # type: ignore[attr-defined]
+    return value
+
+
+def references(value: object) -> Iterator[TensorReference]:
+    """Yield the references to tensors in a value."""
+    if isinstance(value, TensorReference):
+        yield value
+    elif isinstance(value, dict):
+        for member in value.values():
+            yield from references(member)
+    elif type(value) in (list, tuple):
+        for member in value:  # type: ignore[attr-defined]
+            yield from references(member)

@@ -1,0 +1,366 @@
+"""Takes a nested state dict apart into tensors, JSON values and parameter groups, and puts values back in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from reprise.errors import CheckpointError
+from reprise.format.box import Box
+from reprise.format.json_file import Json
+from reprise.nested.numbered import is_optimizer_state, names_of
+from reprise.nested.stateful import Receiver, Stateful, is_stateful, take_out
+from reprise.nested.stored_names import Keys, pointer, stored_name
+from reprise.nested.typed_values import encode, encode_number, is_unicode
+from reprise.tensors.file_form import materialized, resolve
+from reprise.tensors.live import is_dtensor, parameter_names
+
+_MAX_DEPTH = 100  # what nests deeper holds itself
+
+_Container = dict[str, Any] | list[Any] | tuple[Any, ...]
+Place = tuple[_Container, str | int]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """One parameter group of an optimizer: the names of its parameters, and its values as JSON under `numbers`.
+
+    Args:
+        given: the group itself, in which a load replaces the values.
+        defaults: of `numbers`, those that the optimizer has by default.
+    """
+
+    names: list[str]
+    numbers: Json
+    given: dict[str, Any]
+    defaults: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """An optimizer, or its state dict, within a nested state dict.
+
+    Args:
+        keys: by the name of a parameter, its key in `state`: a name, a number, or the parameter itself.
+        state: state of parameters, to which a load adds what is missing.
+        parameters: by name, those whose missing state a load makes.
+    """
+
+    keys: Mapping[str, Any]
+    groups: list[ParameterGroup]
+    state: MutableMapping[Any, Any]
+    parameters: Mapping[str, nn.Parameter]
+
+    def lacks(self, name: str, key: str) -> bool:
+        """Return whether a load makes the state `key` of a parameter, since the optimizer has none yet."""
+        return name in self.parameters and key not in self.state.get(self.keys[name], {})
+
+
+@dataclass(slots=True)
+class Tree:
+    """A nested state dict by leaf.
+
+    Args:
+        entries: its outermost keys.
+        tensors: by keys, in the order of the dict, in the form that files hold.
+        dtypes: by stored name, the dtype of each tensor that files hold in another one.
+        parts: by keys, the box and the whole shape of a tensor that is a part of one, other than by its placement.
+        meta: by keys, the given tensor and its place, of each that has no memory.
+        values: everything else, as JSON by JSON Pointer; a list that holds no tensor is one value, and so is a dict
+            without tensors that has keys other than text.
+        classes: by JSON Pointer, the class of each dict without tensors that is a subclass.
+        optimizers: by JSON Pointer.
+        places: the container and the key of each value.
+        optimizer_class: the name of the class of the optimizer under `"optimizer"`; None if only its state is given.
+        after_load: called at the end of a load.
+        objects: by keys, those with a state of their own, which `add_objects` takes apart.
+        receivers: by JSON Pointer, what takes a state at the end of a load.
+        files: files for other programs, by name.
+        refers: whether the values have references to the tensors among them, so that a load needs no template.
+        takes_rest: whether a load returns what `state` held under the outermost keys that are not given.
+    """
+
+    entries: tuple[str, ...]
+    tensors: dict[Keys, torch.Tensor] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    parts: dict[Keys, tuple[Box, tuple[int, ...]]] = field(default_factory=dict)
+    meta: dict[Keys, tuple[torch.Tensor, Place]] = field(default_factory=dict)
+    values: Json = field(default_factory=dict)
+    classes: dict[str, type] = field(default_factory=dict)
+    optimizers: dict[str, OptimizerState] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    optimizer_class: str | None = None
+    after_load: list[Callable[[], None]] = field(default_factory=list)
+    objects: dict[Keys, Stateful] = field(default_factory=dict)
+    receivers: dict[str, Receiver] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    refers: bool = False
+    takes_rest: bool = False
+
+    def replace_value(self, where: str, value: object) -> None:
+        """Replace a value in its container, after `prepare_load`."""
+        container, key = self.places[where]
+        given = container[key]  # type: ignore[index]
+        if not (isinstance(value, dict) and isinstance(given, dict) and not value and not given):
+            container[key] = as_given(given, value)  # type: ignore[index]
+
+    def prepare_load(self) -> None:
+        """Give memory to meta tensors, which the state dict holds from the end of the load on.
+
+        Raises:
+            CheckpointError: naming a value or a meta tensor in a tuple, which cannot be filled in place.
+        """
+        places = {**self.places, **{pointer(keys): place for keys, (_, place) in self.meta.items()}}
+        for where, (container, _) in places.items():
+            if isinstance(container, tuple):
+                raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Give a list.")
+        made: dict[int, torch.Tensor] = {}
+        for keys, (tensor, place) in self.meta.items():
+            given = made.setdefault(id(tensor), materialized(tensor))
+            add_tensor(self, keys, given)
+            self.meta[keys] = given, place
+
+    def put_tensors(self, lacking: Collection[str]) -> None:
+        """Put tensors that were given memory in the places of their meta tensors.
+
+        Args:
+            lacking: stored names, which stay as they are.
+        """
+        unfilled = {id(self.meta[keys][0]) for keys in self.meta if stored_name(keys)[1] in lacking}
+        for tensor, (container, key) in self.meta.values():
+            if id(tensor) not in unfilled:
+                container[key] = tensor  # type: ignore[index]
+
+
+def as_given(given: object, value: object) -> object:
+    """Return a value with tuples in place of lists where `given` has them, since old files hold tuples as lists."""
+    if isinstance(value, list):
+        old = given if isinstance(given, (list, tuple)) and len(given) == len(value) else [None] * len(value)
+        found = [as_given(before, after) for before, after in zip(old, value, strict=True)]
+        return tuple(found) if isinstance(given, tuple) else found
+    if type(value) is dict and isinstance(given, Mapping):
+        return {key: as_given(given.get(key), member) for key, member in value.items()}
+    return value
+
+
+def take_apart(state_dict: object, *, model: nn.Module | None = None, refers: bool = False) -> Tree:
+    """Return a nested state dict by leaf; nothing is copied.
+
+    Args:
+        model: names the parameters of `optimizer.state_dict()`, which have numbers.
+        refers: see `Tree`.
+
+    Raises:
+        CheckpointError: naming a leaf that cannot be stored, a key above a tensor that is not text, or an optimizer
+            whose parameters have numbers without names.
+    """
+    if not isinstance(state_dict, dict):
+        raise CheckpointError("A state dict is a dict", found=type(state_dict).__name__)
+    tree = Tree(tuple(map(str, state_dict)), refers=refers)
+    _walk_dict(tree, state_dict, (), model)
+    return tree
+
+
+def _walk_dict(tree: Tree, found: dict[Any, Any], keys: Keys, model: nn.Module | None) -> None:
+    require_text_keys(found, keys)
+    is_optimizer = is_optimizer_state(found)
+    if is_optimizer:
+        _take_optimizer(tree, found, keys, model)
+    for key, value in found.items():
+        if not is_optimizer or key not in ("state", "param_groups"):
+            _walk(tree, value, (*keys, key), (found, key), model)
+
+
+def require_text_keys(found: dict[Any, Any], keys: Keys) -> None:
+    """Refuse a key that is no text, or none that UTF-8 has.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    for key in found:
+        if not isinstance(key, str):
+            raise CheckpointError(
+                "A state dict has a key that is not text",
+                where=pointer(keys) or "the outermost keys",
+                found=repr(key),
+                fix="JSON and file names have text only: use str(key), or a list.",
+            )
+        if not is_unicode(key):
+            raise CheckpointError("A key cannot be stored as UTF-8", where=repr(keys), found=repr(key))
+
+
+def walk(tree: Tree, value: object, keys: Keys, place: Place) -> None:
+    """Add a member of a state dict to a tree, by leaf.
+
+    Args:
+        place: the container of the member and its key there, for a load.
+
+    Raises:
+        CheckpointError: as `take_apart`.
+    """
+    _walk(tree, value, keys, place, None)
+
+
+def _walk(tree: Tree, value: object, keys: Keys, place: Place, model: nn.Module | None) -> None:
+    if len(keys) > _MAX_DEPTH:
+        raise CheckpointError(
+            "A state dict is nested too deeply",
+            where=f"{pointer(keys[:4])}/...",
+            expected=f"at most {_MAX_DEPTH} levels",
+            fix="Look for a dict or list in itself.",
+        )
+    if tree.refers and _is_whole(value):
+        add_whole(tree, keys, value)
+    elif isinstance(value, torch.Tensor):
+        add_tensor(tree, keys, value, place)
+    elif is_stateful(value):
+        tree.objects[keys] = value
+    elif isinstance(value, dict) and (_has_text_keys(value) or _holds_tensor(value)):
+        if type(value) is not dict and not _holds_tensor(value):
+            tree.classes[pointer(keys)] = type(value)
+        if not value:
+            _add_value(tree, {}, keys, place)
+        _walk_dict(tree, value, keys, model)
+    elif isinstance(value, (list, tuple)) and _holds_tensor(value):
+        for number, member in enumerate(value):
+            _walk(tree, member, (*keys, str(number)), (value, number), model)
+    else:
+        _add_value(tree, encode(value, keys), keys, place)
+
+
+def add_whole(tree: Tree, keys: Keys, value: object) -> None:
+    """Add a nested value as one, with references to its tensors.
+
+    Raises:
+        CheckpointError: naming what cannot be stored.
+    """
+    tensors: dict[Keys, torch.Tensor] = {}
+    tree.values[pointer(keys)] = encode(take_out(value, keys, tensors), keys)
+    for inner, tensor in tensors.items():
+        add_tensor(tree, inner, tensor)
+
+
+def _is_whole(value: object) -> bool:
+    """Return whether a value is a tensor, or a list that holds some, of which every rank has all."""
+    leaves = list(leaves_of(value)) if isinstance(value, (torch.Tensor, list, tuple)) else []
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves) and not any(
+        is_stateful(leaf) or (isinstance(leaf, torch.Tensor) and is_dtensor(leaf)) for leaf in leaves
+    )
+
+
+def _add_value(tree: Tree, value: object, keys: Keys, place: Place) -> None:
+    tree.values[pointer(keys)] = value
+    tree.places[pointer(keys)] = place
+
+
+def _has_text_keys(found: dict[Any, Any]) -> bool:
+    return all(type(key) is str and is_unicode(key) for key in found)
+
+
+def _take_optimizer(tree: Tree, found: dict[str, Any], keys: Keys, model: nn.Module | None) -> None:
+    refers, tree.refers = tree.refers, False
+    names = names_of(found, model, where=pointer(keys) or "the state dict")
+    is_numbered = any(isinstance(given, int) for given in names)
+    parameters = {} if model is None or not is_numbered else parameter_names(model)
+    add_optimizer(
+        tree,
+        keys,
+        names=names,
+        groups=found["param_groups"],
+        state=found["state"],
+        parameters={name: parameter for parameter, name in parameters.items()},
+    )
+    tree.refers = refers
+
+
+def add_optimizer(
+    tree: Tree,
+    keys: Keys,
+    *,
+    names: Mapping[Any, str],
+    groups: Sequence[dict[str, Any]],
+    state: MutableMapping[Any, Any],
+    parameters: Mapping[str, nn.Parameter],
+    defaults: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Add an optimizer to a tree under `keys`; see `OptimizerState`.
+
+    Args:
+        groups: its parameter groups, whose `params` are keys of `names`.
+        defaults: of the values in a group.
+
+    Raises:
+        CheckpointError: naming a value that cannot be stored.
+    """
+    named = []
+    for number, group in enumerate(groups):
+        numbers = {}
+        require_text_keys(group, (*keys, "param_groups", str(number)))
+        for key, value in group.items():
+            inner = (*keys, "param_groups", str(number), key)
+            if isinstance(value, torch.Tensor):
+                add_tensor(tree, inner, value, (group, key))
+            elif key not in ("params", "param_names"):
+                numbers[key] = encode_number(value, inner)
+        usual = frozenset(key for key in numbers if key in defaults and _is_same(group[key], defaults[key]))
+        named.append(ParameterGroup([names[given] for given in group["params"]], numbers, group, usual))
+    for given, values in state.items():
+        _walk_dict(tree, values, (*keys, "state", names[given]), None)
+    tree.optimizers[pointer(keys)] = OptimizerState(
+        {name: given for given, name in names.items()}, named, state, parameters
+    )
+
+
+def _is_same(value: object, default: object) -> bool:
+    return (
+        type(value) is type(default)
+        and isinstance(value, (bool, int, float, str, tuple, type(None)))
+        and (value == default)
+    )
+
+
+def add_tensor(tree: Tree, keys: Keys, tensor: torch.Tensor, place: Place | None = None) -> None:
+    """Add a tensor to a tree, in the form that files hold.
+
+    Args:
+        place: the container of the tensor and its key there, if a load may replace it.
+
+    Raises:
+        CheckpointError: naming it, if its class keeps its memory elsewhere.
+    """
+    resolved = resolve(tensor, pointer(keys))
+    if resolved is None:
+        return
+    tree.tensors[keys] = resolved.tensor
+    if resolved.dtype is not None:
+        tree.dtypes[stored_name(keys)[1]] = resolved.dtype
+    if resolved.box is not None:
+        tree.parts[keys] = resolved.box, resolved.shape
+    if resolved.copy_back is not None:
+        tree.after_load.append(resolved.copy_back)
+    if place is not None and resolved.tensor.is_meta:
+        tree.meta[keys] = tensor, place
+
+
+def _holds_tensor(value: object) -> bool:
+    try:
+        return any(isinstance(leaf, torch.Tensor) or is_stateful(leaf) for leaf in leaves_of(value))
+    except RecursionError:
+        return False  # it holds itself, which `encode` refuses
+
+
+def leaves_of(value: object) -> Iterator[object]:
+    """Yield what the lists, tuples and dicts of a nested value hold."""
+    if isinstance(value, (list, tuple)):
+        for member in value:
+            yield from leaves_of(member)
+    elif isinstance(value, dict):
+        for member in value.values():
+            yield from leaves_of(member)
+    else:
+        yield value

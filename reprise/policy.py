@@ -1,0 +1,117 @@
+"""The settings of saving (interval, retention, memory, timeouts) and the report of one save."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reprise.errors import TrainerError
+from reprise.format.layout import DEFAULT_FILE_BYTES
+from reprise.storage.folder import FolderTerms
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Keep the newest `max_checkpoint_keep` (0 = all), every multiple of `save_retain_interval` (0 = none), the
+    `keep_best` with the lowest validation loss, the iterations in `always`, and those `named` by the command.
+
+    The rules apply to checkpoints that the schedule asks for. An interim checkpoint, made where a run was interrupted,
+    stays until a later one of these is committed. So an interrupted run keeps what the unbroken run keeps.
+    """
+
+    max_checkpoint_keep: int = 0
+    save_retain_interval: int = 0
+    keep_best: int = 0
+    always: frozenset[int] = frozenset()
+    named: frozenset[int] = frozenset()
+
+    def expired(
+        self,
+        committed: Collection[int],
+        *,
+        pinned: Collection[int] = (),
+        losses: Mapping[int, float] | None = None,
+        interim: Collection[int] = (),
+    ) -> list[int]:
+        """Return the iterations to delete, oldest first. Never among them are the newest, the `pinned` and
+        the named ones.
+
+        Iterations kept by another rule do not count toward `max_checkpoint_keep`.
+
+        Args:
+            losses: validation loss by iteration, where known; among equal losses the newest iteration is best.
+            interim: the iterations whose checkpoints are interim; at most `max_checkpoint_keep` of them stay.
+        """
+        count = self.max_checkpoint_keep
+        if count <= 0:
+            return []
+        due = sorted(iteration for iteration in committed if iteration not in interim)
+        later = sorted(
+            iteration for iteration in committed if iteration in interim and iteration > max(due, default=-1)
+        )
+        known = {iteration: loss for iteration, loss in (losses or {}).items() if iteration in due}
+        best = sorted(known, key=lambda iteration: (known[iteration], -iteration))[: self.keep_best]
+        retained = [iteration for iteration in due if self._is_retained(iteration)]
+        return sorted(set(committed) - {*due[-count:], *later[-count:], *best, *retained, *pinned, *self.named})
+
+    def _is_retained(self, iteration: int) -> bool:
+        is_multiple = self.save_retain_interval > 0 and iteration % self.save_retain_interval == 0
+        return is_multiple or iteration in self.always
+
+
+@dataclass(frozen=True, slots=True)
+class SavePolicy:
+    """When to save, where to, and which checkpoints to keep.
+
+    Args:
+        folder: the run's checkpoint folder; None turns saving off.
+        save_interval: save at every multiple of this iteration count; 0 saves only on a call of `save`.
+        save_steps: save at these iterations too.
+        file_bytes: size in bytes at which a safetensors file is full.
+        commit_timeout_s: seconds after which a save that has not committed is aborted.
+        async_save: write in the background while training continues.
+        copies_at_call: copy every tensor before a background save returns, in place of holding back the optimizer's
+            step: for programs that change tensors at any time.
+        staging_bytes: upper bound in bytes on host memory for copies of chunks that the next optimizer step would
+            overwrite. None allows the bytes that the rank writes plus the bytes of its columns, which the ranks of a
+            host assemble in shared memory if they fit. With less memory, that step waits for the disk. Tensors that may
+            change at any time (buffers, frozen parameters) are copied in addition.
+        stall_timeout_s: seconds that this step waits for a disk that writes nothing before the save is aborted.
+        check_replicas: compare the bits of replicas at every n-th save; 0 never compares.
+        terms: how messages name the folder.
+    """
+
+    folder: Path | None
+    save_interval: int = 0
+    retention: Retention = field(default_factory=Retention)
+    file_bytes: int = DEFAULT_FILE_BYTES
+    commit_timeout_s: float = 1800.0
+    async_save: bool = False
+    copies_at_call: bool = False
+    staging_bytes: int | None = None
+    stall_timeout_s: float = 5.0
+    check_replicas: int = 1
+    save_steps: frozenset[int] = frozenset()
+    terms: FolderTerms = FolderTerms()  # noqa: RUF009 - frozen
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The outcome of one save on this rank; `error` is set if the attempt did not become a checkpoint.
+
+    Args:
+        seconds: time from the call to the commit or the error.
+        blocked_s: time that this save blocked training on this rank, in seconds.
+        waited_s: time that training waited for the previous save to end, in seconds.
+        copied_bytes: bytes copied so that training could continue.
+    """
+
+    iteration: int
+    path: Path
+    written_bytes: int
+    seconds: float
+    blocked_s: float = 0.0
+    waited_s: float = 0.0
+    copied_bytes: int = 0
+    error: TrainerError | None = None

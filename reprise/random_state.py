@@ -1,0 +1,79 @@
+"""The state of the random generators of this process, as an object that a checkpoint carries."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import get_state, set_state
+
+from reprise.errors import MismatchError
+
+_HOST = ("python", "numpy", "cpu")
+
+
+class RandomState:
+    """The state of the global generators of Python, numpy, torch, and the devices of torch that are in use.
+
+    `save` and `load` make one where `rng=True`. In a state dict it stands under a key of the rank's own:
+    `{"rng": {str(rank): RandomState()}}`. Generators that a program has made itself are not in it.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the states: large ones as tensors of integers, the rest as numbers."""
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "python": [version, torch.tensor(words), gauss],
+            "numpy": _exchanged(get_state(legacy=False), np.ndarray, lambda key: torch.from_numpy(key.copy())),
+            "cpu": torch.get_rng_state(),
+        }
+        for name in _devices_in_use():
+            state[name] = _module(name).get_rng_state(torch.device(name)).cpu()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the generators.
+
+        Raises:
+            MismatchError: for the state of a device that is not here; nothing is set then.
+        """
+        devices = [name for name in state if name not in _HOST]
+        absent = [name for name in devices if torch.device(name).index >= _count(name)]
+        if absent:
+            raise MismatchError(
+                "Random state belongs to a device that this process does not have",
+                found=", ".join(absent),
+                fix="Resume on as many devices, or load without rng=True: draws then begin at the program's own seed.",
+            )
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        set_state(_exchanged(state["numpy"], torch.Tensor, lambda key: key.numpy()))
+        torch.set_rng_state(state["cpu"])
+        for name in devices:
+            _module(name).set_rng_state(state[name], torch.device(name))
+
+
+def _devices_in_use() -> list[str]:
+    """Return the devices of the accelerator, once the process has begun to use it: before, nothing was drawn there."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or not torch.get_device_module(device).is_initialized():
+        return []
+    return [f"{device.type}:{index}" for index in range(torch.accelerator.device_count())]
+
+
+def _count(name: str) -> int:
+    device = torch.accelerator.current_accelerator()
+    return torch.accelerator.device_count() if device is not None and name.startswith(f"{device.type}:") else 0
+
+
+def _module(name: str) -> Any:
+    return torch.get_device_module(torch.device(name))
+
+
+def _exchanged(value: Any, kind: type, exchange: Any) -> Any:
+    """Return nested dicts with the members of one type exchanged."""
+    if isinstance(value, dict):
+        return {key: _exchanged(member, kind, exchange) for key, member in value.items()}
+    return exchange(value) if isinstance(value, kind) else value

@@ -1,0 +1,116 @@
+"""Checks of the arguments of a save, by errors that a rank shares with the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from pathlib import Path
+
+from reprise.errors import CheckpointError, ConfigError
+from reprise.format.manifest import MOST_ELEMENTS
+from reprise.regular_file import is_url
+from reprise.storage.folder import iteration_name
+
+
+def check_target(folder: str | Path, iteration: int) -> None:
+    """Refuse a folder or an iteration that cannot be saved.
+
+    Raises:
+        ConfigError: `folder` is a URL, or no path.
+        CheckpointError: for an iteration that no folder is named after.
+    """
+    require_path(folder)
+    if is_url(str(folder)):
+        raise ConfigError("A checkpoint folder is a URL; only mounted file systems can be written", found=folder)
+    if type(iteration) is not int or not 0 <= iteration <= MOST_ELEMENTS:
+        raise CheckpointError(
+            "This is no number of an iteration", expected="an int of 0 or more", found=repr(iteration)
+        )
+
+
+def check_patterns(from_rank0: object) -> None:
+    """Refuse patterns that are no sequence of texts; a single text would be taken letter by letter.
+
+    Raises:
+        ConfigError: naming the type that was given.
+    """
+    odd: list[object] = [from_rank0]
+    if isinstance(from_rank0, Sequence | Set) and not isinstance(from_rank0, str | bytes):
+        odd = [part for part in from_rank0 if not isinstance(part, str)]
+    if odd:
+        raise ConfigError(
+            "from_rank0 is no list of patterns",
+            expected='texts in a list, such as ["*.running_*"]',
+            found=repr(odd[0]),
+        )
+
+
+def check_numbers(*, max_checkpoint_keep: object, file_bytes: object) -> None:
+    """Refuse numbers of checkpoints and bytes that are none.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    if type(max_checkpoint_keep) is not int or max_checkpoint_keep < 0:
+        raise ConfigError(
+            "max_checkpoint_keep is no number of checkpoints",
+            expected="an int of 0 or more; 0 keeps all",
+            found=repr(max_checkpoint_keep),
+        )
+    if type(file_bytes) is not int or file_bytes < 1:
+        raise ConfigError("file_bytes is no size of a file", expected="an int of 1 or more", found=repr(file_bytes))
+
+
+def check_limits(*, staging_bytes: object, **seconds: object) -> None:
+    """Refuse limits of a background save that are no numbers of bytes or seconds.
+
+    Args:
+        seconds: limits by their names, each a finite number of seconds above 0.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    if staging_bytes is not None and (type(staging_bytes) is not int or staging_bytes < 0):
+        raise ConfigError(
+            "staging_bytes is no number of bytes", expected="None, or an int of 0 or more", found=repr(staging_bytes)
+        )
+    for name, limit in seconds.items():
+        check_seconds(name, limit)
+
+
+def check_seconds(name: str, limit: object, *, may_be_zero: bool = False) -> None:
+    """Refuse what is no finite number of seconds.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    is_number = isinstance(limit, int | float) and not isinstance(limit, bool) and 0 <= limit < math.inf
+    if not is_number or (limit == 0 and not may_be_zero):
+        raise ConfigError(
+            f"{name} is no number of seconds",
+            expected="0 or more" if may_be_zero else "a finite number above 0",
+            found=repr(limit),
+        )
+
+
+def check_vacant(folder: str | Path, iteration: int) -> None:
+    """Refuse an iteration that the folder has.
+
+    Raises:
+        CheckpointError: naming its path.
+    """
+    check_target(folder, iteration)
+    path = Path(folder) / iteration_name(iteration)
+    if path.exists():
+        fix = "Save another iteration, or with overwrite=True, which keeps this one as `.superseded-k`."
+        raise CheckpointError("The iteration is there already", where=path, fix=fix)
+
+
+def require_path(path: object) -> None:
+    """Refuse what is no path, by an error that a rank shares with the others.
+
+    Raises:
+        ConfigError: naming its type.
+    """
+    if not isinstance(path, (str, Path)):
+        raise ConfigError("This is no path", expected="a str or a pathlib.Path", found=type(path).__name__)

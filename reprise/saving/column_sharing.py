@@ -1,0 +1,328 @@
+"""Shared memory in which the ranks of one host assemble their columns into whole rows. `stripes.py` lays it out.
+
+Ranks exchange their pieces once, before writing; after that no rank waits for another. Each rank copies its columns
+into the stripes and, when its own chunks are written, writes full stripes until none is left. Every stripe is written:
+the rank that fills a stripe looks for full ones afterwards. If a rank fails, its stripes stay unfilled and its report
+fails the save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from reprise.commit.attempt import Attempt
+from reprise.commit.channel import StoreChannel
+from reprise.commit.messages import stripes_key
+from reprise.errors import CheckpointError, LaunchError
+from reprise.format.box import Image
+from reprise.format.layout import Layout
+from reprise.format.manifest import WrittenPiece
+from reprise.format.report import decode, encode
+from reprise.saving.chunks import Piece
+from reprise.saving.stripes import COUNTERS_AT, STRIPES_AT, Stripe, Stripes, shared_bytes, stripes_of
+from reprise.storage.files import Files
+from reprise.tensors.arena import populate
+
+_log = logging.getLogger(__name__)
+
+_NAME = "checkpoint"
+_NAME_BYTES = 16
+_JOINS, _STAYS_OUT = b"+", b"-"
+
+
+class SharedMemory:
+    """An anonymous block of memory (memfd). The kernel frees it when the last process closes it."""
+
+    def __init__(self, descriptor: int, address: bytes) -> None:
+        self.address = address
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._memory = np.frombuffer(mmap.mmap(descriptor, STRIPES_AT), np.uint8)
+
+    @staticmethod
+    def make() -> SharedMemory:
+        """Create a block that holds only its name and the counters.
+
+        Raises:
+            OSError: if the system refuses the memory.
+        """
+        name = secrets.token_bytes(_NAME_BYTES)
+        descriptor = os.memfd_create(_NAME)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(os.close, descriptor)
+            os.ftruncate(descriptor, STRIPES_AT)
+            os.pwrite(descriptor, name, 0)
+            found = SharedMemory(descriptor, b"%d %d %s" % (os.getpid(), descriptor, name.hex().encode()))
+            on_error.pop_all()
+        return found
+
+    @staticmethod
+    def open(address: bytes) -> SharedMemory | None:
+        """Open the block of another process on this host; None if it cannot be opened or its name differs."""
+        pid, number, name = address.decode().split()
+        path = f"/proc/{pid}/fd/{number}"
+        try:
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # the descriptor belongs to another file here
+                return None
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            with contextlib.ExitStack() as on_error:
+                on_error.callback(os.close, descriptor)
+                if os.pread(descriptor, _NAME_BYTES, 0) != bytes.fromhex(name):
+                    return None
+                found = SharedMemory(descriptor, address)
+                on_error.pop_all()
+        except OSError:
+            return None
+        return found
+
+    def reach(self, total_bytes: int) -> None:
+        """Grow the block to at least `total_bytes` and populate its pages.
+
+        Raises:
+            OSError: if there is not enough memory.
+        """
+        if self._memory.nbytes < total_bytes:
+            Files().reserve(self._descriptor, total_bytes)  # always to the same size, by any rank first
+            self._memory = np.frombuffer(mmap.mmap(self._descriptor, total_bytes), np.uint8)
+            populate(self._memory)
+
+    def put(self, stripe: Stripe, packed: Image, lo: int, data: memoryview) -> None:
+        """Copy bytes of a packed image, from `lo` on, into their stripe."""
+        source = np.frombuffer(data, np.uint8)
+        for shape, start, at in packed.boxes(lo, lo + data.nbytes):
+            place = stripe.place + start - stripe.lo
+            there = np.ndarray(shape, np.uint8, self._memory.data, place, packed.strides)
+            np.copyto(there, source[at - lo : at - lo + there.size].reshape(shape))
+        with self._locked():
+            self._counters[stripe.number] += data.nbytes
+
+    def close(self) -> None:
+        """Close the descriptor. No thread may be using the memory."""
+        self._memory = np.empty(0, np.uint8)
+        os.close(self._descriptor)
+
+    def is_full(self, stripe: Stripe) -> bool:
+        """Return whether a stripe holds all its bytes and is not claimed yet."""
+        return int(self._counters[stripe.number]) == stripe.size
+
+    def claim(self, stripe: Stripe) -> memoryview | None:
+        """Claim a full stripe: return its bytes to exactly one thread of one process, None to every other."""
+        with self._locked():
+            if not self.is_full(stripe):
+                return None
+            self._counters[stripe.number] = 0  # ready for the next save
+        return self._memory[stripe.place : stripe.place + stripe.size].data
+
+    @property
+    def _counters(self) -> npt.NDArray[np.uint32]:
+        return self._memory[COUNTERS_AT:STRIPES_AT].view(np.uint32)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:  # flock does not exclude threads that share a descriptor
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+
+class Sharing:
+    """The stripes that one save assembles with the other ranks of the host. Thread-safe.
+
+    Args:
+        turn: where this rank starts to look for full stripes, as a fraction of all stripes. Ranks start at different
+            places, so that they do not compete for the same stripe.
+    """
+
+    def __init__(self, memory: SharedMemory, stripes: Stripes, layout: Layout, *, turn: float) -> None:
+        self.files = {layout.places[tensor].file for tensor in stripes}
+        self._memory, self._stripes = memory, stripes
+        order = [(tensor, stripe) for tensor, found in stripes.items() for stripe in found]
+        first = int(turn * len(order))
+        self._order = order[first:] + order[:first]
+
+    def stripes(self, tensor: str) -> Sequence[Stripe]:
+        """Return the stripes of a tensor, in its order."""
+        return self._stripes.get(tensor, ())
+
+    def put(self, stripe: Stripe, packed: Image, lo: int, data: memoryview) -> None:
+        """Copy bytes of a packed image, from `lo` on, into their stripe."""
+        self._memory.put(stripe, packed, lo, data)
+
+    def full(self) -> Iterator[tuple[str, Stripe, memoryview]]:
+        """Claim full stripes and yield each with its tensor and bytes. The caller must write them."""
+        for tensor, stripe in self._order:
+            if self._memory.is_full(stripe) and (data := self._memory.claim(stripe)) is not None:
+                yield tensor, stripe, data
+
+
+class LocalRanks:
+    """The ranks of one host and the memory that they share.
+
+    For each save the first rank of the host decides whether columns are assembled. Every other rank sends it a report:
+    its pieces, or that it does not take part. The first rank answers with the pieces of all ranks and the address of
+    the memory. A rank that cannot write the save reports that too, so that no rank waits for it.
+
+    Args:
+        channel: the store channel of the worker thread.
+        ranks: the ranks expected on this host, including this one; fewer than two share nothing.
+    """
+
+    def __init__(self, channel: StoreChannel, ranks: Sequence[int]) -> None:
+        self._channel, self._rank = channel, channel.rank
+        self._ranks = tuple(ranks) if len(ranks) > 1 else (channel.rank,)
+        self._memory: SharedMemory | None = None
+        self._stays_out = False
+        self._table: tuple[Layout, bytes, Stripes] | None = None
+        self._lock = threading.Lock()
+        self._answered = ""  # the last attempt on which this rank has sent its message
+
+    def meet(self, channel: StoreChannel, name: str) -> None:
+        """Make sure that they are on one host, by an exchange of their hosts. Main thread, all ranks.
+
+        Args:
+            name: a key prefix that is new on this channel.
+
+        Raises:
+            LaunchError: if a rank does not answer.
+        """
+        if channel.world_size == 1:
+            return
+        here = f"{_host()} {self._ranks}".encode()
+        channel.put(f"{name}/{self._rank}", here)
+        others = [rank for rank in self._ranks if rank != self._rank]
+        if any(channel.read(f"{name}/{rank}", sender=f"rank {rank}") != here for rank in others):
+            _log.warning("ranks %s are not all on one host: columns are written row by row", self._ranks)
+            self._ranks = (self._rank,)
+
+    def part(self, channel: StoreChannel, name: str) -> None:
+        """Delete the message of `meet`, once all ranks have read it."""
+        channel.delete([f"{name}/{self._rank}"])
+
+    def join(self, attempt: Attempt, pieces: Sequence[Piece], *, may_share: bool) -> Sharing | None:
+        """Exchange the pieces whose rows lie apart; return None where they go to the file row by row.
+
+        All ranks of the host call it before any other part of the save that can fail. Worker thread.
+
+        Args:
+            pieces: this rank's pieces whose rows are not contiguous in the tensor.
+            may_share: whether this rank has the memory to take part.
+
+        Raises:
+            TrainerError: if another rank does not answer, this rank has refused, or the memory is not available.
+        """
+        if len(self._ranks) < 2:
+            return None
+        with self._lock:
+            self._require_unanswered(attempt.name)
+        mine = [WrittenPiece(piece.name, piece.box, piece.lo, piece.hi, b"") for piece in pieces]
+        takes_part = may_share and not self._stays_out
+        report = (_JOINS + encode(mine, attempt.layout)) if takes_part else _STAYS_OUT
+        if self._rank == self._ranks[0]:
+            decision = self._decide(attempt, report)
+            self._send(self._channel, attempt.name, decision)
+        else:
+            self._send(self._channel, attempt.name, report)
+            decision = self._channel.read(stripes_key(attempt.name, self._ranks[0]), sender=f"rank {self._ranks[0]}")
+        if not decision.startswith(_JOINS):
+            return None
+        address, _, everyone = decision[len(_JOINS) :].partition(b"\n")
+        return self._share(self._open(address), everyone, attempt.layout)
+
+    def refuse(self, channel: StoreChannel, attempt: str) -> None:
+        """Let the ranks of the host know that this one writes nothing of an attempt: none is to wait. Main thread."""
+        if len(self._ranks) > 1:
+            try:
+                self._send(channel, attempt, _STAYS_OUT)
+            except CheckpointError:  # it has joined already, and its report will fail the attempt
+                return
+            except LaunchError as lost:
+                _log.error("the refusal of %s could not be sent: %s", attempt, lost)
+
+    def drop(self) -> None:
+        """Drop the memory, so that the next save uses a new block: a failed rank may still write to this one."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _decide(self, attempt: Attempt, mine: bytes) -> bytes:
+        """Return what all ranks of the host are to do: the memory's address and everybody's pieces, or to stay out."""
+        keys = {rank: stripes_key(attempt.name, rank) for rank in self._ranks[1:]}
+        reports = [mine, *(self._channel.read(key, sender=f"rank {rank}") for rank, key in keys.items())]
+        if not all(report.startswith(_JOINS) for report in reports):
+            return _STAYS_OUT
+        try:
+            self._memory = self._memory or SharedMemory.make()
+        except OSError as error:
+            _log.warning("no shared memory, columns are written row by row: %s", error.strerror)
+            self._stays_out = True
+            return _STAYS_OUT
+        return _JOINS + self._memory.address + b"\n" + b"".join(report[len(_JOINS) :] for report in reports)
+
+    def _open(self, address: bytes) -> SharedMemory:
+        if self._memory is not None and self._memory.address != address:
+            self.drop()
+        if self._memory is None:
+            self._memory = SharedMemory.open(address)
+        if self._memory is None:
+            raise self._cannot_share(f"the memory of rank {self._ranks[0]}", "it cannot be opened")
+        return self._memory
+
+    def _share(self, memory: SharedMemory, everyone: bytes, layout: Layout) -> Sharing | None:
+        if self._table is None or self._table[0] is not layout or self._table[1] != everyone:
+            pieces = [Piece(piece.name, piece.box, piece.lo, piece.hi) for piece in decode(everyone, layout)]
+            self._table = layout, everyone, stripes_of(pieces, layout)
+        stripes = self._table[2]
+        if not stripes:
+            return None
+        try:
+            memory.reach(shared_bytes(stripes))
+        except OSError as error:
+            raise self._cannot_share(f"{shared_bytes(stripes)} B", error.strerror) from error
+        return Sharing(memory, stripes, layout, turn=self._ranks.index(self._rank) / len(self._ranks))
+
+    def _cannot_share(self, expected: str, found: str | None) -> CheckpointError:
+        """Stay out of later saves, and return the error of this one: the other ranks already count on this rank."""
+        self._stays_out = True
+        return CheckpointError(
+            "The ranks of this host cannot share memory to assemble columns",
+            expected=expected,
+            found=found,
+            fix="Later saves write columns row by row, which is slower.",
+        )
+
+    def _send(self, channel: StoreChannel, attempt: str, data: bytes) -> None:
+        """Send this rank's one message on an attempt, from the worker or from the main thread in its place.
+
+        Raises:
+            CheckpointError: if the other thread has sent one.
+        """
+        with self._lock:
+            self._require_unanswered(attempt)
+            self._answered = attempt
+            channel.put(stripes_key(attempt, self._rank), data)
+
+    def _require_unanswered(self, attempt: str) -> None:
+        if self._answered == attempt:
+            raise CheckpointError("This rank has aborted the save")
+
+
+def _host() -> str:
+    """Return an identity that two processes share exactly if each sees the other in `/proc` and has the same user."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    try:
+        return f"{boot.read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino} {os.getuid()}"
+    except OSError:
+        return secrets.token_hex(8)

@@ -1,0 +1,166 @@
+"""The checkpoint folder while a run owns it: its leader holds its lock, and every rank of the host sees the same one.
+
+A shared folder is that of one host with all ranks, led by rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Collection
+
+from reprise.atomic import temporary_of
+from reprise.commit.channel import StoreChannel
+from reprise.commit.hosts import Hosts
+from reprise.errors import TrainerError
+from reprise.format.host_file import attempt_of
+from reprise.format.names import HOST
+from reprise.policy import Retention
+from reprise.saving.room import decide_expired, delete
+from reprise.saving.saved_iterations import SavedIterations
+from reprise.storage.folder import CheckpointFolder, named_iteration
+from reprise.storage.lock import FolderLock
+from reprise.storage.shared_folder import require_mark
+
+_log = logging.getLogger(__name__)
+
+
+class OwnedFolder:
+    """The folder that a run writes to, on one rank. All ranks make the same calls in the same order.
+
+    Args:
+        nonce: a name of this run of the program, equal on all ranks.
+        hosts: the hosts that have a folder of their own each; None for a folder that all ranks share.
+    """
+
+    def __init__(self, folder: CheckpointFolder, channel: StoreChannel, nonce: str, hosts: Hosts | None = None) -> None:
+        self.folder = folder
+        self.hosts = hosts or Hosts.of(channel.ranks)
+        self.lock: FolderLock | None = None
+        self._channel, self._nonce = channel, nonce
+        self._is_local = hosts is not None
+        self._leads = channel.rank in self.hosts.leaders
+        self._is_marked = len(self.hosts.ranks_with(channel.rank)) > 1
+        self._key = "local" if self._is_local else "folder"
+        self._agreements = 0
+
+    def acquire(self, *, marks: bool = True) -> TrainerError | None:
+        """Take the lock, settle what dead attempts left, and mark the folder; return the problem, if any.
+
+        Nothing is raised: the other ranks would wait for this one.
+
+        Args:
+            marks: leave the mark that `require_shared` looks for.
+        """
+        problem: TrainerError | None = None
+        if self._leads:
+            another = self.folder.terms.another
+            lock = FolderLock(self.folder.root, self._nonce, another=another, is_local=self._is_local)
+            problem = self._trying(lock.acquire)
+            self.lock = lock if problem is None else None
+        elsewhere = self._committed_elsewhere(has_lock=self.lock is not None) if self._is_local else frozenset()
+        if self._leads and problem is None:
+            problem = self._trying(lambda: self._settle(elsewhere, marks=marks))
+        return problem
+
+    def _settle(self, elsewhere: Collection[str], *, marks: bool) -> None:
+        """Complete the attempts that another host has committed, sweep all others, and mark the folder."""
+        for iteration, attempt in self.folder.partials():
+            if attempt in elsewhere and attempt_of(self.folder.partial(iteration, attempt)) == attempt:
+                self.folder.commit(iteration, attempt)
+                _log.warning("iteration %d, which another host had committed, is complete on this one", iteration)
+        if self._is_local:  # a copy that was interrupted leaves the next host.json of a committed folder
+            for iteration in self.folder.committed():
+                self.folder.files.remove_file(temporary_of(self.folder.iteration(iteration) / HOST))
+        for path in self.folder.sweep():
+            _log.info("swept %s, left by an interrupted save or deletion", path.name)
+        if self._is_marked and marks:
+            self.folder.files.mark(self.folder.mark(self._nonce))
+
+    def _committed_elsewhere(self, *, has_lock: bool) -> frozenset[str]:
+        """Return the attempts that any host has committed: what is prepared here of one is good. All ranks."""
+        attempts: list[str] = []
+        if has_lock:
+            with contextlib.suppress(OSError):  # the sweep reports it
+                paths = [self.folder.iteration(iteration) for iteration in self.folder.committed()]
+                attempts = [attempt for path in paths if (attempt := attempt_of(path)) is not None]
+        key = f"{self._key}/{self._nonce}/attempts"
+        found = self._channel.gather(key, json.dumps(attempts).encode())
+        everywhere = sorted({attempt for data in found for attempt in json.loads(data)})
+        return frozenset(json.loads(self._channel.broadcast(f"{key}/all", json.dumps(everywhere).encode())))
+
+    def _trying(self, call: Callable[[], None]) -> TrainerError | None:
+        try:
+            call()
+        except TrainerError as error:
+            return error
+        except OSError as error:
+            return self._cannot_write(error)
+        return None
+
+    def _cannot_write(self, error: OSError) -> TrainerError:
+        return self.folder.cannot_write(
+            error, what="The folder of local checkpoints" if self._is_local else "The checkpoint folder"
+        )
+
+    def require_shared(self) -> None:
+        """Let every rank of a host find the mark that its leader has left in the folder, then remove it.
+
+        Raises:
+            CheckpointError: on every rank, if one of them does not see it.
+        """
+        if self._channel.world_size == 1:
+            return
+        problem: TrainerError | None = None
+        mark = self.folder.mark(self._nonce)
+        try:
+            if not self._leads:
+                require_mark(mark, self.folder, leader=self._channel.coordinator, is_local=self._is_local)
+        except TrainerError as error:
+            problem = error
+        try:
+            self.agree(problem)
+        finally:
+            if self._leads and self._is_marked:
+                with contextlib.suppress(OSError):  # the next start sweeps it
+                    self.folder.files.remove_file(mark)
+
+    def rewind(self, iteration: int, given_up: Collection[int], retention: Retention, saved: SavedIterations) -> None:
+        """Rename checkpoints newer than `iteration` or `given_up`, then delete those that retention gives up."""
+        problem: TrainerError | None = None
+        if self._leads:
+            try:
+                names = [*self.folder.committed(), *self.folder.non_folders()]
+                overtaken = [found for found in names if found > iteration or found in given_up]
+                for path in self.folder.supersede(overtaken):
+                    is_damaged = named_iteration(path.name) in saved.damaged
+                    what = "a damaged checkpoint" if is_damaged else "an abandoned branch of this run"
+                    _log.info("%s is kept as %s", what, path.name)
+                self._retain(retention, saved)
+            except OSError as error:
+                problem = self._cannot_write(error)
+        self.agree(problem)
+
+    def release(self) -> None:
+        """Remove what the next save would have overwritten, and let go of the lock."""
+        if self.lock is None:
+            return
+        for path in self.folder.discarded(self._nonce):
+            with contextlib.suppress(OSError):  # the next start sweeps it
+                self.folder.files.remove_tree(path)
+        self.lock.release()
+
+    def agree(self, problem: TrainerError | None) -> None:
+        """Let every rank go on only if none has a problem; see `StoreChannel.agree`."""
+        self._agreements += 1
+        self._channel.agree(f"{self._key}/{self._nonce}/{self._agreements}", problem)
+
+    def _retain(self, retention: Retention, saved: SavedIterations) -> None:
+        """Delete what retention gives up, if the newest was loaded and all of it checked: it is known to be good."""
+        expired, committed = decide_expired(self.folder, retention)
+        if not expired or not saved.is_verified(committed[-1]):
+            return
+        keep = retention.max_checkpoint_keep
+        for gone in delete(self.folder, expired, attempt=self._nonce, lock=self.lock):
+            _log.info("deleted iteration %d, which %s=%d does not keep", gone, self.folder.terms.keep, keep)

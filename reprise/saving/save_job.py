@@ -1,0 +1,351 @@
+"""One save, on the worker thread: write, vote, prepare, rename, broadcast, then delete what retention gives up."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from reprise.commit import finish, messages
+from reprise.commit.attempt import Attempt, Copying, SharedCommitState, Successor
+from reprise.commit.channel import StoreChannel
+from reprise.commit.commit_state import Outcome
+from reprise.commit.file_exchange import FileExchange
+from reprise.commit.inventory import Inventory
+from reprise.commit.protocol import TwoPhaseCommit
+from reprise.errors import CheckpointError, LaunchError, TrainerError
+from reprise.format.layout import TensorKind
+from reprise.format.manifest import Written
+from reprise.policy import Retention
+from reprise.saving.column_sharing import LocalRanks, Sharing
+from reprise.saving.plan import Plan
+from reprise.saving.replica_digests import ReplicaDigests
+from reprise.saving.room import decide_expired, delete, require_room
+from reprise.saving.snapshot import Snapshot
+from reprise.saving.writer import THREADS, Writer, writing_failed
+from reprise.storage.lock import FolderLock
+from reprise.storage.progress_line import ProgressLine
+from reprise.storage.shared_folder import require_mark, sees_mark, unchanged
+from reprise.storage.worker import Worker
+from reprise.tensors.live import Contents
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSaves:
+    """What the leaders keep between saves into folders of their own: the JSON files sent, and the copies."""
+
+    exchange: FileExchange
+    copying: Copying
+
+
+@dataclass(slots=True)
+class SaveJob:
+    """A save of one rank: `run` is called once, on the worker thread of every rank.
+
+    Args:
+        replicas: digests of the tensors that other ranks hold too.
+        channel: the worker thread's.
+        shared: the state of the attempt on this rank; the main thread may abort on it.
+        local_ranks: the ranks of this host, for columns that become whole rows in memory that they share.
+        may_share: whether this rank has the memory for that.
+        local: where each host has a folder of its own, what their leaders share; None for a shared folder.
+        successor: the attempt after this one, which writes into the files of a checkpoint that retention gives up: new
+            memory of a tmpfs costs more than the copy into it. None makes all files anew.
+        earlier: the attempts before this one, by iteration and name, of which a partial folder or messages may be left.
+            `run` removes them on leaders, and the messages on rank 0 only once all reports are in: by then every rank
+            is past these attempts or has aborted them.
+        committed_at: set by `run`: when the commit ended, on the clock of `time.perf_counter`.
+    """
+
+    attempt: Attempt
+    contents: Contents
+    plan: Plan
+    snapshot: Snapshot
+    replicas: ReplicaDigests
+    channel: StoreChannel
+    shared: SharedCommitState
+    lock: FolderLock | None
+    retention: Retention
+    local_ranks: LocalRanks
+    may_share: bool = False
+    local: LocalSaves | None = None
+    successor: Successor | None = None
+    earlier: Sequence[tuple[int, str]] = ()
+    committed_at: float | None = None
+    inventory: Inventory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inventory = Inventory(self.plan.layout, self.plan.live)
+
+    @property
+    def blocked_s(self) -> float:
+        """Return for how long the optimizer's step was held back."""
+        return self.snapshot.blocked_s + self.replicas.blocked_s
+
+    def release(self) -> None:
+        """Let live memory change: copy and digest the rest of it. Main thread.
+
+        An exception, such as KeyboardInterrupt, aborts the save: the program may go on, and change what is not copied.
+        """
+        try:
+            self.snapshot.release()
+            self.replicas.release()
+        except BaseException:
+            self.snapshot.abort()
+            raise
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(spec.kind is TensorKind.OPTIMIZER for spec in self.contents.specs)
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(piece.hi - piece.lo for piece in self.plan.pieces)
+
+    def run(self) -> None:
+        """Make the checkpoint, or learn that there is none.
+
+        Raises:
+            TrainerError: on every rank, if the attempt did not become a checkpoint; a LockError on rank 0, if another
+                job has taken the folder over meanwhile.
+        """
+        attempt, local = self.attempt, self.local
+        exchange, copying = (None, None) if local is None else (local.exchange, local.copying)
+        commit = TwoPhaseCommit(self.channel, attempt, self.inventory, self.shared, exchange=exchange, copying=copying)
+        is_durable = False
+        try:
+            with commit.failing_on_error():
+                commit.wrote(self.write(attempt.partial))
+            commit.vote()
+            with commit.failing_on_error():
+                if commit.is_to_prepare:
+                    self._prepare(commit)
+                    commit.prepared()
+            commit.decide()
+            with commit.failing_on_error():
+                if commit.may_rename:
+                    is_durable = finish.rename(attempt)
+                    commit.renamed()
+            commit.broadcast()
+            commit.end()
+            self.committed_at = time.perf_counter()
+        except BaseException as error:
+            self.local_ranks.drop()
+            if self.channel.coordinates or self.shared.current.outcome is Outcome.FAILED:
+                self._remove(attempt.partial)
+            if isinstance(error, TrainerError) and self.lock is not None:
+                self.lock.refuse_if_taken()  # a successor sweeps what is being written: that was no fault of the disk
+            raise
+        finally:
+            self._remove_earlier(with_messages=commit.has_all_reports)
+            self._remove_discarded()
+        if is_durable:  # on leaders alone
+            pinned = {attempt.iteration, *(() if local is None else local.copying.pinned)}
+            expired, _ = decide_expired(attempt.folder, self.retention, pinned=pinned)
+            delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock, successor=self.successor)
+            if local is not None:  # the memory or the small disk of a host holds what a restart needs, and no more
+                for path in attempt.folder.superseded():
+                    self._remove(path)
+
+    def write(self, partial: Path) -> Written:
+        """Write this rank's part, and make sure that it lies in the folder of its host's leader."""
+        attempt = self.attempt
+        with contextlib.ExitStack() as checks:
+            if not self._leads:
+                require_unchanged = checks.enter_context(unchanged(attempt.folder.root))
+            line = ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes)
+            digesting = Worker("checkpoint-replicas")
+            try:
+                digested = digesting.submit(self.replicas.run)
+                sharing = self._begin(partial)
+                writer = Writer(
+                    partial,
+                    attempt.folder.files,
+                    attempt.layout,
+                    threads=THREADS,
+                    progress=line.add,
+                    leads=self._leads,
+                    is_sparse=self.local is not None,
+                    sharing=sharing,
+                    old=None if self.successor is None else attempt.old,
+                )
+                written = self._written(writer, partial)
+                self.snapshot.check()
+                digested.wait()
+                self.inventory.add(self.replicas.all(written))
+            finally:
+                self.snapshot.close()
+                digesting.close()
+            if not self._leads:
+                self._require_mark(partial)
+                require_unchanged()
+        return written
+
+    def _written(self, writer: Writer, partial: Path) -> Written:
+        try:
+            return writer.write(self.plan.pieces, self.plan.chunks, self.snapshot)
+        except CheckpointError:
+            if not self._leads:  # in a folder that is not its leader's, it may have failed for that reason
+                self._require_mark(partial)
+            raise
+
+    def _begin(self, partial: Path) -> Sharing | None:
+        """Meet the other ranks of the host; on its leader leave the mark, and let the others know."""
+        attempt, is_marked = self.attempt, False
+        self.snapshot.check()  # a thread that hung before sends nothing on an attempt that was aborted meanwhile
+        try:
+            sharing = self.local_ranks.join(attempt, self.plan.columns, may_share=self.may_share)
+            if self._leads:
+                parts = len(attempt.hosts.leaders)
+                require_room(attempt, self.contents.documents, self.retention, parts=parts)
+                if self._is_marked or not attempt.layout.files:
+                    _make_folder(attempt, partial, is_marked=self._is_marked)
+                is_marked = True
+            return sharing
+        finally:
+            if self._leads:
+                messages.broadcast_marked(self.channel, attempt, is_marked=is_marked)
+
+    def _require_mark(self, partial: Path) -> None:
+        """Return if this rank has written into its leader's folder, or rank 0 ends the attempt for another reason.
+
+        Raises:
+            TrainerError: if it has written elsewhere, which is removed, or the leader sends nothing.
+        """
+        attempt, files = self.attempt, self.attempt.folder.files
+        if sees_mark(attempt.mark, files):
+            return
+        if not messages.await_marked(self.channel, attempt, check=self.snapshot.check):
+            return
+        try:
+            leader = attempt.hosts.leader_of(self.channel.rank)
+            require_mark(attempt.mark, attempt.folder, leader=leader, is_local=self.local is not None)
+        except TrainerError:
+            with contextlib.suppress(OSError):
+                files.remove_tree(partial)
+            raise
+
+    def _prepare(self, commit: TwoPhaseCommit) -> None:
+        """Make all files of this host's folder durable. Leaders only."""
+        documents, aliases = self.contents.documents, self.contents.aliases
+        if self._is_marked:
+            _remove_mark(self.attempt)
+        if self.channel.coordinates:
+            is_local = self.local is not None
+            files = finish.json_files(
+                self.attempt, commit.pieces(), documents=documents, aliases=aliases, is_local=is_local
+            )
+            commit.send(files)
+        else:
+            files = commit.receive()
+        finish.prepare(self.attempt, finish.of_host(files, self._host), lock=self.lock)
+
+    @property
+    def _host(self) -> int:
+        """Return the number of this rank's host."""
+        return self.attempt.hosts.number_of(self.channel.rank)
+
+    @property
+    def _leads(self) -> bool:
+        """Return whether this rank alone changes names in the folder of its host."""
+        return self.channel.rank in self.attempt.hosts.leaders
+
+    @property
+    def _is_marked(self) -> bool:
+        """Return whether other ranks write to this host's folder, so that they look for its mark."""
+        return len(self.attempt.hosts.ranks_with(self.channel.rank)) > 1
+
+    def _remove_earlier(self, *, with_messages: bool) -> None:
+        """Remove what is left of the attempts before this one: folders on leaders, messages on rank 0.
+
+        Another leader than rank 0 removes folders only after a commit: one in doubt may be the newest checkpoint.
+        """
+        folder = self.attempt.folder
+        is_first = self.channel.coordinates
+        if is_first or self.shared.current.outcome is Outcome.COMMITTED:
+            for iteration, name in self.earlier:
+                self._remove(folder.partial(iteration, name))
+            if not is_first:
+                self.earlier = ()
+        if with_messages and is_first:
+            try:
+                for _, name in self.earlier:
+                    messages.delete_messages(self.channel, name)
+                self.earlier = ()
+            except LaunchError as error:
+                _log.error("messages of earlier saves stay in the store: %s", error)
+
+    def _remove_discarded(self) -> None:
+        """Remove what this attempt has not taken over, and what was meant for one that was not made."""
+        if self._leads and self.successor is not None:
+            for path in self.attempt.folder.discarded(self.successor.name.rpartition("-")[0]):
+                self._remove(path)
+
+    def _remove(self, partial: Path) -> None:
+        if not self._leads:
+            return
+        try:
+            self.attempt.folder.files.remove_tree(partial)
+        except OSError as error:
+            _log.error("%s could not be removed, the next start sweeps it: %s", partial, error)
+
+
+def _make_folder(attempt: Attempt, partial: Path, *, is_marked: bool) -> None:
+    """Make the folder before any rank writes a file of tensors, if there is one, and leave the mark."""
+    files = attempt.folder.files
+    try:
+        files.make_folder(partial)
+        if is_marked:
+            files.mark(attempt.mark)
+    except OSError as error:
+        raise _marking_failed(attempt, error) from error
+
+
+def _remove_mark(attempt: Attempt) -> None:
+    """Remove the mark, which all ranks have seen; the sync before the rename makes that durable."""
+    try:
+        attempt.folder.files.remove_file(attempt.mark)
+    except OSError as error:
+        raise _marking_failed(attempt, error) from error
+
+
+def _marking_failed(attempt: Attempt, error: OSError) -> CheckpointError:
+    folder = attempt.folder
+    return writing_failed(attempt.mark, error, folder.files, root=folder.root, total_bytes=attempt.layout.total_bytes)
+
+
+def stalled(attempt: Attempt) -> CheckpointError:
+    """Return the error of a save that was aborted while live memory had to stay as it is."""
+    return CheckpointError(
+        "A save was aborted: the disk has written nothing for a while, or an exception has ended the copying",
+        where=attempt.folder.root,
+        expected="a chunk within the time in which a training step may wait for it",
+        fix="Training continues and committed checkpoints are untouched; look at the file system.",
+    )
+
+
+def no_memory(attempt: Attempt, error: torch.OutOfMemoryError) -> CheckpointError:
+    """Return the error of a save without room on the device for its copies."""
+    return CheckpointError(
+        "A save found no memory on the device for copies of tensors that may change at any time",
+        where=attempt.folder.iteration(attempt.iteration),
+        found=str(error).splitlines()[0],
+        fix="Training continues and committed checkpoints are untouched; a smaller micro batch leaves room.",
+    )
+
+
+def in_doubt_error(attempt: Attempt) -> CheckpointError:
+    """Return the error of a save that no rank waits for any longer, and that may have become a checkpoint."""
+    return CheckpointError(
+        "A save did not end in time, and may still be committed",
+        where=attempt.folder.iteration(attempt.iteration),
+        expected="an end within commit_timeout_s",
+        fix="The disk or a peer hangs; the next save looks for it.",
+    )

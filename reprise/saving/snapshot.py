@@ -1,0 +1,262 @@
+"""A snapshot of the bytes of a save, valid while training continues. `writer.py` writes it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+
+import torch
+
+from reprise.errors import CheckpointError
+from reprise.format.layout import PAGE_BYTES
+from reprise.saving.chunks import Chunk, ChunkPart
+from reprise.storage.worker import Worker
+from reprise.tensors.arena import Arena, Bytes
+from reprise.tensors.memory import Memory
+
+# O_DIRECT requires memory aligned to the logical block size of the device, at most 512 bytes on common devices.
+DIRECT_BYTES = 512
+
+
+class _State(Enum):
+    """Where a writer finds the bytes of a chunk."""
+
+    LIVE = auto()  # in live memory only
+    READ_IN_PLACE = auto()  # in live memory, being written from there
+    STAGING = auto()  # being copied to the arena
+    STAGED = auto()  # in the arena
+    READ = auto()  # with the writer, or written: live memory may change
+
+
+_NEEDS_LIVE = (_State.LIVE, _State.READ_IN_PLACE, _State.STAGING)
+
+
+class Snapshot:
+    """Supplies the bytes of chunks, from live memory until `release` and from copies after it.
+
+    Parameters and optimizer state change only inside `optimizer.step()`, so chunks written before it need no copy.
+    `release` copies the rest. Tensors that may change earlier are copied when the snapshot is made. The main thread
+    makes and releases the snapshot. Writer threads read it, each chunk once.
+
+    Where a program may change any tensor at any time, `release` is called as soon as the writers have begun, and it
+    waits for no write: a writer copies what it takes (`reads_in_place`). An arena whose pages are there takes all
+    of it before the writers begin (`copies_first`). Into a new one the main thread copies beside them, as a page that
+    faults can take longer than the disk takes to write it.
+
+    Args:
+        memory: the memory of each tensor; memory that is not private does not change until `release`.
+        chunks: the chunks to write, in roughly that order.
+        arena: holds the copies; cleared here, so no other snapshot may use it.
+        stall_timeout_s: longest time in seconds that `release` waits without a chunk being written.
+        copies_first: whether to copy to the arena all that it holds, before any chunk is written.
+        reads_in_place: whether chunks are written from live memory where they can be.
+    """
+
+    def __init__(
+        self,
+        memory: Mapping[str, Memory],
+        chunks: Sequence[Chunk],
+        *,
+        arena: Arena,
+        stall_timeout_s: float,
+        copies_first: bool = False,
+        reads_in_place: bool = True,
+    ) -> None:
+        arena.clear()
+        self._arena, self._stall_timeout_s = arena, stall_timeout_s
+        self._chunks = list(chunks)
+        self._memory, self._reads_in_place = memory, reads_in_place
+        self.copied_bytes = sum(found.total_bytes for found in memory.values() if found.is_private)
+        self.blocked_s = 0.0
+        self._changed = threading.Condition()
+        self._states = {id(chunk): _State.LIVE for chunk in chunks}
+        self._staged: dict[int, tuple[Bytes, torch.Event | None]] = {}
+        self._is_released = self._is_closed = self._is_aborted = False
+        self._left = sum(not self._is_private(chunk) for chunk in chunks)  # chunks that still need live memory
+        self._read_count = 0
+        self._stage_ahead(copies_first=copies_first)
+
+    def take(self, chunk: Chunk, bounce: Bytes) -> memoryview:
+        """Return the bytes of a chunk, valid until `done`. Any writer thread may call it, once per chunk.
+
+        Args:
+            bounce: a page-aligned buffer for a chunk and a page; takes bytes whose live memory cannot be written as is.
+
+        Raises:
+            CheckpointError: after `abort`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._states[id(chunk)] is not _State.STAGING)
+            self._require()
+            is_staged = self._states[id(chunk)] is _State.STAGED
+            if not is_staged:
+                self._states[id(chunk)] = _State.READ_IN_PLACE
+        if is_staged:
+            memory, event = self._staged[id(chunk)]
+            if event is not None:
+                event.synchronize()
+            return memoryview(memory)  # type: ignore[arg-type]
+        in_place = self._in_place(chunk)
+        if in_place is not None:
+            return in_place
+        start = chunk.offset % PAGE_BYTES
+        copy = bounce[start : start + chunk.size]
+        event = self._gather(chunk, copy)
+        if event is not None:
+            event.synchronize()
+        self._set(chunk, _State.READ)
+        return memoryview(copy)  # type: ignore[arg-type]
+
+    def done(self, chunk: Chunk) -> None:
+        """Mark a chunk as written, or as one that will not be written, so that its live memory may change."""
+        self._set(chunk, _State.READ)
+
+    def release(self) -> None:
+        """Copy all chunks not written yet, so that live memory may change. Main thread; a second call returns at once.
+
+        It copies from the last chunk backwards while the writers proceed from the first. When the arena is full, it
+        waits until the rest is written. If no chunk is written for `stall_timeout_s`, it aborts the snapshot.
+        """
+        if self._is_released:
+            return
+        start = time.perf_counter()
+        self._is_released = True
+        for chunk in reversed(self._chunks):
+            if not self._is_private(chunk) and not self._stage(chunk):
+                break
+        self._await_written()
+        self._order_device()
+        self.blocked_s += time.perf_counter() - start
+
+    def close(self) -> None:
+        """End all reads, so that no optimizer step waits for them."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Let live memory change at once. A save that still reads it must not be committed."""
+        with self._changed:
+            self._is_aborted = True
+            self._changed.notify_all()
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._is_aborted
+
+    def check(self) -> None:
+        """Fail if live memory may have changed while it was read.
+
+        Raises:
+            CheckpointError: after `abort`.
+        """
+        with self._changed:
+            self._require()
+
+    def _require(self) -> None:
+        if self._is_aborted:
+            raise CheckpointError(
+                "A save was aborted while it was being written: the disk hangs, or an exception has ended the copying",
+                fix="Training continues.",
+            )
+
+    def _stage_ahead(self, *, copies_first: bool) -> None:
+        """Copy what the arena holds: device memory without waiting on the host, host memory if `copies_first`."""
+        if not copies_first and not any(memory.is_on_device for memory in self._memory.values()):
+            return
+        early = [c for c in self._chunks if self._is_on_device(c) or (copies_first and not self._is_private(c))]
+        threads = torch.get_num_threads() if copies_first else 1  # the caller waits, and needs none of its own
+        copying = Worker("checkpoint-copies", threads=threads - 1)
+        share = deque(early)
+        jobs = [copying.submit(lambda: self._stage_all(share)) for _ in range(threads - 1)]
+        try:
+            self._stage_all(share)
+        finally:
+            for job in jobs:
+                job.wait()
+            copying.close()
+
+    def _stage_all(self, share: deque[Chunk]) -> None:
+        """Copy chunks to the arena until none is left, or the arena is full. Any thread."""
+        with contextlib.suppress(IndexError):
+            while self._stage(share.popleft()):
+                pass
+
+    def _stage(self, chunk: Chunk) -> bool:
+        """Copy a chunk to the arena unless a writer has it already; return False if the arena is full."""
+        with self._changed:
+            if self._is_closed or self._states[id(chunk)] is not _State.LIVE:
+                return True
+            room = self._arena.take(chunk.size, offset=chunk.offset)
+            if room is None:
+                return False
+            self._states[id(chunk)] = _State.STAGING
+        try:
+            event = self._gather(chunk, room)
+        except BaseException:
+            self._set(chunk, _State.LIVE)
+            raise
+        with self._changed:
+            self.copied_bytes += chunk.size
+            self._staged[id(chunk)] = room, event
+        self._set(chunk, _State.STAGED)
+        return True
+
+    def _await_written(self) -> None:
+        with self._changed:
+            while self._left and not (self._is_closed or self._is_aborted):
+                count = self._read_count
+                if not self._changed.wait(self._stall_timeout_s) and count == self._read_count:
+                    self._is_aborted = True
+
+    def _order_device(self) -> None:
+        """Make the current stream wait for the copies, so that the host does not have to."""
+        events = [event for _, event in self._staged.values() if event is not None]
+        for event in events[-1:]:
+            event.wait()
+
+    def _set(self, chunk: Chunk, state: _State) -> None:
+        with self._changed:
+            needed, self._states[id(chunk)] = self._states[id(chunk)] in _NEEDS_LIVE, state
+            if not self._is_private(chunk):
+                self._left += (state in _NEEDS_LIVE) - needed
+            self._read_count += state is _State.READ
+            self._changed.notify_all()
+
+    def _is_private(self, chunk: Chunk) -> bool:
+        return all(self._memory[part.piece.name].is_private for part in chunk.parts)
+
+    def _is_on_device(self, chunk: Chunk) -> bool:
+        return any(self._memory[part.piece.name].is_on_device for part in chunk.parts)
+
+    def _in_place(self, chunk: Chunk) -> memoryview | None:
+        """Return the chunk's live memory if it is contiguous and aligned for O_DIRECT, else None."""
+        if self._is_on_device(chunk) or not (self._reads_in_place or self._is_private(chunk)):
+            return None
+        first = self._address(chunk.parts[0])
+        address = first
+        for part in chunk.parts:
+            if self._address(part) != address:
+                return None
+            address += part.hi - part.lo
+        if chunk.strided is None and (first - chunk.offset) % DIRECT_BYTES:
+            return None
+        return memoryview((ctypes.c_ubyte * chunk.size).from_address(first)).cast("B")
+
+    def _address(self, part: ChunkPart) -> int:
+        return self._memory[part.piece.name].address + part.lo
+
+    def _gather(self, chunk: Chunk, target: Bytes) -> torch.Event | None:
+        """Copy the bytes of a chunk to `target`; return the event after the last copy from a device, if any."""
+        at = 0
+        event = None
+        for part in chunk.parts:
+            size = part.hi - part.lo
+            event = self._memory[part.piece.name].copy_to(target[at : at + size], part.lo) or event
+            at += size
+        return event

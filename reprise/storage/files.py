@@ -1,0 +1,176 @@
+"""The file system calls of the checkpoint engine."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+from pathlib import Path
+
+from reprise.atomic import FileCalls
+from reprise.errors import CheckpointError
+
+# fallocate(2) through ctypes: glibc's posix_fallocate falls back to reading and rewriting a byte of every block, which
+# zeroes what another rank wrote meanwhile.
+_libc = ctypes.CDLL(None, use_errno=True)
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY}
+_BLOCK_BYTES = 512  # the unit of st_blocks, stat(2), whatever the file system's blocks are
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
+
+
+class Files(FileCalls):
+    """The file system, one method per kind of call, so that a test can count, fail or kill at each."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make `path`, whose parent must exist; an existing folder is fine."""
+        path.mkdir(exist_ok=True)
+
+    def open_for_writing(self, path: Path) -> int:
+        """Open a shared file for writing, creating it if missing, never truncating; several ranks do so at once."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def open_direct(self, path: Path) -> int | None:
+        """Open an existing shared file for direct I/O, bypassing the page cache; None if its file system has none.
+
+        Offsets, sizes and addresses must then be block aligned; some file systems report that only at the first write.
+        """
+        try:
+            return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            return None
+
+    def open_for_reading(self, path: Path) -> int:
+        """Open a file for reading; a link is refused, as in `size`."""
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def reserve(self, descriptor: int, total_bytes: int) -> None:
+        """Give a file its final size and, if the file system can, its blocks, without changing its content.
+
+        Raises:
+            OSError: ENOSPC, EDQUOT or EFBIG if there are not enough blocks.
+        """
+        code = errno.EINTR
+        while code == errno.EINTR:  # a signal came while blocks were being found
+            if _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes)) == 0:
+                return
+            code = ctypes.get_errno()
+        if code not in _UNSUPPORTED:
+            raise OSError(code, os.strerror(code))
+        self.extend(descriptor, total_bytes)
+
+    def extend(self, descriptor: int, total_bytes: int) -> None:
+        """Give a file its final size without blocks; ranges that nobody writes stay holes."""
+        if os.fstat(descriptor).st_size < total_bytes:
+            os.ftruncate(descriptor, total_bytes)
+
+    def take_over(self, old: Path, path: Path, total_bytes: int) -> None:
+        """Make `path` a second name of `old`, a file that nobody needs, so that its blocks are overwritten in place.
+
+        Nothing changes if `path` exists, if `old` has another size or another name (`cp -l` keeps one), or if the file
+        system cannot do that.
+        """
+        with contextlib.suppress(OSError):  # the file is then made anew, and that reports what is wrong
+            status = os.lstat(old)
+            if (status.st_size, status.st_nlink) == (total_bytes, 1):
+                os.link(old, path, follow_symlinks=False)
+
+    def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+        """Fill `buffer` from `offset`; return the number of bytes read, fewer only at the end of the file."""
+        filled = 0
+        while filled < buffer.nbytes:
+            count = os.preadv(descriptor, [buffer[filled:]], offset + filled)
+            if count == 0:
+                break
+            filled += count
+        return filled
+
+    def mark(self, path: Path) -> None:
+        """Make an empty marker file for other hosts to see. It need not survive a power failure."""
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+
+    def size(self, path: Path) -> int:
+        """Return a regular file's size in bytes.
+
+        Raises:
+            OSError: if it is missing, or not a regular file (a link, a folder, a device).
+        """
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return status.st_size
+
+    def is_folder(self, path: Path) -> bool:
+        """Return whether `path`, which must exist, is a folder and not a link to one."""
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+
+    def free_bytes(self, path: Path) -> int | None:
+        """Return the bytes that an unprivileged user may still write to the file system of `path`.
+
+        None if the file system does not report it: some network and FUSE file systems report a size of 0 blocks.
+        """
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+    def free_inodes(self, path: Path) -> int | None:
+        """Return the number of free inodes on the file system of `path`; None if it has no such limit."""
+        status = os.statvfs(path)
+        return status.f_favail if status.f_files else None
+
+    def allocated_bytes(self, *paths: Path) -> int:
+        """Return the bytes allocated to the files below `paths`, to a file of several names once; 0 without files."""
+        found = [os.lstat(os.path.join(f, name)) for path in paths for f, _, names in os.walk(path) for name in names]
+        return sum({(status.st_dev, status.st_ino): status.st_blocks * _BLOCK_BYTES for status in found}.values())
+
+
+def describe_free_space(files: Files, path: Path) -> str:
+    """Return in words how much space is left on the file system of `path`."""
+    try:
+        free = files.free_bytes(path)
+        room = "an unknown number of bytes free" if free is None else f"{free} B free"
+        return f"no inodes left, so no file can be made; {room}" if files.free_inodes(path) == 0 else room
+    except OSError as error:
+        return f"free space unknown: {error.strerror}"
+
+
+def cannot_write(
+    path: Path,
+    error: OSError,
+    *,
+    what: str = "The checkpoint folder",
+    found: str | None = None,
+    files: Files | None = None,
+    another: str = "another folder",
+) -> CheckpointError:
+    """Return the error of a folder or file, `what`, that cannot be written or created.
+
+    Args:
+        path: where the error does not name one.
+        found: by default the space that is left, if the file system is full.
+        another: what to give in order to write elsewhere.
+    """
+    where = Path(error.filename) if isinstance(error.filename, str) else path
+    verb, reason, fix = "written", f"{error.strerror} (errno {error.errno})", "Fix the file system"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix, found = "Make room there", found or describe_free_space(files or Files(), path.parent)
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        fix = "Correct the permissions"
+    if error.errno == errno.ENOENT and where.parent.is_dir():  # as in /proc, which takes no folders from users
+        verb, reason, fix = "created", f"the file system of {where.parent} refuses it, {reason}", "Correct the path"
+    return CheckpointError(
+        f"{what} cannot be {verb}: {reason}", where=where, found=found, fix=f"{fix}, or name {another}."
+    )
+
+
+def keep_block(descriptor: int) -> None:
+    """Reserve the first block of an empty file, so that a later small write succeeds on a full disk.
+
+    The file stays empty. File systems without fallocate are left alone.
+    """
+    _libc.fallocate(descriptor, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(_BLOCK_BYTES))

@@ -1,0 +1,351 @@
+"""The folder of a run's checkpoints: names, listing, tracker, commit by rename, and sweep."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from reprise.atomic import replace_file, temporary_of
+from reprise.errors import CheckpointError
+from reprise.regular_file import read_regular
+from reprise.storage.files import Files, cannot_write
+
+_log = logging.getLogger(__name__)
+
+HOLD = "hold"  # a file of this name in a checkpoint protects it: somebody is reading it
+WEIGHTS = "weights"  # the folder below a run's checkpoints in which saves of the weights alone lie
+TRACKER = "latest_checkpointed_iteration.txt"
+_MOST_TRACKER_BYTES = 64
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_ANY_ITERATION = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
+_SUPERSEDED = "iter_*.superseded-"
+_LEFTOVER = re.compile(r"\.iter_\d{7,}\..*\.(partial|deleting)")
+_DELETING = re.compile(r"\.iter_\d{7,}\.(.*)\.deleting")
+_MARK = re.compile(r"\.shared\..+\.mark")
+_PARTIAL = re.compile(r"\.iter_(\d{7,})\.(.*)\.partial")
+_REPLACED = re.compile(r"\.(iter_\d{7,})\..*\.replaced")
+_OUTDATED = ".outdated.replaced"  # what an attempt deletes once it has replaced it
+
+
+def iteration_name(iteration: int) -> str:
+    """Return the folder name of an iteration, as Megatron-LM names it."""
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of(path: Path) -> int | None:
+    """Return the iteration in a checkpoint folder's name, or None if it is not a checkpoint's name."""
+    match = _ITERATION.fullmatch(path.name)
+    iteration = int(match[1]) if match else None
+    return iteration if iteration is not None and iteration_name(iteration) == path.name else None
+
+
+def is_iteration_name(name: str) -> bool:
+    """Return whether a folder name is that of an iteration, superseded ones included."""
+    return _ANY_ITERATION.fullmatch(name) is not None
+
+
+def named_iteration(name: str) -> int | None:
+    """Return the iteration in a folder name, superseded ones included, or None."""
+    match = _ANY_ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def shown_name(path: Path) -> str:
+    """Return the name of an iteration's folder within its run."""
+    return f"{WEIGHTS}/{path.name}" if path.parent.name == WEIGHTS else path.name
+
+
+def kind_of(path: Path) -> str:
+    """Return in words the kind of a path that is not a folder."""
+    return f"a link to {os.readlink(path)}" if path.is_symlink() else "a file"
+
+
+@dataclass(frozen=True, slots=True)
+class FolderTerms:
+    """How advice names what the caller has set; by default for a caller that gives the folder as an argument.
+
+    Args:
+        another: what to give in order to write elsewhere.
+        keep: the number of checkpoints that stay.
+        unshared: a sentence for hosts that share no folder; empty if there is no advice.
+    """
+
+    another: str = "another folder"
+    keep: str = "max_checkpoint_keep"
+    unshared: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFolder:
+    """The folder that a run saves to. Only rank 0 changes names in it, and only under the lock."""
+
+    root: Path
+    files: Files
+    terms: FolderTerms = FolderTerms()
+
+    def cannot_write(self, error: OSError, *, what: str = "The checkpoint folder") -> CheckpointError:
+        """Return the error of this folder if it cannot be written."""
+        return cannot_write(self.root, error, what=what, files=self.files, another=self.terms.another)
+
+    def committed(self) -> list[int]:
+        """Return the committed iterations in ascending order; an empty list if the folder does not exist."""
+        if not self.root.is_dir():
+            return []
+        found = (iteration_of(path) for path in self.root.iterdir() if path.is_dir() and not path.is_symlink())
+        return sorted(iteration for iteration in found if iteration is not None)
+
+    def non_folders(self) -> list[int]:
+        """Return, in ascending order, the iterations whose name belongs to a link or a file, not a checkpoint.
+
+        The target of a link may be written by another run, and may be invisible on another host.
+        """
+        if not self.root.is_dir():
+            return []
+        found = (iteration_of(path) for path in self.root.iterdir() if path.is_symlink() or not path.is_dir())
+        return sorted(iteration for iteration in found if iteration is not None)
+
+    def held(self, iterations: Iterable[int]) -> list[int]:
+        """Return the iterations with a `hold` file."""
+        return [iteration for iteration in iterations if (self.iteration(iteration) / HOLD).exists()]
+
+    def iteration(self, iteration: int) -> Path:
+        """Return the folder of a committed iteration."""
+        return self.root / iteration_name(iteration)
+
+    def partial(self, iteration: int, attempt: str) -> Path:
+        """Return the folder in which an attempt writes."""
+        return self.root / f".{iteration_name(iteration)}.{attempt}.partial"
+
+    def mark(self, nonce: str) -> Path:
+        """Return the marker file by which the ranks of a launch check that they see the same folder."""
+        return self.root / f".shared.{nonce}.mark"
+
+    def mark_of(self, iteration: int, attempt: str) -> Path:
+        """Return the marker file by which they check it for an attempt; it is removed before the commit."""
+        return self.partial(iteration, attempt) / f".{attempt}.mark"
+
+    def tracker(self) -> int | None:
+        """Return the iteration in Megatron's tracker file, only a hint; None if it is missing or unreadable."""
+        try:
+            return int(read_regular(self.root / TRACKER, limit_bytes=_MOST_TRACKER_BYTES))
+        except (OSError, ValueError):
+            return None
+
+    def superseded(self) -> list[Path]:
+        """Return the folders of iterations that another branch of the run has overtaken."""
+        names = sorted(self.root.glob(f"{_SUPERSEDED}*"))
+        return [path for path in names if is_iteration_name(path.name) and iteration_of(path) is None]
+
+    def partials(self) -> list[tuple[int, str]]:
+        """Return the iteration and the attempt of each partial folder."""
+        matches = (_PARTIAL.fullmatch(path.name) for path in sorted(self.root.iterdir()) if path.is_dir())
+        return [(int(match[1]), match[2]) for match in matches if match]
+
+    def commit(self, iteration: int, attempt: str, *, replaces: bool = False) -> bool:
+        """Rename a complete, synced partial folder to its final name. From here on the checkpoint exists.
+
+        Invariant: a process whose partial folder was swept by its successor changes nothing here.
+
+        Args:
+            replaces: whether a checkpoint of that name is deleted, in place of being kept as superseded.
+
+        Returns:
+            Whether the name is durable. If it is not, and the rename could not be undone either, the checkpoint exists,
+                but a power failure may undo it.
+
+        Raises:
+            OSError: if the rename failed, or was undone because it could not be made durable; a checkpoint of that name
+                is unchanged.
+            CheckpointError: if a link or a file has that name.
+        """
+        partial, target = self.partial(iteration, attempt), self.iteration(iteration)
+        aside: Path | None = None
+        try:
+            self.files.rename(partial, target)
+        except OSError as error:
+            if error.errno == errno.ENOTDIR and os.path.lexists(target):
+                raise _name_is_taken(target) from error
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            aside = self.root / f".{target.name}.{attempt}{_OUTDATED if replaces else '.replaced'}"
+            self._replace(partial, target, aside)
+        is_durable = True
+        try:
+            self.files.sync_folder(self.root)
+        except OSError as error:
+            if self._take_back(partial, target, aside):
+                raise
+            _log.error("%s is there, but may not be durable: its folder cannot be synced: %s", target, error)
+            is_durable = False
+        if aside is not None and replaces and is_durable:
+            self._delete_replaced(iteration, attempt, aside)
+        elif aside is not None:
+            self._keep_replaced(aside, target)
+        self._mend_tracker()
+        return is_durable
+
+    def supersede(self, iterations: list[int]) -> list[Path]:
+        """Rename committed folders that a new branch of the run overtakes, and return their new names.
+
+        A link of such a name is renamed itself, not its target.
+        """
+        renamed = []
+        if iterations and not set(self.committed()) - set(iterations):  # nothing is left that the tracker could name
+            self.files.remove_file(self.root / TRACKER)
+        for iteration in iterations:
+            source = self.iteration(iteration)
+            if os.path.lexists(source):
+                renamed.append(self._free_name(source))
+                self.files.rename(source, renamed[-1])
+        if renamed:
+            self.files.sync_folder(self.root)
+            self._mend_tracker()
+        return renamed
+
+    def discard(self, iteration: int, attempt: str) -> Path:
+        """Rename a committed folder away, durably: it no longer exists, and `remove_tree` may take its time."""
+        target = self._leaving(iteration, attempt)
+        self.files.rename(self.iteration(iteration), target)
+        self.files.sync_folder(self.root)
+        return target
+
+    def _leaving(self, iteration: int, attempt: str) -> Path:
+        return self.root / f".{iteration_name(iteration)}.{attempt}.deleting"
+
+    def discarded(self, name: str) -> list[Path]:
+        """Return the folders that were discarded under the name of an attempt, or by any attempt of a nonce.
+
+        None where the root cannot be listed.
+        """
+        try:
+            matches = [(path, _DELETING.fullmatch(path.name)) for path in sorted(self.root.iterdir())]
+        except OSError:
+            return []
+        return [path for path, match in matches if match and f"{match[1]}-".startswith(f"{name}-")]
+
+    def sweep(self) -> list[Path]:
+        """Remove the leftovers of dead attempts and interrupted deletions, and return them. Only under the lock.
+
+        A leftover that cannot be removed is logged and stays.
+        """
+        if not self.root.is_dir():
+            return []
+        found = sorted(self.root.iterdir())
+        folders = [path for path in found if path.is_dir() and not path.is_symlink()]
+        leftovers = [path for path in map(self._settle, folders) if _LEFTOVER.fullmatch(path.name)]
+        leftovers += [path for path in found if _MARK.fullmatch(path.name) and path.is_file()]
+        removed = [path for path in leftovers if self._remove(path)]
+        if committed := self.committed():  # else it is all that tells of a run whose checkpoints are gone
+            self._report_lost(max(committed))
+            self._mend_tracker()
+        return removed
+
+    def _replace(self, partial: Path, target: Path, aside: Path) -> None:
+        """Rename over an existing checkpoint, which is moved aside first; `_settle` completes an interrupted one."""
+        self.files.rename(target, aside)
+        try:
+            self.files.rename(partial, target)
+        except OSError:
+            self.files.rename(aside, target)
+            raise
+
+    def _take_back(self, partial: Path, target: Path, aside: Path | None) -> bool:
+        """Undo a commit; return whether it is undone."""
+        try:
+            self.files.rename(target, partial)
+        except OSError as error:
+            _log.error("%s cannot be taken back: %s", target, error)
+            return False
+        try:
+            if aside is not None:
+                self.files.rename(aside, target)
+        except OSError as error:
+            _log.error("%s waits as %s for the next start: %s", target, aside, error)
+        return True
+
+    def _keep_replaced(self, aside: Path, target: Path) -> None:
+        """Give a replaced checkpoint its own name; if that fails, `_settle` does it at the next start."""
+        try:
+            self.files.rename(aside, self._free_name(target))
+        except OSError as error:
+            _log.error("the replaced %s waits as %s for the next start: %s", target, aside, error)
+
+    def _delete_replaced(self, iteration: int, attempt: str, aside: Path) -> None:
+        """Delete a replaced checkpoint; if that fails, the next start sweeps it or gives it a name of its own."""
+        leaving = self._leaving(iteration, attempt)
+        try:
+            self.files.rename(aside, leaving)
+            self.files.remove_tree(leaving)
+        except OSError as error:
+            _log.error("the replaced %s could not be deleted: %s", aside, error)
+
+    def _settle(self, path: Path) -> Path:
+        """Complete the commit that moved a checkpoint aside, if `path` is one; return its name afterwards."""
+        match = _REPLACED.fullmatch(path.name)
+        if match is None:
+            return path
+        settled = self.root / match[1]
+        if os.path.lexists(settled) and path.name.endswith(_OUTDATED):
+            self.files.sync_folder(self.root)  # what has replaced it is durable before it goes
+            settled = path.with_suffix(".deleting")
+        elif os.path.lexists(settled):
+            settled = self._free_name(settled)
+        self.files.rename(path, settled)
+        return settled
+
+    def _remove(self, path: Path) -> bool:
+        try:
+            if path.is_dir():
+                self.files.remove_tree(path)
+            else:
+                self.files.remove_file(path)
+        except OSError as error:
+            _log.error("%s could not be swept: %s", path, error)
+            return False
+        return True
+
+    def _report_lost(self, newest: int) -> None:
+        """Log that the tracker names a newer checkpoint than exists; a superseded one was renamed on purpose."""
+        tracked = self.tracker()
+        if tracked is None or tracked <= newest or any(self.root.glob(f"{iteration_name(tracked)}.superseded-*")):
+            return
+        _log.warning(
+            "%s names iteration %d, but the newest checkpoint is %s: newer ones were removed, or are not visible here",
+            self.root / TRACKER,
+            tracked,
+            iteration_name(newest),
+        )
+
+    def _mend_tracker(self) -> None:
+        """Make the tracker name the newest checkpoint. It is only a hint, so a failure is logged."""
+        tracker = self.root / TRACKER
+        try:
+            newest, tracked = max(self.committed(), default=None), self.tracker()
+            if newest is None and tracked is not None:
+                self.files.remove_file(tracker)
+            if newest is not None and newest != tracked:
+                replace_file(self.files, tracker, f"{newest}\n".encode())
+            self.files.remove_file(temporary_of(tracker))
+        except OSError as error:
+            _log.error("%s names another iteration than the newest: %s", tracker, error)
+
+    def _free_name(self, iteration: Path) -> Path:
+        number = 1
+        while os.path.lexists(path := iteration.with_name(f"{iteration.name}.superseded-{number}")):
+            number += 1
+        return path
+
+
+def _name_is_taken(target: Path) -> CheckpointError:
+    return CheckpointError(
+        "A save cannot have the name of its iteration",
+        where=target,
+        expected="nothing, or a checkpoint",
+        found=kind_of(target),
+        fix="Remove it, or move it away: a link is no checkpoint of the run. Committed checkpoints are untouched.",
+    )

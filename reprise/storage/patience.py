@@ -1,0 +1,184 @@
+"""Distinguishes damage from temporary read failures, and retries the latter for a limited time."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from reprise.errors import CheckpointError, UnreadableError
+from reprise.storage.files import Files
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How long a read that fails is tried again: a server that fails over, or a limit that another process has used up.
+RETRY_S = 10.0
+OLDER = "load an older iteration"  # the advice that `LoadTerms` completes
+# What a missing file, or something else in its place, answers. All other errors say nothing of the checkpoint.
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG})
+
+
+def is_damage(error: OSError) -> bool:
+    """Return whether a failed read means that the file is missing or is no regular file."""
+    return error.errno in _MISSING
+
+
+def failed_read(
+    what: str, error: OSError, *, where: object, expected: object = None, fix: str | None = None
+) -> CheckpointError:
+    """Return the error to raise after a failed read: UnreadableError unless the error itself proves damage.
+
+    Args:
+        what: the problem if the file is missing.
+        where: the path, if the error does not name one.
+        expected: the expected content.
+        fix: the remedy if the file is missing.
+    """
+    if is_damage(error):
+        return CheckpointError(what, where=where, expected=expected, found=error.strerror, fix=fix)
+    return unreadable(error, where=where)
+
+
+def unreadable(error: OSError, *, where: object) -> UnreadableError:
+    """Return the error for a path that cannot be read at the moment, which proves nothing about its content."""
+    return UnreadableError(
+        f"A file cannot be read now: {error.strerror} (errno {error.errno})",
+        where=error.filename or where,
+        fix="Nothing was changed, and the file may be whole. Repair the file system, the permissions or the limits of "
+        f"this host, and start again. If the file is lost for good, {OLDER}.",
+    )
+
+
+class Patience:
+    """How long failing reads are retried.
+
+    Args:
+        seconds: time limit of each read; `RETRY_S` by default.
+        pauses_s: the first pause between tries, and the longest; each is twice the one before.
+        clock: a clock in seconds.
+        sleep: sleeps for a number of seconds.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None = None,
+        *,
+        pauses_s: tuple[float, float] = (0.05, 1.0),
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._seconds = RETRY_S if seconds is None else seconds
+        self._pauses_s, self._clock, self._sleep = pauses_s, clock, sleep
+
+    def retry(
+        self, call: Callable[[], T], *, where: object = None, is_final: Callable[[OSError], bool] = is_damage
+    ) -> T:
+        """Return the result of `call`, retrying it while it fails.
+
+        Args:
+            where: the path, for the log.
+            is_final: returns whether retrying an error is pointless.
+
+        Raises:
+            OSError: the final error, or the last one when time is up.
+        """
+        waits: Iterator[bool] | None = None
+        while True:
+            try:
+                return call()
+            except OSError as error:
+                if is_final(error):
+                    raise
+                if waits is None:
+                    waits = self.waits()
+                    text = f"{error.strerror} (errno {error.errno})"
+                    _log.warning("%s cannot be read, trying again: %s", error.filename or where, text)
+                if not next(waits, False):
+                    raise
+
+    def waits(self) -> Iterator[bool]:
+        """Pause, then yield True for another try, until the time, which begins with the first pause, is over."""
+        pause_s, longest_s = self._pauses_s
+        deadline = self._clock() + self._seconds
+        while (now := self._clock()) < deadline:
+            self._sleep(min(pause_s, deadline - now))
+            pause_s = min(2 * pause_s, longest_s)
+            yield True
+
+
+def await_sight(path: Path, patience: Patience, *, rank: int, reader: int = 0) -> None:
+    """Wait until this rank sees a file that rank `reader` has read: a file system may show it late.
+
+    Raises:
+        UnreadableError: if the file is still missing or inaccessible when time is up.
+    """
+
+    def look() -> None:
+        with os.scandir(path.parent.parent):  # a client of NFS asks its server again when a folder is opened
+            os.lstat(path)
+
+    try:
+        patience.retry(look, where=path, is_final=lambda _: False)
+    except OSError as error:
+        if not is_damage(error):
+            raise unreadable(error, where=path) from error
+        raise UnreadableError(
+            f"Rank {rank} on host {socket.gethostname()} does not see the checkpoint that rank {reader} loads",
+            where=path.parent,
+            found=error.strerror,
+            fix=f"Nothing was changed. Mount the folder that rank {reader} sees on every host, under the same path.",
+        ) from error
+
+
+class PatientFiles(Files):
+    """A file system that retries reads for a limited time."""
+
+    def __init__(self, files: Files, patience: Patience) -> None:
+        self._files, self._patience = files, patience
+        self._paths: dict[int, Path] = {}  # of the files that are open
+
+    def size(self, path: Path) -> int:
+        return self._patience.retry(lambda: self._files.size(path), where=path)
+
+    def is_folder(self, path: Path) -> bool:
+        return self._patience.retry(lambda: self._files.is_folder(path), where=path)
+
+    def open_for_reading(self, path: Path) -> int:
+        """Open a file for reading; see `Files.open_for_reading`."""
+        descriptor = self._patience.retry(lambda: self._files.open_for_reading(path), where=path)
+        self._paths[descriptor] = path
+        return descriptor
+
+    def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+        """Fill `buffer` from `offset`, reopening the file after a failure; see `Files.read`."""
+        try:
+            return self._files.read(descriptor, buffer, offset=offset)
+        except OSError as error:
+            if is_damage(error):
+                raise
+        return self._patience.retry(
+            lambda: self._read_anew(descriptor, buffer, offset), where=self._paths.get(descriptor)
+        )
+
+    def close(self, descriptor: int) -> None:
+        """Close a file opened by this object."""
+        self._paths.pop(descriptor, None)
+        self._files.close(descriptor)
+
+    def _read_anew(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        """Reopen the file before reading it: a stale handle stays stale."""
+        path = self._paths.get(descriptor)
+        if path is not None:
+            fresh = self._files.open_for_reading(path)
+            try:
+                os.dup2(fresh, descriptor, inheritable=False)
+            finally:
+                self._files.close(fresh)
+        return self._files.read(descriptor, buffer, offset=offset)

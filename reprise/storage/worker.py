@@ -1,0 +1,103 @@
+"""Background threads that each run one job at a time."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from reprise.errors import CheckpointError
+
+
+class Job:
+    """A call that runs on the worker; its outcome is available once `wait` returns."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run the call and keep its exception. Called by the worker only."""
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            _clear_frames(error)  # the error may be kept for long, what the call had in hand is of no use
+            self._error = error
+        finally:
+            self._call = _nothing  # what it holds is not needed any more
+            self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def ends(self, timeout_s: float) -> bool:
+        """Return whether the call finishes within `timeout_s`."""
+        return self._done.wait(timeout_s)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the call, forever without a timeout, and raise its exception.
+
+        Raises:
+            CheckpointError: if it did not finish within `timeout_s`.
+        """
+        if not self._done.wait(timeout_s):
+            raise CheckpointError(
+                "A save did not end in time",
+                expected=f"an end within commit_timeout_s={timeout_s:.0f}",
+                fix="The disk or a peer hangs; committed checkpoints are untouched.",
+            )
+        if self._error is not None:
+            raise self._error
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Release the local variables of the functions that an error and its causes passed through."""
+    queue, seen = [error], set[int]()
+    while queue:
+        found = queue.pop()
+        seen.add(id(found))
+        traceback.clear_frames(found.__traceback__)
+        for before in (found.__cause__, found.__context__):
+            if before is not None and id(before) not in seen:
+                queue.append(before)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+class Worker:
+    """Runs jobs in turn on daemon threads, started with the first job; the program's exit does not wait for them."""
+
+    def __init__(self, name: str, *, threads: int = 1) -> None:
+        self._name, self._count = name, threads
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, call: Callable[[], None]) -> Job:
+        """Queue a call and return its job."""
+        if not self._threads:
+            self._threads = [
+                threading.Thread(target=self._run, name=self._name, daemon=True) for _ in range(self._count)
+            ]
+            for thread in self._threads:
+                thread.start()
+        job = Job(call)
+        self._queue.put(job)
+        return job
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Let the threads end after the queued jobs; a thread that hangs is a daemon and is left behind."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+        self._threads.clear()
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job.run()
+            del job

@@ -1,0 +1,58 @@
+"""Memory for parameters and optimizer state that is laid out like the files, so that saving needs no copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from reprise.format.layout import Layout
+from reprise.tensors.arena import map_like_file
+from reprise.tensors.live import LiveTensor
+
+
+def zeros_like_files(
+    parameters: Iterable[tuple[LiveTensor, torch.Tensor]],
+    prefixes: Iterable[str],
+    layout: Layout,
+    *,
+    alignment: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Return zeros for parameters and moments, at addresses congruent to their file offsets, in file order.
+
+    Parameters on a device, and those whose rows are not contiguous in the file, are left out: saving copies them
+    anyway.
+
+    Args:
+        parameters: each with the local memory that its live tensor is part of.
+        prefixes: name prefixes of a parameter's tensors: empty for itself, `exp_avg.` for a moment.
+        alignment: tensors whose offset in their file is no multiple of it are left out too.
+
+    Returns:
+        Tensors with shape and dtype of the local memory, by stored name.
+    """
+    files: dict[str, list[tuple[int, str, torch.Tensor]]] = {}
+    wanted = list(parameters)
+    for prefix in prefixes:
+        for live, local in wanted:
+            name = prefix + live.spec.name
+            offset = _offset_in_file(live, name, layout)
+            if offset is not None and offset % alignment == 0 and local.device.type == "cpu" and local.is_contiguous():
+                files.setdefault(layout.places[name].file, []).append((offset, name, local))
+    found: dict[str, torch.Tensor] = {}
+    for members in files.values():
+        members.sort(key=lambda member: member[0])
+        memories = map_like_file([(offset, local.nbytes) for offset, _, local in members])
+        for (_, name, local), memory in zip(members, memories, strict=True):
+            found[name] = torch.from_numpy(memory).view(local.dtype).view(local.shape)
+    return found
+
+
+def _offset_in_file(live: LiveTensor, name: str, layout: Layout) -> int | None:
+    """Return a box's offset in the file of `name`, or None if its bytes are not contiguous there."""
+    if live.is_copy or name not in layout.places:
+        return None
+    packed = live.spec.image(live.box)
+    if not (packed.is_contiguous and packed.total_bytes):
+        return None
+    return layout.places[name].offset + next(packed.spans(0, 1))[0]

@@ -1,0 +1,167 @@
+"""Tensors in the form that files hold: memory of their own, of a dtype that safetensors has."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format.box import Box, intersect, relative
+from reprise.format.layout import DTYPE_NAMES
+from reprise.tensors.live import is_dtensor, memory_holder, with_memory
+
+
+@dataclass(frozen=True, slots=True)
+class StorableTensor:
+    """One tensor in the form that files hold.
+
+    Args:
+        tensor: plain or a DTensor; its memory is the given tensor's, or a copy.
+        dtype: the name of the given tensor's dtype, if safetensors lacks it: `tensor` has the same bytes as real
+            numbers (complex dtypes, with a last dimension of 2) or as bytes (kinds of float8).
+        box: the part of a tensor of `shape` that `tensor` is; None if its placement says so.
+        copy_back: after a load into `tensor`, copies it to the given one; None if they share memory.
+    """
+
+    tensor: torch.Tensor
+    dtype: str | None = None
+    box: Box | None = None
+    shape: tuple[int, ...] = ()
+    copy_back: Callable[[], None] | None = None
+
+
+def resolve(tensor: torch.Tensor, where: str) -> StorableTensor | None:
+    """Return a tensor in the form that files hold; None if this rank has no part of it.
+
+    Raises:
+        CheckpointError: naming a tensor of a class that keeps its memory elsewhere.
+    """
+    local = memory_holder(tensor)
+    is_async = _is_a(local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    if is_async:
+        local = local.trigger_wait()  # type: ignore[attr-defined]
+    if is_dtensor(tensor) and _is_a(local, "torch.distributed.tensor._shards_wrapper", "LocalShardsWrapper"):
+        return _joined(tensor, local, where)
+    if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise CheckpointError(
+            "A tensor is of a class that keeps its memory elsewhere",
+            where=where,
+            expected="a plain tensor or a DTensor",
+            found=type(local).__name__,
+            fix="Give its parts as tensors of their own.",
+        )
+    local = given = local.detach()
+    if local.is_nested or local.layout is not torch.strided or local.is_quantized:
+        return StorableTensor(tensor.detach())  # which `check_memory` refuses by name
+    if local.is_neg() or local.is_conj() or _repeated(local):
+        local = torch.empty(given.shape, dtype=given.dtype, device=given.device).copy_(given)
+    stored = _stored(local)
+    if stored is given and not is_async:
+        return StorableTensor(tensor.detach())
+    dtype = None if stored.dtype == given.dtype else str(given.dtype).removeprefix("torch.")
+    copy_back = None if local is given else partial(_copy_back, local, given, where)
+    shape = (*tensor.shape, *stored.shape[given.ndim :])
+    return StorableTensor(with_memory(tensor, stored, shape), dtype, copy_back=copy_back)
+
+
+def in_memory(stored: torch.Tensor, dtype: str | None) -> torch.Tensor:
+    """Return a tensor of the form that files hold as one of its dtype; None if that is its own.
+
+    Raises:
+        MismatchError: if it is not the form of a tensor of this dtype.
+    """
+    if dtype is None:
+        return stored
+    found: torch.dtype = getattr(torch, dtype)
+    try:
+        return torch.view_as_complex(stored) if found.is_complex else stored.view(found)
+    except RuntimeError as error:
+        form = f"{stored.dtype} of shape {list(stored.shape)}"
+        raise MismatchError("A tensor is not in the form of its dtype", expected=dtype, found=form) from error
+
+
+def materialized(tensor: torch.Tensor) -> torch.Tensor:
+    """Return uninitialized memory in place of a meta tensor: of torch's default device, or of a DTensor's mesh."""
+    if not is_dtensor(tensor):
+        return torch.empty_like(tensor, device=torch.get_default_device(), requires_grad=False)
+    device = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+    return with_memory(tensor, torch.empty_like(memory_holder(tensor), device=device, requires_grad=False))
+
+
+def _stored(local: torch.Tensor) -> torch.Tensor:
+    """Return the same memory in a dtype that safetensors has, if there is one."""
+    if local.is_complex():
+        return torch.view_as_real(local)
+    if local.dtype not in DTYPE_NAMES and local.dtype.is_floating_point and local.dtype.itemsize == 1:
+        return local.view(torch.uint8)
+    return local
+
+
+def _joined(tensor: torch.Tensor, wrapper: torch.Tensor, where: str) -> StorableTensor | None:
+    """Return the shards that a LocalShardsWrapper holds, as one box."""
+    shards: Sequence[torch.Tensor] = wrapper.local_shards()  # type: ignore[attr-defined]
+    if not shards:
+        return None
+    offsets = wrapper.local_offsets()  # type: ignore[attr-defined]
+    boxes = [Box(tuple(at), tuple(shard.shape)) for at, shard in zip(offsets, shards, strict=True)]
+    ends = [[at + size for at, size in zip(box.offset, box.shape, strict=True)] for box in boxes]
+    start, end = tuple(map(min, *(box.offset for box in boxes), boxes[0].offset)), tuple(map(max, *ends, ends[0]))
+    box = Box(start, tuple(hi - lo for lo, hi in zip(start, end, strict=True)))
+    overlaps = (intersect(a, b).numel for number, a in enumerate(boxes) for b in boxes[:number])
+    if box.numel != sum(each.numel for each in boxes) or any(overlaps):
+        raise CheckpointError(
+            "The shards of a tensor on a rank are no box together",
+            where=where,
+            found=", ".join(map(str, boxes)),
+            fix="Give them as tensors of their own.",
+        )
+    if shards[0].dtype not in DTYPE_NAMES:
+        raise CheckpointError("Shards have a dtype that safetensors cannot hold", where=where, found=shards[0].dtype)
+    parts = [shard.detach() for shard in shards]
+    packed = parts[0]
+    copy_back = None
+    if len(parts) > 1:
+        packed = torch.empty(box.shape, dtype=packed.dtype, device=packed.device)
+        views = [packed[relative(each, box).slices] for each in boxes]
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part)
+        copy_back = partial(_copy_shards, views, parts)
+    return StorableTensor(packed, box=box, shape=tuple(tensor.shape), copy_back=copy_back)
+
+
+def _copy_shards(views: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+    for view, shard in zip(views, shards, strict=True):
+        shard.copy_(view)
+
+
+def _copy_back(packed: torch.Tensor, given: torch.Tensor, where: str) -> None:
+    first = packed
+    for dim in _repeated(given):
+        first, given = first.narrow(dim, 0, 1), given.narrow(dim, 0, 1)
+    if not _bytes_of(first.expand_as(packed)).equal(_bytes_of(packed)):
+        raise MismatchError(
+            "The elements of an expanded tensor share memory, and a checkpoint has different ones for them",
+            where=where,
+            fix="Give a tensor with memory for each element, such as tensor.clone().",
+        )
+    given.copy_(first)
+
+
+def _repeated(local: torch.Tensor) -> list[int]:
+    """Return the dimensions along which all elements are one and the same."""
+    sizes = zip(local.stride(), local.shape, strict=True)
+    return [dim for dim, (stride, size) in enumerate(sizes) if stride == 0 and size > 1 and local.numel()]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return _stored(tensor).contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_a(value: torch.Tensor, module: str, name: str) -> bool:
+    """Return whether a tensor is of a class, without importing its module."""
+    found = sys.modules.get(module)
+    return found is not None and isinstance(value, getattr(found, name))

@@ -1,0 +1,395 @@
+"""The live tensors of a model and its optimizer, with their names and boxes on disk.
+
+The only module that reads the internals of torch's DTensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from reprise.errors import CheckpointError
+from reprise.format.box import Box, Split, box_of_splits, intersect, relative, whole
+from reprise.format.json_file import Document
+from reprise.format.layout import TensorKind, TensorSpec
+from reprise.tensors.storable import check_byteorder, check_disjoint, check_memory
+
+Marks = tuple[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], ...]
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The on-disk form of a parameter, if it differs from the live one.
+
+    Args:
+        shape: shape on disk.
+        view: a shape of the same C-ordered bytes with the live parameter's dimensions; the live parameter may be larger
+            (padding), and elements outside `view` are not stored.
+    """
+
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """A rank's part of one logical tensor.
+
+    Args:
+        box: its position, in coordinates of `spec.view`.
+        local: the live memory, of shape `box.shape`; writing to it changes the model.
+        replicas: all global ranks that hold this box, in ascending order.
+        is_copy: a second live copy of a tensor that other ranks save: a load fills it, and a save skips it.
+    """
+
+    spec: TensorSpec
+    box: Box
+    local: torch.Tensor
+    replicas: tuple[int, ...]
+    is_copy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All content of a checkpoint, as seen from one rank.
+
+    Args:
+        specs: every tensor of the checkpoint in model order, equal on all ranks.
+        live: the parts that this rank holds.
+        aliases: second names of stored tensors (tied parameters), alias -> stored name. Only the stored name's tensor
+            is saved. `aliases_of` gives only names of the very same tensor; a caller that adds another name guarantees
+            that its tensor is equal.
+        documents: files beside the tensors, by file name: JSON, or raw bytes. Only rank 0's are written.
+        optimizers: the optimizers that change the live tensors; a background save delays their next step while it reads
+            tensors that the step changes. Tensors that none of them changes are copied.
+        constant: live tensors that nothing changes while a save is under way, so they need no copy.
+        is_own: whether the live tensors are copies that nothing changes before the save is over.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    live: tuple[LiveTensor, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    documents: Mapping[str, Document] = field(default_factory=dict)
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    constant: tuple[torch.Tensor, ...] = ()
+    is_own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The ranks that hold one model, or one stage of it, as an array over named axes.
+
+    A tensor without a placement on an axis is replicated along it; a plain tensor is replicated along all.
+    """
+
+    ranks: npt.NDArray[np.int64]
+    axes: tuple[str, ...]
+
+    @staticmethod
+    def flat(world_size: int) -> Grid:
+        """Return the grid of all ranks on one axis, with a name that no mesh uses."""
+        return Grid.of(range(world_size))
+
+    @staticmethod
+    def of(ranks: Sequence[int]) -> Grid:
+        """Return the grid of these ranks on one axis, with a name that no mesh uses."""
+        return Grid(np.array(ranks), ("",))
+
+    def holders(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the ranks at the `fixed` coordinates, in ascending order."""
+        index = tuple(fixed.get(axis, slice(None)) for axis in self.axes)
+        return tuple(sorted(int(rank) for rank in np.ravel(self.ranks[index])))
+
+
+def free_gathered_parameters(model: nn.Module) -> None:
+    """Free every gathered FSDP2 parameter, so that `named_parameters()` are the optimizer's again.
+
+    After a forward without gradients FSDP2 may hold unsharded plain tensors: saving them would see wrong boxes, and
+    loading into them would leave the shards stale.
+    """
+    for module in model.modules():
+        if is_fsdp_module(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def live_tensors(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    grid: Grid,
+    stored: Mapping[str, Stored] | None = None,
+) -> Iterator[LiveTensor]:
+    """Yield every tensor of the state: parameters, persistent buffers, then optimizer state by parameter name.
+
+    Args:
+        grid: the ranks that hold this model.
+        stored: the on-disk form of parameters, by name, if it differs from the live one.
+
+    Raises:
+        CheckpointError: for an optimizer whose parameters are not the model's, for a tensor that is not a box, is
+            sparse or quantized, or shares memory with another, and on a big-endian host.
+    """
+    check_byteorder(sys.byteorder)
+    free_gathered_parameters(model)
+    stored = stored or {}
+    names = parameter_names(model)
+    buffers = list(_persistent_buffers(model))
+    _check_memory([*((name, parameter) for parameter, name in names.items()), *buffers])
+    for parameter, name in names.items():
+        yield from locate(TensorKind.MODEL, name, parameter.detach(), grid=grid, stored=stored.get(name))
+    for name, buffer in buffers:
+        yield from locate(TensorKind.MODEL, name, buffer, grid=grid)
+    if optimizer is not None:
+        _refuse_strangers(optimizer, names)
+        yield from _optimizer_tensors(optimizer, names, grid=grid, stored=stored)
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return every parameter with its canonical name, in model order; a tied one has its first registered name."""
+    return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Return the second names of tied parameters, alias -> stored name."""
+    names = parameter_names(model)
+    return {
+        canonical_name(name): names[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if canonical_name(name) != names[parameter]
+    }
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name without the prefixes of torch's wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's memory of a tensor that may be a DTensor, detached."""
+    plain = tensor.detach()
+    return plain.to_local() if is_dtensor(plain) else plain  # type: ignore[attr-defined]
+
+
+def memory_holder(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor whose `data` is the memory of a tensor that may be a DTensor."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def with_memory(tensor: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return a tensor placed like `tensor`, plain or a DTensor, with local memory `local`; `shape` replaces its own."""
+    if not is_dtensor(tensor):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    like = tensor if shape in (None, tensor.shape) else torch.empty(shape, device="meta")
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:
+    """Return a value that changes if a tensor of the state was replaced or moved since the last call.
+
+    Frees gathered FSDP2 parameters first, as enumerating the state does.
+    """
+    free_gathered_parameters(model)
+    state = (value for values in optimizer.state.values() for value in values.values())
+    return tuple(
+        (id(tensor), memory_holder(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        for tensor in (*model.parameters(), *model.buffers(), *state)
+        if isinstance(tensor, torch.Tensor)
+    )
+
+
+def storages_of(optimizers: Iterable[torch.optim.Optimizer], constant: Iterable[torch.Tensor] = ()) -> frozenset[int]:
+    """Return the addresses of all storages that only a step of these optimizers changes, or nothing at all.
+
+    Args:
+        constant: tensors that nothing changes, beside the parameters and the state of the optimizers.
+    """
+    tensors = [
+        tensor
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for tensor in (parameter, *optimizer.state.get(parameter, {}).values())
+        if isinstance(tensor, torch.Tensor)
+    ]
+    return frozenset(local_of(tensor).untyped_storage().data_ptr() for tensor in (*tensors, *constant))
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor, without importing DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Return whether a module is sharded by FSDP2, without importing FSDP2."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _check_memory(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    parts = [(name, local_of(tensor)) for name, tensor in named]
+    for name, local in parts:
+        check_memory(name, local)
+    check_disjoint(parts)
+
+
+def _refuse_strangers(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+    strangers = sum(p not in names for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise CheckpointError(
+            "The optimizer holds parameters that are not the model's",
+            found=f"{strangers} of them",
+            fix="Build the optimizer after the model is wrapped (fully_shard, parallelize_module, to).",
+        )
+
+
+def _optimizer_tensors(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    *,
+    grid: Grid,
+    stored: Mapping[str, Stored],
+) -> Iterator[LiveTensor]:
+    """Yield all of one moment in model order, then all of the next; scalars last."""
+    keys = {
+        key: value.ndim for p in names for key, value in optimizer.state.get(p, {}).items() if _is_tensor(key, value)
+    }
+    for key in sorted(keys, key=lambda k: (keys[k] == 0, k)):
+        for parameter, name in names.items():
+            value = optimizer.state.get(parameter, {}).get(key)
+            if value is None:
+                continue
+            check_memory(f"{key}.{name}", local_of(value))
+            same = value.shape == parameter.shape
+            owner = parameter if is_dtensor(parameter) else None
+            yield from locate(
+                TensorKind.OPTIMIZER,
+                f"{key}.{name}",
+                value,
+                grid=_grid_of(owner, grid),
+                stored=stored.get(name) if same else None,
+            )
+
+
+def _is_tensor(key: str, value: object) -> bool:
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError(
+            "The optimizer state holds a value that is not a tensor",
+            where=f"state {key!r}",
+            found=type(value).__name__,
+            fix="Use an optimizer of torch.optim, or keep the value as a 0-d tensor.",
+        )
+    return True
+
+
+def locate(
+    kind: TensorKind, name: str, tensor: torch.Tensor, *, grid: Grid, stored: Stored | None = None
+) -> Iterator[LiveTensor]:
+    """Yield the live tensor of `tensor`, or nothing if this rank has no part of it.
+
+    Args:
+        grid: the ranks that hold it, if it is plain.
+        stored: its on-disk form, if it differs from the live one.
+
+    Raises:
+        CheckpointError: for a placement that is not a box.
+    """
+    shape = tuple(tensor.shape)
+    layout = stored or Stored(shape, shape)
+    coordinate = _own_coordinate(tensor)
+    if coordinate is None:
+        return
+    box, replicas = placed_box(name, tensor, coordinate, grid)
+    local = local_of(tensor)
+    if tuple(local.shape) != box.shape:
+        raise CheckpointError(
+            "A shard's shape does not match its placement", where=name, expected=box, found=local.shape
+        )
+    kept = intersect(box, whole(layout.view))
+    if kept != box:
+        inner = relative(kept, box)
+        for dim, (at, size) in enumerate(zip(inner.offset, inner.shape, strict=True)):
+            local = local.narrow(dim, min(at, local.shape[dim]), size)
+    yield LiveTensor(TensorSpec(kind, name, layout.shape, tensor.dtype, layout.view), kept, local, replicas)
+
+
+def placed_box(
+    name: str, tensor: torch.Tensor, coordinate: Mapping[str, int], grid: Grid
+) -> tuple[Box, tuple[int, ...]]:
+    """Return the box of a tensor at a coordinate, in closed form, and the ranks that hold the same one.
+
+    Args:
+        coordinate: a coordinate on the tensor's mesh axes, this rank's or any other.
+
+    Raises:
+        CheckpointError: for a placement that is not a box.
+    """
+    if not is_dtensor(tensor):
+        return whole(tuple(tensor.shape)), grid.holders({})
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    splits: list[Split] = []
+    fixed: dict[str, int] = {}
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    for axis, (axis_name, placement) in enumerate(zip(_axes(mesh), tensor.placements, strict=True)):  # type: ignore[attr-defined]
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard | _StridedShard):
+            raise CheckpointError(
+                "A tensor's placement is not a box", where=name, found=placement, fix="Redistribute it."
+            )
+        # In some releases a strided shard is a plain one's subclass, in others it is not.
+        strided = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        splits.append(Split(placement.dim, coordinate[axis_name], mesh.size(axis), strided))
+        fixed[axis_name] = coordinate[axis_name]
+    try:
+        box = box_of_splits(tuple(tensor.shape), splits)
+    except ValueError as error:
+        raise CheckpointError("A tensor's placement is not a box", where=name, found=error) from error
+    return box, _grid_of(tensor, grid).holders(fixed)
+
+
+def _own_coordinate(tensor: torch.Tensor) -> dict[str, int] | None:
+    """Return this rank's coordinate on a tensor's mesh axes, or None if it is not on the mesh."""
+    if not is_dtensor(tensor):
+        return {}
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    return None if coordinate is None else dict(zip(_axes(mesh), coordinate, strict=True))
+
+
+def _grid_of(owner: torch.Tensor | None, grid: Grid) -> Grid:
+    """Return the grid of a DTensor: `grid` if that has the axes of its mesh, otherwise its mesh."""
+    if owner is None:
+        return grid
+    mesh = owner.device_mesh  # type: ignore[attr-defined]
+    names = _axes(mesh)
+    return grid if set(names) <= set(grid.axes) else Grid(mesh.mesh.numpy(), names)
+
+
+def _axes(mesh: Any) -> tuple[str, ...]:
+    return tuple(mesh.mesh_dim_names or (f"axis {number}" for number in range(mesh.ndim)))

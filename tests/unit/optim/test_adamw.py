@@ -1,0 +1,121 @@
+"""AdamW with its state from the start, and the gradient norm."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.optim.adamw import AdamSettings, build_adamw, clip_gradients, set_learning_rate, squared_norm
+
+SETTINGS = AdamSettings(lr=0.1, weight_decay=0.3, beta1=0.9, beta2=0.95, eps=1e-8, no_decay=frozenset({"bias"}))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(1234)
+    return nn.Linear(300, 400)
+
+
+def backward(model: nn.Module) -> list[nn.Parameter]:
+    model(torch.randn(5, 300, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+    return list(model.parameters())
+
+
+def test_state_exists_before_the_first_step_and_changes_nothing(model: nn.Module) -> None:
+    lazy_model = copy.deepcopy(model)
+    optimizer = build_adamw(model, SETTINGS)
+    assert [set(state) for state in optimizer.state.values()] == [{"step", "exp_avg", "exp_avg_sq"}] * 2
+    lazy = torch.optim.AdamW(
+        [
+            {"params": [lazy_model.weight], "weight_decay": 0.3},
+            {"params": [lazy_model.bias], "weight_decay": 0.0},
+        ],
+        lr=0.1, betas=(0.9, 0.95), eps=1e-8, fused=True,
+    )  # fmt: skip
+    for _ in range(3):
+        for network, stepper in ((model, optimizer), (lazy_model, lazy)):
+            stepper.zero_grad()
+            backward(network)
+            stepper.step()
+    for ours, theirs in zip(model.parameters(), lazy_model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[ours][key], lazy.state[theirs][key])
+
+
+def test_named_parameters_skip_the_decay_and_frozen_are_left_out(model: nn.Module) -> None:
+    groups = build_adamw(model, SETTINGS).param_groups
+    assert [(g["weight_decay"], [tuple(p.shape) for p in g["params"]]) for g in groups] == [
+        (0.3, [(400, 300)]),
+        (0.0, [(400,)]),
+    ]
+    next(model.parameters()).requires_grad_(False)
+    optimizer = build_adamw(model, SETTINGS)
+    assert [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]] == [(400,)]
+    assert len(optimizer.state) == 1
+
+
+def test_the_rate_is_set_in_every_group(model: nn.Module) -> None:
+    optimizer = build_adamw(model, SETTINGS)
+    set_learning_rate(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+def test_the_norm_is_the_exact_one(model: nn.Module) -> None:
+    parameters = backward(model)
+    exact = sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None)
+    # Squares are summed in float32 within chunks of 65536.
+    assert float(squared_norm(parameters)) == pytest.approx(exact, rel=1e-6)
+    torchs = nn.utils.clip_grad_norm_(parameters, float("inf"))
+    assert float(squared_norm(parameters)) ** 0.5 == pytest.approx(float(torchs), rel=1e-6)
+    assert squared_norm(parameters).dtype == torch.float64
+
+
+def test_parameters_without_a_gradient_have_norm_zero() -> None:
+    assert float(squared_norm([nn.Parameter(torch.ones(3))])) == 0.0
+    empty = nn.Parameter(torch.ones(0, 3))
+    empty.grad = torch.ones(0, 3)
+    assert float(squared_norm([empty])) == 0.0
+    clip_gradients([empty], 5.0, 1.0)
+
+
+@pytest.mark.parametrize(("clip_grad", "expected"), [(0.0, 5.0), (10.0, 5.0), (5.0, 5.0), (2.0, 2.0)])
+def test_clipping_bounds_the_norm_and_zero_does_not_clip(clip_grad: float, expected: float) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    clip_gradients([parameter], 5.0, clip_grad)
+    assert float(parameter.grad.norm()) == pytest.approx(expected, rel=1e-6)
+    if expected == 5.0:
+        assert parameter.grad.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 16, 129, 500, 1003])
+def test_an_invariant_step_ignores_where_a_shard_ends(cut: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values, gradients = torch.randn(1003, generator=generator), torch.randn(4, 1003, generator=generator)
+    whole = stepped([values], [[gradient] for gradient in gradients])
+    pieces = stepped([values[:cut], values[cut:]], [[gradient[:cut], gradient[cut:]] for gradient in gradients])
+    assert torch.equal(whole, pieces)
+
+
+def test_an_invariant_step_is_that_of_torch_on_whole_vectors() -> None:
+    generator = torch.Generator().manual_seed(1)
+    values, gradients = torch.randn(1024, generator=generator), torch.randn(4, 1024, generator=generator)
+    steps = [[gradient] for gradient in gradients]
+    assert torch.equal(stepped([values], steps), stepped([values], steps, is_invariant=False))
+
+
+def stepped(values: list[torch.Tensor], steps: list[list[torch.Tensor]], *, is_invariant: bool = True) -> torch.Tensor:
+    """Return parameters, moments and steps after steps with the gradients given, end to end."""
+    model = nn.ParameterList([nn.Parameter(value.clone()) for value in values])
+    optimizer = build_adamw(model, SETTINGS, is_invariant=is_invariant)
+    for gradients in steps:
+        for parameter, gradient in zip(model, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    kept = [[optimizer.state[parameter][key] for parameter in model] for key in ("exp_avg", "exp_avg_sq")]
+    assert all(float(optimizer.state[parameter]["step"]) == len(steps) for parameter in model)
+    return torch.cat([tensor.detach() for column in ([*model], *kept) for tensor in column])

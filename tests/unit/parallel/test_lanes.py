@@ -1,0 +1,150 @@
+"""Lanes hold every micro batch once, and their sums are added in one tree for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.parallel.lanes import Lanes, PairwiseSum, invariant_ranks_problems
+
+POWERS = [1, 2, 4, 8, 16, 32, 64]
+_powers = st.sampled_from(POWERS)
+
+
+def tree(values: list[str]) -> str:
+    """Return the balanced tree of the values in words."""
+    while len(values) > 1:
+        values = [f"({first}+{second})" for first, second in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+def pairwise(values: list[str]) -> str:
+    found = PairwiseSum[str](lambda first, second: f"({first}+{second})")
+    for value in values:
+        found.push(value)
+    return found.take()
+
+
+def numbered(count: int) -> list[str]:
+    return [str(number) for number in range(count)]
+
+
+@pytest.mark.parametrize("count", POWERS)
+def test_a_pairwise_sum_is_a_balanced_tree(count: int) -> None:
+    assert pairwise(numbered(count)) == tree(numbered(count))
+
+
+def test_a_pairwise_sum_starts_over_after_it_was_taken() -> None:
+    found = PairwiseSum[str](lambda first, second: f"({first}+{second})")
+    for _ in range(2):
+        for value in "abcd":
+            found.push(value)
+        assert found.take() == "((a+b)+(c+d))"
+
+
+@given(count=st.integers(1, 64))
+def test_a_partial_sum_waits_for_each_bit_of_the_number(count: int) -> None:
+    alive: list[str] = []
+
+    def add(first: str, second: str) -> str:
+        alive.remove(first)
+        alive.remove(second)
+        alive.append(f"({first}+{second})")
+        return alive[-1]
+
+    found = PairwiseSum[str](add)
+    for value in numbered(count):
+        alive.append(value)
+        found.push(value)
+    assert len(alive) == count.bit_count()
+    if count in POWERS:
+        assert [found.take()] == alive
+    else:
+        with pytest.raises(ValueError, match="unpack"):
+            found.take()
+
+
+@given(power=st.integers(0, 6), seed=st.integers(0, 100))
+def test_a_pairwise_sum_in_place_has_the_bits_of_the_tree(power: int, seed: int) -> None:
+    values = np.random.default_rng(seed).standard_normal((1 << power, 5)).astype(np.float32)
+    found = PairwiseSum[np.ndarray](_add_in_place)
+    for row in values.copy():
+        found.push(row)
+    while len(values) > 1:
+        values = values[::2] + values[1::2]
+    assert found.take().tobytes() == values[0].tobytes()
+
+
+def _add_in_place(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    first += second
+    return first
+
+
+lanes_on_ranks = pytest.mark.parametrize(
+    ("count", "ranks"), [(count, ranks) for count in POWERS[:6] for ranks in POWERS if ranks <= count]
+)
+either_way = pytest.mark.parametrize("ranks_first", [True, False])
+
+
+def test_the_lanes_of_a_rank_are_a_block_or_every_so_many() -> None:
+    lanes = Lanes(8, 16)
+    assert [lanes.of_rank(rank, 2, ranks_first=False) for rank in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [lanes.of_rank(rank, 2, ranks_first=True) for rank in range(2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert lanes.micro_batches_of(1, 4, ranks_first=False) == [4, 5, 6, 7]
+    assert lanes.micro_batches_of(1, 4, ranks_first=True) == [2, 3, 10, 11]
+
+
+@either_way
+@given(count=_powers, ranks=_powers, length=st.integers(1, 5))
+def test_every_micro_batch_is_on_one_rank(ranks_first: bool, count: int, ranks: int, length: int) -> None:
+    count = max(count, ranks)
+    lanes = Lanes(count, count * length)
+    assert lanes.length == length
+    shares = [lanes.micro_batches_of(rank, ranks, ranks_first=ranks_first) for rank in range(ranks)]
+    assert {len(share) for share in shares} == {lanes.micro_batches // ranks}
+    assert sorted(number for share in shares for number in share) == list(range(lanes.micro_batches))
+
+
+def ranks_first_sum(lanes: Lanes, ranks: int) -> str:
+    """Add every lane of all ranks over the ranks, then on a rank."""
+    shares = [lanes.of_rank(rank, ranks, ranks_first=True) for rank in range(ranks)]
+    return pairwise([tree([str(lane) for lane in at_once]) for at_once in zip(*shares, strict=True)])
+
+
+def ranks_last_sum(lanes: Lanes, ranks: int) -> str:
+    """Add the lanes of each rank, then over the ranks."""
+    shares = [lanes.of_rank(rank, ranks, ranks_first=False) for rank in range(ranks)]
+    return tree([pairwise([str(lane) for lane in share]) for share in shares])
+
+
+@pytest.mark.parametrize("add", [ranks_first_sum, ranks_last_sum])
+@lanes_on_ranks
+def test_the_tree_is_the_same_on_every_number_of_ranks(
+    add: Callable[[Lanes, int], str], count: int, ranks: int
+) -> None:
+    assert add(Lanes(count, count), ranks) == tree(numbered(count))
+
+
+@given(count=st.integers(-8, 70), ranks=st.integers(1, 9), more=st.integers(1, 24))
+def test_a_count_is_refused_unless_it_divides_and_is_divided(count: int, ranks: int, more: int) -> None:
+    micro_batches = ranks * more
+    is_power = count in POWERS
+    is_possible = count == 0 or (is_power and micro_batches % count == 0 and count % ranks == 0)
+    found = invariant_ranks_problems(count, ranks=ranks, micro_batches=micro_batches)
+    assert len(found) == (0 if is_possible else 1)
+    assert all(problem.startswith(f"parallel.invariant_ranks={count}: must be 0") for problem in found)
+
+
+@given(ranks=st.integers(1, 9), more=st.integers(1, 24))
+def test_every_number_in_a_refusal_would_do(ranks: int, more: int) -> None:
+    micro_batches = ranks * more
+    (problem,) = invariant_ranks_problems(-1, ranks=ranks, micro_batches=micro_batches)
+    named = problem.removeprefix("parallel.invariant_ranks=-1: must be ").split(": ")[0].split(" (off)")[0]
+    counts = [int(word) for word in named.replace(" or ", ", ").split(", ")]
+    for count in range(-1, 300):
+        is_refused = invariant_ranks_problems(count, ranks=ranks, micro_batches=micro_batches) != []
+        assert is_refused == (count not in counts)

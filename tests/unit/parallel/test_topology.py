@@ -1,0 +1,54 @@
+"""Ranks along the axes, what torchrun tells a rank, and when a run stops early."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reprise.errors import LaunchError
+from trainer.launch.control import should_exit
+from trainer.launch.environment import Environment
+from trainer.parallel.topology import Coordinate, Topology
+
+sizes = st.integers(1, 5)
+
+
+@given(sizes, sizes, sizes)
+def test_every_coordinate_has_one_rank_and_tp_runs_fastest(pp: int, dp: int, tp: int) -> None:
+    topology = Topology(pp=pp, dp=dp, tp=tp)
+    found = [topology.coordinate(rank) for rank in range(topology.world_size)]
+    assert found == [Coordinate(p, d, t) for p in range(pp) for d in range(dp) for t in range(tp)]
+
+
+def test_a_plain_process_is_a_world_of_one() -> None:
+    found = Environment.read({"PATH": "/bin"})
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (0, 1, 0, 1)
+    assert not found.has_agent_store
+
+
+def test_torchruns_variables_are_read() -> None:
+    found = Environment.read(
+        {
+            "RANK": "5",
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "4",
+            "MASTER_ADDR": "host",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+    )
+    assert found == Environment(5, 8, 1, 4, "host", 29500, True)
+
+
+def test_variables_that_make_no_world_are_refused() -> None:
+    with pytest.raises(LaunchError, match="two"):
+        Environment.read({"WORLD_SIZE": "two"})
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR.*torchrun"):
+        Environment.read({"WORLD_SIZE": "2"})
+
+
+def test_an_exit_interval_stops_at_its_multiples() -> None:
+    assert [iteration for iteration in range(1, 10) if should_exit(iteration, 3)] == [3, 6, 9]
+    assert not any(should_exit(iteration, 0) for iteration in range(1, 10))

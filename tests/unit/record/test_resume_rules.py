@@ -1,0 +1,309 @@
+"""The record of a checkpoint is compared with the run's, by one rule for each member."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from reprise.errors import MismatchError
+from reprise.format.json_file import Json
+from tests.harness import TINY, compose
+from trainer.config.derived import length_of, topology_of
+from trainer.config.schema import OptimizerName, OptimizerSection
+from trainer.optim.table import settings_record
+from trainer.record import resume_rules, run_record
+from trainer.record.compatibility import Difference, Verdict, differences, flattened, rule_for, settle
+from trainer.schedules.lr import resolve
+from trainer.schedules.progress import Progress
+
+CONFIG = compose(["model=gpt2_tiny", *TINY])
+CURRENT: Json = {"optimizer": run_record.optimizer_record(CONFIG.model, CONFIG.optimizer)}
+BIAS = "transformer.h.1.ln_2.bias"
+
+
+def found(
+    change: Callable[[Any], object], rules: object = resume_rules.RULES
+) -> dict[str, tuple[object, object, Verdict]]:
+    saved = copy.deepcopy(CURRENT)
+    change(saved)
+    table = differences(*resume_rules.compared(saved, CURRENT), rules)  # type: ignore[arg-type]
+    return {d.field: (d.saved, d.current, d.rule.verdict) for d in table}
+
+
+def swap(saved: Any) -> None:
+    first, second = saved["optimizer"]["groups"]
+    second["names"].remove(BIAS)
+    first["names"].append(BIAS)
+
+
+def test_another_optimizer_is_refused() -> None:
+    changed = found(lambda saved: saved["optimizer"].update(name="SGD"))
+    assert changed == {"optimizer.name": ("SGD", "AdamW", Verdict.REFUSED)}
+
+
+def test_other_decayed_parameters_need_the_scheduler_s_flag() -> None:
+    assert found(swap) == {f"optimizer.weight_decay.{BIAS}": (True, False, Verdict.FLAG)}
+    saved = copy.deepcopy(CURRENT)
+    swap(saved)
+    table = differences(*resume_rules.compared(saved, CURRENT), resume_rules.RULES)
+    with pytest.raises(MismatchError, match=r"override_scheduler=true allows it"):
+        settle(table, flags=set(), where="x")
+    assert len(settle(table, flags={"checkpoint.override_scheduler"}, where="x")) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda saved: None,
+        lambda saved: saved.pop("optimizer"),
+        lambda saved: saved["optimizer"].pop("groups"),
+        lambda saved: saved["optimizer"].pop("name"),
+        lambda saved: saved["optimizer"]["groups"][0].update(weight_decay=0.5),  # how much is in `adam`
+        lambda saved: saved["optimizer"]["groups"][0]["names"].append("not.a.parameter"),  # the model is compared
+    ],
+    ids=["the same", "none", "no groups", "no name", "another amount", "another model"],
+)
+def test_what_is_optional_or_compared_elsewhere_is_no_difference(change: Callable[[Any], object]) -> None:
+    assert found(change) == {}
+
+
+@pytest.mark.parametrize("groups", [None, 7, [7], [{}], [{"names": 7}], [{"names": [7]}]])
+def test_groups_that_are_none_are_refused(groups: object) -> None:
+    changed = found(lambda saved: saved["optimizer"].update(groups=groups))
+    assert changed["optimizer.groups"][0] == groups
+    assert changed["optimizer.groups"][2] is Verdict.REFUSED
+
+
+def test_a_fine_tuning_run_compares_no_optimizer() -> None:
+    rules = resume_rules.rules_for(compose(["model=gpt2_tiny", "checkpoint.finetune=true"]).checkpoint)
+    assert found(lambda saved: saved.update(optimizer=7), rules) == {}
+
+
+MUON = OptimizerSection(name=OptimizerName.muon)
+
+
+def test_another_momentum_of_muon_needs_the_scheduler_s_flag() -> None:
+    table = differences(settings_record(replace(MUON, muon_momentum=0.8)), settings_record(MUON), resume_rules.RULES)
+    assert [(d.field, d.saved, d.current) for d in table] == [("muon.momentum", 0.8, 0.95)]
+    with pytest.raises(MismatchError, match=r"muon\.momentum +saved 0\.8 +current 0\.95"):
+        settle(table, flags=set(), where="x")
+    (line,) = settle(table, flags={"checkpoint.override_scheduler"}, where="x")
+    assert line == "muon.momentum: saved 0.8, now 0.95; the loss curve will differ"
+
+
+PROCESSOR: Json = {"name": "AMD EPYC", "instructions": "avx avx2", "caches": "l1d 32768"}
+MATH: Json = {"kernels": "AVX2", "mkl": "2024.2", "onednn": "v3.12.0", "settings": "", "float32_products": "highest"}
+CPU: Json = {
+    "device": "cpu", "threads": 2, "torch": "2.13", "compile": False, "processor": PROCESSOR, "math": MATH,
+}  # fmt: skip
+
+
+def description(*overrides: str, ranks: int = 1, environment: Json = CPU) -> Json:
+    """Return the record of a run of eight micro batches an iteration."""
+    run = compose(["model=gpt2_tiny", *TINY, "train.global_batch_size=16", *overrides])
+    schedule = resolve(run.schedule, length_of(run.train), run.optimizer.lr)
+    topology = topology_of(run, ranks)
+    return run_record.describe(
+        run, schedule=schedule, topology=topology, fingerprint="ab", environment=environment, valid_fingerprint="cd"
+    )
+
+
+def effects(saved: Json, current: Json) -> dict[str, Difference]:
+    table = differences(*resume_rules.compared(saved, current), resume_rules.RULES)
+    return {d.field: d for d in resume_rules.with_same_bits(table, saved, current)}
+
+
+LANES = "parallel.invariant_ranks=4"
+SAME = "weights and moments stay bitwise, and so does the loss curve: same bits"
+ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
+MASKS = f"{ROUNDING}, except that dropout draws other masks"
+
+
+def test_the_record_has_invariant_ranks_only_where_they_are_on() -> None:
+    assert description(LANES)["topology"]["invariant_ranks"] == 4
+    assert "invariant_ranks" not in description()["topology"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "fields"),
+    [
+        ([], 4, {"dp", "world_size"}),
+        (["parallel=zero3"], 1, {"zero_stage"}),
+        (["parallel=zero3"], 2, {"dp", "world_size", "zero_stage"}),
+        (["parallel=ddp"], 4, {"dp", "world_size", "zero_stage"}),
+        (["parallel=pp2"], 2, {"pp", "world_size"}),
+        (["parallel=pp2_vpp2"], 4, {"pp", "vpp", "dp", "world_size"}),
+        (["parallel=zero3", "model.initializer_range=0.5", "train.eval_interval=5"], 2,
+         {"dp", "world_size", "zero_stage"}),
+    ],
+)  # fmt: skip
+def test_another_topology_keeps_the_bits_with_invariant_ranks(
+    overrides: list[str], ranks: int, fields: set[str]
+) -> None:
+    saved, current = description(LANES), description(LANES, *overrides, ranks=ranks)
+    for changed in (effects(saved, current), effects(current, saved)):
+        shown = {d.field.removeprefix("topology."): d.rule for d in changed.values() if d.field.startswith("topology.")}
+        assert shown.keys() == fields
+        assert {rule.says for rule in shown.values()} == {SAME}
+        assert {rule.verdict for rule in shown.values()} == {Verdict.FLAG}
+    without = effects(description(), description(*overrides, ranks=ranks))
+    assert {d.rule.says for d in without.values() if d.field.startswith("topology.")} == {ROUNDING}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment"),
+    [
+        (["parallel.invariant_ranks=8"], CPU),
+        (["parallel.invariant_ranks=0"], CPU),
+        (["train.micro_batch_size=1"], CPU),
+        (["train.dtype=bfloat16"], CPU),
+        (["model.dropout=0.2"], CPU),
+        (["model.pad_vocab_multiple=64"], CPU),
+        (["train.global_batch_size=32"], CPU),
+        (["train.seed=5"], CPU),
+        (["train.clip_grad=0.5"], CPU),
+        (["optimizer.lr=0.002"], CPU),
+        ([], {**CPU, "threads": 1}),
+        ([], {**CPU, "torch": "3"}),
+        ([], {**CPU, "compile": True}),
+        ([], {**CPU, "device": "NVIDIA H100"}),
+        ([], {**CPU, "processor": {**PROCESSOR, "instructions": "avx"}}),
+        ([], {**CPU, "math": {**MATH, "kernels": "DEFAULT"}}),
+        ([], {**CPU, "math": {**MATH, "settings": "MKL_CBWR=COMPATIBLE"}}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_another_difference_leaves_the_curve_within_rounding(overrides: list[str], environment: Json) -> None:
+    saved, current = description(LANES), description(LANES, *overrides, ranks=2, environment=environment)
+    changed = effects(saved, current)
+    assert changed["topology.dp"].rule.says == changed["topology.world_size"].rule.says == ROUNDING
+
+
+def test_other_devices_than_a_cpu_are_promised_no_bits() -> None:
+    device: Json = {**CPU, "device": "NVIDIA H100"}
+    states = (description(LANES, ranks=ranks, environment=device) for ranks in (1, 2))
+    assert effects(*states)["topology.dp"].rule.says == ROUNDING
+
+
+def test_ranks_on_different_machines_are_promised_no_bits() -> None:
+    mixed: Json = {**CPU, "math": {**MATH, "kernels": ["AVX512", "AVX2"]}}
+    states = [description(LANES, f"parallel.zero_stage={stage}", ranks=2, environment=mixed) for stage in (1, 3)]
+    changed = effects(*states)
+    assert {field: d.rule.says for field, d in changed.items()} == {"topology.zero_stage": ROUNDING}
+    assert effects(states[0], states[0]) == {}
+
+
+@pytest.mark.parametrize("member", ["processor", "math", "precision", "micro_batch_size"])
+def test_a_record_that_does_not_say_all_is_promised_no_bits(member: str) -> None:
+    """Older checkpoints lack members; a resume at the same topology says nothing of them."""
+    saved: Any = copy.deepcopy(description(LANES))
+    for table in (saved, saved["environment"], saved["batch"]):
+        table.pop(member, None)
+    assert effects(saved, description(LANES)) == {}
+    assert effects(saved, description(LANES, ranks=2))["topology.dp"].rule.says == ROUNDING
+
+
+def test_reduced_precision_of_products_needs_the_flag_of_a_dtype() -> None:
+    reduced: Json = {**CPU, "math": {**MATH, "float32_products": "medium"}}
+    (changed,) = effects(description(), description(environment=reduced)).values()
+    (dtype,) = effects(description(), description("train.dtype=bfloat16")).values()
+    assert (changed.field, dtype.field) == ("environment.math.float32_products", "precision.dtype")
+    assert changed.rule.flag == dtype.rule.flag == "checkpoint.override_dtype"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [LANES, "model.lora.rank=2", "model.activation=gelu", "train.freeze=[transformer.h.0.*]"],
+        ["optimizer=muon", "train.batch_schedule='0:8 4k:16'", "train.train_samples=40000", "train.eval_interval=2"],
+        ["data.samples=per_document"],
+    ],
+)
+def test_every_member_of_the_record_has_a_rule(overrides: list[str]) -> None:
+    """All but the progress and the rate, which are not compared."""
+    record = run_record.state_record(Progress(), 1e-3, description(*overrides))
+    fields = flattened(record).keys() - Progress().record().keys() - {"format", "lr"}
+    assert [field for field in fields if rule_for(field, resume_rules.RULES) is None] == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.dtype=bfloat16", "model.dropout=0.2", "model.lora.dropout=0.1", "train.clip_grad=0.5",
+        "train.micro_batch_size=1", "optimizer.lr=0.002", "optimizer.weight_decay=0.2", "optimizer.adam_eps=1e-6",
+        "train.seed=5", "train.seq_length=8", "train.global_batch_size=32", "train.freeze=[transformer.h.0.*]",
+        "model.norm_eps=1e-6",
+    ],
+)  # fmt: skip
+def test_what_changes_numbers_more_is_not_allowed_more_easily(override: str) -> None:
+    """Another number of ranks changes the rounding of sums and needs a flag; so does all that changes more."""
+    adapted = ["model.lora.rank=2"] if "lora" in override else []
+    changed = effects(description(*adapted), description(*adapted, override))
+    assert {d.rule.verdict for d in changed.values()} & {Verdict.FLAG, Verdict.REFUSED}
+
+
+def test_tensor_parallelism_and_micro_batches_change_masks() -> None:
+    for lanes in ((), (LANES,)):
+        saved = description(*lanes)
+        changed = effects(saved, description(*lanes, "parallel=tp2", ranks=4))
+        assert {d.field: d.rule.says for d in changed.values()} == {
+            "topology.tp": MASKS, "topology.dp": ROUNDING, "topology.world_size": ROUNDING,
+        }  # fmt: skip
+        changed = effects(description(*lanes, "parallel=tp2", ranks=2), description(*lanes, "parallel=tp2_sp", ranks=2))
+        assert {d.field: d.rule.says for d in changed.values()} == {"topology.sp": MASKS}
+        changed = effects(saved, description(*lanes, "train.micro_batch_size=1"))
+        assert {d.field: d.rule.says for d in changed.values()} == {"batch.micro_batch_size": MASKS}
+
+
+def test_equal_tensor_parallelism_keeps_the_bits() -> None:
+    tp2 = [LANES, "parallel=tp2_sp"]
+    changed = effects(description(*tp2, ranks=2), description(*tp2, "parallel.zero_stage=3", ranks=8))
+    assert {d.field: d.rule.says for d in changed.values()} == dict.fromkeys(
+        ("topology.dp", "topology.world_size", "topology.zero_stage"), SAME
+    )
+
+
+@pytest.mark.parametrize(("saved", "current"), [(0, 4), (4, 8), (4, 0)])
+def test_other_invariant_ranks_need_no_flag(saved: int, current: int) -> None:
+    states = (description(f"parallel.invariant_ranks={count}") for count in (saved, current))
+    assert settle(list(effects(*states).values()), flags=(), where="x") == [
+        f"topology.invariant_ranks: saved {saved}, now {current}; {ROUNDING}: gradients are added in another order"
+    ]
+
+
+def test_a_schedule_of_one_size_is_no_schedule() -> None:
+    assert description("train.batch_schedule=0:16") == description()
+    changed = description("train.batch_schedule='0:8 4k:16'")
+    assert changed["batch"]["batch_schedule"] == "0:8 4000:16"
+    (found,) = effects(description(), changed).values()
+    assert (found.field, found.rule.flag) == ("batch.batch_schedule", "checkpoint.override_batch_size")
+
+
+def test_a_record_without_invariant_ranks_has_none() -> None:
+    older = description()
+    assert effects(older, description()) == {}
+    assert effects(older, description(LANES)).keys() == {"topology.invariant_ranks"}
+    without: Any = copy.deepcopy(older)
+    del without["topology"]
+    assert "topology.invariant_ranks" not in effects(without, description())
+    assert {"topology.dp", "topology.tp"} <= effects(without, description()).keys()
+
+
+def test_a_refusal_says_whether_the_bits_stay() -> None:
+    def refusal(saved: Json, current: Json) -> str:
+        with pytest.raises(MismatchError) as caught:
+            settle(list(effects(saved, current).values()), flags=(), where="x")
+        return str(caught.value)
+
+    two = description(LANES, ranks=2)
+    assert "topology.dp          saved 1  current 2  (same bits; checkpoint.reshard=true allows it)" in refusal(
+        description(LANES), two
+    )
+    assert "(within rounding; checkpoint.reshard=true allows it)" in refusal(description(), description(ranks=2))
+    text = refusal(two, description(LANES, "parallel=tp2", ranks=2))
+    assert "topology.tp  saved 1  current 2  (within rounding, other dropout masks; checkpoint.reshard=true" in text

@@ -1,0 +1,650 @@
+"""What becomes of a save whatever happens to its messages: the state alone, and ranks on a faulty store."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reprise.commit import channel as channel_module
+from reprise.commit import commit_state, messages
+from reprise.commit.attempt import Attempt, SharedCommitState
+from reprise.commit.channel import StoreChannel
+from reprise.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
+from reprise.commit.file_exchange import FileExchange
+from reprise.commit.hosts import Hosts
+from reprise.errors import CheckpointError, TrainerError
+from reprise.format.box import Box
+from reprise.format.host_file import HostFile, attempt_of
+from reprise.format.layout import TensorKind, TensorSpec, build_layout
+from reprise.format.manifest import DIGEST_BYTES, Written, WrittenPiece, digest_of
+from reprise.format.names import FORMAT, HOST, MANIFEST, STATE
+from reprise.policy import Retention
+from reprise.saving.column_sharing import LocalRanks
+from reprise.saving.owned_folder import OwnedFolder
+from reprise.saving.plan import Plan
+from reprise.saving.replica_digests import ReplicaDigests
+from reprise.saving.save_job import LocalSaves, SaveJob
+from reprise.saving.snapshot import Snapshot
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder
+from reprise.tensors.arena import Arena
+from reprise.tensors.live import Contents
+from reprise.tensors.memory import Sources
+from tests.turns import Fault, FaultyStore, Task, Turns
+
+PATIENCE_S = 0.3  # of a rank that waits for a message
+LIMIT_S = 6.0  # by then every rank has ended, whatever it has waited for
+MOST_RANKS = 3
+ODD = TensorSpec(TensorKind.MODEL, "other", (2,), torch.float32, (2,))
+
+
+@dataclass(frozen=True)
+class Troubles:
+    """What happens in one attempt to save.
+
+    Args:
+        work_s: how long each rank writes; None for ever.
+        disk_s: how long each of rank 0's calls to the disk takes then.
+        broken: the ranks whose writing fails.
+        aborts_s: when the main thread of a rank aborts, if its worker has not ended.
+        renames: whether the rename succeeds.
+        syncs: whether it is made durable after that; `takes_back`: whether it can be undone if not.
+        leaders: the first rank of each host, if each has a folder of its own; rank 0 alone for a shared folder.
+        bad_hosts: the hosts whose rename meets `renames`, `syncs` and `takes_back`; on the others all is well.
+        odd: the ranks that save another table of tensors than rank 0.
+        faults: what a rank's call of the store, by number, meets.
+        stops_at: the call of anybody from which on the store's host stands still; `dies_at` is gone.
+    """
+
+    ranks: int
+    seed: int
+    work_s: tuple[float | None, ...]
+    disk_s: float
+    broken: frozenset[int]
+    aborts_s: tuple[float | None, ...]
+    renames: bool
+    syncs: bool
+    takes_back: bool
+    odd: frozenset[int]
+    faults: dict[tuple[int, int], Fault]
+    stops_at: int | None
+    dies_at: int | None
+    leaders: tuple[int, ...] = (0,)
+    bad_hosts: frozenset[int] = frozenset({0})
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether each host has a folder of its own."""
+        return len(self.leaders) > 1
+
+    @property
+    def hosts(self) -> Hosts:
+        """Return the hosts; one host stands for a shared folder."""
+        if not self.is_local:
+            return Hosts.shared(self.ranks)
+        ends = (*self.leaders[1:], self.ranks)
+        members = tuple(tuple(range(first, end)) for first, end in zip(self.leaders, ends, strict=True))
+        return Hosts(tuple(f"host{number}" for number in range(len(members))), members)
+
+    def fails_to_rename(self, host: int) -> bool:
+        """Return whether the folder of a host keeps its partial name when it is to be renamed."""
+        return host in self.bad_hosts and (not self.renames or (not self.syncs and self.takes_back))
+
+    @property
+    def are_messages_safe(self) -> bool:
+        """Return whether every message arrives long before anybody stops waiting for it."""
+        is_quick = all(work_s is not None and work_s < PATIENCE_S / 3 for work_s in self.work_s)
+        return is_quick and not self.faults and self.stops_at is None and self.dies_at is None
+
+
+@st.composite
+def troubles(draw: st.DrawFn, *, with_faults: bool = True, is_local: bool = False) -> Troubles:
+    """Draw the troubles of an attempt, into a shared folder or into folders of at least two hosts."""
+    ranks = draw(st.integers(1 + is_local, MOST_RANKS))
+    others = draw(st.sets(st.integers(1, ranks - 1), min_size=1)) if is_local else set[int]()
+    quick = st.sampled_from([0.0, 0.001, 0.02, 0.05])
+    slow = st.sampled_from([0.2, 0.4, 1.0, None])
+    moment = st.integers(0, 60).map(lambda number: number / 400) | st.sampled_from([0.3, 0.5, 1.0])
+    call = st.tuples(st.integers(0, ranks - 1), st.integers(1, 40))
+    faults = st.dictionaries(call, st.sampled_from(Fault), max_size=3)
+    from_call = st.none() | st.integers(1, 60)
+    return Troubles(
+        ranks,
+        draw(st.integers(0, 2**32)),
+        tuple(draw(quick | slow if with_faults else quick) for _ in range(ranks)),
+        draw(st.sampled_from([0.0, 0.005, 0.01])),
+        draw(st.frozensets(st.integers(0, 3 * ranks), max_size=1)),
+        tuple(draw(st.none() | moment) for _ in range(ranks)),
+        *(draw(st.sampled_from([True, True, True, False])) for _ in ("renames", "syncs", "takes_back")),
+        draw(st.just(frozenset[int]()) | st.frozensets(st.integers(1, MOST_RANKS), max_size=2)),
+        draw(faults) if with_faults else {},
+        draw(from_call) if with_faults else None,
+        draw(from_call) if with_faults else None,
+        (0, *sorted(others)),
+        draw(st.frozensets(st.integers(0, len(others)), max_size=2)) if is_local else frozenset({0}),
+    )
+
+
+class Disk(Files):
+    """The disk of a host, whose calls take turns, which makes nothing durable and counts the commits.
+
+    Args:
+        may_commit: whether a commit is in order at the moment.
+    """
+
+    def __init__(self, turns: Turns, root: Path, told: Troubles, host: int, may_commit: Callable[[], bool]) -> None:
+        self._turns, self._root, self._told, self._may_commit = turns, root, told, may_commit
+        self._is_bad = host in told.bad_hosts
+        self._call_s = told.disk_s
+        self.commits = 0
+        self.is_taken_back = False
+        self.has_committed_wrongly = False
+
+    def sync(self, descriptor: int) -> None:
+        self._turns.sleep(self._call_s)
+
+    def sync_folder(self, path: Path) -> None:
+        self._turns.sleep(self._call_s)
+        if path == self._root and self._is_bad and not self._told.syncs:
+            raise OSError(5, "Input/output error")
+
+    def write_whole(self, path: Path, data: bytes) -> None:
+        self._turns.sleep(self._call_s)
+        super().write_whole(path, data)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._turns.sleep(self._call_s)
+        is_commit, takes_back = target.name.startswith("iter_"), target.name.endswith(".partial")
+        is_refused = (is_commit and not self._told.renames) or (takes_back and not self._told.takes_back)
+        if self._is_bad and is_refused:
+            raise OSError(5, "Input/output error")
+        self.has_committed_wrongly |= is_commit and not self._may_commit()
+        super().rename(source, target)
+        self.commits += is_commit - takes_back
+        self.is_taken_back |= takes_back
+
+
+class NoCopies:
+    """Copies nothing; its messages travel with the commit. Implements `Copying`."""
+
+    pinned = ()
+
+    def __init__(self) -> None:
+        self.orders: list[bytes] = []
+
+    def status(self, iteration: int) -> bytes:
+        return b"status"
+
+    def decide(self, statuses: Sequence[bytes]) -> bytes:
+        return b" ".join(statuses)
+
+    def committed(self, attempt: Attempt, order: bytes) -> None:
+        self.orders.append(order)
+
+
+@dataclass
+class Rank:
+    """What a rank does in an attempt, and what came of it."""
+
+    number: int
+    shared: SharedCommitState
+    worker: Task | None = None
+    main: Task | None = None
+    has_returned: bool = False
+    is_abort_certain: bool = False
+
+
+class NotingState(SharedCommitState):
+    """The state of a rank, which notes who has written and prepared when the first rename begins."""
+
+    def __init__(self, rank: int, attempted: Attempted) -> None:
+        super().__init__(rank, range(attempted.told.ranks), attempted.told.leaders)
+        self._rank, self._attempted = rank, attempted
+
+    def take(self, event: Event) -> Action:
+        was_preparing = self.current.stage is CommitStage.PREPARING
+        action = super().take(event)
+        if was_preparing and isinstance(event, commit_state.ReadyToRename) and action is not Action.END:
+            self._attempted.prepared.add(self._rank)
+        if action is Action.RENAME and self._attempted.written_at_commit is None:
+            self._attempted.written_at_commit = set(self._attempted.written)
+            self._attempted.prepared_at_commit = set(self._attempted.prepared)
+        return action
+
+
+class Unsynced(Files):
+    """A file system that makes nothing durable."""
+
+    def sync_folder(self, path: Path) -> None:
+        return
+
+
+def put_checkpoint(path: Path, attempt: str, hosts: Hosts, host: int) -> None:
+    """Make a committed folder of a host, as far as a start looks at it."""
+    path.mkdir()
+    (path / MANIFEST).write_bytes(b"{}")
+    (path / HOST).write_bytes(HostFile(attempt, digest_of(b"{}"), host, hosts.names, {}, {}).to_bytes())
+
+
+@dataclass
+class Attempted:
+    """An attempt to save by ranks that take turns over a faulty store."""
+
+    told: Troubles
+    root: Path
+    ranks: list[Rank] = field(default_factory=list)
+    written: set[int] = field(default_factory=set)
+    written_at_commit: set[int] | None = None
+    prepared: set[int] = field(default_factory=set)
+    prepared_at_commit: set[int] | None = None
+
+    def __post_init__(self) -> None:
+        told = self.told
+        self.turns = Turns(told.seed, limit_s=LIMIT_S)
+        self.store = FaultyStore(self.turns, told.faults, stops_at=told.stops_at, dies_at=told.dies_at)
+        spec = TensorSpec(TensorKind.MODEL, "w", (told.ranks,), torch.float32, (told.ranks,))
+        layout, self.hosts = build_layout([spec]), told.hosts
+        self.disks: list[Disk] = []
+        self.attempts: list[Attempt] = []
+        for host in range(len(self.hosts.leaders)):
+            root = self.root / str(host)
+            root.mkdir()
+            disk = Disk(self.turns, root, told, host, (lambda: True) if host == 0 else self._is_committed_first)
+            self.disks.append(disk)
+            self.attempts.append(Attempt(7, "n-1", CheckpointFolder(root, disk), layout, self.hosts))
+            if told.is_local:
+                put_checkpoint(root / "iter_0000006", "n-0", self.hosts, host)
+        for number in range(told.ranks):
+            rank = Rank(number, NotingState(number, self))
+            rank.worker = self.turns.add(f"worker {number}", number, lambda rank=rank: self._save(rank))
+            if told.aborts_s[number] is not None:
+                rank.main = self.turns.add(f"main {number}", number, lambda rank=rank: self._abort(rank))
+            self.ranks.append(rank)
+
+    def run(self) -> None:
+        """Let it happen."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(channel_module, "time", self.turns)
+            self.turns.run()
+
+    @property
+    def disk(self) -> Disk:
+        """Return the disk of rank 0's host."""
+        return self.disks[0]
+
+    @property
+    def is_committed(self) -> bool:
+        """Return whether the checkpoint exists: rank 0's folder has its final name."""
+        return messages.is_committed(self.attempts[0])
+
+    def _is_committed_first(self) -> bool:
+        return self.is_committed
+
+    def attempt(self, rank: int) -> Attempt:
+        """Return the attempt as a rank knows it, with the folder of its host."""
+        return self.attempts[self.hosts.number_of(rank)]
+
+    def restart(self) -> None:
+        """Let all ranks start again and acquire their folders, with nothing in their way."""
+        turns = Turns(self.told.seed, limit_s=LIMIT_S)
+        store = FaultyStore(turns, {}, stops_at=None, dies_at=None)
+
+        def acquire(rank: int) -> None:
+            channel = StoreChannel(store.of(rank), rank, world_size=self.told.ranks, timeout_s=PATIENCE_S)
+            folder = CheckpointFolder(self.attempt(rank).folder.root, Unsynced())
+            owned = OwnedFolder(folder, channel, "again", self.hosts)
+            try:
+                problem = owned.acquire()
+                assert problem is None, problem
+            finally:
+                owned.release()
+
+        tasks = [turns.add(f"start {rank}", rank, lambda rank=rank: acquire(rank)) for rank in range(self.told.ranks)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(channel_module, "time", turns)
+            patch.setattr(os, "fsync", lambda _: None)
+            turns.run()
+        assert [task.error for task in tasks] == [None] * self.told.ranks
+        assert all(task.is_over for task in tasks)
+
+    def channel(self, rank: Rank) -> StoreChannel:
+        """Return the channel of a rank."""
+        return StoreChannel(self.store.of(rank.number), rank.number, world_size=self.told.ranks, timeout_s=PATIENCE_S)
+
+    def _save(self, rank: Rank) -> None:
+        SimulatedJob.of(self, rank).run()
+        rank.has_returned = True
+
+    def write(self, number: int) -> Written:
+        """Write the part of a rank."""
+        work_s = self.told.work_s[number]
+        if work_s is None:
+            self.turns.hang()
+        else:
+            self.turns.sleep(work_s)
+        if number in self.told.broken:
+            raise CheckpointError("There is no room")
+        self.attempt(number).partial.mkdir(exist_ok=True)
+        self.written.add(number)
+        return Written([WrittenPiece("w", Box((number,), (1,)), 0, 4, bytes(DIGEST_BYTES))], 4)
+
+    def _abort(self, rank: Rank) -> None:
+        self.turns.sleep(self.told.aborts_s[rank.number] or 0.0)
+        assert rank.worker is not None
+        if not rank.worker.is_over:
+            error = CheckpointError("A save did not end in time")
+            rank.is_abort_certain = messages.abort(self.channel(rank), self.attempt(rank.number), error, rank.shared)
+
+
+@dataclass(slots=True)
+class SimulatedJob(SaveJob):
+    """A save whose writing follows the troubles; all the rest is the engine's."""
+
+    number: int = 0
+    attempted: Attempted | None = None
+
+    @staticmethod
+    def of(attempted: Attempted, rank: Rank) -> SimulatedJob:
+        """Return the save of a rank."""
+        attempt, is_local = attempted.attempt(rank.number), attempted.told.is_local
+        layout = build_layout([ODD]) if rank.number in attempted.told.odd else attempt.layout
+        nothing = Sources([], None)
+        plan = Plan((), (), (), layout, [], {}, [], nothing, {}, nothing)
+        channel = attempted.channel(rank)
+        return SimulatedJob(
+            attempt=attempt,
+            contents=Contents((), (), {}, {STATE: {"format": FORMAT, "iteration": 7}}),
+            plan=plan,
+            snapshot=Snapshot({}, [], arena=Arena(0, is_pinned=False), stall_timeout_s=1.0),
+            replicas=ReplicaDigests({}, [], {}, {}),
+            channel=channel,
+            shared=rank.shared,
+            lock=None,
+            retention=Retention(1 if is_local else 0),
+            local_ranks=LocalRanks(channel, ()),
+            local=LocalSaves(FileExchange(), NoCopies()) if is_local else None,
+            number=rank.number,
+            attempted=attempted,
+        )
+
+    def write(self, partial: Path) -> Written:
+        assert self.attempted is not None
+        return self.attempted.write(self.number)
+
+
+def attempted(told: Troubles) -> Attempted:
+    """Let an attempt happen, and hold it to what is promised whatever happens."""
+    with tempfile.TemporaryDirectory() as root:
+        found = Attempted(told, Path(root))
+        found.run()
+        is_committed = found.is_committed
+        assert found.disk.commits == is_committed
+        if any(disk.commits for disk in found.disks):
+            assert found.written_at_commit == set(range(told.ranks))
+            assert found.prepared_at_commit == set(told.leaders)
+            assert not told.odd & set(range(told.ranks))
+            assert is_committed  # the folder of rank 0's host is the first to be renamed
+        assert not any(disk.has_committed_wrongly for disk in found.disks)
+        for rank in found.ranks:
+            assert rank.worker is not None
+            outcome = rank.shared.current.outcome
+            if rank.has_returned or outcome is Outcome.COMMITTED:
+                # A rank that hears nothing may look just before what is not durable is taken back.
+                assert is_committed or (rank.number > 0 and found.disk.is_taken_back and not told.are_messages_safe)
+                if rank.number in told.leaders:
+                    assert messages.is_committed(found.attempt(rank.number))
+            if rank.is_abort_certain or outcome is Outcome.FAILED:
+                assert not is_committed
+            for task in (rank.worker, rank.main):
+                assert task is None or task.is_over or task.is_held, f"{task.name} has not ended"
+            if rank.worker.is_over:
+                assert rank.shared.current.stage is CommitStage.ENDED
+                assert rank.has_returned == (outcome is Outcome.COMMITTED)
+                assert rank.has_returned or isinstance(rank.worker.error, TrainerError)
+            assert rank.main is None or rank.main.error is None or rank.main.is_held
+        if told.is_local:
+            require_one_outcome_after_restart(found, is_committed=is_committed)
+        return found
+
+
+def require_one_outcome_after_restart(found: Attempted, *, is_committed: bool) -> None:
+    """Start again: every host has the checkpoint of the attempt, or none has and the one before is untouched."""
+    for leader in found.told.leaders[1:]:
+        attempt, outcome = found.attempt(leader), found.ranks[leader].shared.current.outcome
+        if leader in found.prepared and outcome is not Outcome.FAILED:  # in doubt, or dead
+            path = attempt.folder.iteration(7)
+            assert attempt_of(path if path.exists() else attempt.partial) == attempt.name
+    found.restart()
+    for attempt in found.attempts:
+        there = {number: attempt_of(attempt.folder.iteration(number)) for number in attempt.folder.committed()}
+        assert there.get(7) == ("n-1" if is_committed else None)
+        assert is_committed or there == {6: "n-0"}
+        assert {path.name for path in attempt.folder.root.iterdir() if path.is_dir()} == {
+            f"iter_{number:07d}" for number in there
+        }
+
+
+@given(troubles())
+@settings(max_examples=150, deadline=None)
+def test_no_rank_contradicts_the_folder_and_all_end(told: Troubles) -> None:
+    attempted(told)
+
+
+@given(troubles(is_local=True))
+@settings(max_examples=150, deadline=None)
+def test_after_a_restart_all_hosts_have_an_attempt_or_none(told: Troubles) -> None:
+    attempted(told)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@given(troubles() | troubles(is_local=True))
+@settings(max_examples=4000, deadline=None)
+def test_no_rank_contradicts_the_folder_in_thousands_of_troubles(told: Troubles) -> None:
+    attempted(told)
+
+
+@given(troubles(with_faults=False) | troubles(with_faults=False, is_local=True))
+@settings(max_examples=200, deadline=None)
+def test_where_messages_arrive_all_ranks_hear_one_outcome(told: Troubles) -> None:
+    assert told.are_messages_safe
+    found = attempted(told)
+    expected = [Outcome.COMMITTED if found.disk.commits else Outcome.FAILED] * told.ranks
+    if found.disk.commits:  # a host that cannot rename completes its folder at the next start
+        for host, leader in enumerate(told.leaders):
+            if host > 0 and told.fails_to_rename(host):
+                expected[leader] = Outcome.UNKNOWN
+    assert outcomes(found) == expected
+
+
+def calm(ranks: int, **changes: object) -> Troubles:
+    """Return an attempt in which nothing happens but the changes."""
+    nobody = (None,) * ranks
+    told = dict[str, object](
+        ranks=ranks,
+        seed=1,
+        work_s=(0.01,) * ranks,
+        disk_s=0.005,
+        broken=frozenset(),
+        aborts_s=nobody,
+        renames=True,
+        syncs=True,
+        takes_back=True,
+        odd=frozenset(),
+        faults={},
+    )
+    return Troubles(**{**told, "stops_at": None, "dies_at": None, **changes})  # type: ignore[arg-type]
+
+
+# The leaders of three ranks: one folder for all, two hosts, three.
+HOSTS = [(0,), (0, 1), (0, 2), (0, 1, 2)]
+
+
+def outcomes(found: Attempted) -> list[Outcome | None]:
+    return [rank.shared.current.outcome for rank in found.ranks]
+
+
+@pytest.mark.parametrize("leaders", HOSTS)
+def test_without_troubles_all_ranks_commit(leaders: tuple[int, ...]) -> None:
+    found = attempted(calm(3, leaders=leaders))
+    assert outcomes(found) == [Outcome.COMMITTED] * 3
+    assert [disk.commits for disk in found.disks] == [1] * len(leaders)
+
+
+@pytest.mark.parametrize("takes_back", [True, False])
+def test_a_name_that_is_not_durable_is_one_thing_to_all_ranks(takes_back: bool) -> None:
+    found = attempted(calm(3, syncs=False, takes_back=takes_back))
+    assert outcomes(found) == [Outcome.FAILED if takes_back else Outcome.COMMITTED] * 3
+
+
+@pytest.mark.parametrize("odd", [{1}, {2}, {1, 2}])
+def test_ranks_that_save_other_tensors_are_named_on_every_rank(odd: set[int]) -> None:
+    found = attempted(calm(3, odd=frozenset(odd)))
+    assert outcomes(found) == [Outcome.FAILED] * 3
+    for rank in found.ranks:
+        assert rank.worker is not None
+        assert f"w only on rank 0; other only on rank {min(odd)}" in str(rank.worker.error)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_part_that_fails_is_named_on_every_rank(number: int) -> None:
+    found = attempted(calm(3, broken=frozenset({number})))
+    texts = [str(rank.worker.error) for rank in found.ranks if rank.worker is not None]
+    assert texts[number] == "There is no room."
+    assert all("There is no room" in text for text in texts)
+    assert outcomes(found) == [Outcome.FAILED] * 3
+
+
+@pytest.mark.parametrize("leaders", [(0,), (0, 1)])
+def test_a_host_that_stops_at_any_call_misleads_no_rank(leaders: tuple[int, ...]) -> None:
+    total = attempted(calm(2, leaders=leaders)).store.calls
+    commits = [attempted(calm(2, leaders=leaders, stops_at=call)).disk.commits for call in range(1, total + 1)]
+    assert total > 10
+    assert sorted(commits) == commits  # from some call on it had been committed
+    assert set(commits) == {0, 1}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_aborts_shares_the_outcome_of_all(number: int) -> None:
+    commits = []
+    for moment in range(40):
+        aborts_s: list[float | None] = [None, None]
+        aborts_s[number] = moment / 500
+        for seed in range(5):
+            found = attempted(calm(2, seed=seed, aborts_s=tuple(aborts_s)))
+            commits.append(found.disk.commits)
+            assert outcomes(found) == [Outcome.COMMITTED if found.disk.commits else Outcome.FAILED] * 2
+    assert set(commits) == {0, 1}
+
+
+@pytest.mark.parametrize("dies_with", [Fault.KILLS, Fault.HANGS, Fault.FAILS, Fault.LATE, Fault.DROPS, Fault.REPEATS])
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("leaders", [(0,), (0, 1)])
+def test_no_single_fault_makes_a_rank_contradict_the_folder(
+    leaders: tuple[int, ...], number: int, dies_with: Fault
+) -> None:
+    for call in range(1, 20 if leaders == (0,) else 40):
+        attempted(calm(2, leaders=leaders, faults={(number, call): dies_with}))
+
+
+@pytest.mark.parametrize("changes", [{"renames": False}, {"syncs": False}, {"syncs": False, "takes_back": False}])
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_host_that_cannot_rename_completes_at_the_next_start(host: int, changes: dict[str, bool]) -> None:
+    found = attempted(calm(3, leaders=(0, 1), bad_hosts=frozenset({host}), **changes))
+    if changes.get("takes_back") is False:  # the new name stays
+        assert outcomes(found) == [Outcome.COMMITTED] * 3
+    elif host == 0:
+        assert outcomes(found) == [Outcome.FAILED] * 3
+    else:
+        assert outcomes(found) == [Outcome.COMMITTED, Outcome.UNKNOWN, Outcome.COMMITTED]
+
+
+PROBLEMS = (None, "no room")
+EVENTS: st.SearchStrategy[Event] = st.sampled_from(
+    [
+        commit_state.Wrote(),
+        commit_state.Failed("no room"),
+        commit_state.ReportStored(),
+        *(commit_state.ReportArrived(rank, problem) for rank in range(MOST_RANKS) for problem in PROBLEMS),
+        commit_state.AskedToPrepare(),
+        commit_state.ReadyToRename(),
+        commit_state.AnswerStored(),
+        *(commit_state.AnswerArrived(rank, problem) for rank in range(MOST_RANKS) for problem in PROBLEMS),
+        commit_state.Renamed(),
+        commit_state.Broadcast(),
+        commit_state.Decision(None),
+        commit_state.Decision("no room"),
+        commit_state.Silence("nothing came"),
+        commit_state.FoundCommitted(),
+        commit_state.FoundNothing(),
+        commit_state.Aborted("time is over"),
+    ]
+)
+
+
+@given(st.integers(0, MOST_RANKS - 1), st.sampled_from(HOSTS), st.lists(EVENTS, max_size=30))
+@settings(max_examples=1000, deadline=None)
+def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[int, ...], events: list[Event]) -> None:
+    known, whole, prepared, renames = CommitState.of(rank, range(MOST_RANKS), leaders), set[int](), set[int](), 0
+    is_decided = False  # on another leader: whether rank 0 has decided to commit
+    for event in events:
+        before = known
+        known, action = commit_state.advance(known, event)
+        match before.stage, event:
+            case CommitStage.WRITING, commit_state.Wrote():
+                whole.add(rank)
+            case CommitStage.COLLECTING, commit_state.ReportArrived(sender, None):
+                whole.add(sender)
+            case CommitStage.PREPARING, commit_state.ReadyToRename():
+                prepared.add(rank)
+            case CommitStage.AWAITING_LEADERS, commit_state.AnswerArrived(sender, None):
+                prepared.add(sender)
+            case CommitStage.PREPARED, commit_state.Decision(None):
+                is_decided = True
+        if action is Action.RENAME:
+            renames += 1
+            assert rank in leaders
+            assert before.outcome is None
+            if rank == 0:
+                assert whole == set(range(MOST_RANKS))
+                assert prepared >= set(leaders)
+            else:
+                assert rank in prepared
+                assert is_decided
+        assert renames <= 1
+        if action is Action.PREPARE:
+            assert rank in leaders
+            assert rank in whole
+        if action is Action.ANSWER:
+            assert rank in leaders[1:]
+        if before.outcome is not None:  # what is decided stays
+            assert known.outcome is before.outcome
+        if before.stage is CommitStage.ENDED:
+            assert known == before
+            assert action is (Action.NOTHING if isinstance(event, commit_state.Aborted) else Action.END)
+        if known.outcome is Outcome.COMMITTED and rank == 0:
+            assert renames == 1
+        if known.outcome is Outcome.COMMITTED and before.outcome is None and rank in leaders[1:]:  # its folder is there
+            assert isinstance(event, commit_state.Renamed | commit_state.FoundCommitted)
+        if known.outcome is Outcome.FAILED and rank in leaders:  # its partial folder is removed
+            assert not is_decided
+        if known.stage is CommitStage.ENDED:
+            assert known.outcome is not None
+
+
+@pytest.mark.parametrize("stage", list(CommitStage))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_aborting_twice_is_aborting_once(rank: int, stage: CommitStage) -> None:
+    first, action = commit_state.advance(
+        CommitState(rank, frozenset(), stage=stage, coordinates=rank == 0), commit_state.Aborted("time is over")
+    )
+    assert commit_state.advance(first, commit_state.Aborted("again")) == (first, Action.NOTHING)
+    assert (first.outcome is Outcome.FAILED) == (action is not Action.NOTHING)

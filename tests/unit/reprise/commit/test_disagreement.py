@@ -1,0 +1,85 @@
+"""What ranks do not agree on is found in their reports, and named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from reprise.commit import disagreement
+from reprise.commit.inventory import Inventory
+from reprise.errors import CheckpointError, ReplicaError
+from reprise.format.box import Box, whole
+from reprise.format.layout import TensorKind, TensorSpec, build_layout
+from reprise.format.report import GroupDigest, RankReport
+from reprise.tensors.live import LiveTensor
+
+BOTH = (0, 1)
+
+
+def spec(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(TensorKind.MODEL, name, shape, torch.float32, shape)
+
+
+def inventory(names: dict[str, bytes], *, box: Box | None = None) -> Inventory:
+    """Return the inventory of a rank that shares tensors of 4 rows with another, by name: the digests of its blocks."""
+    specs = [spec(name, 4, 2) for name in names]
+    live = [LiveTensor(found, box or whole((4, 2)), torch.zeros(4, 2), BOTH) for found in specs]
+    found = Inventory(build_layout(specs), live)
+    found.add({BOTH: names})
+    return found
+
+
+def reported(*inventories: Inventory) -> dict[int, RankReport]:
+    reports = [RankReport(1, found.identity, found.groups()) for found in inventories]
+    return {rank: RankReport.from_bytes(report.to_bytes()) for rank, report in enumerate(reports)}
+
+
+def explained(*inventories: Inventory) -> str:
+    found = disagreement.find(reported(*inventories))
+    assert found is not None
+    error = disagreement.explain(found, [inventories[rank].to_bytes() for rank in found.witnesses])
+    assert isinstance(error, ReplicaError) == found.is_of_content
+    return str(error)
+
+
+def test_a_report_comes_back_as_it_was_sent() -> None:
+    groups = (GroupDigest(1, 2, 3, 4), GroupDigest(2**64 - 1, 2**32 - 1, 0, 9))
+    for report in (RankReport(7, 2**64 - 1, groups, None, 5, b"pieces"), RankReport(0, 1, (), "a disk, broken")):
+        assert RankReport.from_bytes(report.to_bytes()) == report
+
+
+def test_ranks_that_agree_have_nothing_to_explain() -> None:
+    same = {"a": b"12345678", "b": b"abcdefgh"}
+    assert disagreement.find(reported(inventory(same), inventory(same), inventory(same))) is None
+
+
+def test_other_bits_are_named_by_tensor_and_by_all_ranks() -> None:
+    a, b = {"a": b"12345678", "b": b"abcdefgh"}, {"a": b"12345678", "b": b"abcdefgX"}
+    text = explained(inventory(a), inventory(b), inventory(b), inventory(a))
+    assert "found b; ranks 0, 3 against ranks 1, 2." in text
+
+
+def test_more_than_three_differences_are_counted() -> None:
+    names = [f"t{number}" for number in range(5)]
+    text = explained(inventory(dict.fromkeys(names, bytes(8))), inventory(dict.fromkeys([*names[1:], "u"], bytes(8))))
+    assert "2 differences" not in text
+    assert "t0 only on rank 0; u only on rank 1" in text
+    text = explained(inventory(dict.fromkeys(names, bytes(8))), inventory({"u": bytes(8)}))
+    assert "6 differences, the first: t0 only on rank 0; t1 only on rank 0; t2 only on rank 0." in text
+
+
+def test_another_order_of_tensors_is_a_difference() -> None:
+    text = explained(inventory({"a": bytes(8), "b": bytes(8)}), inventory({"b": bytes(8), "a": bytes(8)}))
+    assert "the order of the tensors" in text
+
+
+def test_another_box_of_a_shared_tensor_is_a_difference() -> None:
+    part = Box((0, 0), (2, 2))
+    text = explained(inventory({"a": bytes(8)}), inventory({"a": bytes(8)}, box=part))
+    assert "a on rank 0 and (the box at [0, 0] of [2, 2]) on rank 1" in text.replace("  ", " ")
+
+
+def test_other_iterations_are_refused_with_their_ranks() -> None:
+    with pytest.raises(CheckpointError, match=r"iteration 4 on ranks 0, 1; iteration 5 on rank 2"):
+        disagreement.refuse_other_iterations({0: 4, 1: 4, 2: 5})
+    disagreement.refuse_other_iterations({0: 4, 1: 4})

@@ -1,0 +1,210 @@
+"""Boxes against brute force: every element in exactly one, and every byte where numpy says it is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reprise.format.box import (
+    Box,
+    Split,
+    absolute,
+    box_of_splits,
+    cut,
+    extent,
+    image,
+    intersect,
+    relative,
+    whole,
+)
+
+shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+    return Box(tuple(lo for lo, _ in ends), tuple(hi - lo for lo, hi in ends))
+
+
+@st.composite
+def shapes_with_boxes(draw: st.DrawFn, count: int = 1) -> tuple[tuple[int, ...], list[Box]]:
+    shape = draw(shapes)
+    return shape, [draw(boxes(shape)) for _ in range(count)]
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[int], list[int]]:
+    """Draw a shape and mesh axes: the size of each, the dimension it cuts, and the order in which they cut."""
+    shape = draw(st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple))
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    dims = [draw(st.integers(0, len(shape) - 1)) for _ in sizes]
+    order = draw(st.permutations(range(len(sizes))))
+    return shape, sizes, dims, list(order)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(lo, hi) for lo, hi in zip(box.offset, box.end, strict=True))
+
+
+def strided_factors(sizes: list[int], dims: list[int], order: list[int]) -> list[int]:
+    """Return each axis' factor: the sizes, multiplied, of the axes to its right that cut its dimension before it."""
+    return [
+        math.prod(sizes[b] for b in range(a + 1, len(sizes)) if dims[b] == dims[a] and order.index(b) < order.index(a))
+        for a in range(len(sizes))
+    ]
+
+
+@settings(deadline=None, max_examples=300)
+@given(meshes())
+def test_box_of_splits_equals_cutting_axis_by_axis(
+    mesh: tuple[tuple[int, ...], list[int], list[int], list[int]],
+) -> None:
+    shape, sizes, dims, order = mesh
+    factors = strided_factors(sizes, dims, order)
+    numbers = torch.arange(math.prod(shape)).reshape(shape)
+    seen: Counter[int] = Counter()
+    for coordinate in itertools.product(*(range(size) for size in sizes)):
+        part = numbers
+        for axis in order:
+            chunks = part.chunk(sizes[axis], dim=dims[axis]) if part.shape[dims[axis]] else ()
+            empty = part.narrow(dims[axis], 0, 0)
+            part = chunks[coordinate[axis]] if coordinate[axis] < len(chunks) else empty
+        splits = [
+            Split(dim, index, size, factor)
+            for dim, index, size, factor in zip(dims, coordinate, sizes, factors, strict=True)
+        ]
+        box = box_of_splits(shape, splits)
+        assert numbers[slices(box)].flatten().tolist() == part.flatten().tolist()
+        seen.update(part.flatten().tolist())
+    assert seen == Counter(range(math.prod(shape)))
+
+
+def test_box_of_splits_cuts_by_tensor_parallel_then_by_fsdp() -> None:
+    rows = 50257
+    found = []
+    for tp in range(2):
+        for dp in range(3):
+            box = box_of_splits((rows, 4), [Split(0, dp, 3, strided=2), Split(0, tp, 2)])
+            found.append((box.offset[0], box.end[0]))
+    assert found == [
+        (0, 8377), (8377, 16754), (16754, 25129),
+        (25129, 33505), (33505, 41881), (41881, 50257),
+    ]  # fmt: skip
+
+
+def test_box_of_splits_refuses_a_factor_no_axes_multiply_to() -> None:
+    with pytest.raises(ValueError, match="factor 3 is no box"):
+        box_of_splits((12,), [Split(0, 0, 2, strided=3), Split(0, 0, 2)])
+    with pytest.raises(ValueError, match="factor 2 is no box"):
+        box_of_splits((12,), [Split(0, 0, 2, strided=2)])
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9))
+def test_cut_gives_the_parts_of_torch_chunk(lo: int, length: int, count: int) -> None:
+    parts = [cut(lo, lo + length, index=index, count=count) for index in range(count)]
+    sizes = [len(chunk) for chunk in torch.arange(length).chunk(count)] if length else []
+    assert [hi - first for first, hi in parts] == sizes + [0] * (count - len(sizes))
+    assert parts[0][0] == lo
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+
+
+@given(shapes_with_boxes(count=2))
+def test_intersect_is_the_set_of_common_elements(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, (a, b) = case
+    common = intersect(a, b)
+    in_a, in_b = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+    in_a[slices(a)] = in_b[slices(b)] = True
+    both = np.asarray(in_a & in_b)
+    assert common.numel == both.sum()
+    if common.numel:
+        assert both[slices(common)].all()
+        inner = relative(common, a)
+        numbers = np.arange(math.prod(shape)).reshape(shape)
+        assert np.array_equal(numbers[slices(a)][slices(inner)], numbers[slices(common)])
+        assert absolute(inner, a) == common
+        assert common.slices == slices(common)
+
+
+@settings(deadline=None, max_examples=300)
+@given(shapes_with_boxes(), st.sampled_from([1, 2, 8]), st.data())
+def test_image_spans_are_where_numpy_puts_the_bytes(
+    case: tuple[tuple[int, ...], list[Box]], itemsize: int, data: st.DataObject
+) -> None:
+    shape, (box,) = case
+    total = math.prod(shape) * itemsize
+    numbers = np.arange(total).reshape(*shape, itemsize)
+    packed = numbers[slices(box)].flatten()
+    found = image(box, shape, itemsize)
+    assert found.total_bytes == packed.size
+    lo, hi = sorted((data.draw(st.integers(0, packed.size)), data.draw(st.integers(0, packed.size))))
+    position = lo
+    for in_tensor, in_image, length in found.spans(lo, hi):
+        assert in_image == position
+        assert length > 0
+        assert np.array_equal(np.arange(in_tensor, in_tensor + length), packed[in_image : in_image + length])
+        position += length
+    assert position == hi
+
+
+@given(shapes_with_boxes())
+def test_image_runs_are_as_long_as_they_can_be(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, (box,) = case
+    numbers = np.arange(math.prod(shape)).reshape(shape)[slices(box)].flatten()
+    is_one_run = numbers.size == 0 or bool((np.diff(numbers) == 1).all())
+    found = image(box, shape, 4)
+    assert found.is_contiguous == is_one_run
+
+
+@settings(deadline=None, max_examples=300)
+@given(shapes_with_boxes(), st.sampled_from([1, 4]))
+def test_image_loops_lead_to_every_byte_in_order(case: tuple[tuple[int, ...], list[Box]], itemsize: int) -> None:
+    shape, (box,) = case
+    total = math.prod(shape) * itemsize
+    expected = np.arange(total).reshape(*shape, itemsize)[slices(box)].flatten()
+    found = image(box, shape, itemsize)
+    starts = [found.start]
+    for count, stride in found.loops:
+        starts = [start + index * stride for start in starts for index in range(count)]
+    bytes_of_runs = [start + at for start in starts for at in range(found.run_bytes)]
+    assert bytes_of_runs == expected.tolist()
+    if bytes_of_runs:
+        assert found.extent == bytes_of_runs[-1] - bytes_of_runs[0] + 1
+
+
+@settings(deadline=None, max_examples=300)
+@given(shapes, st.data())
+def test_extent_gives_boxes_that_are_the_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    total = math.prod(shape)
+    lo, hi = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
+    numbers = np.arange(total).reshape(shape)
+    found = list(extent(shape, lo, hi))
+    assert [int(n) for box in found for n in numbers[slices(box)].flatten()] == list(range(lo, hi))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert all(box.numel for box in found)
+
+
+def test_whole_covers_a_tensor_of_no_dimensions() -> None:
+    assert whole(()) == Box((), ())
+    assert list(image(whole(()), (), 4).spans(0, 4)) == [(0, 0, 4)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(shapes_with_boxes(), st.sampled_from([1, 2, 4]))
+def test_before_counts_the_bytes_that_lie_before_an_offset(
+    drawn: tuple[tuple[int, ...], list[Box]], itemsize: int
+) -> None:
+    shape, (box,) = drawn
+    packed = image(box, shape, itemsize)
+    at = sorted(
+        place for first, _, length in packed.spans(0, packed.total_bytes) for place in range(first, first + length)
+    )
+    for offset in range(-2, math.prod(shape) * itemsize + 3):
+        assert packed.before(offset) == sum(place < offset for place in at)

@@ -1,0 +1,92 @@
+"""`host.json`: written and read back, refused where it is damaged, and the arithmetic of pieces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format.box import Box
+from reprise.format.host_file import HostFile, attempt_of, from_bytes, missing, union, without, writers_of
+from reprise.format.manifest import TensorEntry, WrittenPiece, digest_of
+from reprise.format.names import HOST, MANIFEST
+
+WRITERS = {"a": (0, 1, 1), "b": (1,), "c": (0,)}
+FILE = HostFile("n-1", "0" * 16, 0, ("host-a", "host-b"), WRITERS, {"a": (0,), "c": (0,)})
+
+
+def test_a_host_file_is_read_as_it_was_written() -> None:
+    for known in (FILE, replace(FILE, host=None, held={})):
+        assert from_bytes(known.to_bytes(), where="x") == known
+
+
+def test_a_host_owns_what_it_wrote() -> None:
+    assert FILE.own == {"a": (0,), "c": (0,)}
+    assert FILE.written_by(1) == {"a": (1, 2), "b": (0,)}
+    assert replace(FILE, host=None).own == {}
+    assert not FILE.is_whole
+    assert replace(FILE, held={"a": (0, 1, 2), "b": (0,), "c": (0,)}).is_whole
+
+
+def resigned(text: str) -> bytes:
+    body = text.rpartition(',"xxh3_64"')[0]
+    return f'{body},"xxh3_64":"{digest_of(body.encode())}"}}\n'.encode()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"host":0', '"host":2'),
+        ('"held":{"a":[0]', '"held":{"a":[3]'),
+        ('"held":{"a":[0]', '"held":{"a":[0,0]'),
+        ('"held":{"a":[0]', '"held":{"d":[0]'),
+        ('"hosts":["host-a","host-b"]', '"hosts":[]'),
+        ('"a":[0,1,1]', '"a":[0,1,2]'),
+        ('"attempt":"n-1",', ""),
+    ],
+)
+def test_a_malformed_host_file_is_refused(old: str, new: str) -> None:
+    text = FILE.to_bytes().decode()
+    assert old in text
+    with pytest.raises(CheckpointError, match="malformed"):
+        from_bytes(resigned(text.replace(old, new, 1)), where="x")
+
+
+def test_a_flipped_byte_of_a_host_file_is_found() -> None:
+    data = bytearray(FILE.to_bytes())
+    data[20] ^= 1
+    with pytest.raises(CheckpointError, match="damaged"):
+        from_bytes(bytes(data), where="x")
+
+
+def test_another_format_of_a_host_file_is_named() -> None:
+    with pytest.raises(MismatchError, match="another format version"):
+        from_bytes(resigned(FILE.to_bytes().decode().replace("reprise-host/1", "reprise-host/2")), where="x")
+
+
+def test_sets_of_pieces_are_joined_and_subtracted() -> None:
+    assert union([{"a": (2,)}, {"a": (0, 2), "b": (0,)}]) == {"a": (0, 2), "b": (0,)}
+    assert without({"a": (0, 1), "b": (0,)}, {"a": (1,), "b": (0,)}) == {"a": (0,)}
+    assert missing(WRITERS, [FILE.held, {"b": (0,)}]) == {"a": (1, 2)}
+    assert missing(WRITERS, [FILE.written_by(0), FILE.written_by(1)]) == {}
+
+
+def test_each_piece_belongs_to_the_host_whose_rank_wrote_it() -> None:
+    entry = TensorEntry((4, 2), ((0, 2, 4), (0, 2)), {0: (8,)}, bytes(24))
+    first, second = Box((0, 0), (2, 2)), Box((2, 0), (2, 2))
+    written = {
+        0: [WrittenPiece("w", first, 8, 16, bytes(8))],
+        1: [WrittenPiece("w", second, 0, 16, bytes(8)), WrittenPiece("w", first, 0, 8, bytes(8))],
+    }
+    assert writers_of({"w": entry}, {"w": 4}, written) == {"w": (1, 0, 1)}
+
+
+def test_an_attempt_is_known_by_manifest_and_host_file(tmp_path: Path) -> None:
+    assert attempt_of(tmp_path) is None
+    (tmp_path / MANIFEST).write_bytes(b"{}")
+    (tmp_path / HOST).write_bytes(replace(FILE, manifest=digest_of(b"{}")).to_bytes())
+    assert attempt_of(tmp_path) == "n-1"
+    (tmp_path / MANIFEST).write_bytes(b"{ }")
+    assert attempt_of(tmp_path) is None

@@ -1,0 +1,150 @@
+"""Where tensors lie on disk, to the byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reprise.errors import CheckpointError
+from reprise.format.layout import (
+    DTYPES,
+    MOST_DIMENSIONS,
+    Layout,
+    TensorKind,
+    TensorSpec,
+    build_layout,
+    file_name,
+    kind_of_file,
+    model_index,
+)
+from tests.fakes import sample_specs, sample_state
+
+
+def spec(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, kind: TensorKind = TensorKind.MODEL
+) -> TensorSpec:
+    return TensorSpec(kind, name, shape, dtype, shape)
+
+
+def write(folder: Path, layout: Layout, state: dict[str, torch.Tensor]) -> None:
+    for file in layout.files:
+        data = bytearray(file.header.ljust(file.total_bytes, b"\xee"))
+        for place in file.places:
+            raw = state[place.spec.name].reshape(-1).view(torch.uint8).numpy().tobytes()
+            data[place.offset : place.offset + len(raw)] = raw
+        path = folder / file.name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+
+
+def test_header_of_a_small_example_is_these_bytes() -> None:
+    layout = build_layout([spec("bias", (2,), torch.bfloat16), spec("wé", (2, 3)), spec("n", (), torch.int64)])
+    (file,) = layout.files
+    text = (
+        '{"__metadata__":{"format":"pt"},'
+        '"n":{"dtype":"I64","shape":[],"data_offsets":[0,8]},'
+        '"wé":{"dtype":"F32","shape":[2,3],"data_offsets":[8,32]},'
+        '"bias":{"dtype":"BF16","shape":[2],"data_offsets":[32,36]}}'
+    ).encode()
+    assert file.name == "model.safetensors"
+    assert file.header == b"\xf8\x0f\0\0\0\0\0\0" + text + b" " * (4088 - len(text))
+    assert file.total_bytes == 4096 + 36
+    assert {name: place.offset for name, place in layout.places.items()} == {"n": 4096, "wé": 4104, "bias": 4128}
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_layout_has_no_holes_keeps_order_and_starts_on_a_page(data: st.DataObject) -> None:
+    dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+    shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+    parts = data.draw(st.lists(st.tuples(st.sampled_from(TensorKind), shapes, dtypes), max_size=12))
+    specs = [spec(f"t{i}" * 40, shape, dtype, kind) for i, (kind, shape, dtype) in enumerate(parts)]
+    file_bytes = data.draw(st.integers(1, 2000))
+    layout = build_layout(specs, file_bytes=file_bytes)
+    assert layout.total_bytes == sum(file.total_bytes for file in layout.files)
+    for kind in TensorKind:
+        mine = [p.spec for file in layout.files for p in file.places if p.spec.kind is kind]
+        assert mine == sorted((s for s in specs if s.kind is kind), key=lambda s: -s.dtype.itemsize)
+    for file in layout.files:
+        assert len(file.header) % 4096 == 0
+        position = len(file.header)
+        for place in file.places:
+            assert place.offset == position
+            assert place.file == file.name
+            assert layout.places[place.spec.name] == place
+            position += place.spec.total_bytes
+        assert file.total_bytes == position
+        is_adapters = file.places[0].spec.kind is TensorKind.ADAPTER  # all in one file, which is how PEFT reads them
+        assert is_adapters or len(file.places) == 1 or position - len(file.header) <= file_bytes
+    assert sum(file.places[0].spec.kind is TensorKind.ADAPTER for file in layout.files) <= 1
+
+
+def test_a_tensor_larger_than_a_file_has_a_file_of_its_own() -> None:
+    layout = build_layout([spec("a", (3,)), spec("big", (100,)), spec("b", (3,)), spec("c", (7,))], file_bytes=40)
+    assert [[p.spec.name for p in file.places] for file in layout.files] == [["a"], ["big"], ["b", "c"]]
+    assert [file.name for file in layout.files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+
+
+def test_files_are_named_as_transformers_names_shards() -> None:
+    assert file_name(TensorKind.MODEL, 0, 1) == "model.safetensors"
+    assert file_name(TensorKind.MODEL, 1, 12) == "model-00002-of-00012.safetensors"
+    assert file_name(TensorKind.OPTIMIZER, 0, 1) == "optimizer/optimizer-00001-of-00001.safetensors"
+    assert file_name(TensorKind.EXTRA, 1, 2) == "extra/extra-00002-of-00002.safetensors"
+    for kind in TensorKind:
+        assert {kind_of_file(file_name(kind, 0, count)) for count in (1, 2)} == {kind}
+
+
+def test_index_lists_the_weights_alone() -> None:
+    layout = build_layout([spec("b", (3,)), spec("a", (2,)), spec("exp_avg.a", (2,), kind=TensorKind.OPTIMIZER)])
+    assert model_index(layout) == {
+        "metadata": {"total_size": 20},
+        "weight_map": {"a": "model.safetensors", "b": "model.safetensors"},
+    }
+    assert list(json.loads(json.dumps(model_index(layout)["weight_map"]))) == ["a", "b"]
+
+
+def test_safetensors_opens_what_is_laid_out(tmp_path: Path) -> None:
+    specs = sample_specs() + [spec(name, (3,), dtype) for name, dtype in DTYPES.items()]
+    state = sample_state(specs, 1)
+    layout = build_layout(specs, file_bytes=1 << 20)
+    write(tmp_path, layout, state)
+    for file in layout.files:
+        with safetensors.safe_open(tmp_path / file.name, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert set(opened.keys()) == {place.spec.name for place in file.places}
+            for place in file.places:
+                found, expected = opened.get_tensor(place.spec.name), state[place.spec.name]
+                assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+                assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.qint8])
+def test_layout_refuses_a_dtype_that_safetensors_lacks_by_name(dtype: torch.dtype) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        build_layout([spec("fine", (1,)), spec("rotary.table", (2,), dtype)])
+    assert "rotary.table" in str(caught.value)
+    assert str(dtype) in str(caught.value)
+
+
+def test_layout_refuses_a_name_twice_and_a_reserved_name() -> None:
+    with pytest.raises(CheckpointError, match=r"one name \(w\)"):
+        build_layout([spec("w", (1,)), spec("w", (1,), kind=TensorKind.OPTIMIZER)])
+    with pytest.raises(CheckpointError, match="__metadata__"):
+        build_layout([spec("__metadata__", (1,))])
+
+
+def test_layout_refuses_more_dimensions_than_readers_take() -> None:
+    build_layout([spec("w", (1,) * MOST_DIMENSIONS)])
+    with pytest.raises(CheckpointError, match=r"too many dimensions \(w\)"):
+        build_layout([spec("w", (1,) * (MOST_DIMENSIONS + 1))])
+
+
+def test_layout_of_nothing_is_no_file() -> None:
+    layout = build_layout([])
+    assert layout.files == ()

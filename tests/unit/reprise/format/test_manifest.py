@@ -1,0 +1,180 @@
+"""The manifest tells the truth about every byte, or is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format import manifest
+from reprise.format.box import Box, whole
+from reprise.format.layout import Layout, TensorKind, TensorSpec, build_layout
+from reprise.format.manifest import FileEntry, Manifest, TensorEntry, WrittenPiece, digest_of
+from reprise.format.report import decode, encode
+
+A, B = b"12345678", b"abcdefgh"
+
+
+def layout_of(shape: tuple[int, ...] = (4, 6)) -> Layout:
+    specs = [("w", shape), ("step", ()), ("none", (0, 3))]
+    return build_layout([TensorSpec(TensorKind.MODEL, name, s, torch.float32, s) for name, s in specs])
+
+
+STEP = WrittenPiece("step", whole(()), 0, 4, A)
+LEFT = WrittenPiece("w", Box((0, 0), (4, 2)), 0, 32, A)
+RIGHT_1 = WrittenPiece("w", Box((0, 2), (4, 4)), 0, 16, A)
+RIGHT_2 = WrittenPiece("w", Box((0, 2), (4, 4)), 16, 64, B)
+GOOD = [RIGHT_2, STEP, LEFT, RIGHT_1]
+
+
+def example() -> Manifest:
+    files = {
+        "model.safetensors": FileEntry(5000, "0" * 16, is_tensor_file=True),
+        "optimizer/state.json": FileEntry(12, "f" * 16, is_tensor_file=False),
+    }
+    return Manifest("nonce-1", files, manifest.tile(layout_of(), GOOD), {"head": "w"})
+
+
+def resealed(**members: object) -> bytes:
+    """Return a manifest with other members and a digest that fits."""
+    table = json.loads(manifest.to_bytes(example()))
+    del table["xxh3_64"]
+    text = json.dumps({**table, **members}, separators=(",", ":"))[:-1].encode()
+    return text + f',"xxh3_64":"{digest_of(text)}"}}\n'.encode()
+
+
+def test_manifest_round_trips() -> None:
+    assert manifest.from_bytes(manifest.to_bytes(example()), where="x") == example()
+    assert manifest.from_bytes(resealed(), where="x") == example()
+
+
+def test_pieces_come_back_as_they_were_written() -> None:
+    entry = example().tensors["w"]
+    expected = [replace(piece, name="") for piece in (LEFT, RIGHT_1, RIGHT_2)]
+    assert list(entry.pieces(4)) == expected
+    assert list(example().tensors["none"].pieces(4)) == []
+
+
+def test_reports_round_trip() -> None:
+    layout = layout_of()
+    assert decode(encode(GOOD, layout), layout) == GOOD
+    assert decode(b"", layout) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("missing tensor", [STEP]),
+        ("missing box", [STEP, LEFT]),
+        ("missing share", [STEP, LEFT, RIGHT_1]),
+        ("missing first share", [STEP, LEFT, RIGHT_2]),
+        ("missing scalar", [LEFT, RIGHT_1, RIGHT_2]),
+        ("doubled", [*GOOD, LEFT]),
+        ("doubled share", [*GOOD, RIGHT_1]),
+        ("overlapping shares", [STEP, LEFT, replace(RIGHT_1, hi=20), RIGHT_2]),
+        ("gap between shares", [STEP, LEFT, replace(RIGHT_1, hi=12), RIGHT_2]),
+        ("beyond the end", [STEP, LEFT, RIGHT_1, replace(RIGHT_2, hi=68)]),
+        ("overlapping boxes", [*GOOD, replace(LEFT, box=Box((0, 1), (4, 2)))]),
+        ("box beyond the tensor", [*GOOD, replace(LEFT, box=Box((4, 0), (1, 6)), hi=24)]),
+    ],
+)
+def test_tile_refuses_pieces_that_do_not_cover_once(name: str, pieces: list[WrittenPiece]) -> None:
+    with pytest.raises(CheckpointError, match="step" if name == "missing scalar" else "w, box"):
+        manifest.tile(layout_of(), pieces)
+
+
+def test_tile_refuses_a_foreign_piece() -> None:
+    with pytest.raises(CheckpointError, match="ghost"):
+        manifest.tile(layout_of(), [*GOOD, replace(LEFT, name="ghost")])
+
+
+@pytest.mark.parametrize("digests", [b"", A[:7], A + b"x", A + B])
+def test_tile_refuses_a_piece_without_one_digest_for_each_block(digests: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"one digest for each .*w, bytes \[0, 16\)"):
+        manifest.tile(layout_of(), [STEP, LEFT, replace(RIGHT_1, digests=digests), RIGHT_2])
+
+
+@given(st.integers(1, 5).map(lambda blocks: blocks * manifest.BLOCK_BYTES), st.integers(-1, 1), st.integers(0, 7))
+def test_an_entry_fits_only_with_one_digest_for_each_block(total: int, odd: int, count: int) -> None:
+    shape = (total + odd,)
+    entry = TensorEntry(shape, ((0, *shape),), {}, A * count)
+    assert entry.fits(1) is (count == manifest.block_count(total + odd))
+    assert entry.fits(8) is (count == manifest.block_count(8 * (total + odd)))
+
+
+def test_shares_count_as_pieces_and_lie_inside_their_cell() -> None:
+    entry = TensorEntry((4, 6), ((0, 4), (0, 2, 6)), {1: (16,)}, A * 3)
+    assert entry.fits(4)
+    assert not replace(entry, shares={}).fits(4)
+    for offsets in ((0,), (64,), (65,), (16, 16), (32, 16)):
+        assert not replace(entry, shares={1: offsets}, digests=A * (2 + len(offsets))).fits(4)
+    for cell in (-1, 2):
+        assert not replace(entry, shares={cell: (16,)}).fits(4)
+
+
+def test_an_entry_of_countless_cells_is_refused_uncounted() -> None:
+    marks = tuple(range(10_001))
+    assert not TensorEntry((10_000,) * 4, (marks,) * 4, {}, A).fits(4)
+
+
+def test_any_flipped_byte_of_a_manifest_is_refused() -> None:
+    data = manifest.to_bytes(example())
+    for at in range(len(data)):
+        for flip in (1, 0x20, 0x80):
+            damaged = bytearray(data)
+            damaged[at] ^= flip
+            with pytest.raises(CheckpointError):
+                manifest.from_bytes(bytes(damaged), where="x")
+
+
+@given(st.integers(0, 600))
+def test_a_manifest_cut_short_is_refused(length: int) -> None:
+    data = manifest.to_bytes(example())
+    with pytest.raises(CheckpointError):
+        manifest.from_bytes(data[: min(length, len(data) - 1)], where="x")
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/abs", "a//b", "a/./b", "a\\b", "", ".", "..", "a/..", "a/../b", "a/", "./a", "a\0b"]
+)
+def test_paths_that_leave_the_folder_are_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match="leaves the folder"):
+        manifest.from_bytes(resealed(files={name: {"bytes": 1, "xxh3_64": "0"}}), where="x")
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"files": []},
+        {"files": {"a": 1}},
+        {"files": {"a": {"bytes": -1, "xxh3_64": "0"}}},
+        {"files": {"a": {"bytes": True, "xxh3_64": "0"}}},
+        {"files": {"a": {"bytes": 1.5, "xxh3_64": "0"}}},
+        {"block_bytes": 1},
+        {"tensors": {"w": {"view": [4], "cuts": [], "digests": ""}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[]], "digests": ""}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 3]], "digests": ""}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 3, 3, 4]], "digests": ""}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": "xyz"}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": "", "shares": []}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": ""}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": "00" * 7}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": "00" * 16}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 2, 4]], "digests": "00" * 8}}},
+        {"tensors": {"w": {"view": [4], "cuts": [[0, 4]], "digests": "00" * 16, "shares": {"1": [4]}}}},
+        {"aliases": 3},
+    ],
+)
+def test_a_malformed_manifest_is_refused_though_its_digest_fits(members: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match="malformed"):
+        manifest.from_bytes(resealed(**members), where="x")
+
+
+def test_a_newer_manifest_is_refused_by_its_number() -> None:
+    with pytest.raises(MismatchError, match="reprise-manifest/2"):
+        manifest.from_bytes(resealed(format="reprise-manifest/2"), where="x")

@@ -1,0 +1,160 @@
+"""A safetensors header that is not sound is refused by the tensor's name, whatever is wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from reprise import load, save
+from reprise.errors import CheckpointError
+from reprise.format import manifest
+from reprise.format import safetensors_file as header
+from reprise.format.layout import TensorKind
+
+A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+EMPTY = {"dtype": "F32", "shape": [0, 3], "data_offsets": [24, 24]}
+B = {"dtype": "BF16", "shape": [], "data_offsets": [24, 26]}
+GOOD: dict[str, Any] = {"__metadata__": {"format": "pt"}, "b": B, "none": EMPTY, "a": A}
+
+
+def parse(table: dict[str, Any], data_bytes: int = 26) -> list[tuple[str, int]]:
+    found = header.parse(table, TensorKind.MODEL, data_bytes=data_bytes, where="x.safetensors")
+    return [(spec.name, offset) for spec, offset in found]
+
+
+def test_tensors_come_in_order_of_the_file() -> None:
+    assert parse(GOOD) == [("a", 0), ("none", 24), ("b", 24)]
+    assert parse({}, 0) == []
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        3,
+        None,
+        [],
+        {},
+        {**A, "dtype": "F3"},
+        {**A, "dtype": None},
+        {**A, "dtype": ["F32"]},
+        {**A, "shape": None},
+        {**A, "shape": "23"},
+        {**A, "shape": [2.0, 3]},
+        {**A, "shape": [True, 6]},
+        {**A, "shape": [-2, -3]},
+        {**A, "shape": [2, 4]},
+        {**A, "shape": [1 << 62, 1 << 62]},
+        {**A, "data_offsets": None},
+        {**A, "data_offsets": [0]},
+        {**A, "data_offsets": [0, 24, 48]},
+        {**A, "data_offsets": [0, "24"]},
+        {**A, "data_offsets": [-24, 0]},
+        {**A, "data_offsets": [24, 0]},
+        {**A, "data_offsets": [0, 20]},
+    ],
+)
+def test_an_entry_that_is_malformed_is_refused_by_name(entry: object) -> None:
+    with pytest.raises(CheckpointError, match=r"malformed \(x\.safetensors, tensor a\)"):
+        parse({**GOOD, "a": entry})
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "data_bytes"),
+    [
+        ("overlap", {"a": A, "c": {**A, "data_offsets": [12, 36]}}, 36),
+        ("the same place", {"a": A, "c": A}, 48),
+        ("hole", {"a": A, "c": {**A, "data_offsets": [28, 52]}}, 52),
+        ("hole at the start", {"a": {**A, "data_offsets": [8, 32]}}, 32),
+        ("beyond the file", {"a": A}, 20),
+        ("before the end of the file", {"a": A}, 28),
+        ("nothing in a file of data", {}, 4),
+    ],
+)
+def test_tensors_that_do_not_fill_the_file_exactly_are_refused(
+    name: str, table: dict[str, Any], data_bytes: int
+) -> None:
+    with pytest.raises(CheckpointError, match="malformed"):
+        parse(table, data_bytes)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(["F32", "dtype", "shape"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(list(A)), inner),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), JSON, max_size=3), st.integers(0, 30))
+def test_no_header_raises_anything_else(table: dict[str, Any], data_bytes: int) -> None:
+    with contextlib.suppress(CheckpointError):
+        parse(table, data_bytes)
+
+
+def reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the header of a checkpoint's weights and let every digest fit."""
+    file = path / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    table = json.loads(data[8 : 8 + length])
+    change(table)
+    head = data[:8] + json.dumps(table, separators=(",", ":")).encode().ljust(length)
+    file.write_bytes(head + data[8 + length :])
+    found = manifest.from_bytes((path / "manifest.json").read_bytes(), where=path)
+    entry = replace(found.files[file.name], digest=manifest.digest_of(head))
+    sealed = replace(found, files={**found.files, file.name: entry})
+    (path / "manifest.json").write_bytes(manifest.to_bytes(sealed))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda t: t["weight"].update(dtype="F31"), "malformed"),
+        (lambda t: t["weight"].pop("shape"), "malformed"),
+        (lambda t: t["weight"].update(data_offsets=[0, 1 << 40]), "malformed"),
+        (lambda t: t["weight"].update(data_offsets=[16, 64]), "malformed"),
+        (lambda t: t["weight"].update(dtype="I64", shape=[3, 2]), "disagree"),
+        (lambda t: t.update(ghost=t.pop("weight")), "disagree"),
+        (lambda t: t.update(weight=t["bias"], bias=t["weight"]), "disagree"),
+    ],
+)
+def test_a_wrong_header_with_a_fitting_digest_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    path = save(tmp_path, nn.Linear(4, 3), iteration=1)
+    reseal(path, lambda table: None)
+    target = nn.Linear(4, 3)
+    load(path, target)
+    reseal(path, change)
+    with pytest.raises(CheckpointError, match=text):
+        load(path, target)
+
+
+def test_a_tensor_that_lies_in_two_files_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, nn.Linear(4, 3), iteration=1)
+    (path / "copy.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    found = manifest.from_bytes((path / "manifest.json").read_bytes(), where=path)
+    doubled = replace(found, files={**found.files, "copy.safetensors": found.files["model.safetensors"]})
+    (path / "manifest.json").write_bytes(manifest.to_bytes(doubled))
+    with pytest.raises(CheckpointError, match=r"two files .*copy\.safetensors"):
+        load(path, nn.Linear(4, 3))
+
+
+def test_the_number_of_digests_is_held_against_the_item_size(tmp_path: Path) -> None:
+    holder = nn.Module()
+    holder.register_buffer("x", torch.zeros(600_000, dtype=torch.float64))  # 4.8 MB, two blocks; one if it were floats
+    path = save(tmp_path, holder, iteration=1)
+    found = manifest.from_bytes((path / "manifest.json").read_bytes(), where=path)
+    short = replace(found.tensors["x"], digests=found.tensors["x"].digests[:8])
+    (path / "manifest.json").write_bytes(manifest.to_bytes(replace(found, tensors={"x": short})))
+    with pytest.raises(CheckpointError, match=r"disagree .*tensor x"):
+        load(path, holder)

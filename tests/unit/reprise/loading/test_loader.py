@@ -1,0 +1,411 @@
+"""A state saved at any sharding is the same bytes, and loads at any other sharding to the same bits."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import math
+import os
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format import manifest
+from reprise.format.box import Box, whole
+from reprise.format.json_file import Json
+from reprise.format.layout import Place, TensorKind, TensorSpec, build_layout
+from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
+from reprise.format.names import FORMAT, STATE
+from reprise.loading import loader
+from reprise.loading.choose import LoadSource
+from reprise.loading.loader import LoadReport, check_tensors, fill
+from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
+from reprise.loading.restorer import Restorer
+from reprise.policy import SavePolicy, SaveReport
+from reprise.storage.files import Files
+from reprise.tensors.live import Contents, LiveTensor
+from tests.fakes import JOIN_S, SHARDINGS, FailingFiles, Sharding, all_ranks, lone_contents, sample_specs, sample_state
+
+SPECS = sample_specs()
+STATE_OF = sample_state(SPECS, seed=7)
+DOCUMENT: dict[str, Json] = {STATE: {"format": FORMAT, "iteration": 10}}
+IDS = [sharding.name for sharding in SHARDINGS]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def save(folder: Path, sharding: Sharding) -> list[SaveReport | None]:
+    def call(channel: StoreChannel) -> SaveReport | None:
+        checkpointer = Checkpointer(SavePolicy(folder, file_bytes=1 << 20), channel, nonce="n")
+        checkpointer.start()
+        live = tuple(sharding.live(channel.rank, SPECS, STATE_OF))
+        report = checkpointer.save(10, Contents(tuple(SPECS), live, {}, DOCUMENT))
+        checkpointer.close()
+        return report
+
+    return all_ranks(sharding.world_size, call)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Save the state once at every sharding."""
+    folders = {}
+    for sharding in SHARDINGS:
+        folder = tmp_path_factory.mktemp("run")
+        for report in save(folder, sharding):
+            assert report is not None
+            assert report.error is None, str(report.error)
+        folders[sharding.name] = folder / "iter_0000010"
+    return folders
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS[1:], ids=IDS[1:])
+def test_every_sharding_saves_the_same_bytes(saved: dict[str, Path], sharding: Sharding) -> None:
+    first, other = saved["one rank"], saved[sharding.name]
+    names = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
+    assert names == sorted(path.relative_to(other) for path in other.rglob("*") if path.is_file())
+    assert sum(name.suffix == ".safetensors" for name in names) > 2
+    for name in names:
+        if name.name != "manifest.json":
+            assert (first / name).read_bytes() == (other / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("target", SHARDINGS, ids=IDS)
+@pytest.mark.parametrize("source", SHARDINGS, ids=IDS)
+def test_every_sharding_loads_at_every_other(saved: dict[str, Path], source: Sharding, target: Sharding) -> None:
+    empty = {spec.name: torch.zeros(spec.shape, dtype=spec.dtype) for spec in SPECS}
+
+    def call(channel: StoreChannel) -> LoadReport:
+        restorer = Restorer(channel, nonce="n")
+        live = target.live(channel.rank, SPECS, empty)
+        report = restorer.restore(LoadSource(saved[source.name]), check=lambda _: None, live=lambda _: live).report
+        for found, expected in zip(live, target.live(channel.rank, SPECS, STATE_OF), strict=True):
+            assert bits(found.local) == bits(expected.local), found.spec.name
+        return report
+
+    total = sum(spec.total_bytes for spec in SPECS)
+    columns = math.prod(axis.size for axis in source.axes if axis.role == "column")  # read along where they are narrow
+    for rank, report in enumerate(all_ranks(target.world_size, call)):
+        assert (report.tensors, report.expected) == (len(SPECS), len(SPECS))
+        assert report.read_bytes <= columns * total
+        own = sum(len(bits(tensor.local)) for tensor in target.live(rank, SPECS, STATE_OF))
+        assert report.filled_bytes == own
+        if source == target:
+            assert own <= report.read_bytes <= columns * own
+        if {axis.role for axis in source.axes + target.axes} <= {"row", "replica", "strided row"}:
+            edges = 2 * sum(1 for spec in SPECS if spec.total_bytes)
+            assert report.read_bytes <= own + edges * BLOCK_BYTES
+
+
+def test_a_shard_that_is_not_contiguous_in_memory_is_filled(saved: dict[str, Path]) -> None:
+    whole = SHARDINGS[0].live(0, SPECS, STATE_OF)
+    live = []
+    for tensor in whole:
+        local = torch.zeros(tensor.local.shape, dtype=tensor.local.dtype)
+        live.append(replace(tensor, local=local.T.contiguous().T if local.ndim == 2 else local))
+
+    def call(channel: StoreChannel) -> None:
+        restorer = Restorer(channel, nonce="n")
+        restorer.restore(LoadSource(saved["rows over 3"]), check=lambda _: None, live=lambda _: live)
+
+    all_ranks(1, call)
+    assert not live[0].local.is_contiguous()
+    for found, expected in zip(live, whole, strict=True):
+        assert bits(found.local) == bits(expected.local), found.spec.name
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, ...]], list[int], Box]:
+    """Draw a shape, how writers cut its dimensions, where replicas cut each cell, and a box of it to load."""
+    shape = draw(st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple))
+    cuts = [(0, *sorted(draw(st.sets(st.integers(1, n), max_size=2)) - {n}), n) for n in shape]
+    cells = math.prod(len(marks) - 1 for marks in cuts)
+    shares = [draw(st.integers(0, 40)) for _ in range(cells)]
+    ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+    return shape, cuts, shares, Box(tuple(lo for lo, _ in ends), tuple(hi - lo for lo, hi in ends))
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut_tensors(), st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]), st.integers(1, 3), st.booleans())
+def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
+    tmp_path: Path,
+    case: tuple[tuple[int, ...], list[tuple[int, ...]], list[int], Box],
+    dtype: torch.dtype,
+    threads: int,
+    is_transposed: bool,
+) -> None:
+    shape, cuts, shares, box = case
+    spec = TensorSpec(TensorKind.MODEL, "t", shape, dtype, shape)
+    (values,) = sample_state([spec], seed=3).values()
+    array = values.reshape(-1).view(torch.uint8).numpy().reshape(*shape, dtype.itemsize)
+    layout = build_layout([spec], file_bytes=1 << 20)
+    place = layout.places["t"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "BLOCK_BYTES", 16)
+        patch.setattr(loader, "BLOCK_BYTES", 16)
+        written = []
+        for cell, share in zip(itertools.product(*map(itertools.pairwise, cuts)), shares, strict=True):
+            part = Box(tuple(lo for lo, _ in cell), tuple(hi - lo for lo, hi in cell))
+            data = array[part.slices].tobytes()
+            for lo, hi in itertools.pairwise(sorted({0, min(share, len(data)), len(data)})):
+                blocks = [data[at : min(at + 16, hi)] for at in range(lo, hi, 16)]
+                digests = b"".join(bytes.fromhex(manifest.digest_of(block)) for block in blocks)
+                written.append(WrittenPiece("t", part, lo, hi, digests))
+        found = manifest.Manifest("a", {}, manifest.tile(layout, written), {})
+        (tmp_path / place.file).write_bytes(bytes(place.offset) + array.tobytes())
+        local = torch.zeros(box.shape, dtype=dtype)
+        local = local.T.contiguous().T if is_transposed and local.ndim == 2 else local
+        checkpoint = Checkpoint(tmp_path, Files(), found, {})
+        fill(checkpoint, layout.places, [LiveTensor(spec, box, local, (0,))], threads=threads)
+    assert bits(local) == array[box.slices].tobytes()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a state of several files, two of whose tensors have several blocks."""
+    generator = torch.Generator().manual_seed(1)
+    values = {name: torch.rand(n, 1024, generator=generator) for name, n in (("a", 2500), ("b", 3), ("c", 4000))}
+    checkpointer = Checkpointer(
+        SavePolicy(tmp_path_factory.mktemp("run"), file_bytes=9 << 20), single_rank_channel(), nonce="n"
+    )
+    report = checkpointer.save(10, lone_contents(values, DOCUMENT))
+    checkpointer.close()
+    assert report is not None
+    assert report.error is None
+    return report.path
+
+
+def load(path: Path, *, threads: int, files: Files | None = None) -> list[LiveTensor]:
+    """Fill fresh tensors; check that this leaves no thread and no open file behind, however it ends."""
+    checkpoint = open_checkpoint(path, files or Files())
+    places = read_places(checkpoint)
+    live = []
+    for place in places.values():
+        box = whole(place.spec.view)
+        live.append(LiveTensor(place.spec, box, torch.zeros(box.shape, dtype=place.spec.dtype), (0,)))
+    before = sorted(os.listdir("/proc/self/fd")), threading.active_count()
+    try:
+        fill(checkpoint, places, live, threads=threads)
+    finally:
+        assert (sorted(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    return live
+
+
+def test_any_number_of_threads_loads_the_same(large: Path) -> None:
+    first, *others = ([bits(tensor.local) for tensor in load(large, threads=threads)] for threads in (1, 2, 3, 8))
+    assert any(first[0])
+    assert all(found == first for found in others)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_the_first_damaged_block_in_file_order_is_named(large: Path, tmp_path: Path, threads: int) -> None:
+    folder = shutil.copytree(large, tmp_path / "iter_0000010")
+    places = read_places(open_checkpoint(folder, Files())).values()
+    blocks = [
+        (place, lo)
+        for place in sorted(places, key=lambda place: (place.file, place.offset))
+        for lo in range(0, place.spec.total_bytes, BLOCK_BYTES)
+    ]
+    assert len(blocks) > 6
+    for place, lo in reversed(blocks):  # so that all behind it are damaged too
+        with (folder / place.file).open("r+b") as file:
+            file.seek(place.offset + lo + 17)
+            (byte,) = file.read(1)
+            file.seek(place.offset + lo + 17)
+            file.write(bytes([byte ^ 1]))
+        with pytest.raises(CheckpointError, match="A tensor is damaged") as caught:
+            load(folder, threads=threads)
+        hi = min(lo + BLOCK_BYTES, place.spec.total_bytes)
+        assert f"{place.file}, tensor {place.spec.name}, bytes [{lo}, {hi})" in str(caught.value)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_file_that_ends_early_is_named(large: Path, threads: int) -> None:
+    class Shortened(Files):
+        def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+            return super().read(descriptor, buffer, offset=offset) - (buffer.nbytes == BLOCK_BYTES)
+
+    with pytest.raises(CheckpointError, match=r"ended early.*model-00001-of"):
+        load(large, threads=threads, files=Shortened())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_a_failing_read_ends_the_load_and_names_the_file(large: Path, threads: int, after: int) -> None:
+    headers = 2 * len(list(large.glob("*.safetensors")))
+    with pytest.raises(CheckpointError, match=r"cannot be read.*\.safetensors"):
+        load(large, threads=threads, files=FailingFiles("read", after=headers + after))
+
+
+def test_an_error_that_is_none_of_ours_is_raised_too(large: Path) -> None:
+    class Broken(Files):
+        def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+            if buffer.nbytes == BLOCK_BYTES:
+                raise ZeroDivisionError
+            return super().read(descriptor, buffer, offset=offset)
+
+    with pytest.raises(ZeroDivisionError):
+        load(large, threads=3, files=Broken())
+
+
+def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, close = threading.Event(), loader._Queue.close
+
+    def close_and_tell(queue: loader._Queue) -> None:
+        close(queue)
+        closed.set()
+
+    reads, told = list[int](), list[bool]()
+
+    class FailingOnce(Files):
+        def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+            if buffer.nbytes == BLOCK_BYTES:
+                reads.append(offset)
+                if len(reads) == 1:
+                    raise OSError(errno.EIO, "it failed")
+                told.append(closed.wait(JOIN_S))
+            return super().read(descriptor, buffer, offset=offset)
+
+    monkeypatch.setattr(loader._Queue, "close", close_and_tell)
+    with pytest.raises(CheckpointError, match="it failed"):
+        load(large, threads=2, files=FailingOnce())
+    assert len(reads) <= 2
+    assert all(told)
+
+
+def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(loader, "_LEAVE_S", 0.01)
+    released = threading.Event()
+
+    class Stuck(Files):
+        def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+            if buffer.nbytes == BLOCK_BYTES:
+                released.wait(JOIN_S)
+            return super().read(descriptor, buffer, offset=offset)
+
+    def break_off(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    checkpoint = open_checkpoint(large, Stuck())
+    places = read_places(checkpoint)
+    live = [
+        LiveTensor(place.spec, whole(place.spec.view), torch.zeros(place.spec.view, dtype=place.spec.dtype), (0,))
+        for place in places.values()
+    ]
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        fill(checkpoint, places, live, threads=2, progress=break_off)
+    reading = [thread for thread in threading.enumerate() if thread.name == "checkpoint-reader"]
+    assert not released.is_set()
+    assert len(reading) == 2
+    assert all(thread.daemon for thread in reading)
+    released.set()
+    for thread in reading:
+        thread.join(JOIN_S)
+    assert threading.active_count() == before
+
+
+def test_a_manifest_without_a_part_is_refused_by_tensor(large: Path) -> None:
+    checkpoint = open_checkpoint(large, Files())
+    places = read_places(checkpoint)
+    entry = checkpoint.manifest.tensors["b"]
+    short = replace(entry, cuts=((0, 2), (0, 1024)))
+    tensors = {**checkpoint.manifest.tensors, "b": short}
+    other = replace(checkpoint, manifest=replace(checkpoint.manifest, tensors=tensors))
+    live = SHARDINGS[0].live(0, [places["b"].spec], {"b": torch.zeros(3, 1024)})
+    with pytest.raises(CheckpointError, match=r"does not cover a tensor \(.*, b\)"):
+        fill(other, places, live, verify=False)
+
+
+def test_progress_rises_to_all_bytes_on_the_calling_thread(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "PROGRESS_S", 0.0)
+    told, called, go_on = list[tuple[int, int]](), set[int](), threading.Event()
+
+    class Waiting(Files):
+        def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+            assert not live or go_on.wait(JOIN_S)
+            return super().read(descriptor, buffer, offset=offset)
+
+    def progress(done: int, total: int) -> None:
+        told.append((done, total))
+        called.add(threading.get_ident())
+        go_on.set()
+
+    live: list[LiveTensor] = []
+    checkpoint = open_checkpoint(large, Waiting())
+    places = read_places(checkpoint)
+    specs = [place.spec for place in places.values()]
+    live += SHARDINGS[0].live(0, specs, {spec.name: torch.zeros(spec.shape) for spec in specs})
+    fill(checkpoint, places, live, progress=progress)
+    assert {total for _, total in told} == {sum(spec.total_bytes for spec in specs)}
+    assert told == sorted(told)
+    assert told[0][0] == 0
+    assert called == {threading.get_ident()}
+
+
+def test_a_shard_of_other_dimensions_is_refused_before_filling(large: Path) -> None:
+    checkpoint = open_checkpoint(large, Files())
+    places = read_places(checkpoint)
+    live = SHARDINGS[0].live(0, [places["a"].spec], {"a": torch.zeros(2500, 1024)})
+    spec = replace(places["c"].spec, view=(4000, 32, 32))
+    live.append(LiveTensor(spec, Box((0, 0, 0), (4000, 16, 32)), torch.zeros(4000, 16, 32), (0,)))
+    with pytest.raises(MismatchError, match="other dimensions") as caught:
+        fill(checkpoint, places, live)
+    assert "tensor" in str(caught.value)
+    assert not live[0].local.any()
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_whole_tensor_may_live_in_other_dimensions(large: Path, is_transposed: bool) -> None:
+    checkpoint = open_checkpoint(large, Files())
+    places = read_places(checkpoint)
+    shape = (2500, 32, 32)
+    local = torch.zeros(32, 32, 2500).permute(2, 1, 0) if is_transposed else torch.zeros(shape)
+    live = [LiveTensor(replace(places["a"].spec, view=shape), whole(shape), local, (0,))]
+    expected = torch.rand(2500, 1024, generator=torch.Generator().manual_seed(1))
+    fill(checkpoint, places, live)
+    assert torch.equal(local, expected.reshape(shape))
+
+
+def test_check_tensors_lists_every_difference_in_one_message() -> None:
+    def spec(name: str, shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float32) -> TensorSpec:
+        return TensorSpec(TensorKind.MODEL, name, shape, dtype, shape)
+
+    there = [spec("same"), spec("shape"), spec("dtype"), spec("both"), spec("extra")]
+    places = {s.name: Place(s, "model.safetensors", 4096) for s in there}
+    moment = TensorSpec(TensorKind.OPTIMIZER, "exp_avg.same", (2,), torch.float32, (2,))
+    places[moment.name] = Place(moment, "optimizer/x", 4096)
+    wanted = [
+        spec("same"), spec("shape", (3, 2)), spec("dtype", dtype=torch.bfloat16),
+        spec("both", (6,), torch.float16), spec("gone"),
+    ]  # fmt: skip
+    with pytest.raises(MismatchError) as caught:
+        check_tensors(wanted, places, where="some/iter_0000001")
+    assert "some/iter_0000001" in str(caught.value)
+    assert str(caught.value.found).split("; ") == [
+        "shape has shape [2, 3], the model has [3, 2]",
+        "dtype has dtype torch.float32, the model has torch.bfloat16",
+        "both has shape [2, 3], the model has [6]",
+        "both has dtype torch.float32, the model has torch.float16",
+        "gone is missing",
+        "extra is unexpected",
+    ]
+    check_tensors(there, places, where="x")
+
+
+def test_check_tensors_says_how_many_more_there_are() -> None:
+    specs = [TensorSpec(TensorKind.MODEL, f"t{i}", (1,), torch.float32, (1,)) for i in range(50)]
+    with pytest.raises(MismatchError, match="and 30 more"):
+        check_tensors(specs, {}, where="x")

@@ -1,0 +1,59 @@
+"""`latest`, and loads that may find nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from reprise import latest, load, load_state_dict, save, save_state_dict
+from reprise.errors import CheckpointError
+
+
+def test_latest_is_the_newest_committed_checkpoint(tmp_path: Path) -> None:
+    assert latest(tmp_path / "none") is None
+    assert latest(tmp_path) is None
+    save(tmp_path, nn.Linear(2, 2), iteration=9)
+    path = save(tmp_path, nn.Linear(2, 2), iteration=10)
+    (tmp_path / ".iter_0000011.a.partial").mkdir()
+    (tmp_path / "iter_0000012").write_text("a file")
+    assert latest(str(tmp_path)) == path == tmp_path / "iter_0000010"
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_load_may_find_no_checkpoint(tmp_path: Path, is_there: bool) -> None:
+    folder = tmp_path / "checkpoints"
+    if is_there:
+        folder.mkdir()
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    assert load(folder, model, missing_ok=True) == {"iteration": 0}
+    assert load_state_dict(folder, {"model": dict(model.state_dict())}, missing_ok=True) == {"iteration": 0}
+    assert torch.equal(model.weight, before)
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint folder|holds no checkpoint"):
+        load(folder, model)
+
+
+def test_missing_ok_loads_a_checkpoint_that_is_there(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    path = save_state_dict(tmp_path, {"model": dict(model.state_dict())}, iteration=4)
+    for place in (tmp_path, path):
+        assert load(place, other, missing_ok=True)["iteration"] == 4
+        assert torch.equal(other.weight, model.weight)
+
+
+def test_missing_ok_refuses_damage_files_and_links(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    path = save(tmp_path, model, iteration=1)
+    (path / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="No valid checkpoint is left"):
+        load(tmp_path, model, missing_ok=True)
+    with pytest.raises(CheckpointError, match="A path is a file where a folder is expected"):
+        load(path / "manifest.json", model, missing_ok=True)
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "iter_0000001").symlink_to(path)
+    with pytest.raises(CheckpointError, match="The newest iteration of a run is not a folder"):
+        load(linked, model, missing_ok=True)

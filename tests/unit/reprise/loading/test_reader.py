@@ -1,0 +1,262 @@
+"""No damage goes unseen, and every refusal names the file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.errors import CheckpointError, MismatchError
+from reprise.format.json_file import Json
+from reprise.format.names import FORMAT, STATE
+from reprise.loading.choose import LoadSource
+from reprise.loading.reader import open_checkpoint, read_places
+from reprise.loading.restorer import Restorer
+from reprise.policy import SavePolicy
+from reprise.storage.files import Files
+from reprise.tensors.live import Contents
+from tests.fakes import FailingFiles, all_ranks, lone_contents, run_ranks
+
+FILES = (
+    "manifest.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+    "optimizer/optimizer-00001-of-00001.safetensors",
+    STATE,
+)
+
+
+def contents(iteration: int, *, state_format: str = FORMAT) -> Contents:
+    generator = torch.Generator().manual_seed(iteration)
+    values = {"a": torch.rand(40, 50, generator=generator), "b": torch.rand(60, 50, generator=generator)}
+    moments = {"exp_avg.a": torch.rand(40, 50, generator=generator)}
+    document: Json = {"format": state_format, "iteration": iteration}
+    return lone_contents(values, {STATE: document}, optimizer=moments)
+
+
+def save(folder: Path, iteration: int, *, state_format: str = FORMAT) -> Path:
+    checkpointer = Checkpointer(SavePolicy(folder, file_bytes=12_000), single_rank_channel(), nonce="n")
+    checkpointer.start()
+    report = checkpointer.save(iteration, contents(iteration, state_format=state_format))
+    checkpointer.close()
+    assert report is not None
+    assert report.error is None
+    return report.path
+
+
+def load(path: Path, iteration: int | None = None) -> tuple[int, Contents]:
+    """Load into fresh tensors; return the iteration found and what was filled."""
+    target = contents(0)
+    for tensor in target.live:
+        tensor.local.zero_()
+    restorer = Restorer(single_rank_channel(), nonce="n")
+    found = restorer.restore(LoadSource(path, iteration), check=lambda _: None, live=lambda _: target.live).checkpoint
+    return found.iteration, target
+
+
+def assert_holds(target: Contents, iteration: int) -> None:
+    for found, expected in zip(target.live, contents(iteration).live, strict=True):
+        assert torch.equal(found.local, expected.local)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a run folder with iterations 9, 10 and 11."""
+    for iteration in (9, 10, 11):
+        save(tmp_path, iteration)
+    return tmp_path
+
+
+def test_a_checkpoint_has_exactly_the_files_its_manifest_names(run: Path) -> None:
+    folder = run / "iter_0000010"
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == sorted(FILES)
+    checkpoint = open_checkpoint(folder, Files())
+    assert set(checkpoint.manifest.files) == set(FILES) - {"manifest.json"}
+    assert set(read_places(checkpoint)) == {"a", "b", "exp_avg.a"}
+    assert checkpoint.has_optimizer
+
+
+def test_headers_are_read_once_and_the_caller_owns_the_places(run: Path) -> None:
+    files = FailingFiles("open_for_reading")
+    files.is_armed = False
+    checkpoint = open_checkpoint(run / "iter_0000010", files)
+    places = read_places(checkpoint)
+    files.is_armed = True
+    first = dict(places)
+    places.clear()
+    assert read_places(checkpoint) == first
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("position", [0.0, 0.3, 0.6, 0.9999])
+def test_a_flipped_byte_in_any_file_is_refused_by_its_name(run: Path, name: str, position: float) -> None:
+    path = run / "iter_0000010" / name
+    flip(path, int(position * path.stat().st_size))
+    with pytest.raises(CheckpointError) as caught:
+        load(run / "iter_0000010")
+    assert str(path) in str(caught.value)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def swap(path: Path) -> None:
+    other = Path(str(path).replace("iter_0000010", "iter_0000009"))
+    path.write_bytes(other.read_bytes())
+
+
+def link(path: Path) -> None:
+    target = path.with_name("elsewhere")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def folder_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [cut, grow, empty, remove, swap, link, folder_instead])
+def test_a_damaged_file_is_refused_by_its_name(run: Path, name: str, damage: Callable[[Path], None]) -> None:
+    if damage is swap and name == "model.safetensors.index.json":
+        pytest.skip("it is the same in every iteration")
+    path = run / "iter_0000010" / name
+    damage(path)
+    with pytest.raises(CheckpointError) as caught:
+        load(run / "iter_0000010")
+    if damage is swap and name == "manifest.json":
+        assert "iter_0000010" in str(caught.value)
+    else:
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_newest_checkpoint_is_skipped_at_error(
+    run: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = run / "iter_0000011" / name
+    flip(path, path.stat().st_size - 2)
+    iteration, target = load(run)
+    assert iteration == 10
+    assert_holds(target, 10)
+    (record,) = [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert "iter_0000011 is damaged and skipped" in record.getMessage()
+    assert name in record.getMessage()
+
+
+def test_two_damaged_checkpoints_are_skipped_three_are_an_error(run: Path) -> None:
+    flip(run / "iter_0000011" / STATE, 5)
+    flip(run / "iter_0000010" / FILES[1], 8000)
+    assert load(run)[0] == 9
+    (run / "iter_0000009" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        load(run)
+    for name in ("iter_0000011", "iter_0000010", "iter_0000009", "Repair one."):
+        assert name in str(caught.value)
+
+
+def test_a_checkpoint_is_loaded_whole(run: Path) -> None:
+    for path, wanted, expected in ((run, None, 11), (run, 9, 9), (run / "iter_0000010", None, 10)):
+        iteration, target = load(path, wanted)
+        assert iteration == expected
+        assert_holds(target, expected)
+
+
+def test_a_named_iteration_that_is_damaged_is_refused(run: Path) -> None:
+    flip(run / "iter_0000010" / STATE, 5)
+    with pytest.raises(CheckpointError, match=STATE):
+        load(run, 10)
+
+
+def test_a_never_saved_iteration_is_refused_naming_those_present(run: Path) -> None:
+    with pytest.raises(CheckpointError, match="one of 9, 10, 11"):
+        load(run, 12)
+
+
+def test_a_missing_or_empty_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        load(tmp_path / "none")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load(tmp_path)
+    (tmp_path / "iter_0000001").mkdir()
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        load(tmp_path / "iter_0000001")
+
+
+def test_a_newer_format_is_refused_by_number_and_not_skipped(run: Path) -> None:
+    save(run, 12, state_format="reprise/2")
+    for path in (run, run / "iter_0000012"):
+        with pytest.raises(MismatchError, match="reprise/2"):
+            load(path)
+
+
+def test_a_checkpoint_that_was_moved_loads_from_its_new_place(run: Path, tmp_path: Path) -> None:
+    shutil.move(run / "iter_0000010", tmp_path / "best")
+    iteration, target = load(tmp_path / "best")
+    assert iteration == 10
+    assert_holds(target, 10)
+
+
+def test_a_mismatch_is_never_skipped_for_an_older_checkpoint(run: Path) -> None:
+    def check(checkpoint: object) -> None:
+        raise MismatchError("Another model")
+
+    restorer = Restorer(single_rank_channel(), nonce="n")
+    with pytest.raises(MismatchError, match="Another model"):
+        restorer.restore(LoadSource(run), check=check, live=lambda _: [])
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_what_one_rank_refuses_every_rank_refuses(run: Path, culprit: int) -> None:
+    def call(channel: StoreChannel) -> None:
+        def live(checkpoint: object) -> list[object]:
+            if channel.rank == culprit:
+                raise MismatchError("Another model")
+            return []
+
+        restorer = Restorer(channel, nonce="n")
+        restorer.restore(LoadSource(run), check=lambda _: None, live=live)  # type: ignore[arg-type]
+
+    outcomes = run_ranks(2, call)
+    assert [type(outcome) for outcome in outcomes] == [MismatchError, MismatchError]
+    assert all("Another model" in str(outcome) for outcome in outcomes)
+
+
+def test_damage_seen_by_one_rank_makes_all_ranks_take_the_older(run: Path) -> None:
+    flip(run / "iter_0000011" / FILES[1], 4096 + 7000)
+
+    def call(channel: StoreChannel) -> int:
+        target = contents(0).live if channel.rank == 1 else ()
+        restorer = Restorer(channel, nonce="n")
+        found = restorer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target).checkpoint
+        return found.iteration
+
+    assert all_ranks(2, call) == [10, 10]

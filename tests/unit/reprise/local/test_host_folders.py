@@ -1,0 +1,85 @@
+"""What a start makes of damage in the local checkpoints of a host."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reprise.loading.blocks import blocks_of
+from reprise.loading.reader import open_checkpoint, read_places
+from reprise.storage.files import Files
+from tests.local_folders import load_on_hosts, save_on_two_hosts, save_shared
+
+pytestmark = pytest.mark.usefixtures("on_loopback")
+
+
+@pytest.fixture
+def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the folders of two hosts that have saved two iterations, each with a copy of the other's."""
+    folder = tmp_path_factory.mktemp("saved")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        save_on_two_hosts(folder, 1, 2, copies=1)
+    return folder
+
+
+def bytes_to_flip(path: Path) -> Iterator[tuple[str, int, bool]]:
+    """Yield a byte of every block, of every header and of every other file, and whether a load on its host reads it."""
+    checkpoint = open_checkpoint(path, Files())
+    assert checkpoint.host is not None
+    for block in blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.held):
+        start, _, _ = next(block.packed.spans(block.lo, block.hi))
+        is_read = block.number in checkpoint.host.own.get(block.place.spec.name, ())
+        yield block.place.file, block.place.offset + start, is_read
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            yield str(file.relative_to(path)), 20, True
+
+
+def flip_byte(file: Path, offset: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 1
+    file.write_bytes(data)
+
+
+def copied(saved: Path, folder: Path) -> list[Path]:
+    shutil.copytree(saved, folder)
+    return [folder / f"host{host}" / "local" for host in range(2)]
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_any_damaged_byte_of_a_host_is_taken_from_the_copy(
+    saved: Path, tmp_path: Path, host: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cases = list(bytes_to_flip(saved / f"host{host}/local/iter_0000002"))
+    assert len(cases) > 12
+    for number, (name, offset, is_read) in enumerate(cases):
+        folders = copied(saved, tmp_path / str(number))
+        flip_byte(folders[host] / "iter_0000002" / name, offset)
+        logged = len(caplog.messages)
+        assert load_on_hosts(folders) == 2, name
+        assert any("local/iter_0000002" in line for line in caplog.messages[logged:]) or not is_read, name
+
+
+def test_the_first_block_comes_from_the_shared_folder(saved: Path, tmp_path: Path) -> None:
+    folders, shared = copied(saved, tmp_path / "hosts"), save_shared(tmp_path / "shared", 2).parent
+    for folder in folders:
+        name, offset, _ = next(bytes_to_flip(folder / "iter_0000002"))
+        flip_byte(folder / "iter_0000002" / name, offset)
+    assert load_on_hosts(folders, shared=shared) == 2
+
+
+def test_damage_that_no_copy_mends_costs_one_iteration(saved: Path, tmp_path: Path) -> None:
+    folders = copied(saved, tmp_path / "hosts")
+    for folder in folders:
+        name, offset, _ = next(bytes_to_flip(folder / "iter_0000002"))
+        flip_byte(folder / "iter_0000002" / name, offset)
+    assert load_on_hosts(folders) == 1

@@ -1,0 +1,177 @@
+"""The numbers of parameter groups in a load: each parameter finds those that it had, or the load names the group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from reprise import load, load_state_dict, save, save_state_dict
+from reprise.errors import ConfigError, MismatchError
+
+
+def model() -> nn.ParameterDict:
+    return nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in "abc"})
+
+
+def sgd(net: nn.ParameterDict, *groups: tuple[str, dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [net[name] for name in names], **numbers} for names, numbers in groups], lr=0.1)
+
+
+def decays(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["weight_decay"] for group in optimizer.param_groups]
+
+
+def saved(folder: Path, *groups: tuple[str, dict[str, Any]]) -> Path:
+    net = model()
+    return save(folder, net, sgd(net, *groups), iteration=1)
+
+
+def test_numbers_that_schedulers_add_are_carried(tmp_path: Path) -> None:
+    path = saved(tmp_path, ("abc", {"initial_lr": 0.5, "max_lr": None, "milestones": [1]}))
+    net = model()
+    optimizer = sgd(net, ("abc", {}))
+    found = load(path, net, optimizer)
+    (group,) = optimizer.param_groups
+    assert (group["initial_lr"], group["max_lr"], group["milestones"]) == (0.5, None, [1])
+    assert (found.missing_keys, found.unexpected_keys) == ([], [])
+
+
+class Notes(nn.Module):
+    """A module that gives a dict as extra state: an empty one before it has any."""
+
+    def __init__(self, notes: dict[str, Any]) -> None:
+        super().__init__()
+        self.weight, self.notes = nn.Parameter(torch.ones(1)), notes
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.notes
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.notes = state
+
+
+@pytest.mark.parametrize("saved", [{"loss": [0.5], "best": {"at": 3}}, Counter("aab"), {1: 2}], ids=repr)
+def test_an_empty_dict_takes_what_was_saved(tmp_path: Path, saved: dict[Any, Any]) -> None:
+    save(tmp_path, Notes({"of": saved}), iteration=1, state={"metrics": saved})
+    module, state = Notes({}), {"metrics": type(saved)()}
+    result = load(tmp_path, module, state=state)
+    assert (state["metrics"], result["metrics"], module.notes) == (saved, saved, {"of": saved})
+    assert {type(found) for found in (state["metrics"], module.notes["of"])} == {type(saved)}
+
+
+def test_an_empty_dict_takes_no_tensor(tmp_path: Path) -> None:
+    save_state_dict(tmp_path, {"metrics": {"loss": torch.ones(1), "count": 3}}, iteration=1)
+    with pytest.raises(MismatchError, match=r"/metrics/loss is unexpected"):
+        load_state_dict(tmp_path, {"metrics": {}})
+
+
+def test_a_number_that_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path, ("abc", {"lr": 0.5}))
+    net = model()
+    optimizer = sgd(net, ("abc", {"own/scale": 3, "lr": 0.2}))
+    with pytest.raises(MismatchError, match=r"/optimizer/param_groups/0/own~1scale is missing"):
+        load(path, net, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    found = load(path, net, optimizer, strict=False)
+    assert found.missing_keys == ["/optimizer/param_groups/0/own~1scale"]
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["own/scale"]) == (0.5, 3)
+
+
+def test_an_option_at_its_default_is_not_missing(tmp_path: Path) -> None:
+    net = model()
+    optimizer = sgd(net, ("abc", {"lr": 0.5}))
+    del optimizer.param_groups[0]["nesterov"]  # as a version of torch before that option
+    path = save(tmp_path, net, optimizer, iteration=1)
+    again = sgd(net, ("abc", {}))
+    load(path, net, again)
+    assert (again.param_groups[0]["lr"], again.param_groups[0]["nesterov"]) == (0.5, False)
+    with pytest.raises(MismatchError, match=r"param_groups/0/nesterov is missing"):
+        load(path, net, sgd(net, ("abc", {"nesterov": True, "momentum": 0.9})))
+
+
+def test_two_groups_of_other_numbers_do_not_become_one(tmp_path: Path) -> None:
+    path = saved(tmp_path, ("ab", {"weight_decay": 0.5}), ("c", {"weight_decay": 0.25}))
+    net = model()
+    optimizer = sgd(net, ("abc", {"weight_decay": 0.75}))
+    with pytest.raises(MismatchError, match=r"groups of different numbers \(/optimizer/param_groups/0\)"):
+        load(path, net, optimizer)
+    found = load(path, net, optimizer, strict=False)
+    assert found.missing_keys == ["/optimizer/param_groups/0"]
+    assert decays(optimizer) == [0.75]
+
+
+def test_one_group_becomes_two_of_its_numbers(tmp_path: Path) -> None:
+    path = saved(tmp_path, ("abc", {"weight_decay": 0.5}))
+    net = model()
+    optimizer = sgd(net, ("c", {"weight_decay": 0.25}), ("ba", {"weight_decay": 0.75}))
+    load(path, net, optimizer)
+    assert decays(optimizer) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("new", ["ca", "ac"])
+def test_a_group_with_a_new_parameter_keeps_its_numbers(tmp_path: Path, new: str) -> None:
+    path = saved(tmp_path, ("ab", {"weight_decay": 0.5}))
+    net = model()
+    optimizer = sgd(net, (new, {"weight_decay": 0.25}), ("b", {"weight_decay": 0.75}))
+    for strict in (True, "missing"):
+        with pytest.raises(MismatchError, match=r"/optimizer/param_groups/0 is missing"):
+            load(path, net, optimizer, strict=strict)
+    found = load(path, net, optimizer, strict=False)
+    assert found.missing_keys == ["/optimizer/param_groups/0"]
+    assert decays(optimizer) == [0.25, 0.5]
+
+
+def test_a_strict_load_of_what_is_missing_lists_the_rest(tmp_path: Path) -> None:
+    path = save_state_dict(tmp_path, {"a": {"b": 1, "c": 2, "t": torch.ones(1)}}, iteration=1)
+    state: dict[str, Any] = {"a": {"b": 0}}
+    with pytest.raises(MismatchError, match="/a/t is unexpected; /a/c is unexpected"):
+        load_state_dict(path, state)
+    found = load_state_dict(path, state, strict="missing")
+    assert (state, found.missing_keys, found.unexpected_keys) == ({"a": {"b": 1}}, [], ["/a/t", "/a/c"])
+    with pytest.raises(MismatchError, match="/a/d is missing"):
+        load_state_dict(path, {"a": {"b": 0, "d": 0}}, strict="missing")
+
+
+def test_groups_with_tensors_keep_their_places(tmp_path: Path) -> None:
+    path = saved(tmp_path, ("a", {"lr": torch.tensor(0.5)}), ("bc", {"lr": torch.tensor(0.25)}))
+    net = model()
+    with pytest.raises(MismatchError, match=r"with tensors was at another place \(/optimizer/param_groups/0\)"):
+        load(path, net, sgd(net, ("bc", {"lr": torch.tensor(0.0)}), ("a", {"lr": torch.tensor(0.0)})))
+    optimizer = sgd(net, ("a", {"lr": torch.tensor(0.0)}), ("bc", {"lr": torch.tensor(0.0)}))
+    load(path, net, optimizer)
+    assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25]
+
+
+def test_a_rate_is_a_tensor_on_both_sides_or_named(tmp_path: Path) -> None:
+    path = saved(tmp_path, ("abc", {"lr": torch.tensor(0.5)}))
+    net = model()
+    with pytest.raises(MismatchError, match=r"/optimizer/param_groups/0/lr is unexpected"):
+        load(path, net, sgd(net, ("abc", {"lr": 0.2})))
+    path = saved(tmp_path / "number", ("abc", {"lr": 0.5}))
+    optimizer = sgd(net, ("abc", {"lr": torch.tensor(0.2)}))
+    with pytest.raises(MismatchError, match=r"/optimizer/param_groups/0/lr is missing"):
+        load(path, net, optimizer)
+    load(path, net, optimizer, strict=False)
+    assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.2))
+
+
+def test_numbers_of_every_type_are_carried(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.Adafactor(net.parameters(), eps=(None, 0.5))
+    path = save(tmp_path, net, optimizer, iteration=1)
+    again = torch.optim.Adafactor(net.parameters())
+    load(path, net, again)
+    assert again.param_groups[0]["eps"] == (None, 0.5)
+
+
+@pytest.mark.parametrize("strict", ["Missing", 1, None])
+def test_another_value_of_strict_is_refused(tmp_path: Path, strict: Any) -> None:
+    net = nn.Linear(2, 2)
+    save(tmp_path, net, iteration=1)
+    with pytest.raises(ConfigError, match="`strict` has no such value"):
+        load(tmp_path, net, strict=strict)

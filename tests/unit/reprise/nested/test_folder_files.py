@@ -1,0 +1,105 @@
+"""Files for other programs in the folder of a save, and folders that `from_pretrained` opens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from reprise import AsyncSaver, load, save, save_state_dict
+from reprise.errors import CheckpointError
+from reprise.loading.reader import open_checkpoint
+from reprise.nested import folder_files as module
+from reprise.storage.files import Files
+
+
+def test_files_of_every_kind_lie_in_the_folder(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"\x00\xff")
+    files = {"config.json": {"width": 3}, "labels.json": ["a"], "note.txt": "text", "raw": b"\x01", "copy": source}
+    expected = [b'{\n  "width": 3\n}\n', b'[\n  "a"\n]\n', b"text", b"\x01", b"\x00\xff"]
+    with AsyncSaver(tmp_path / "c") as saver:
+        saver.save(1, nn.Linear(2, 2), files=files)
+        saver.save_state_dict(2, {"a": torch.ones(1)}, files=files)
+    paths = [
+        tmp_path / "c" / "iter_0000001",
+        tmp_path / "c" / "iter_0000002",
+        save(tmp_path / "a", nn.Linear(2, 2), iteration=1, files=files),
+        save_state_dict(tmp_path / "b", {"a": torch.ones(1)}, iteration=1, files=files),
+    ]
+    for path in paths:
+        assert [(path / name).read_bytes() for name in files] == expected
+        assert open_checkpoint(path, Files()).manifest.files.keys() >= files.keys()
+
+
+def test_a_damaged_file_is_found_by_its_digest(tmp_path: Path) -> None:
+    path = save(tmp_path, nn.Linear(2, 2), iteration=1, files={"note.txt": "text"})
+    (path / "note.txt").write_text("Text")
+    with pytest.raises(CheckpointError, match=r"note\.txt"):
+        load(tmp_path, nn.Linear(2, 2))
+
+
+NAMES = ["manifest.json", "trainer_state.json", "model-1.safetensors", "a/b", "..", ".x", "", "hold", "optimizer", 3]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "é" * 128])
+def test_names_of_the_checkpoint_itself_are_refused(tmp_path: Path, name: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"A file cannot have this name in a checkpoint \(`files`\)"):
+        save(tmp_path, nn.Linear(2, 2), iteration=1, files={name: b""})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(3, "of another kind .*x.*found int"), ({"a": torch.ones(1)}, "as JSON"), (Path("/none/x"), "cannot be read")],
+)
+def test_content_that_is_no_file_is_refused_by_name(tmp_path: Path, content: object, problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        save(tmp_path, nn.Linear(2, 2), iteration=1, files={"x": content})
+
+
+def test_a_file_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.json_file, "MAX_BYTES", 3)
+    with pytest.raises(CheckpointError, match=r"too large \(`files`, x\), expected <= 3 B, found 4 B"):
+        module.folder_files(None, {"x": b"1234"})
+
+
+def test_from_pretrained_opens_a_save_of_the_library(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    path = save(tmp_path / "ours", model, torch.optim.AdamW(model.parameters()), iteration=1)
+    model.save_pretrained(tmp_path / "theirs")
+    for name in ("config.json", "generation_config.json"):
+        assert (path / name).read_text().strip() == (tmp_path / "theirs" / name).read_text().strip()
+    again = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert type(again) is type(model)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    given = save(tmp_path / "given", model, iteration=1, files={"config.json": {"model_type": "mine"}})
+    assert json.loads((given / "config.json").read_text()) == {"model_type": "mine"}
+    assert (save_state_dict(tmp_path / "dict", {"model": model}, iteration=1) / "config.json").exists()
+
+
+def test_adapters_of_peft_are_read_as_they_were_written(tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+
+    def adapted(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+        lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), lora)
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    model, optimizer = adapted(0)
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    path = save(tmp_path, model, optimizer, iteration=1)
+    assert not (path / "config.json").exists()
+    other, again = adapted(1)
+    load(tmp_path, other, again)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    assert len(again.state) == 2

@@ -1,0 +1,122 @@
+"""A model and its optimizer as a state dict: extra state, and optimizers that keep more than torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from reprise import load, load_state_dict, save, save_state_dict
+from reprise.errors import CheckpointError, MismatchError
+
+
+class Scaled(nn.Linear):
+    """A module with state that is no parameter or buffer."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__(2, 2)
+        self.scale = scale
+
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (3, 4),
+        ({"amax": torch.tensor([1.5]), "names": {0: "x"}, "steps": [1]}, None),
+        ({"empty": ()}, {"empty": (1, 2)}),
+        (torch.tensor([7], dtype=torch.uint8), None),
+        (None, None),
+    ],
+    ids=repr,
+)
+def test_extra_state_of_modules_is_carried(tmp_path: Path, value: Any, other: Any) -> None:
+    if other is None and isinstance(value, dict):
+        other = {"amax": torch.zeros(1), "names": {}, "steps": []}
+    model, target = nn.Sequential(Scaled(value)), nn.Sequential(Scaled(torch.zeros_like(value)
+        if isinstance(value, torch.Tensor) else other))  # fmt: skip
+    path = save(tmp_path, model, iteration=1)
+    load(path, target)
+    assert repr(target[0].scale) == repr(value)
+    state = {"model": nn.Sequential(Scaled(other if not isinstance(value, torch.Tensor) else value * 0)).state_dict()}
+    load_state_dict(path, state)
+    assert repr(state["model"]["0._extra_state"]) == repr(value)
+
+
+def test_extra_state_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither a tensor nor.* \(/model/0\._extra_state/f\)"):
+        save(tmp_path, nn.Sequential(Scaled({"f": len})), iteration=1)
+    path = save(tmp_path, nn.Sequential(nn.Linear(2, 2)), iteration=1)
+    with pytest.raises(MismatchError, match=r"/model/0\._extra_state is missing"):
+        load(path, nn.Sequential(Scaled(1)))
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer whose state dict holds more than its groups and the state of its parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": 3}
+
+
+class Halved(torch.optim.SGD):
+    """An optimizer whose state dict holds other values than its groups."""
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        return {**found, "param_groups": [{**group, "lr": group["lr"] / 2} for group in found["param_groups"]]}
+
+
+class Wrapped(torch.optim.SGD):
+    """An optimizer whose state dict is torch's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict()
+
+
+@pytest.mark.parametrize(
+    ("make", "where"), [(Counting, "/optimizer/count"), (Halved, "/optimizer/param_groups/0/lr"), (Wrapped, None)]
+)
+def test_a_state_dict_of_an_optimizer_s_own_is_refused(
+    tmp_path: Path, make: Callable[..., torch.optim.Optimizer], where: str | None
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = make(model.parameters(), lr=0.5, momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    if where is None:
+        save(tmp_path, model, optimizer, iteration=1)
+    else:
+        with pytest.raises(CheckpointError, match=rf"a state_dict\(\) of its own.* \({where}\), found {make.__name__}"):
+            save(tmp_path, model, optimizer, iteration=1)
+
+
+def test_an_entry_beside_the_groups_is_filled_in_its_dict(tmp_path: Path) -> None:
+    def state(count: int) -> dict[str, Any]:
+        return {"optimizer": {"state": {}, "param_groups": [{"params": ["w"], "lr": 0.5}], "count": count}}
+
+    load_state_dict(save_state_dict(tmp_path, state(3), iteration=1), again := state(0))
+    assert again == state(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"model": {}}, r"neither a model nor an optimizer \(/model\), found dict"),
+        ({"optimizer": {}}, r"neither a model nor an optimizer \(/optimizer\), found dict"),
+        ({"per_rank": {1: 2}}, r"key that is not text \(/per_rank\), found 1"),
+        ({"files": {"x": "\ud800"}}, r"cannot be written as UTF-8 \(`files`, x\)"),
+    ],
+    ids=["model", "optimizer", "per_rank", "files"],
+)
+def test_an_argument_of_another_kind_is_named(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        save(tmp_path, **{"model": nn.Linear(2, 2), "iteration": 1, **arguments})

@@ -1,0 +1,283 @@
+"""Objects with a state of their own, and tensors, in `state`: what a loop saves beside its model and optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+
+from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
+from reprise.errors import CheckpointError, MismatchError
+
+Schedule = lr_scheduler.LRScheduler
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "one cycle": lambda given: lr_scheduler.OneCycleLR(given, 0.1, total_steps=20),
+    "multi step": lambda given: lr_scheduler.MultiStepLR(given, [2, 4]),
+    "cosine": lambda given: lr_scheduler.CosineAnnealingLR(given, 20),
+    "plateau": lr_scheduler.ReduceLROnPlateau,
+    "sequence": lambda given: lr_scheduler.SequentialLR(
+        given, [lr_scheduler.LinearLR(given, 0.1), lr_scheduler.ExponentialLR(given, 0.9)], [3]
+    ),
+}
+
+
+class Loader:
+    """A loader with a position, as torchdata's: before the first batch its state has other keys than after."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+        self.gave = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.gave += 1
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Shadow:
+    """An average that keeps a list of tensors, and gives the list itself."""
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": 0.9, "shadow": self.values, "by_number": {3: self.values[0] + 1}, "none": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["by_number"].keys() == {3}
+        self.values = state["shadow"]
+
+
+def made(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    model(torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_same_optimizer(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+    one, other = first.state_dict(), second.state_dict()
+    assert_same(one["param_groups"], other["param_groups"])
+    assert one["state"].keys() == other["state"].keys()
+    for number, state in one["state"].items():
+        assert_same(dict(sorted(state.items())), dict(sorted(other["state"][number].items())))
+
+
+def assert_same(first: Any, second: Any) -> None:
+    assert type(first) is type(second)
+    if isinstance(first, torch.Tensor):
+        assert (first.dtype, first.shape) == (second.dtype, second.shape)
+        assert torch.equal(first, second)
+    elif isinstance(first, dict):
+        assert list(first) == list(second)
+        for key in first:
+            assert_same(first[key], second[key])
+    elif isinstance(first, (list, tuple)):
+        assert len(first) == len(second)
+        for pair in zip(first, second, strict=True):
+            assert_same(*pair)
+    else:
+        assert first == second or first != first
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_passed_as_it_is(tmp_path: Path, name: str) -> None:
+    model, optimizer = made()
+    schedule, scaler = SCHEDULES[name](optimizer), GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    for _ in range(3):
+        scaler.scale(model(torch.ones(5, 3)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step(*([1.0] if name == "plateau" else []))
+    save(tmp_path, model, optimizer, iteration=3, state={"schedule": schedule, "scaler": scaler, "epoch": 2})
+    other, again = made(1)
+    state = {"schedule": SCHEDULES[name](again), "scaler": GradScaler("cpu"), "epoch": 0}
+    loaded = load(tmp_path, other, again, state=state)
+    assert (loaded["epoch"], state["epoch"], loaded["iteration"]) == (2, 2, 3)
+    assert loaded["schedule"] is state["schedule"]
+    assert_same(schedule.state_dict(), state["schedule"].state_dict())
+    assert_same(scaler.state_dict(), state["scaler"].state_dict())
+    assert [group["lr"] for group in again.param_groups] == [group["lr"] for group in optimizer.param_groups]
+
+
+def test_modules_and_optimizers_in_state_are_filled(tmp_path: Path) -> None:
+    def all_of(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        model, optimizer = made(seed)
+        critic, critic_optimizer = made(seed + 10)
+        both = torch.optim.SGD([*model.parameters(), *critic.parameters()], lr=0.1 + seed, momentum=0.9)
+        averaged = AveragedModel(model)
+        return model, optimizer, {"ema": averaged, "critic": critic, "inner": [critic_optimizer], "both": both}
+
+    model, optimizer, state = all_of(0)
+    step(model, optimizer, 1)
+    step(state["critic"], state["inner"][0], 2)
+    state["ema"].update_parameters(model)
+    model(torch.ones(2, 3)).sum().backward()
+    state["both"].step()
+    save(tmp_path, model, optimizer, iteration=1, state=state)
+    other, again, target = all_of(1)
+    kept = target["ema"].module[0].weight
+    load(tmp_path, other, again, state=target)
+    assert target["ema"].module[0].weight is kept
+    assert target["ema"].n_averaged == 1
+    for first, second in ((model, other), (state["ema"], target["ema"]), (state["critic"], target["critic"])):
+        assert_same(dict(first.state_dict()), dict(second.state_dict()))
+    for first, second in ((state["inner"][0], target["inner"][0]), (state["both"], target["both"])):
+        assert_same_optimizer(first, second)
+    assert load(tmp_path, other).keys() == {"iteration"}
+
+
+def test_a_state_whose_keys_change_needs_no_template(tmp_path: Path) -> None:
+    model, optimizer = made()
+    loader, shadow = Loader(), Shadow([torch.arange(3), torch.randn(2)])
+    loader.state = {
+        "worker_0": {"generator": torch.arange(4, dtype=torch.uint8), "sizes": (1, 2)},
+        "count": Counter("aab"),
+    }
+    save(tmp_path, model, optimizer, iteration=1, state={"loader": loader, "shadow": shadow})
+    target, new = Loader(), Shadow([torch.zeros(1, device="meta")])
+    load(tmp_path, model, optimizer, state={"loader": target, "shadow": new})
+    assert_same(target.state, loader.state)
+    assert_same(new.values, shadow.values)
+    assert all(tensor.data_ptr() != old.data_ptr() for tensor, old in zip(new.values, shadow.values, strict=True))
+
+
+def test_a_load_asks_no_state_of_an_object_without_tensors(tmp_path: Path) -> None:
+    model, _ = made()
+    loader = Loader()
+    loader.state = {"position": 3}
+    save(tmp_path, model, iteration=1, state={"loader": loader})
+    target = Loader()
+    load(tmp_path, model, state={"loader": target})
+    assert (target.state, target.gave) == ({"position": 3}, 0)
+
+
+def test_tensors_and_arrays_in_state_come_back(tmp_path: Path) -> None:
+    state = {
+        "mean": torch.randn(3),
+        "nested": {"half": torch.ones(2, dtype=torch.bfloat16), "best": np.float32(0.1), "history": [0.5, None]},
+        "list": [torch.zeros(2), 3, (torch.ones(1), "text")],
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+    }
+    expected = copy.deepcopy(state)
+    save(tmp_path, made()[0], iteration=1, state=state)
+    loaded = load(tmp_path, made()[0])
+    array = loaded.pop("array")
+    assert array.dtype == np.int16
+    assert (array == expected.pop("array")).all()
+    assert_same(dict(loaded), {**expected, "iteration": 1})
+
+
+def test_tensors_given_to_a_load_are_filled(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"a": torch.randn(3), "list": [torch.ones(2), 5], "later": torch.ones(1), "number": 1}
+    save(tmp_path, made()[0], iteration=1, state=state)
+    target: dict[str, Any] = {"a": torch.zeros(3), "list": [torch.zeros(2), 0], "later": None}
+    kept = target["a"]
+    loaded = load(tmp_path, made()[0], state=target)
+    assert target["a"] is kept
+    assert_same(dict(loaded), {**state, "iteration": 1})
+    assert_same(target, {key: state[key] for key in target})
+    other = {"list": [torch.zeros(2), 0]}
+    load_state_dict(tmp_path, other)
+    assert_same(other, {"list": state["list"]})
+
+
+def test_a_state_dict_takes_objects_too(tmp_path: Path) -> None:
+    model, optimizer = made()
+    schedule = SCHEDULES["one cycle"](optimizer)
+    step(model, optimizer, 0)
+    schedule.step()
+    save_state_dict(tmp_path, {"model": model, "optimizer": optimizer, "schedule": schedule}, iteration=1)
+    other, again = made(1)
+    target = SCHEDULES["one cycle"](again)
+    load_state_dict(tmp_path, {"model": other, "optimizer": again, "schedule": target})
+    assert_same(dict(model.state_dict()), dict(other.state_dict()))
+    assert_same_optimizer(optimizer, again)
+    assert_same(schedule.state_dict(), target.state_dict())
+    third, last = made(2)
+    assert load(tmp_path, third, last)["schedule"] == schedule.state_dict()
+    assert_same_optimizer(optimizer, last)
+
+
+def test_a_background_save_has_the_state_of_the_call(tmp_path: Path) -> None:
+    model, optimizer = made()
+    shadow, loader = Shadow([torch.zeros(4)]), Loader()
+    loader.state = {"seen": [1]}
+    with AsyncSaver(tmp_path) as saver:
+        saver.save(1, model, optimizer, state={"shadow": shadow, "loader": loader})
+        shadow.values[0] += 1
+        loader.state["seen"].append(2)
+    target, other = Shadow([torch.zeros(4)]), Loader()
+    load(tmp_path, model, optimizer, state={"shadow": target, "loader": other})
+    assert target.values[0].sum() == 0
+    assert other.state == {"seen": [1]}
+
+
+def test_what_one_side_lacks_is_refused_by_its_key(tmp_path: Path) -> None:
+    model, optimizer = made()
+    save(tmp_path, model, optimizer, iteration=1, state={"a": Loader(), "t": {"x": torch.ones(1)}})
+    with pytest.raises(MismatchError, match="/b is missing"):
+        load(tmp_path, model, optimizer, state={"b": Loader()})
+    with pytest.raises(MismatchError, match="/t/x is unexpected"):
+        load(tmp_path, model, optimizer, state={"t": {}})
+    loaded = load(tmp_path, model, optimizer, state={"b": Loader()}, strict=False)
+    assert loaded.missing_keys == ["/b"]
+
+
+def test_an_object_that_refuses_its_state_is_named(tmp_path: Path) -> None:
+    model, optimizer = made()
+    save(tmp_path, model, optimizer, iteration=1, state={"scaler": GradScaler("cpu", enabled=False)})
+    with pytest.raises(MismatchError, match=r"/scaler.*RuntimeError: The source state dict is empty"):
+        load(tmp_path, model, optimizer, state={"scaler": GradScaler("cpu")})
+
+
+def test_a_state_that_cannot_be_stored_is_named_by_key(tmp_path: Path) -> None:
+    model, optimizer = made()
+    loader = Loader()
+    loader.state = {"worker": [1, object()]}
+    with pytest.raises(CheckpointError, match="/loader/worker/1"):
+        save(tmp_path, model, optimizer, iteration=1, state={"loader": loader})
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(CheckpointError, match=r"not the model's \(/other\), found 2 of them|/other"):
+        save(tmp_path, model, optimizer, iteration=1, state={"other": stranger})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_first_start_keeps_what_is_given(tmp_path: Path) -> None:
+    loader = Loader()
+    state = {"loader": loader, "epoch": 0}
+    assert load(tmp_path / "none", made()[0], state=state, missing_ok=True) == {**state, "iteration": 0}
+    assert loader.state == {}
+
+
+def test_an_object_and_its_dict_load_each_other(tmp_path: Path) -> None:
+    model, optimizer = made()
+    schedule = SCHEDULES["one cycle"](optimizer)
+    step(model, optimizer, 0)
+    schedule.step()
+    save(tmp_path / "dict", model, optimizer, iteration=1, state={"schedule": schedule.state_dict()})
+    save(tmp_path / "object", model, optimizer, iteration=1, state={"schedule": schedule})
+    other, again = made(1)
+    target = SCHEDULES["one cycle"](again)
+    load(tmp_path / "dict", other, again, state={"schedule": target})
+    assert_same(target.state_dict(), schedule.state_dict())
+    state = SCHEDULES["one cycle"](again).state_dict()
+    load(tmp_path / "object", other, again, state={"schedule": state})
+    assert_same(state, schedule.state_dict())

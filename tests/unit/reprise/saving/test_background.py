@@ -1,0 +1,615 @@
+"""Saves while training goes on: what is committed is the iteration that was saved, whatever disk and training do."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from models.build import build_model
+from reprise import load
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.errors import CheckpointError
+from reprise.format.layout import build_layout
+from reprise.format.names import STATE
+from reprise.loading.choose import LoadSource
+from reprise.loading.restorer import Restorer
+from reprise.nested.documents import values_of
+from reprise.nested.module_tree import tree_of
+from reprise.policy import Retention, SavePolicy, SaveReport
+from reprise.saving import chunks
+from reprise.storage.files import Files
+from reprise.tensors.file_aligned import zeros_like_files
+from reprise.tensors.live import Contents, Grid, aliases_of, live_tensors
+from tests import ROOT
+from tests.fakes import JOIN_S, FailingFiles, StuckFiles, open_when_awaited, run_ranks
+from tests.unit.model_samples import GPT2, fill, random_values
+from trainer.optim.adamw import AdamSettings, build_adamw
+from trainer.run.state import ModelPart, TrainerState
+
+SMALL_CHUNK = 1 << 16
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", SMALL_CHUNK)
+    monkeypatch.setattr(chunks, "EXTENT_BYTES", 4 * SMALL_CHUNK)
+
+
+_SEEDED = threading.Lock()
+
+
+class Net(nn.Module):
+    """A model with what may change at other times than in a step: a counting buffer, a parameter nobody trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(150, 300)
+        self.second = nn.Linear(300, 41)
+        self.frozen = nn.Parameter(torch.zeros(60, 300), requires_grad=False)
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros(17))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [batch, 41] for [batch, 150]; counts its calls."""
+        self.count += 1
+        self.frozen.data += 1
+        out: torch.Tensor = self.second(torch.relu(self.first(x)))
+        return out
+
+
+class Training:
+    """A model in training, whose state can be told by value."""
+
+    def __init__(self) -> None:
+        with _SEEDED:  # ranks are threads here, and share torch's generator
+            torch.manual_seed(1)
+            self.net = Net()
+        trained = [p for p in self.net.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=0.1, fused=True)
+        self.iteration = 0
+        self.step()
+
+    def forward_backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.net(torch.randn(4, 150, generator=torch.Generator().manual_seed(self.iteration))).square().sum().backward()
+
+    def step(self) -> None:
+        self.forward_backward()
+        self.optimizer.step()
+        self.iteration += 1
+
+    def contents(self, *, ranks: int = 1) -> Contents:
+        live = tuple(live_tensors(self.net, self.optimizer, grid=Grid.flat(ranks)))
+        document = values_of(tree_of(self.net, self.optimizer)).document(self.iteration)
+        specs = tuple(t.spec for t in live)
+        return Contents(specs, live, aliases_of(self.net), {STATE: document}, (self.optimizer,))
+
+    def place_like_files(self) -> None:
+        """Move the moments to memory that lies as the files do."""
+        contents = self.contents()
+        named = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
+        live = [(t, t.local) for t in contents.live if t.spec.name in named]
+        memory = zeros_like_files(live, ("exp_avg.", "exp_avg_sq."), build_layout(contents.specs))
+        assert len(memory) == 2 * len(named)
+        for stored, tensor in memory.items():
+            key, _, name = stored.partition(".")
+            state = self.optimizer.state[named[name]]
+            state[key] = tensor.copy_(state[key])
+
+    def values(self) -> dict[str, torch.Tensor]:
+        return {tensor.spec.name: tensor.local.clone() for tensor in self.contents().live}
+
+
+def loaded(path: Path) -> dict[str, torch.Tensor]:
+    training = Training()
+    load(path, training.net, training.optimizer)
+    return training.values()
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def started(policy: SavePolicy, files: Files | None = None, channel: StoreChannel | None = None) -> Checkpointer:
+    checkpointer = Checkpointer(policy, channel or single_rank_channel(), nonce="n", files=files)
+    checkpointer.start()
+    return checkpointer
+
+
+def only_report(checkpointer: Checkpointer) -> SaveReport:
+    checkpointer.wait()
+    (report,) = checkpointer.reports()
+    return report
+
+
+class Gate(Files):
+    """A disk that takes so many writes, and the next ones when it is opened."""
+
+    def __init__(self, writes: int, *, around_cache: bool = True) -> None:
+        self._left, self._around_cache = writes, around_cache
+        self._lock = threading.Lock()
+        self.opened = threading.Event()
+        self.is_shut = threading.Event()
+
+    def open_direct(self, path: Path) -> int | None:
+        return super().open_direct(path) if self._around_cache else None
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+        with self._lock:
+            self._left -= 1
+            must_wait = self._left < 0
+        if must_wait:
+            self.is_shut.set()
+            assert self.opened.wait(JOIN_S)
+        super().write(descriptor, buffers, offset=offset)
+
+
+def _saves() -> Iterator[object]:
+    """Yield all cases of a save during steps: nine that have each pair of values, and the others for the soak."""
+    for (first, staging), (second, writes) in product(enumerate((None, 0, 300_000)), enumerate((0, 5, 9))):
+        chosen = (first + second) % 2 == 0, second == (first + 1) % 3
+        for placed, cached in product((True, False), repeat=2):
+            marks = () if (placed, cached) == chosen else (pytest.mark.slow, pytest.mark.soak)
+            yield pytest.param(staging, placed, cached, writes, marks=marks)
+
+
+during_steps = pytest.mark.parametrize(("staging_bytes", "is_placed", "around_cache", "writes"), [*_saves()])
+
+
+@during_steps
+def test_the_bytes_committed_are_those_of_the_iteration_saved(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    staging_bytes: int | None,
+    is_placed: bool,
+    around_cache: bool,
+    writes: int,
+) -> None:
+    training = Training()
+    if is_placed:
+        training.place_like_files()
+    gate = Gate(writes, around_cache=around_cache)
+    policy = SavePolicy(tmp_path, async_save=True, staging_bytes=staging_bytes, stall_timeout_s=JOIN_S)
+    checkpointer = started(policy, gate)
+    expected = training.values()
+    assert checkpointer.save(1, training.contents()) is None
+    assert gate.is_shut.wait(JOIN_S)
+    assert checkpointer.is_saving
+    training.forward_backward()
+    # A step may have to wait for a write that is under way: the disk goes on while it does, else after the steps.
+    open_when_awaited(monkeypatch, gate.opened)
+    for _ in range(3):
+        training.step()
+    report = only_report(checkpointer)
+    assert report.error is None
+    assert_same(loaded(report.path), expected)
+    if staging_bytes is None and writes < 9:  # there are chunks that no thread has begun to write
+        assert report.copied_bytes > training.net.frozen.nbytes + training.net.count.nbytes
+    checkpointer.close()
+
+
+def test_no_tensor_is_copied_once_it_is_written(tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = started(SavePolicy(tmp_path, async_save=True))
+    checkpointer.save(1, training.contents())
+    checkpointer.wait()
+    training.step()
+    report = only_report(checkpointer)
+    assert report.copied_bytes == training.net.frozen.nbytes + training.net.count.nbytes
+    checkpointer.close()
+
+
+def test_without_an_optimizer_everything_is_copied_at_once(tmp_path: Path) -> None:
+    training, gate = Training(), Gate(0)
+    checkpointer = started(SavePolicy(tmp_path, async_save=True), gate)
+    expected, contents = training.values(), training.contents()
+    free = Contents(contents.specs, contents.live, contents.aliases, contents.documents)
+    checkpointer.save(1, free)
+    training.step()
+    gate.opened.set()
+    report = only_report(checkpointer)
+    assert_same(loaded(report.path), expected)
+    checkpointer.close()
+
+
+def test_what_nothing_changes_is_not_copied_at_once(tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = started(SavePolicy(tmp_path, async_save=True))
+    checkpointer.save(1, replace(training.contents(), constant=(training.net.frozen,)))
+    checkpointer.wait()
+    training.step()
+    assert only_report(checkpointer).copied_bytes == training.net.count.nbytes
+    checkpointer.close()
+
+
+def test_saves_closer_than_the_disk_is_fast_never_mix(tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = started(SavePolicy(tmp_path, async_save=True))
+    expected = {}
+    for iteration in range(1, 9):
+        expected[iteration] = training.values()
+        checkpointer.save(iteration, training.contents())
+        training.step()
+    checkpointer.wait()
+    reports = checkpointer.reports()
+    assert [report.iteration for report in reports] == list(range(1, 9))
+    for report in reports:
+        assert report.error is None
+        assert_same(loaded(report.path), expected[report.iteration])
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("kind", ["open_for_writing", "reserve", "write", "sync", "free_bytes", "rename"])
+@pytest.mark.usefixtures("idle_threads")
+def test_a_failing_writer_is_reported_and_holds_no_step(tmp_path: Path, kind: str) -> None:
+    files = FailingFiles(kind, errno.ENOSPC, after=7 if kind == "write" else 0)
+    training = Training()
+    checkpointer = started(SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=JOIN_S), files)
+    checkpointer.save(1, training.contents())
+    training.step()
+    report = only_report(checkpointer)
+    assert "errno 28" in str(report.error)  # and not that the disk has written nothing while the step waited
+    assert checkpointer.results.last_error is report.error
+    files.is_armed = False
+    expected = training.values()
+    checkpointer.save(2, training.contents())
+    training.step()
+    report = only_report(checkpointer)
+    assert checkpointer.results.last_error is None
+    assert_same(loaded(report.path), expected)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000002"]
+    checkpointer.close()
+
+
+def stalled(folder: Path) -> tuple[StuckFiles, Training, Checkpointer]:
+    """Save to a disk that hangs, and take a step that changes what is not written."""
+    files, training = StuckFiles(), Training()
+    training.place_like_files()
+    checkpointer = started(SavePolicy(folder, async_save=True, staging_bytes=0, stall_timeout_s=0.1), files)
+    checkpointer.save(1, training.contents())
+    assert files.reached.wait(JOIN_S)
+    training.step()
+    return files, training, checkpointer
+
+
+def be_patient(checkpointer: Checkpointer) -> None:
+    """Let the next steps wait for a disk that is only slow."""
+    checkpointer._staging._policy = replace(checkpointer._staging._policy, stall_timeout_s=JOIN_S)
+
+
+def test_a_stalled_disk_ends_the_attempt_and_not_the_iteration(tmp_path: Path) -> None:
+    files, training, checkpointer = stalled(tmp_path)
+    (report,) = checkpointer.reports()
+    assert "the disk has written nothing" in str(report.error)
+    checkpointer.save(2, training.contents())  # the thread still hangs: this one is not tried
+    training.step()
+    (report,) = checkpointer.reports()
+    assert (report.iteration, report.error is None) == (2, False)
+    files.released.set()
+    checkpointer.close()
+    assert not list(tmp_path.glob("*iter_*"))
+
+
+def test_saving_works_again_once_the_disk_does(tmp_path: Path) -> None:
+    files, training, checkpointer = stalled(tmp_path)
+    assert [report.error is None for report in checkpointer.reports()] == [False]
+    files.released.set()
+    checkpointer.drain(JOIN_S)
+    be_patient(checkpointer)
+    expected = training.values()
+    checkpointer.save(2, training.contents())
+    training.step()
+    assert_same(loaded(only_report(checkpointer).path), expected)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_stalled_disk_of_one_rank_ends_the_attempt_of_all(tmp_path: Path, culprit: int) -> None:
+    stuck = StuckFiles()
+
+    def call(channel: StoreChannel) -> list[bool]:
+        training = Training()
+        training.place_like_files()
+        files = stuck if channel.rank == culprit else None
+        policy = SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=0.1, commit_timeout_s=JOIN_S)
+        checkpointer = started(policy, files, channel)
+        succeeded = []
+        for iteration in (1, 2):
+            checkpointer.save(iteration, training.contents(ranks=2))
+            training.step()
+            checkpointer.wait()
+            succeeded += [report.error is None for report in checkpointer.reports()]
+        channel.agree("both are through", None)
+        stuck.released.set()
+        checkpointer.drain(JOIN_S)
+        be_patient(checkpointer)
+        checkpointer.save(3, training.contents(ranks=2))
+        checkpointer.wait()
+        succeeded += [report.error is None for report in checkpointer.reports()]
+        checkpointer.close()
+        return succeeded
+
+    assert run_ranks(2, call) == [[False, False, True]] * 2
+    assert [path.name for path in tmp_path.glob("*iter_*")] == ["iter_0000003"]
+
+
+def test_the_error_of_a_save_does_not_keep_its_memory(tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = started(SavePolicy(tmp_path, async_save=True), FailingFiles("write"))
+    checkpointer.save(1, training.contents())
+    assert checkpointer._started is not None
+    snapshot = weakref.ref(checkpointer._started.save_job.snapshot)
+    training.step()
+    report = only_report(checkpointer)
+    assert checkpointer.results.last_error is report.error is not None
+    gc.collect()
+    assert snapshot() is None
+    checkpointer.close()
+
+
+def test_a_save_in_doubt_does_not_keep_its_memory(tmp_path: Path) -> None:
+    class Slow(Files):
+        reached, opened = threading.Event(), threading.Event()
+
+        def rename(self, source: Path, target: Path) -> None:
+            if target.name == "iter_0000001":
+                self.reached.set()
+                assert self.opened.wait(JOIN_S)
+            super().rename(source, target)
+
+    training = Training()
+    checkpointer = started(SavePolicy(tmp_path, async_save=True, commit_timeout_s=0.01), Slow())
+    checkpointer.save(1, training.contents())
+    assert checkpointer._started is not None
+    snapshot = weakref.ref(checkpointer._started.save_job.snapshot)
+    assert Slow.reached.wait(JOIN_S)
+    assert "may still be committed" in str(only_report(checkpointer).error)
+    Slow.opened.set()
+    checkpointer.drain(JOIN_S)
+    assert len(checkpointer._saved.in_doubt) == 1
+    checkpointer._policy = SavePolicy(tmp_path, async_save=True)
+    gc.collect()
+    assert snapshot() is None
+    checkpointer.save(1, training.contents())  # it is there
+    assert checkpointer._saved.in_doubt == []
+    assert checkpointer.reports() == []
+    checkpointer.close()
+
+
+def test_the_arena_stays_while_a_thread_that_hangs_may_use_it(tmp_path: Path) -> None:
+    files, training = StuckFiles(), Training()
+    checkpointer = started(SavePolicy(tmp_path, async_save=True, stall_timeout_s=0.1), files)
+    whole = training.contents()
+    checkpointer.save(1, Contents(whole.specs[:1], whole.live[:1], {}, whole.documents, whole.optimizers))
+    assert files.reached.wait(JOIN_S)
+    checkpointer._policy = SavePolicy(tmp_path, async_save=True, commit_timeout_s=0.01)
+    arena = checkpointer._staging.arena
+    assert 0 < arena.total_bytes < sum(spec.total_bytes for spec in whole.specs)
+    for iteration in (2, 3):
+        checkpointer.save(iteration, whole)
+        assert checkpointer._staging.arena is arena
+    assert [report.error is None for report in checkpointer.reports()] == [False] * 3
+    files.released.set()
+    checkpointer.drain(JOIN_S)
+    be_patient(checkpointer)
+    checkpointer._policy = SavePolicy(tmp_path, async_save=True)
+    training.iteration = 4
+    checkpointer.save(4, training.contents())
+    assert checkpointer._staging.arena.total_bytes > arena.total_bytes
+    expected = training.values()
+    training.step()
+    assert_same(loaded(only_report(checkpointer).path), expected)
+    checkpointer.close()
+
+
+def keys_left(root: Path, culprit: int, failures: int) -> int:
+    """Return how many keys hang in the store after so many saves that a rank gave up, and a good one."""
+    store, stuck = HashStore(), StuckFiles()
+
+    def call(channel: StoreChannel) -> list[bool]:
+        training = Training()
+        training.place_like_files()
+        files = stuck if channel.rank == culprit else None
+        policy = SavePolicy(root, async_save=True, staging_bytes=0, stall_timeout_s=0.1, commit_timeout_s=JOIN_S)
+        checkpointer = started(policy, files, channel)
+        for iteration in range(failures):
+            checkpointer.save(iteration, training.contents(ranks=2))
+            training.step()
+            checkpointer.wait()
+        channel.agree("both are through", None)
+        stuck.released.set()
+        checkpointer.drain(JOIN_S)
+        be_patient(checkpointer)
+        checkpointer.save(failures, training.contents(ranks=2))
+        checkpointer.close()
+        return [report.error is None for report in checkpointer.reports()]
+
+    outcomes = run_ranks(2, call, store=lambda: store)
+    assert outcomes == [[False] * failures + [True]] * 2
+    return int(store.num_keys())
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_aborted_saves_leave_no_keys_after_a_good_one(tmp_path: Path, culprit: int) -> None:
+    assert keys_left(tmp_path / "one", culprit, 1) == keys_left(tmp_path / "five", culprit, 5)
+
+
+def test_leaving_waits_for_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, gate = Training(), Gate(3)
+    checkpointer = started(SavePolicy(tmp_path, async_save=True), gate)
+    checkpointer.save(1, training.contents())
+    assert gate.is_shut.wait(JOIN_S)
+    open_when_awaited(monkeypatch, gate.opened)
+    checkpointer.close()
+    assert_same(loaded(tmp_path), training.values())
+
+
+def test_a_load_after_a_save_was_awaited_changes_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, gate = Training(), Gate(1000)
+    checkpointer = started(SavePolicy(tmp_path, async_save=True), gate)
+    checkpointer.save(1, training.contents())
+    training.step()
+    checkpointer.wait()
+    gate._left = 5
+    expected = training.values()
+    checkpointer.save(2, training.contents())
+    assert gate.is_shut.wait(JOIN_S)
+    open_when_awaited(monkeypatch, gate.opened)
+    checkpointer.wait()
+    restorer = Restorer(single_rank_channel(), nonce="n")
+    restorer.restore(LoadSource(tmp_path, 1), check=lambda _: None, live=lambda _: training.contents().live)
+    assert_same(loaded(tmp_path / "iter_0000002"), expected)
+    checkpointer.close()
+
+
+def descriptors() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def idle_threads() -> Iterator[None]:
+    """Fail if threads or file descriptors are left over."""
+    threads, files = threading.active_count(), len(descriptors())
+    yield
+    deadline = time.monotonic() + JOIN_S
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        os.sched_yield()  # the lock's heartbeat ends by itself
+    assert threading.active_count() <= threads  # the heartbeat of an earlier test may have ended meanwhile
+    assert len(descriptors()) == files
+
+
+@pytest.mark.usefixtures("idle_threads")
+def test_a_hundred_saves_leave_no_thread_descriptor_or_hook(tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = started(SavePolicy(tmp_path, async_save=True, retention=Retention(1)))
+    counts = set()
+    for iteration in range(1, 101):
+        checkpointer.save(iteration, training.contents())
+        training.step()
+        checkpointer.wait()
+        counts.add((threading.active_count(), len(descriptors()), len(training.optimizer._optimizer_step_pre_hooks)))
+    assert len(counts) == 1
+    assert [report.error for report in checkpointer.reports()] == [None] * 100
+    checkpointer.close()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000100"]
+
+
+def test_a_state_that_moved_in_memory_is_planned_anew() -> None:
+    model = fill(build_model(GPT2), random_values(GPT2))
+    optimizer = build_adamw(model, AdamSettings(0.1, 0.1, 0.9, 0.95, 1e-8, frozenset()))
+    state = TrainerState(GPT2, [ModelPart(model, optimizer)], Grid.flat(1))
+    first = state.contents({}, with_optimizer=True)
+    assert state.contents({}, with_optimizer=True).live is first.live
+    assert state.contents({}, with_optimizer=False).live is not first.live
+    for parameter, memory in optimizer.state.items():
+        optimizer.state[parameter] = {key: value.clone() for key, value in memory.items()}
+    moved = state.contents({}, with_optimizer=True)
+    assert moved.live is not first.live
+    assert [t.spec for t in moved.live] == [t.spec for t in first.live]
+    moments = [t.local.data_ptr() for t in moved.live if t.spec.name.startswith("exp_avg")]
+    assert moments != [t.local.data_ptr() for t in first.live if t.spec.name.startswith("exp_avg")]
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(CheckpointError, match="not the model"):
+        state.contents({}, with_optimizer=True)
+
+
+class SlowToSync(Files):
+    """A disk that takes writes at once, and makes none of them durable until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+
+    def sync(self, descriptor: int) -> None:
+        self.reached.set()
+        assert self.opened.wait(JOIN_S)
+        super().sync(descriptor)
+
+
+def test_a_step_does_not_wait_for_bytes_to_be_durable(tmp_path: Path) -> None:
+    files, training = SlowToSync(), Training()
+    training.place_like_files()
+    checkpointer = started(SavePolicy(tmp_path, async_save=True, staging_bytes=0, stall_timeout_s=JOIN_S), files)
+    expected = training.values()
+    checkpointer.save(1, training.contents())
+    assert files.reached.wait(JOIN_S)
+    training.step()
+    assert checkpointer.is_saving
+    files.opened.set()
+    assert_same(loaded(only_report(checkpointer).path), expected)
+    checkpointer.close()
+
+
+class RefusesDirect(Files):
+    """A file system that opens a file for direct writing, and refuses the writes."""
+
+    def __init__(self) -> None:
+        self.direct = set[int]()
+        self.refused = 0
+
+    def open_direct(self, path: Path) -> int | None:
+        descriptor = super().open_direct(path)
+        if descriptor is not None:
+            self.direct.add(descriptor)
+        return descriptor
+
+    def close(self, descriptor: int) -> None:
+        self.direct.discard(descriptor)
+        super().close(descriptor)
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+        if descriptor in self.direct:
+            self.refused += 1
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        super().write(descriptor, buffers, offset=offset)
+
+
+def test_a_file_system_that_refuses_direct_writes_gets_others(tmp_path: Path) -> None:
+    files, training = RefusesDirect(), Training()
+    training.place_like_files()
+    checkpointer = started(SavePolicy(tmp_path, async_save=True), files)
+    expected = training.values()
+    checkpointer.save(1, training.contents())
+    assert_same(loaded(only_report(checkpointer).path), expected)
+    checkpointer.close()
+    # Each file's first writes only, one of each thread at most.
+    assert 0 < files.refused <= 2 * 2
+
+
+LEAVES_WITH_A_HANGING_DISK = """
+import sys, pathlib
+from tests.fakes import StuckFiles
+from tests.unit.reprise.saving.test_background import SavePolicy, Training, started
+files, training = StuckFiles(), Training()
+policy = SavePolicy(pathlib.Path(sys.argv[1]), async_save=True, staging_bytes=0, stall_timeout_s=0.1)
+checkpointer = started(policy, files)
+checkpointer.save(1, training.contents())
+assert files.reached.wait(20.0)
+training.step()
+checkpointer.wait()
+print(checkpointer.results.last_error, flush=True)
+"""
+
+
+def test_a_program_ends_while_a_write_hangs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEAVES_WITH_A_HANGING_DISK, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert "the disk has written nothing" in process.stdout.readline()
+        assert process.wait(JOIN_S / 3) == 0  # the write hangs for as long as JOIN_S

@@ -1,0 +1,430 @@
+"""Ranks of one host put columns together in memory that they share: same files, few writes, and a way out for all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from reprise.checkpointer import Checkpointer
+from reprise.commit.attempt import Attempt
+from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.commit.messages import stripes_key
+from reprise.errors import CheckpointError, TrainerError
+from reprise.format.layout import build_layout
+from reprise.format.names import FORMAT, STATE
+from reprise.policy import SavePolicy, SaveReport
+from reprise.saving import column_sharing as sharing_module
+from reprise.saving import plan as planning
+from reprise.saving import stripes as striping
+from reprise.saving.chunks import Piece, cut
+from reprise.saving.column_sharing import LocalRanks, SharedMemory, Sharing
+from reprise.saving.plan import plan
+from reprise.saving.stripes import STRIPES_AT, Stripe
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder
+from reprise.tensors.live import Contents
+from tests.fakes import Axis, FailingFiles, Sharding, all_ranks, run_ranks, sample_specs, sample_state
+from tests.harness import call_on_ranks, tensor_files
+from trainer.launch import process_group as launch
+
+SPECS = sample_specs()
+STATE_BYTES = sample_state(SPECS, seed=1)
+COLUMNS = Sharding("columns over 2", (Axis("column", 2),))
+GRID = Sharding("rows and columns", (Axis("row", 2), Axis("column", 2)))
+COPIES = Sharding("replicas of columns", (Axis("replica", 2), Axis("column", 2)))
+ALONE = Sharding("one rank")
+
+
+@pytest.fixture(autouse=True)
+def _strip_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(striping, "STRIPE_BYTES", 1 << 16)
+
+
+class CountingFiles(Files):
+    """A file system that counts the writes of all ranks."""
+
+    def __init__(self) -> None:
+        self.writes = Counter[int]()
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+        self.writes[threading.get_ident()] += 1
+        super().write(descriptor, buffers, offset=offset)
+
+
+def contents(sharding: Sharding, rank: int, iteration: int) -> Contents:
+    live = sharding.live(rank, SPECS, STATE_BYTES)
+    return Contents(tuple(SPECS), tuple(live), {}, {STATE: {"format": FORMAT, "iteration": iteration}})
+
+
+Saved = list[SaveReport]
+
+
+def save(
+    folder: Path,
+    sharding: Sharding,
+    *,
+    hosts: Sequence[Sequence[int]] = (),
+    iterations: Sequence[int] = (1,),
+    files: Callable[[int], Files] = lambda _: Files(),
+    staging_bytes: Callable[[int], int | None] = lambda _: None,
+    async_save: bool = False,
+    store: Callable[[], Store] = HashStore,
+) -> list[Saved]:
+    """Save from all ranks, some of them on one host; return each rank's reports."""
+
+    def run(channel: StoreChannel) -> Saved:
+        policy = SavePolicy(folder, staging_bytes=staging_bytes(channel.rank), async_save=async_save)
+        local_ranks = next((host for host in hosts if channel.rank in host), ())
+        checkpointer = Checkpointer(policy, channel, nonce="n", files=files(channel.rank), local_ranks=local_ranks)
+        checkpointer.start()
+        found = [checkpointer.save(iteration, contents(sharding, channel.rank, iteration)) for iteration in iterations]
+        checkpointer.wait()
+        found += checkpointer.reports()
+        checkpointer.close()
+        return [report for report in found if report is not None]
+
+    found = []
+    for outcome in run_ranks(max(sharding.world_size, 1), run, store=store):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        found.append(outcome)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Return the files of one rank."""
+    folder = tmp_path_factory.mktemp("alone")
+    save(folder, ALONE)
+    return tensor_files(folder / "iter_0000001")
+
+
+def assert_saved(saved: list[Saved]) -> None:
+    for reports in saved:
+        for report in reports:
+            assert report.error is None, str(report.error)
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["inline", "in the background"])
+@pytest.mark.parametrize(
+    ("sharding", "hosts"),
+    [
+        (COLUMNS, [[0, 1]]),
+        (GRID, [[0, 1, 2, 3]]),
+        (GRID, [[0, 1], [2, 3]]),
+        (GRID, [[0, 2], [1, 3]]),
+        (COPIES, [[0, 1, 2, 3]]),
+        (COPIES, [[0, 1], [2, 3]]),
+        (COPIES, [[0, 1, 2], [3]]),
+    ],
+)
+def test_the_files_are_those_of_one_rank(
+    tmp_path: Path, expected: dict[str, bytes], sharding: Sharding, hosts: list[list[int]], async_save: bool
+) -> None:
+    assert_saved(save(tmp_path, sharding, hosts=hosts, iterations=(1, 2, 3), async_save=async_save))
+    for iteration in (1, 2, 3):
+        assert tensor_files(tmp_path / f"iter_{iteration:07d}") == expected
+
+
+def test_no_row_is_written_by_itself(tmp_path: Path) -> None:
+    counted, by_row = CountingFiles(), CountingFiles()
+    assert_saved(save(tmp_path / "a", COLUMNS, hosts=[[0, 1]], files=lambda _: counted))
+    assert_saved(save(tmp_path / "b", COLUMNS, files=lambda _: by_row))
+    # 2402 rows of the embedding and 2402 of its moment; in stripes of 64 KiB, at most three writes for each.
+    assert by_row.writes.total() > 4800
+    assert counted.writes.total() < 3 * (4_804_000 + 480_400) // (1 << 16) + 60
+
+
+def test_a_rank_without_the_memory_for_it_has_all_write_rows(tmp_path: Path, expected: dict[str, bytes]) -> None:
+    counted = CountingFiles()
+    saved = save(
+        tmp_path, COLUMNS, hosts=[[0, 1]], files=lambda _: counted, staging_bytes=lambda rank: 1000 if rank else None
+    )
+    assert_saved(saved)
+    assert counted.writes.total() > 4800
+    assert tensor_files(tmp_path / "iter_0000001") == expected
+
+
+def test_a_failing_rank_fails_the_save_and_the_next_is_complete(tmp_path: Path, expected: dict[str, bytes]) -> None:
+    failing = FailingFiles("write", errno.EIO, after=2)
+    failing.is_armed = True
+
+    class Once(Files):
+        """The failing file system, until it has failed."""
+
+        def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+            if not failing.failures:
+                failing.write(descriptor, buffers, offset=offset)
+            else:
+                super().write(descriptor, buffers, offset=offset)
+
+    saved = save(
+        tmp_path,
+        COLUMNS,
+        hosts=[[0, 1]],
+        iterations=(1, 2),
+        files=lambda rank: Once() if rank else Files(),
+    )
+    for reports in saved:
+        assert "Input/output error" in str(reports[0].error)
+        assert reports[1].error is None
+    assert not (tmp_path / "iter_0000001").exists()
+    assert tensor_files(tmp_path / "iter_0000002") == expected
+
+
+def test_without_memory_the_save_fails_and_the_next_writes_rows(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_memory(*_: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(SharedMemory, "reach", refuse_memory)
+    for reports in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
+        assert "cannot share memory to assemble columns" in str(reports[0].error)
+        assert reports[1].error is None
+    assert tensor_files(tmp_path / "iter_0000002") == expected
+
+
+def test_unopenable_memory_fails_the_save_the_next_writes_rows(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SharedMemory, "open", staticmethod(lambda _: None))
+    for reports in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
+        assert "the memory of rank 0" in str(reports[0].error)
+        assert reports[1].error is None
+    assert tensor_files(tmp_path / "iter_0000002") == expected
+
+
+def test_where_there_is_no_memory_of_that_kind_rows_are_written(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: str) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert_saved(save(tmp_path, COLUMNS, hosts=[[0, 1]]))
+    assert tensor_files(tmp_path / "iter_0000001") == expected
+    assert "columns are written row by row" in caplog.text
+
+
+def test_many_saves_leave_no_descriptor_behind(tmp_path: Path) -> None:
+    save(tmp_path / "first", COLUMNS, hosts=[[0, 1]])
+    before = len(os.listdir("/proc/self/fd"))
+    assert_saved(save(tmp_path / "more", COLUMNS, hosts=[[0, 1]], iterations=range(1, 9)))
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def attempt(folder: Path, number: int = 1) -> Attempt:
+    return Attempt(1, f"n-{number}", CheckpointFolder(folder, Files()), build_layout(SPECS, file_bytes=1 << 20))
+
+
+def met(channel: StoreChannel, ranks: Sequence[int]) -> LocalRanks:
+    found = LocalRanks(channel, ranks)
+    found.meet(channel, "hosts")
+    channel.agree("all have met", None)
+    found.part(channel, "hosts")
+    return found
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_rank_that_refuses_ends_the_wait_of_the_others(tmp_path: Path, culprit: int) -> None:
+    def run(channel: StoreChannel) -> Sharing | None:
+        local_ranks = met(channel, [0, 1, 2])
+        pieces = columns_of(GRID, channel.rank)
+        if channel.rank == culprit:
+            local_ranks.refuse(channel, "n-1")
+            return None
+        return local_ranks.join(attempt(tmp_path), pieces, may_share=True)
+
+    assert run_ranks(3, run, timeout_s=20.0) == [None] * 3
+
+
+def test_a_rank_either_refuses_or_joins(tmp_path: Path) -> None:
+    def run(channel: StoreChannel) -> bool:
+        local_ranks = met(channel, [0, 1])
+        pieces = columns_of(COLUMNS, channel.rank)
+        assert local_ranks.join(attempt(tmp_path), pieces, may_share=True) is not None
+        local_ranks.refuse(channel, "n-1")  # too late
+        if channel.rank == 1:
+            local_ranks.refuse(channel, "n-2")
+        try:
+            return local_ranks.join(attempt(tmp_path, 2), pieces, may_share=True) is None
+        except CheckpointError as error:
+            return "has aborted the save" in str(error)
+
+    assert run_ranks(2, run) == [True, True]
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_rank_that_says_nothing_is_given_up_by_name(tmp_path: Path, silent: int) -> None:
+    def run(channel: StoreChannel) -> None:
+        local_ranks = met(channel, [0, 1])
+        if channel.rank != silent:
+            local_ranks.join(attempt(tmp_path), [], may_share=True)
+
+    outcome = run_ranks(2, run, timeout_s=0.3)[1 - silent]
+    assert isinstance(outcome, TrainerError)
+    assert f"rank {silent}" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    "claims", [((0, 1), (1,)), ((0,), (0, 1)), ((0, 1), (0, 1, 2))], ids=["alone", "alone, too", "others"]
+)
+def test_ranks_that_do_not_agree_on_who_is_here_share_nothing(
+    tmp_path: Path, claims: tuple[tuple[int, ...], ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(channel: StoreChannel) -> Sharing | None:
+        local_ranks = met(channel, claims[channel.rank] if channel.rank < 2 else (0, 1, 2))
+        return local_ranks.join(attempt(tmp_path), [], may_share=True)
+
+    assert run_ranks(3 if (0, 1, 2) in claims else 2, run) == [None] * (3 if (0, 1, 2) in claims else 2)
+    assert "are not all on one host" in caplog.text
+
+
+def test_ranks_of_other_hosts_share_nothing(
+    tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing_module, "_host", lambda: str(threading.get_ident()))
+    assert_saved(save(tmp_path, COLUMNS, hosts=[[0, 1]]))
+    assert tensor_files(tmp_path / "iter_0000001") == expected
+
+
+def test_a_rank_that_is_alone_on_its_host_asks_nobody(tmp_path: Path) -> None:
+    for ranks in ([], [0]):
+        assert met(single_rank_channel(), ranks).join(attempt(tmp_path), [], may_share=True) is None
+
+
+def test_one_rank_without_columns_lets_the_others_share(tmp_path: Path) -> None:
+    def run(channel: StoreChannel) -> int:
+        pieces = columns_of(COLUMNS, channel.rank) if channel.rank < 2 else []
+        sharing = met(channel, [0, 1, 2]).join(attempt(tmp_path), pieces, may_share=True)
+        assert sharing is not None
+        return len(sharing.stripes("embedding"))
+
+    found = all_ranks(3, run)
+    assert found == [found[0]] * 3
+    assert found[0] > 50
+
+
+def test_ranks_that_have_no_columns_share_nothing(tmp_path: Path) -> None:
+    assert all_ranks(2, lambda channel: met(channel, [0, 1]).join(attempt(tmp_path), [], may_share=True)) == [
+        None,
+        None,
+    ]
+
+
+def keys_after(folder: Path, saves: int) -> int:
+    """Return how many keys are stored after so many saves of shared columns."""
+    store = HashStore()
+    iterations = range(1, saves + 1)
+    assert_saved(save(folder, COLUMNS, hosts=[[0, 1]], iterations=iterations, store=lambda: store))
+    # Every save has sent its messages on the columns, and the next has deleted them.
+    stored = [store.check([stripes_key(f"n-{number}", rank)]) for number in iterations for rank in (0, 1)]
+    assert stored == [False] * (2 * saves - 2) + [True] * 2
+    return int(store.num_keys())
+
+
+def test_a_save_deletes_the_messages_of_the_one_before(tmp_path: Path) -> None:
+    assert keys_after(tmp_path / "few", 2) == keys_after(tmp_path / "many", 5)
+
+
+def columns_of(sharding: Sharding, rank: int) -> list[Piece]:
+    """Return the pieces of a rank that have rows apart."""
+    layout = build_layout(SPECS, file_bytes=1 << 20)
+    if rank >= sharding.world_size:
+        return []
+    return planning.columns_of(cut(plan(sharding.live(rank, SPECS, STATE_BYTES), layout, rank), layout))
+
+
+def test_memory_is_taken_by_address_only_while_unchanged() -> None:
+    first = SharedMemory.make()
+    assert SharedMemory.open(first.address) is not None
+    pid, number, name = first.address.split()
+    assert SharedMemory.open(b" ".join([pid, number, b"00" * 16])) is None
+    assert SharedMemory.open(b" ".join([b"999999999", number, name])) is None
+    reader, writer = os.pipe()  # what another container's process has under that number
+    assert SharedMemory.open(b" ".join([pid, str(reader).encode(), name])) is None
+    os.close(reader)
+    os.close(writer)
+    first.close()
+
+
+def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
+    memory = SharedMemory.make()
+    stripe = Stripe(3, 0, 4096, STRIPES_AT)
+    memory.reach(STRIPES_AT + 4096)
+    others = [SharedMemory.open(memory.address) for _ in range(3)]
+    claims: list[memoryview] = []
+    start = threading.Barrier(8)
+
+    def claim(number: int) -> None:
+        mine = others[number % 3]
+        assert mine is not None
+        mine.reach(STRIPES_AT + 4096)
+        start.wait()
+        for _ in range(200):
+            if (found := mine.claim(stripe)) is not None:
+                claims.append(found)
+
+    threads = [threading.Thread(target=claim, args=(number,)) for number in range(8)]
+    memory._counters[stripe.number] = 4096
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(claims) == 1
+    assert not memory.is_full(stripe)
+
+
+def test_a_strip_that_nobody_writes_is_never_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim, lost = SharedMemory.claim, list[Stripe]()
+
+    def lose_one(self: SharedMemory, stripe: Stripe) -> memoryview | None:
+        data = claim(self, stripe)
+        if data is not None and not lost:
+            lost.append(stripe)
+            return None
+        return data
+
+    monkeypatch.setattr(SharedMemory, "claim", lose_one)
+    for reports in save(tmp_path, COLUMNS, hosts=[[0, 1]], iterations=(1, 2)):
+        assert "have not written every byte once" in str(reports[0].error)
+        assert reports[1].error is None
+    assert not (tmp_path / "iter_0000001").exists()
+
+
+def save_as_rank(arguments: list[str]) -> None:
+    """Be one of two processes that save columns, and say how often it wrote."""
+    striping.STRIPE_BYTES = 1 << 16
+    cluster = launch.start("cpu", deterministic=False)
+    files = CountingFiles()
+    policy = SavePolicy(Path(arguments[0]), async_save=True)
+    checkpointer = Checkpointer(
+        policy, cluster.channel, nonce=cluster.nonce, files=files, local_ranks=cluster.local_ranks
+    )
+    checkpointer.start()
+    for iteration in (1, 2):
+        checkpointer.save(iteration, contents(COLUMNS, cluster.rank, iteration))
+    checkpointer.close()
+    assert checkpointer.results.last_error is None
+    print(f"wrote {files.writes.total()} times")
+    launch.shutdown(cluster)
+
+
+def test_processes_of_one_host_write_whole_strips(tmp_path: Path, expected: dict[str, bytes]) -> None:
+    folder = tmp_path / "checkpoints"
+    ended = call_on_ranks(save_as_rank, [str(folder)], folder=tmp_path / "run", ranks=2)
+    assert ended.ok, ended.text
+    for iteration in (1, 2):
+        assert tensor_files(folder / f"iter_{iteration:07d}") == expected
+    writes = [int(count) for count in re.findall(r"wrote (\d+) times", ended.text)]
+    assert len(writes) == 2
+    assert sum(writes) < 2 * (3 * (4_804_000 + 480_400) // (1 << 16) + 60)

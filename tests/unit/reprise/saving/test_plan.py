@@ -1,0 +1,93 @@
+"""Every byte has exactly one writer, and no replica writes much more than another."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reprise.format.box import Box, image, whole
+from reprise.format.layout import PAGE_BYTES
+from reprise.saving.chunks import Piece
+from reprise.saving.plan import SMALL_BYTES, Holding, pieces_of
+
+
+def everybodys(holdings: list[Holding], world_size: int) -> dict[str, list[tuple[int, Piece]]]:
+    """Return all pieces by tensor with their writers, asking each rank with the holdings that it has."""
+    found: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+    for rank in range(world_size):
+        mine = [holding for holding in holdings if rank in holding.replicas]
+        pieces = pieces_of(mine, rank)
+        order = [holding.name for holding in mine]
+        assert [p.name for p in pieces] == [n for n in order if n in {p.name for p in pieces}]
+        for piece in pieces:
+            found[piece.name].append((rank, piece))
+    return found
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_pieces_of_all_ranks_tile_every_byte_once(data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(1, 5))
+    groups = st.sets(st.integers(0, world_size - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
+    holdings, offset = [], 4096
+    for number in range(data.draw(st.integers(0, 8))):
+        shape = data.draw(st.tuples(st.integers(0, 300), st.integers(1, 300)))
+        lo, hi = sorted(data.draw(st.tuples(st.integers(0, shape[1]), st.integers(0, shape[1]))))
+        box = data.draw(st.sampled_from([whole(shape), Box((0, lo), (shape[0], hi - lo))]))
+        holdings.append(Holding(f"t{number}", image(box, shape, 4), offset, data.draw(groups)))
+        offset += shape[0] * shape[1] * 4
+    found = everybodys(holdings, world_size)
+    for holding in holdings:
+        pieces = found.get(holding.name, [])
+        spans = sorted((piece.lo, piece.hi) for _, piece in pieces)
+        total = holding.image.total_bytes
+        assert all(lo < hi for lo, hi in spans)
+        assert [0, *(hi for _, hi in spans)] == [*(lo for lo, _ in spans), total]
+        for rank, piece in pieces:
+            assert rank in holding.replicas
+            assert piece.box == holding.image.box
+        inner_cuts = [lo for lo, _ in spans if lo]
+        if total < SMALL_BYTES:
+            assert len(spans) <= 1
+        elif holding.image.is_contiguous:
+            first = holding.offset + next(holding.image.spans(0, 1))[0]
+            assert all((first + cut) % PAGE_BYTES == 0 for cut in inner_cuts)
+        else:
+            assert all(cut % holding.image.run_bytes == 0 for cut in inner_cuts)
+
+
+def gpt2_holdings(replicas: tuple[int, ...]) -> list[Holding]:
+    """Return GPT-2 124M with two moments, float32, in file order."""
+    width = 768
+    shapes: list[tuple[int, ...]] = [(50257, width), (1024, width)]
+    for _ in range(12):
+        shapes += [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)]
+        shapes += [(width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    shapes += [(width,), (width,)]
+    holdings = []
+    for family in ("model", "exp_avg", "exp_avg_sq"):
+        offset = PAGE_BYTES * 4
+        for number, shape in enumerate(shapes):
+            described = image(whole(shape), shape, 4)
+            holdings.append(Holding(f"{family}.{number}", described, offset, replicas))
+            offset += described.total_bytes
+    return holdings
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 64])
+def test_replicas_of_gpt2_write_equal_shares(world_size: int) -> None:
+    holdings = gpt2_holdings(tuple(range(world_size)))
+    written = np.array([sum(piece.hi - piece.lo for piece in pieces_of(holdings, rank)) for rank in range(world_size)])
+    assert written.sum() == sum(holding.image.total_bytes for holding in holdings)
+    assert written.max() / written.mean() <= 1.05
+
+
+def test_many_small_tensors_spread_over_the_replicas() -> None:
+    shape = (1000,)
+    holdings = [Holding(f"t{i}", image(whole(shape), shape, 4), 4096 + i * 4000, (0, 1, 2, 3)) for i in range(400)]
+    counts = [len(pieces_of(holdings, rank)) for rank in range(4)]
+    assert counts == [100, 100, 100, 100]

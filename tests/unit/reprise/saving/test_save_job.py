@@ -1,0 +1,234 @@
+"""Saves of two hosts with a folder of their own each, one of which does not hear the decision."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from reprise.checkpointer import Checkpointer
+from reprise.commit.attempt import Attempt
+from reprise.commit.channel import StoreChannel
+from reprise.commit.file_exchange import FileExchange
+from reprise.commit.hosts import Hosts
+from reprise.errors import CheckpointError, LaunchError
+from reprise.format.host_file import attempt_of
+from reprise.policy import Retention, SavePolicy
+from reprise.saving.save_job import LocalSaves
+from reprise.storage.files import Files
+from tests.fakes import all_ranks
+from tests.unit.reprise.commit.test_protocol import contents
+
+HOSTS = Hosts(("a", "b"), ((0,), (1,)))
+
+
+class Deaf(StoreChannel):
+    """A channel whose rank 1 loses the decision on a save, by the number of the attempt, after it was given."""
+
+    deaf_to = ""
+
+    def clone(self, timeout_s: float | None = None) -> StoreChannel:
+        found = Deaf(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s or self.timeout_s)
+        found.deaf_to = self.deaf_to
+        return found
+
+    def read(self, key: str, *, sender: str = "a peer") -> bytes:
+        found = super().read(key, sender=sender)
+        if self.rank == 1 and self.deaf_to and key == f"save/{self.deaf_to}/decision":
+            raise LaunchError("No message from rank 0")
+        return found
+
+
+class NoCopies:
+    """Copies nothing. Implements `Copying`."""
+
+    pinned = ()
+
+    def status(self, iteration: int) -> bytes:
+        return b""
+
+    def decide(self, statuses: object) -> bytes:
+        return b""
+
+    def committed(self, attempt: Attempt, order: bytes) -> None:
+        return
+
+
+class CountingFiles(Files):
+    """Files that count the folders removed."""
+
+    def __init__(self) -> None:
+        self.removed: list[str] = []
+
+    def remove_tree(self, path: Path) -> None:
+        self.removed.append(path.name)
+        super().remove_tree(path)
+
+
+class FailingSync(Files):
+    """Files that cannot be synced in one attempt."""
+
+    def __init__(self, attempt: str) -> None:
+        self._attempt = attempt
+
+    def sync(self, descriptor: int) -> None:
+        if f".{self._attempt}.partial" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync(descriptor)
+
+
+def saver(
+    channel: StoreChannel, root: Path, nonce: str, *, deaf_to: str = "", files: Files | None = None
+) -> Checkpointer:
+    """Return the started saver of a rank, which is a host of its own."""
+    channel = Deaf(channel._source, channel.rank, world_size=2, timeout_s=10.0)
+    channel.deaf_to = deaf_to
+    policy = SavePolicy(root / str(channel.rank), retention=Retention(1), commit_timeout_s=10.0)
+    local = LocalSaves(FileExchange(), NoCopies())
+    found = Checkpointer(policy, channel, nonce=nonce, hosts=HOSTS, local=local, files=files)
+    found.start()
+    return found
+
+
+def test_a_prepared_folder_in_doubt_stays_until_it_is_completed(tmp_path: Path) -> None:
+    def call(channel: StoreChannel) -> list[bool]:
+        checkpointer = saver(channel, tmp_path, "n", deaf_to="n-2")
+        failed = []
+        # The run ends with a save of the iteration that rank 0 has committed, and the other host has not.
+        for iteration in (1, 2, 2):
+            report = checkpointer.save(iteration, contents(channel.rank, iteration))
+            failed.append(report is not None and report.error is not None)
+        checkpointer.close()
+        return failed
+
+    assert all_ranks(2, call) == [[False, False, False], [False, True, True]]
+    assert attempt_of(tmp_path / "1/.iter_0000002.n-2.partial") == "n-2"
+    interrupted = tmp_path / "0/iter_0000002/.host.json.new"  # a copy was being noted
+    interrupted.touch()
+
+    def start(channel: StoreChannel) -> None:
+        saver(channel, tmp_path, "m").close()
+
+    all_ranks(2, start)
+    assert [attempt_of(tmp_path / f"{host}/iter_0000002") for host in (0, 1)] == ["n-2", "n-2"]
+    left = [path.name for path in tmp_path.rglob(".*")]
+    assert left == []
+
+
+def test_the_next_commit_removes_what_was_in_doubt(tmp_path: Path) -> None:
+    def call(channel: StoreChannel) -> None:
+        checkpointer = saver(channel, tmp_path, "n", deaf_to="n-2")
+        for iteration in (1, 2, 3):
+            checkpointer.save(iteration, contents(channel.rank, iteration))
+        checkpointer.close()
+
+    all_ranks(2, call)
+    for host in (0, 1):
+        assert [path.name for path in (tmp_path / str(host)).iterdir() if path.is_dir()] == ["iter_0000003"]
+
+
+def test_a_save_costs_no_more_than_the_one_before(tmp_path: Path) -> None:
+    def call(channel: StoreChannel) -> list[int]:
+        files, counts = CountingFiles(), list[int]()
+        checkpointer = saver(channel, tmp_path, "n", files=files)
+        for iteration in range(1, 7):
+            files.removed.clear()
+            checkpointer.save(iteration, contents(channel.rank, iteration))
+            counts.append(len(files.removed))
+        checkpointer.close()
+        return counts
+
+    for counts in all_ranks(2, call):
+        assert len(set(counts[2:])) == 1  # the third removes the first folder whose files were taken over
+
+
+def test_a_save_overwrites_the_files_of_the_one_it_replaces(tmp_path: Path) -> None:
+    def call(channel: StoreChannel) -> list[dict[str, int]]:
+        checkpointer, found = saver(channel, tmp_path, "n"), list[dict[str, int]]()
+        for iteration in range(1, 6):
+            report = checkpointer.save(iteration, contents(channel.rank, iteration))
+            assert report is not None
+            assert report.error is None
+            found.append({path.name: path.stat().st_ino for path in report.path.glob("*.safetensors")})
+        checkpointer.close()
+        return found
+
+    inodes = all_ranks(2, call)
+    for host, (first, second, third, fourth, fifth) in enumerate(inodes):
+        assert first
+        assert (first, second) == (third, fourth) == (fifth, second)
+        assert not set(first.values()) & set(second.values())
+        assert [path.name for path in (tmp_path / str(host)).iterdir() if path.is_dir()] == ["iter_0000005"]
+        (ours,) = contents(host, 5).live
+        found = load_file(tmp_path / f"{host}/iter_0000005/model.safetensors")[ours.spec.name]
+        rows = slice(ours.box.offset[0], ours.box.end[0])
+        assert torch.equal(found[rows], ours.local)
+
+
+def test_the_files_of_an_earlier_process_are_not_overwritten(tmp_path: Path) -> None:
+    """They may hold the rows of other ranks, which would stay allocated for the rest of the run."""
+
+    def call(channel: StoreChannel) -> list[int]:
+        kept = list[int]()
+        for nonce, iterations in (("n", range(1, 2)), ("m", range(2, 5))):
+            checkpointer = saver(channel, tmp_path, nonce)
+            for iteration in iterations:
+                checkpointer.save(iteration, contents(channel.rank, iteration))
+                kept.append(len(list((tmp_path / str(channel.rank)).glob("*.deleting"))))
+            checkpointer.close()
+        return kept
+
+    assert all_ranks(2, call) == [[0, 0, 1, 1]] * 2
+
+
+def test_a_failed_save_leaves_no_files_to_take_over(tmp_path: Path) -> None:
+    def call(channel: StoreChannel) -> list[bool]:
+        checkpointer, found = saver(channel, tmp_path, "n", files=FailingSync("n-3")), list[bool]()
+        for iteration in range(1, 6):
+            report = checkpointer.save(iteration, contents(channel.rank, iteration))
+            found.append(report is not None and report.error is None)
+            left = [path for path in (tmp_path / str(channel.rank)).iterdir() if path.name.endswith(".deleting")]
+            assert len(left) == (iteration in (2, 4, 5)), left
+        checkpointer.close()
+        return found
+
+    assert all_ranks(2, call) == [[True, True, False, True, True]] * 2
+
+
+def test_a_shared_folder_takes_no_files_over(tmp_path: Path) -> None:
+    class NoLinks(Files):
+        def take_over(self, old: Path, path: Path, total_bytes: int) -> None:
+            raise AssertionError(path)
+
+    def call(channel: StoreChannel) -> None:
+        policy = SavePolicy(tmp_path, retention=Retention(1))
+        checkpointer = Checkpointer(policy, channel, nonce="n", files=NoLinks())
+        checkpointer.start()
+        for iteration in range(1, 4):
+            report = checkpointer.save(iteration, contents(channel.rank, iteration))
+            assert report is not None
+            assert report.error is None
+        checkpointer.close()
+
+    all_ranks(2, call)
+    assert not list(tmp_path.glob("*.deleting"))
+
+
+def test_files_count_as_sent_only_once_all_have_them() -> None:
+    sender, taker = FileExchange(), FileExchange()
+    first, second = {"a": b"1", "b": b"2"}, {"a": b"3", "b": b"2"}
+    assert taker.unpack(sender.pack(first)) == first
+    sender.delivered(was_taken=True)
+    message = sender.pack(second)
+    assert taker.unpack(message) == second
+    # Nobody learns whether all have it; the next message has all files again.
+    assert taker.unpack(sender.pack(first)) == first
+    sender.delivered(was_taken=True)
+    assert b"12" not in sender.pack(first)
+    sender.delivered(was_taken=True)
+    with pytest.raises(CheckpointError, match="has not arrived at this host"):
+        FileExchange().unpack(sender.pack(second))

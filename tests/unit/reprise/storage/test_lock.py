@@ -1,0 +1,343 @@
+"""One writer per folder, whatever becomes of the last one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from reprise.errors import LockError
+from reprise.storage import lock as lock_module
+from reprise.storage.lock import STALE_S, FolderLock
+from tests.fakes import JOIN_S, run_ranks
+
+HOLDER = """
+import sys
+from pathlib import Path
+from reprise.storage.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]), "theirs")
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+PARENT = """
+import os, sys
+from pathlib import Path
+from reprise.storage.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]), "theirs")
+lock.acquire()
+FORK
+print(child, flush=True)
+sys.stdin.read()
+"""
+# A child as multiprocessing forks it, which tells its number once it runs, and one that the C library forks, in which
+# Python runs nothing.
+CHILDREN = {
+    "of Python": """
+child = os.fork()
+if child == 0:
+    print(os.getpid(), flush=True)
+sys.stdin.read()
+""",
+    "of C": """
+import ctypes, fcntl, signal
+child = ctypes.CDLL(None).fork()
+if child == 0:
+    signal.pause()
+""",
+}
+
+
+@contextlib.contextmanager
+def killed_parent(folder: Path, child: str) -> Iterator[int]:
+    """Give the pid of a child whose parent held the lock of a folder and was killed; end the child after that."""
+    code = PARENT.replace("FORK", CHILDREN[child])
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        try:
+            parent.kill()
+            parent.wait(JOIN_S)
+            yield pid
+        finally:
+            os.kill(pid, signal.SIGKILL)
+
+
+def leave_record(folder: Path, *, host: str, age_s: float) -> None:
+    record = {"host": host, "pid": 4711, "nonce": "theirs", "started": 1.0}
+    (folder / "lock").write_text(json.dumps(record))
+    then = time.time() - age_s
+    os.utime(folder / "lock", (then, then))
+
+
+def test_a_second_lock_is_refused_naming_pid_and_host(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path / "new", "mine")
+    first.acquire()
+    with pytest.raises(LockError) as caught:
+        FolderLock(tmp_path / "new", "theirs").acquire()
+    assert f"host {socket.gethostname()}, pid {os.getpid()}" in str(caught.value)
+    first.check()
+    first.release()
+    first.release()
+
+
+def test_a_released_lock_is_free(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path, "a"), FolderLock(tmp_path, "b")
+    first.acquire()
+    first.release()
+    second.acquire()
+    second.check()
+    with pytest.raises(LockError):
+        first.check()
+    second.release()
+
+
+def test_a_forked_child_does_not_keep_a_dead_parent_s_lock(tmp_path: Path) -> None:
+    with killed_parent(tmp_path, "of Python") as child:
+        lock = FolderLock(tmp_path, "mine")
+        lock.acquire()
+        os.kill(child, 0)  # it is still there
+        lock.check()
+        lock.release()
+
+
+def test_a_dead_parent_s_child_is_told_from_another_job(tmp_path: Path) -> None:
+    with killed_parent(tmp_path, "of C"), pytest.raises(LockError, match="that process is gone, and a child of it"):
+        FolderLock(tmp_path, "mine").acquire()
+
+
+def test_a_fork_leaves_the_lock_with_the_parent(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(LockError):
+        FolderLock(tmp_path, "theirs").acquire()
+    lock.check()
+    lock.release()
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        lock = FolderLock(tmp_path, "mine")
+        with pytest.raises(LockError, match=f"pid {holder.pid}"):
+            lock.acquire()
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(JOIN_S)
+        lock.acquire()
+        lock.check()
+        lock.release()
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_a_living_holder_on_another_host_is_respected(tmp_path: Path) -> None:
+    leave_record(tmp_path, host="node-7", age_s=STALE_S / 2)
+    with pytest.raises(LockError, match="host node-7, pid 4711"):
+        FolderLock(tmp_path, "mine").acquire()
+    assert "node-7" in (tmp_path / "lock").read_text()
+
+
+def test_a_refusal_for_another_host_names_the_wait_and_the_file(
+    tmp_path: Path,
+) -> None:
+    leave_record(tmp_path, host="node-7", age_s=0)
+    then = (tmp_path / "lock").stat().st_mtime
+    with pytest.raises(LockError) as caught:
+        FolderLock(tmp_path, "mine", clock=lambda: then + 30.0).acquire()
+    assert "last heard of 30 s ago" in str(caught.value)
+    assert f"start this one again in {STALE_S - 30:.0f} s, or remove {tmp_path / 'lock'}." in str(caught.value)
+
+
+def leave_record_from_the_future(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.005)
+    monkeypatch.setattr(lock_module, "STALE_S", 0.5)
+    leave_record(folder, host="node-7", age_s=-3600)
+
+
+def test_a_constant_heartbeat_in_the_future_is_a_dead_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_record_from_the_future(tmp_path, monkeypatch)
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    lock.check()
+    lock.release()
+    assert "3600 s in the future, set by host node-7: compare the clocks" in caplog.text
+
+
+def test_a_changing_heartbeat_in_the_future_is_a_live_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_record_from_the_future(tmp_path, monkeypatch)
+
+    class Watched(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            os.utime(tmp_path / "lock", (time.time() + 7200.0,) * 2)  # the holder beats while it is watched
+            return False
+
+    lock = FolderLock(tmp_path, "mine")
+    lock._stop = Watched()
+    with pytest.raises(LockError, match="host node-7, pid 4711"):
+        lock.acquire()
+    assert "node-7" in (tmp_path / "lock").read_text()
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
+        server.bind(path.name)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, os.mkdir, make_socket, lambda path: path.symlink_to("/dev/zero")],
+    ids=["pipe", "folder", "socket", "device"],
+)
+def test_a_lock_that_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "lock")
+    before = os.listdir("/proc/self/fd")
+    (error,) = run_ranks(1, lambda _: FolderLock(tmp_path, "mine").acquire())  # on a thread: it must not wait
+    assert isinstance(error, LockError)
+    assert f"The lock of a checkpoint folder is no regular file ({tmp_path / 'lock'})" in str(error)
+    assert len(os.listdir("/proc/self/fd")) <= len(before)  # those of an earlier test may go meanwhile
+
+
+def test_a_lock_that_becomes_a_pipe_does_not_block_its_holder(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    (tmp_path / "lock").unlink()
+    os.mkfifo(tmp_path / "lock")
+    (error,) = run_ranks(1, lambda _: lock.check())  # on a thread: it must not wait
+    assert isinstance(error, LockError)
+    assert "a holder that left no name" in str(error)
+    lock.refuse_if_taken()
+    lock.release()
+
+
+def test_a_silent_holder_on_another_host_is_taken_for_dead(tmp_path: Path) -> None:
+    leave_record(tmp_path, host="node-7", age_s=STALE_S + 60)
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    lock.check()
+    lock.release()
+
+
+def test_after_a_failure_only_a_readable_lock_names_a_holder(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    lock.refuse_if_taken()
+    kept = (tmp_path / "lock").rename(tmp_path / "kept")
+    lock.refuse_if_taken()  # gone, as with a folder that was deleted: the save has failed by that, and is tried again
+    assert not (tmp_path / "lock").exists()
+    for content in (b"", kept.read_bytes().replace(b"mine", b"theirs")):
+        (tmp_path / "lock").write_bytes(content)
+        with pytest.raises(LockError, match="Another job writes"):
+            lock.refuse_if_taken()
+    lock.release()
+
+
+def test_a_lock_that_was_taken_over_is_noticed_and_left_alone(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    leave_record(tmp_path, host="node-7", age_s=0)
+    with pytest.raises(LockError, match="node-7"):
+        lock.check()
+    lock.release()
+    assert "node-7" in (tmp_path / "lock").read_text()
+
+
+def test_a_lock_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "folder", "mine")
+    lock.acquire()
+    shutil.rmtree(tmp_path / "folder")
+    with pytest.raises(FileNotFoundError):
+        lock.check()
+    (tmp_path / "folder").mkdir()
+    lock.check()
+    lock.check()
+    with pytest.raises(LockError, match=f"pid {os.getpid()}"):
+        FolderLock(tmp_path / "folder", "theirs").acquire()
+    lock.release()
+    with pytest.raises(LockError):
+        lock.check()
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_job_whose_lock_file_was_removed_and_taken_is_refused(tmp_path: Path, is_released: bool) -> None:
+    lock, successor = FolderLock(tmp_path, "mine"), FolderLock(tmp_path, "theirs")
+    lock.acquire()
+    (tmp_path / "lock").unlink()
+    successor.acquire()
+    if is_released:
+        successor.release()
+    for _ in range(2):
+        with pytest.raises(LockError):
+            lock.check()
+    lock.release()
+    successor.release()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EINTR])
+def test_a_file_system_without_locks_is_refused_with_its_reason(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(LockError, match=f"{os.strerror(code)}.*errno {code}.*or name another folder"):
+        FolderLock(tmp_path, "mine").acquire()
+    assert len(os.listdir("/proc/self/fd")) <= len(before)  # those of an earlier test may go meanwhile
+
+
+def test_a_heartbeat_keeps_no_successor_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.001)
+    others = set(threading.enumerate())
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    leave_record(tmp_path, host="node-7", age_s=STALE_S)
+    (beat,) = set(threading.enumerate()) - others
+    for _ in range(20):
+        beat.join(0.002)
+    with pytest.raises(LockError):
+        lock.check()
+    assert time.time() - (tmp_path / "lock").stat().st_mtime > STALE_S / 2
+    lock.release()
+    beat.join(JOIN_S)
+    assert not beat.is_alive()
+
+
+OF_WRONG_KINDS = '{"host": "x", "pid": 1, "nonce": "n", "started": "then"}'
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"host": "x"}', "\xff", OF_WRONG_KINDS, 60_000 * "["])
+def test_a_record_of_nonsense_does_not_keep_a_folder_locked(tmp_path: Path, text: str) -> None:
+    (tmp_path / "lock").write_text(text, encoding="latin-1")
+    lock = FolderLock(tmp_path, "mine")
+    lock.acquire()
+    lock.check()
+    lock.release()

@@ -1,0 +1,250 @@
+"""A read that fails is no damage: it is tried again for a while, and then ends the load with nothing renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.errors import UnreadableError
+from reprise.format import json_file
+from reprise.format.names import MANIFEST, STATE
+from reprise.loading.choose import LoadSource
+from reprise.loading.restorer import Restorer
+from reprise.policy import Retention, SavePolicy
+from reprise.saving.room import decide_expired
+from reprise.storage.files import Files
+from reprise.storage.folder import CheckpointFolder
+from reprise.storage.patience import RETRY_S, Patience, await_sight, unreadable
+from tests.fakes import FailingFiles, run_ranks
+from tests.unit.reprise.loading.test_reader import contents, save
+from trainer.commands import checkpoint as script
+
+# Errors of a disk, a server, a limit and permissions; ESTALE is a file of a server that has come back.
+CODES = (errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT)
+READS = ("open_for_reading", "read", "size")
+
+
+class Clock:
+    """A clock that only sleeping moves; `wakes` maps a number of sleeps to what is done after it."""
+
+    def __init__(self) -> None:
+        self.now_s, self.sleeps = 0.0, 0
+        self.wakes: dict[int, object] = {}
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.sleeps += 1
+        action = self.wakes.get(self.sleeps)
+        if callable(action):
+            action()
+
+    def patience(self) -> Patience:
+        return Patience(clock=lambda: self.now_s, sleep=self.sleep)
+
+
+class Failing(FailingFiles):
+    """Calls of one kind fail for checkpoint folders of one name."""
+
+    def __init__(self, kind: str, code: int, *, within: str = "iter_0000011") -> None:
+        super().__init__(kind, code)
+        self._within = within
+
+    def _maybe_fail(self, kind: str, path: Path | None = None) -> None:
+        if path is None or self._within in path.parts:
+            super()._maybe_fail(kind, path)
+
+    def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+        self._maybe_fail("read", Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        return Files.read(self, descriptor, buffer, offset=offset)
+
+    def size(self, path: Path) -> int:
+        self._maybe_fail("size", path)
+        return super().size(path)
+
+
+def names(run: Path) -> Sequence[str]:
+    return sorted(path.name for path in run.iterdir() if path.is_dir())
+
+
+def resume(run: Path, files: Files, clock: Clock, channel: StoreChannel | None = None) -> int:
+    """Load the newest and rewind to it, as the trainer does; return the iteration."""
+    channel = channel or single_rank_channel()
+    checkpointer = Checkpointer(SavePolicy(run), channel, nonce="m", files=files)
+    restorer = Restorer(channel, nonce="m", files=files, patience=clock.patience())
+    checkpointer.start()
+    try:
+        target = contents(0)
+        restored = restorer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target.live)
+        checkpointer.loaded(restored)
+        checkpointer.rewind(restored.checkpoint.iteration)
+        return restored.checkpoint.iteration
+    finally:
+        checkpointer.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a run folder with iterations 9, 10 and 11."""
+    for iteration in (9, 10, 11):
+        save(tmp_path, iteration)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize("code", CODES, ids=[errno.errorcode[code] for code in CODES])
+def test_a_lasting_read_error_ends_the_load_and_renames_nothing(run: Path, kind: str, code: int) -> None:
+    before, clock = names(run), Clock()
+    with pytest.raises(UnreadableError) as caught:
+        resume(run, Failing(kind, code), clock)
+    text = str(caught.value)
+    assert f"cannot be read now: {os.strerror(code)} (errno {code})" in text
+    assert str(run / "iter_0000011") in text
+    assert "load an older iteration" in text
+    assert names(run) == before
+    assert RETRY_S <= clock.now_s <= 2 * RETRY_S
+
+
+@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
+def test_a_read_error_that_passes_costs_no_iteration(run: Path, kind: str, code: int) -> None:
+    clock, files = Clock(), Failing(kind, code)
+
+    def recover() -> None:
+        files.is_armed = False
+
+    clock.wakes = {4: recover}
+    assert resume(run, files, clock) == 11
+    assert files.failures > 3
+    assert names(run) == ["iter_0000009", "iter_0000010", "iter_0000011"]
+
+
+def test_a_stale_handle_is_opened_again(run: Path) -> None:
+    """A descriptor of a file that its server no longer knows fails for ever; one that is opened now does not."""
+
+    class Stale(Files):
+        def __init__(self) -> None:
+            self.opened = 0
+            self.stale: int | None = None
+
+        def open_for_reading(self, path: Path) -> int:
+            descriptor = super().open_for_reading(path)
+            if path.name.startswith("model-00001"):
+                self.opened += 1
+                self.stale = descriptor if self.opened == 1 else None
+            return descriptor
+
+        def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+            if descriptor == self.stale:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return super().read(descriptor, buffer, offset=offset)
+
+    files, before = Stale(), len(os.listdir("/proc/self/fd"))
+    assert resume(run, files, Clock()) == 11
+    assert files.opened > 1
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("kind", READS)
+def test_what_one_rank_cannot_read_ends_every_rank_alike(run: Path, culprit: int, kind: str) -> None:
+    before = names(run)
+
+    def call(channel: StoreChannel) -> int:
+        files = Failing(kind if channel.rank == culprit else "none", errno.EIO)
+        return resume(run, files, Clock(), channel)
+
+    outcomes = run_ranks(2, call)
+    assert [type(outcome) for outcome in outcomes] == [UnreadableError, UnreadableError]
+    assert all("Input/output error (errno 5)" in str(outcome) for outcome in outcomes)
+    assert f"Rank {culprit}: " in str(outcomes[1 - culprit])
+    assert names(run) == before
+
+
+def test_damage_is_not_waited_for_and_goes_back_to_the_older_one(run: Path) -> None:
+    clock = Clock()
+    (run / "iter_0000011" / STATE).unlink()
+    assert resume(run, Files(), clock) == 10
+    assert clock.sleeps == 0
+    assert names(run) == ["iter_0000009", "iter_0000010", "iter_0000011.superseded-1"]
+
+
+def use_up(descriptors: list[int]) -> None:
+    """Open files until that fails."""
+    while True:
+        descriptors.append(os.open("/dev/null", os.O_RDONLY))
+
+
+def test_a_rank_that_runs_out_of_descriptors_loses_no_iteration(run: Path) -> None:
+    """As EMFILE really comes: another thread holds all that the limit allows, and closes them later."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    clock, held = Clock(), []
+    restorer = Restorer(single_rank_channel(), nonce="m", patience=clock.patience())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            use_up(held)
+        clock.wakes = {3: lambda: [os.close(held.pop()) for _ in range(len(held))]}
+        target = contents(0)
+        found = restorer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target.live).checkpoint
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found.iteration == 11
+    assert clock.sleeps == 3
+
+
+def test_a_rank_waits_for_what_rank_0_sees(run: Path, tmp_path: Path) -> None:
+    path, clock = run / "iter_0000011", Clock()
+    path.rename(tmp_path / "hidden")
+    clock.wakes = {3: lambda: (tmp_path / "hidden").rename(path)}
+    await_sight(path / MANIFEST, clock.patience(), rank=1)
+    assert clock.sleeps == 3
+
+
+def test_a_rank_that_sees_it_too_late_is_named_with_its_host(run: Path) -> None:
+    path, clock = run / "iter_0000012", Clock()
+    with pytest.raises(UnreadableError) as caught:
+        await_sight(path / MANIFEST, clock.patience(), rank=1)
+    assert f"Rank 1 on host {socket.gethostname()} does not see" in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert RETRY_S <= clock.now_s <= 2 * RETRY_S
+
+
+def test_a_best_checkpoint_with_an_unreadable_loss_is_kept(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = json_file.read
+
+    def failing(path: Path) -> json_file.Json:
+        if "iter_0000009" in path.parts:
+            raise unreadable(OSError(errno.EIO, os.strerror(errno.EIO)), where=path)
+        return read(path)
+
+    monkeypatch.setattr(json_file, "read", failing)
+    folder = CheckpointFolder(run, Files())
+    assert decide_expired(folder, Retention(1, keep_best=1), pinned=()) == ([10], [9, 10, 11])
+    assert "iteration 9 stays, its loss is not known" in caplog.text
+    monkeypatch.undo()
+    assert decide_expired(folder, Retention(1, keep_best=1), pinned=()) == ([9, 10], [9, 10, 11])
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_the_command_does_not_call_damaged_what_it_cannot_read(
+    run: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "Files", lambda: Failing("open_for_reading", errno.EIO))
+    assert script.main([command, str(run)]) == script.IMPOSSIBLE
+    table = capsys.readouterr().out
+    assert "cannot be read now: Input/output error (errno 5)" in table
+    assert table.count("  whole\n" if command == "verify" else "  yes") == 2
+    (run / "iter_0000010" / STATE).unlink()
+    assert script.main([command, str(run)]) == script.BAD

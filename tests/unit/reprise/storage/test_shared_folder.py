@@ -1,0 +1,320 @@
+"""Every rank sees the checkpoint folder of rank 0, sooner or later, or nothing is saved or loaded."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from reprise.checkpointer import Checkpointer
+from reprise.commit.channel import StoreChannel
+from reprise.errors import CheckpointError, MismatchError, TrainerError
+from reprise.format.layout import TensorKind, TensorSpec
+from reprise.format.names import FORMAT, STATE
+from reprise.loading.choose import LoadSource
+from reprise.loading.reader import open_checkpoint
+from reprise.loading.restorer import Restorer
+from reprise.loading.same_checkpoint import open_same
+from reprise.policy import SavePolicy, SaveReport
+from reprise.storage import shared_folder
+from reprise.storage.files import Files
+from reprise.tensors.live import Contents
+from tests.fakes import JOIN_S, Axis, FailingFiles, Sharding, run_ranks, tcp_store
+
+UNSEEN = "This host does not see the checkpoint folder of rank 0"
+ROWS = Sharding("rows over 2", (Axis("row", 2),))
+SPEC = TensorSpec(TensorKind.MODEL, "w", (50, 40), torch.float32, (50, 40))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_folder, "SEEN_WITHIN_S", 0.1)
+
+
+def start(channel: StoreChannel, folder: Path, files: Files | None = None) -> Checkpointer:
+    checkpointer = Checkpointer(SavePolicy(folder), channel, nonce="n", files=files)
+    try:
+        checkpointer.start()
+    except TrainerError:
+        checkpointer.close()
+        raise
+    return checkpointer
+
+
+def save(
+    channel: StoreChannel,
+    folder: Path,
+    files: Files | None = None,
+    *,
+    before: Callable[[], None] = lambda: None,
+    value: float = 1.0,
+    iteration: int = 1,
+) -> SaveReport:
+    """Start, call `before`, and save a tensor of rows of that `value`."""
+    checkpointer = start(channel, folder, files)
+    before()
+    live = tuple(ROWS.live(channel.rank, [SPEC], {"w": torch.full(SPEC.shape, value)}))
+    try:
+        report = checkpointer.save(
+            iteration, Contents((SPEC,), live, {}, {STATE: {"format": FORMAT, "iteration": iteration}})
+        )
+        assert report is not None
+        return report
+    finally:
+        checkpointer.close()
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+class LateFiles(Files):
+    """A file system that shows marks only after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def size(self, path: Path) -> int:
+        if path.suffix == ".mark":
+            self.looks -= 1
+            if self.looks >= 0:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return super().size(path)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_no_rank_starts_where_one_has_another_folder(tmp_path: Path, has_folder: bool) -> None:
+    folders = [tmp_path / "of0", tmp_path / "of1"]
+    folders[1].mkdir(exist_ok=has_folder)
+    if not has_folder:
+        folders[1].rmdir()
+    for error in run_ranks(2, lambda channel: start(channel, folders[channel.rank])):
+        assert isinstance(error, CheckpointError)
+        assert f"{UNSEEN} (host {os.uname().nodename}, {folders[1]})" in str(error)
+    assert files_below(tmp_path) == ["of0/lock"]
+    assert folders[1].exists() == has_folder
+
+
+def test_a_rank_that_sees_the_folder_late_starts_and_saves(tmp_path: Path) -> None:
+    reports = run_ranks(2, lambda channel: save(channel, tmp_path, LateFiles(4 * channel.rank)))
+    for report in reports:
+        assert isinstance(report, SaveReport)
+        assert report.error is None
+    names = ["manifest.json", "model.safetensors", "model.safetensors.index.json", STATE]
+    assert files_below(tmp_path) == [
+        *(f"iter_0000001/{name}" for name in names),
+        "latest_checkpointed_iteration.txt",
+        "lock",
+    ]
+
+
+def test_a_start_sweeps_only_the_mark_of_a_killed_one(tmp_path: Path) -> None:
+    for name in (".shared.dead.mark", "shared.mark", ".shared.mark.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / ".shared.folder.mark").mkdir()
+    (checkpointer,) = run_ranks(1, lambda channel: start(channel, tmp_path))
+    assert isinstance(checkpointer, Checkpointer)
+    checkpointer.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".shared.folder.mark",
+        ".shared.mark.txt",
+        "lock",
+        "shared.mark",
+    ]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("loser", [0, 1])
+def test_a_rank_that_writes_elsewhere_fails_the_save_cleanly(tmp_path: Path, loser: int) -> None:
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    for folder in (shared, other):
+        folder.mkdir()
+    links = [tmp_path / f"link{rank}" for rank in (0, 1)]
+    for link in links:
+        link.symlink_to(shared)
+
+    def lose() -> None:
+        links[loser].unlink()
+        links[loser].symlink_to(other)
+        shutil.copy(shared / "lock", other)  # as a copy of the folder would have it
+
+    def call(channel: StoreChannel) -> SaveReport:
+        return save(channel, links[channel.rank], before=lose if channel.rank == loser else lambda: None)
+
+    for report in run_ranks(2, call, store=tcp_store):
+        assert isinstance(report, SaveReport)
+        assert f"{UNSEEN} (host {os.uname().nodename}, {links[1]}/.iter_0000001.n-1.partial)" in str(report.error)
+    assert {path.split("/")[1] for path in files_below(tmp_path)} == {"lock"}
+
+
+class CallAtSync(Files):
+    """A file system that calls something when a file has been synced."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def sync(self, descriptor: int) -> None:
+        super().sync(descriptor)
+        self._call()
+
+
+def test_a_rank_that_wrote_elsewhere_first_fails_the_save(tmp_path: Path) -> None:
+    shared, other, link = (tmp_path / name for name in ("shared", "other", "link"))
+    for folder in (shared, other):
+        folder.mkdir()
+    link.symlink_to(shared)
+
+    def lead_to(folder: Path) -> None:
+        link.unlink()
+        link.symlink_to(folder)
+
+    def call(channel: StoreChannel) -> SaveReport:
+        if channel.rank == 0:
+            return save(channel, shared)
+        return save(channel, link, CallAtSync(lambda: lead_to(shared)), before=lambda: lead_to(other))
+
+    for report in run_ranks(2, call, store=tcp_store):
+        assert isinstance(report, SaveReport)
+        assert f"folder of this host became another one during a save (host {os.uname().nodename}, {link})" in str(
+            report.error
+        )
+    assert files_below(shared) == ["lock"]
+
+
+class LateMark(Files):
+    """The file system of rank 0, which has left no mark before the other rank has looked for it."""
+
+    def __init__(self) -> None:
+        self.was_looked_for = threading.Event()
+
+    def mark(self, path: Path) -> None:
+        if path.parent.name.endswith(".partial"):
+            assert self.was_looked_for.wait(JOIN_S)
+        super().mark(path)
+
+    def size(self, path: Path) -> int:
+        try:
+            return super().size(path)
+        except FileNotFoundError:
+            self.was_looked_for.set()
+            raise
+
+
+def test_the_time_to_see_a_save_runs_from_rank_0_s_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_folder, "SEEN_WITHIN_S", 0.0)
+    files = LateMark()
+    for report in run_ranks(2, lambda channel: save(channel, tmp_path, files)):
+        assert isinstance(report, SaveReport)
+        assert report.error is None
+    assert files.was_looked_for.is_set()
+
+
+@pytest.mark.parametrize("kind", ["free_bytes", "make_folder", "write"])
+def test_a_save_rank_0_cannot_begin_fails_alike_on_all_ranks(tmp_path: Path, kind: str) -> None:
+    for report in run_ranks(
+        2, lambda channel: save(channel, tmp_path, FailingFiles(kind if channel.rank == 0 else ""))
+    ):
+        assert isinstance(report, SaveReport)
+        assert "Input/output error" in str(report.error)
+        assert UNSEEN not in str(report.error)
+    assert files_below(tmp_path) == ["lock"]
+
+
+class ReplacedFiles(Files):
+    """A file system that shows what was under a name before, for some looks."""
+
+    def __init__(self, path: Path, older: Path, looks: int) -> None:
+        self.looks = looks
+        self._path, self._older = path, older
+
+    def _shown(self, path: Path) -> Path:
+        if path == self._path / "manifest.json":
+            self.looks -= 1
+        return self._older / path.relative_to(self._path) if self.looks >= 0 else path
+
+    def size(self, path: Path) -> int:
+        return super().size(self._shown(path))
+
+    def open_for_reading(self, path: Path) -> int:
+        return super().open_for_reading(self._shown(path))
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> list[Path]:
+    """Return two checkpoints of one iteration."""
+    found = []
+    for value in (1.0, 2.0):
+        reports = run_ranks(2, partial(save, folder=tmp_path / str(value), value=value))
+        assert isinstance(reports[0], SaveReport)
+        found.append(reports[0].path)
+    return found
+
+
+def test_a_rank_that_first_sees_the_old_checkpoint_loads_the_new(checkpoints: list[Path]) -> None:
+    older, newer = checkpoints
+    digest = open_checkpoint(newer, Files()).digest
+    files = ReplacedFiles(newer, older, 2)
+    assert open_same(newer, digest, files).digest == digest
+    assert files.looks < 0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_with_another_checkpoint_is_named_with_digests(checkpoints: list[Path]) -> None:
+    older, newer = checkpoints
+    expected, found = (open_checkpoint(path, Files()).digest for path in (newer, older))
+    with pytest.raises(MismatchError) as caught:
+        open_same(older, expected, Files())
+    assert (
+        f"(host {os.uname().nodename}, {older / 'manifest.json'}), expected digest {expected}, found digest {found}"
+        in (str(caught.value))
+    )
+
+
+class PartlyHiddenFiles(Files):
+    """A file system that does not show one file of each checkpoint, for some looks."""
+
+    def __init__(self, name: str, looks: int) -> None:
+        self._name = name
+        self.looks = looks
+
+    def size(self, path: Path) -> int:
+        if path.name == self._name:
+            self.looks -= 1
+            if self.looks >= 0:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return super().size(path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", STATE])
+def test_a_rank_that_sees_a_file_of_the_checkpoint_late_loads_it(checkpoints: list[Path], name: str) -> None:
+    files = PartlyHiddenFiles(name, 2)
+    digest = open_checkpoint(checkpoints[0], Files()).digest
+    assert open_same(checkpoints[0], digest, files).digest == digest
+    assert files.looks < 0
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("name", ["model.safetensors", STATE])
+def test_a_rank_that_lacks_a_file_takes_no_older_checkpoint(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "saved"
+    for iteration in (1, 2):
+        run_ranks(2, partial(save, folder=folder, iteration=iteration))
+    files = PartlyHiddenFiles(name, 1_000_000)
+
+    def load(channel: StoreChannel) -> object:
+        restorer = Restorer(channel, nonce="n", files=files if channel.rank else None)
+        live = ROWS.live(channel.rank, [SPEC], {"w": torch.empty(SPEC.shape)})
+        return restorer.restore(LoadSource(folder), check=lambda _: None, live=lambda _: live)
+
+    for error in run_ranks(2, load):
+        assert isinstance(error, MismatchError)
+        assert f"another checkpoint than rank 0 under the same path (host {os.uname().nodename}" in str(error)
+        assert f"iter_0000002/{name}" in str(error)

@@ -1,0 +1,42 @@
+"""Moments lie in memory as they will lie in their file."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from models.build import build_model
+from reprise.format.layout import PAGE_BYTES, TensorKind, build_layout
+from reprise.tensors.live import Grid
+from tests.unit.model_samples import GPT2, fill, random_values
+from trainer.config.schema import OptimizerName, OptimizerSection
+from trainer.run.state import TrainerState, build_part, checkpoint_specs
+
+SETTINGS = OptimizerSection()
+FILE_BYTES = 30_000
+
+
+@pytest.mark.parametrize("pad_vocab_multiple", [1, 64])
+def test_a_file_aligned_state_is_congruent_and_keeps_its_values(pad_vocab_multiple: int) -> None:
+    config = dataclasses.replace(GPT2, pad_vocab_multiple=pad_vocab_multiple)
+    model = fill(build_model(config), random_values(config))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    part = build_part(config, model, SETTINGS, grid=Grid.flat(1), file_bytes=FILE_BYTES)
+    state = TrainerState(config, [part], Grid.flat(1))
+    layout = build_layout(tuple(checkpoint_specs(config, OptimizerName.adamw)), file_bytes=FILE_BYTES)
+    live = [tensor for tensor in state.shards() if tensor.local.ndim > 0]
+    assert len(live) == 3 * len(list(model.parameters()))
+    copied = [tensor.spec for tensor in live if layout.places[tensor.spec.name].offset % 64]
+    copied = [spec for spec in copied if spec.kind is TensorKind.MODEL]  # memory that products read is aligned instead
+    assert 0 < len(copied) < len(before)
+    for tensor in live:
+        place = 0 if tensor.spec in copied else layout.places[tensor.spec.name].offset
+        assert (tensor.local.data_ptr() - place) % (64 if tensor.spec in copied else PAGE_BYTES) == 0
+        assert not (tensor.spec.name.startswith("exp_avg") and tensor.local.any())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for parameter, values in part.optimizer.state.items():
+        assert {key: value.shape for key, value in values.items()} == {
+            "step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape
+        }  # fmt: skip

@@ -1,0 +1,204 @@
+"""Tensors whose memory, sign or dtype is not that of a file: equal in bits and dtype after a save and a load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from reprise import load, load_state_dict, save, save_state_dict
+from reprise.errors import CheckpointError, MismatchError
+
+
+def numbers(dtype: torch.dtype = torch.float32, *, fill: int = 0) -> torch.Tensor:
+    raw = (torch.arange(fill, fill + 64) % 251).to(torch.uint8)
+    return raw.view(dtype).clone()
+
+
+def complex_numbers(fill: int) -> torch.Tensor:
+    return torch.complex(torch.arange(6.0) + fill, -torch.arange(6.0)).reshape(2, 3)
+
+
+Maker = Callable[[int], torch.Tensor]
+KINDS: dict[str, Maker] = {
+    "negative": lambda fill: torch._neg_view(torch.arange(6.0) + fill),
+    "imaginary part": lambda fill: complex_numbers(fill).conj().imag,
+    "conjugate": lambda fill: complex_numbers(fill).conj(),
+    "transposed conjugate": lambda fill: complex_numbers(fill).mH,
+    "complex": complex_numbers,
+    "complex scalar": lambda fill: torch.tensor(complex(fill, -1.5)),
+    "complex128": lambda fill: complex_numbers(fill).to(torch.complex128)[:, ::2],
+    "complex32": lambda fill: complex_numbers(fill).to(torch.complex32),
+    "no complex numbers": lambda fill: torch.zeros(0, 3, dtype=torch.complex64),
+    "e4m3fnuz": lambda fill: numbers(torch.float8_e4m3fnuz, fill=fill),
+    "e5m2fnuz": lambda fill: numbers(torch.float8_e5m2fnuz, fill=fill).reshape(8, 8).T,
+    "e8m0fnu": lambda fill: numbers(torch.float8_e8m0fnu, fill=fill),
+    "e2m1": lambda fill: numbers(torch.uint8, fill=fill).view(torch.float4_e2m1fn_x2),
+    "expanded": lambda fill: torch.full((1, 3), float(fill)).expand(4, 3),
+    "expanded scalar": lambda fill: torch.tensor(fill).expand(2, 5),
+    "a row": lambda fill: (torch.arange(12.0) + fill).reshape(3, 4)[1],
+    "columns": lambda fill: (torch.arange(12.0) + fill).reshape(3, 4)[:, 1::2],
+}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    packed = tensor.resolve_neg().resolve_conj().contiguous().reshape(-1)
+    return (
+        torch.view_as_real(packed).numpy().tobytes()
+        if packed.is_complex()
+        else packed.view(torch.uint8).numpy().tobytes()
+    )
+
+
+def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert bits(found) == bits(expected)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_of_any_kind_is_carried(tmp_path: Path, kind: str) -> None:
+    path = save_state_dict(tmp_path, {"a": KINDS[kind](3), "model": {"w": KINDS[kind](5)}}, iteration=1)
+    target = KINDS[kind](0)
+    state = {"a": target, "model": {"w": KINDS[kind](0)}}
+    load_state_dict(path, state)
+    assert state["a"] is target
+    assert_equal(target, KINDS[kind](3))
+    assert_equal(state["model"]["w"], KINDS[kind](5))  # type: ignore[index]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_buffer_of_any_kind_is_carried(tmp_path: Path, kind: str) -> None:
+    holders = [nn.Module(), nn.Module()]
+    for number, holder in enumerate(holders):
+        holder.register_buffer("b", KINDS[kind](number))
+    load(save(tmp_path, holders[0], iteration=1), holders[1])
+    assert_equal(holders[1].b, KINDS[kind](0))
+
+
+def test_moments_of_complex_parameters_are_made(tmp_path: Path) -> None:
+    def trained(steps: int) -> tuple[nn.ParameterDict, torch.optim.Optimizer]:
+        model = nn.ParameterDict({"w": nn.Parameter(complex_numbers(1))})
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            (model["w"] * complex(1, 2)).abs().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = trained(2)
+    again, opt = trained(0)
+    load(save(tmp_path, model, optimizer, iteration=2), again, opt)
+    for key, value in optimizer.state[model["w"]].items():
+        assert_equal(opt.state[again["w"]][key], value)
+    assert_equal(again["w"].detach(), model["w"].detach())
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "message"),
+    [
+        (torch.zeros(3, dtype=torch.complex64), torch.zeros(3, 2), r"/a\), expected float32, found complex64"),
+        (torch.zeros(3, 2), torch.zeros(3, dtype=torch.complex64), r"/a\), expected complex64, found float32"),
+        (
+            numbers(torch.float8_e5m2fnuz),
+            numbers(torch.float8_e4m3fnuz),
+            r"/a\), expected float8_e4m3fnuz, found float8_e5m2fnuz",
+        ),
+        (numbers(torch.float8_e5m2fnuz), numbers(torch.uint8), r"/a\), expected uint8, found float8_e5m2fnuz"),
+    ],
+)
+def test_another_dtype_of_the_same_bytes_is_refused(
+    tmp_path: Path, saved: torch.Tensor, given: torch.Tensor, message: str
+) -> None:
+    path = save_state_dict(tmp_path, {"a": saved}, iteration=1)
+    before = bits(given)
+    for strict in (True, False):
+        with pytest.raises(MismatchError, match=message):
+            load_state_dict(path, {"a": given}, strict=strict)
+    assert bits(given) == before
+
+
+def test_an_expanded_tensor_holds_one_value_for_its_elements(tmp_path: Path) -> None:
+    path = save_state_dict(tmp_path, {"a": torch.arange(3.0)}, iteration=1)
+    with pytest.raises(MismatchError, match=r"an expanded tensor share memory.* \(/a\)"):
+        load_state_dict(path, {"a": torch.zeros(1).expand(3)})
+    load_state_dict(path, state := {"a": torch.zeros(3)})
+    assert state["a"].tolist() == [0, 1, 2]
+
+
+def test_negative_tensors_stay_tied_in_value(tmp_path: Path) -> None:
+    base = torch.arange(3.0)
+    path = save_state_dict(tmp_path, {"a": torch._neg_view(base), "b": torch._neg_view(base)}, iteration=1)
+    load_state_dict(path, state := {"a": torch.zeros(3), "b": torch._neg_view(torch.zeros(3))})
+    assert [value.tolist() for value in state.values()] == [[-0.0, -1, -2]] * 2
+
+
+def meta_state() -> dict[str, Any]:
+    weight = torch.empty(2, 3, device="meta")
+    state = {"w": {"exp_avg": torch.empty(2, 3, device="meta")}}
+    groups = [{"params": ["w"], "lr": torch.empty((), device="meta")}]
+    return {
+        "model": {"w": weight, "again": weight, "c": torch.empty(2, dtype=torch.complex64, device="meta")},
+        "optimizer": {"state": state, "param_groups": groups},
+        "list": [torch.empty(2, dtype=torch.int64, device="meta"), {"a": 0}],
+    }
+
+
+def filled(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.arange(1, 1 + value.numel()).reshape(value.shape).to(value.dtype)
+    if isinstance(value, dict):
+        return {key: filled(member) for key, member in value.items()}
+    return [filled(member) for member in value] if isinstance(value, list) else value
+
+
+def test_meta_tensors_get_memory_at_a_load(tmp_path: Path) -> None:
+    expected = filled(meta_state())
+    expected["model"]["again"] = expected["model"]["w"]
+    path = save_state_dict(tmp_path, expected, iteration=1)
+    state = meta_state()
+    load_state_dict(path, state)
+    assert repr(state) == repr(expected)
+    assert state["model"]["again"] is state["model"]["w"]
+    with pytest.raises(CheckpointError, match=r"no memory \(/list/0\)|no memory"):
+        save_state_dict(tmp_path, meta_state(), iteration=2)
+
+
+def test_meta_tensors_that_a_checkpoint_lacks_stay(tmp_path: Path) -> None:
+    path = save_state_dict(tmp_path, {"a": {"x": torch.ones(2)}}, iteration=1)
+    state = {"a": {"x": torch.empty(2, device="meta"), "y": torch.empty(3, device="meta")}}
+    with pytest.raises(MismatchError, match="/a/y is missing"):
+        load_state_dict(path, state)
+    assert state["a"]["x"].is_meta
+    assert load_state_dict(path, state, strict=False).missing_keys == ["/a/y"]
+    assert state["a"]["x"].tolist() == [1, 1]
+    assert state["a"]["y"].is_meta
+    with pytest.raises(CheckpointError, match=r"in a tuple.* \(/a/0\)"):
+        load_state_dict(path, {"a": (torch.empty(2, device="meta"),)})
+
+
+class Holding:
+    """An object whose state is a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"t": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["t"]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("kind", ["complex", "complex32", "e4m3fnuz", "negative", "expanded"])
+def test_a_tensor_of_an_object_s_state_is_carried(tmp_path: Path, kind: str) -> None:
+    model, scheduler = nn.Linear(1, 1), Holding(KINDS[kind](0))
+    path = save(tmp_path, model, iteration=1, state={"s": Holding(KINDS[kind](3)), "t": KINDS[kind](4)})
+    assert_equal(load(path, model, state={"s": scheduler})["t"], KINDS[kind](4))
+    assert_equal(scheduler.tensor, KINDS[kind](3))

@@ -1,0 +1,128 @@
+"""What cannot be plain bytes on disk is refused by name, at save and at load."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from reprise import load, save
+from reprise.errors import CheckpointError
+from reprise.tensors.storable import check_disjoint, check_memory
+
+
+def holder(**tensors: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(name, tensor)
+        else:
+            module.register_buffer(name, tensor)
+    return module
+
+
+def quantised() -> torch.Tensor:
+    return torch._empty_affine_quantized([3], scale=1.0, zero_point=0, dtype=torch.qint8)
+
+
+WEIGHT = torch.arange(12.0).reshape(4, 3)
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "sparse": (lambda: holder(adjacency=torch.eye(3).to_sparse()), r"\(adjacency\).*sparse_coo"),
+    "quantised": (lambda: holder(packed=quantised()), r"\(packed\).*qint8"),
+    "windows": (lambda: holder(frames=torch.arange(9.0).unfold(0, 4, 2)), r"\(frames\)"),
+    "rows": (lambda: holder(w=nn.Parameter(WEIGHT), top=WEIGHT[:2]), r"\(top and w\)"),
+    "one element": (lambda: holder(w=nn.Parameter(WEIGHT), last=WEIGHT[3, 2]), r"\(last and w\)"),
+    "other dtype": (lambda: holder(w=nn.Parameter(WEIGHT), raw=WEIGHT.view(torch.int32)[2]), r"\(raw and w\)"),
+    "crossing": (lambda: holder(row=WEIGHT[1], column=WEIGHT[:, 1]), r"\(column and row\)"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("name", REFUSED)
+def test_memory_not_a_tensor_s_own_is_refused_at_save_and_load(tmp_path: Path, name: str) -> None:
+    make, text = REFUSED[name]
+    with pytest.raises(CheckpointError, match=text):
+        save(tmp_path, make(), iteration=1)
+    assert list(tmp_path.glob("iter_*")) == []
+    plain = {n: torch.zeros(t.shape, dtype=torch.float32) for n, t in make().state_dict().items()}
+    save(tmp_path, holder(**plain), iteration=1)
+    with pytest.raises(CheckpointError, match=text):
+        load(tmp_path, make())
+
+
+def test_optimizer_state_in_shared_memory_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["momentum_buffer"] = torch.zeros(3).unfold(0, 2, 1)
+    with pytest.raises(CheckpointError, match=r"\(momentum_buffer\.weight\)"):
+        save(tmp_path, model, optimizer, iteration=1)
+
+
+def test_parts_of_one_memory_that_do_not_meet_are_stored(tmp_path: Path) -> None:
+    def module(memory: torch.Tensor) -> nn.Module:
+        tied = nn.Parameter(torch.full((3, 2), float(memory[0, 0])).T)
+        inner = {"left": memory[:, :1], "right": memory[:, 1:].T, "none": memory[:, :0], "scalar": torch.tensor(1)}
+        model = holder(**{name: nn.Parameter(t, requires_grad=False) for name, t in inner.items()}, tied=tied)
+        model.other = tied
+        return model
+
+    source, target = module(WEIGHT + 1), module(torch.zeros(4, 3))
+    save(tmp_path, source, iteration=1)
+    load(tmp_path, target)
+    for name, value in source.state_dict().items():
+        assert torch.equal(value, target.state_dict()[name])
+
+
+def test_a_big_endian_host_neither_saves_nor_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, nn.Linear(2, 2), iteration=1)
+    monkeypatch.setattr(sys, "byteorder", "big")
+    with pytest.raises(CheckpointError, match="big-endian"):
+        save(tmp_path, nn.Linear(2, 2), iteration=2)
+    with pytest.raises(CheckpointError, match="big-endian"):
+        load(tmp_path, nn.Linear(2, 2))
+
+
+MEMORY = torch.zeros(64)
+PARTS = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6)), max_size=3)
+
+
+def part(dims: list[tuple[int, int]], offset: int) -> torch.Tensor:
+    return MEMORY.as_strided([size for size, _ in dims], [stride for _, stride in dims], offset)
+
+
+def addresses(tensor: torch.Tensor) -> list[int]:
+    steps = [
+        [index * int(stride) for index in range(n)] for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    return [int(tensor.storage_offset()) + sum(at) for at in itertools.product(*steps)]
+
+
+@given(PARTS, PARTS, st.integers(0, 9))
+def test_memory_needs_a_place_of_its_own_for_every_element(
+    first: list[tuple[int, int]], second: list[tuple[int, int]], offset: int
+) -> None:
+    a, b = part(first, 0), part(second, offset)
+    try:
+        check_memory("a", a)
+        check_memory("b", b)
+    except CheckpointError:
+        return
+    for tensor in (a, b):
+        assert len(set(addresses(tensor))) == tensor.numel()
+    if set(addresses(a)) & set(addresses(b)):
+        with pytest.raises(CheckpointError, match=r"a and b"):
+            check_disjoint([("a", a), ("b", b)])
+    else:
+        check_disjoint([("a", a), ("b", b)])
+
+
+@given(st.permutations(range(3)), st.integers(0, 1), st.integers(1, 4))
+def test_a_slice_of_any_permuted_tensor_is_accepted(order: list[int], lo: int, step: int) -> None:
+    check_memory("x", torch.zeros(3, 4, 5).permute(order)[lo:, ::step])

@@ -1,0 +1,129 @@
+"""An atomic output appears whole, is durable in the right order, and leaves nothing behind when it fails."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from reprise.atomic import FileCalls, atomic_output
+
+
+class Recording(FileCalls):
+    """Notes every sync and rename, by the name of its folder or target."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+        self.calls.append(("write", ""))
+        super().write(descriptor, buffers, offset=offset)
+
+    def sync(self, descriptor: int) -> None:
+        self.calls.append(("sync", ""))
+        super().sync(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        self.calls.append(("sync_folder", "partial" if path.suffix == ".partial" else path.name))
+        super().sync_folder(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.calls.append(("rename", "replaced" if target.suffix == ".replaced" else target.name))
+        super().rename(source, target)
+
+
+def make_folder(files: FileCalls, path: Path, data: bytes) -> None:
+    (path / "inner").mkdir(parents=True)
+    files.write_whole(path / "inner/file", data)
+
+
+def produce(path: Path, *, is_folder: bool, error: Exception | None = None) -> None:
+    files = FileCalls()
+    with atomic_output(path, files, replaces=error is not None) as partial:
+        if is_folder:
+            make_folder(files, partial, b"new")
+        else:
+            files.write_whole(partial, b"new")
+        if error is not None:
+            raise error
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_a_folder_is_synced_before_its_name_and_its_parent_after(tmp_path: Path) -> None:
+    files, root = Recording(), tmp_path / "root"
+    root.mkdir()
+    with atomic_output(root / "out", files) as partial:
+        make_folder(files, partial, b"new")
+        assert content(root).keys() == {f"{partial.name}/inner/file"}
+    assert files.calls == [
+        ("write", ""),
+        ("sync", ""),
+        ("sync_folder", "inner"),
+        ("sync_folder", "partial"),
+        ("rename", "out"),
+        ("sync_folder", "root"),
+    ]
+    assert content(root) == {"out/inner/file": b"new"}
+
+
+def test_a_file_is_replaced_on_request(tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"old, and longer")
+    with atomic_output(tmp_path / "out", files := FileCalls(), replaces=True) as partial:
+        files.write_whole(partial, b"new")
+        assert (tmp_path / "out").read_bytes() == b"old, and longer"
+    assert content(tmp_path) == {"out": b"new"}
+
+
+def test_a_folder_with_content_is_moved_aside_and_removed_last(tmp_path: Path) -> None:
+    files, root = Recording(), tmp_path / "root"
+    make_folder(files, root / "out", b"old")
+    (root / "out/other").write_bytes(b"old")
+    files.calls.clear()
+    with atomic_output(root / "out", files, replaces=True) as partial:
+        make_folder(files, partial, b"new")
+    assert files.calls[-3:] == [("rename", "replaced"), ("rename", "out"), ("sync_folder", "root")]
+    assert content(root) == {"out/inner/file": b"new"}
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_nothing_is_replaced_without_the_request(tmp_path: Path, is_folder: bool) -> None:
+    make_folder(FileCalls(), tmp_path / "out", b"old")
+    with pytest.raises(FileExistsError) as caught:
+        produce(tmp_path / "out", is_folder=is_folder)
+    assert (caught.value.errno, caught.value.filename) == (errno.EEXIST, str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert content(tmp_path) == {"out/inner/file": b"old"}
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_an_error_in_the_block_removes_the_partial_output(tmp_path: Path, is_folder: bool) -> None:
+    (tmp_path / "out").write_bytes(b"old")
+    with pytest.raises(RuntimeError, match="halfway"):
+        produce(tmp_path / "out", is_folder=is_folder, error=RuntimeError("halfway"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert content(tmp_path) == {"out": b"old"}
+
+
+def test_a_failed_sync_leaves_the_old_content(tmp_path: Path) -> None:
+    class Failing(FileCalls):
+        def sync_folder(self, path: Path) -> None:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+
+    files = Failing()
+    make_folder(files, tmp_path / "out", b"old")
+    with pytest.raises(OSError, match="Input/output"), atomic_output(tmp_path / "out", files, replaces=True) as partial:
+        make_folder(files, partial, b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert content(tmp_path) == {"out/inner/file": b"old"}
+
+
+def test_a_block_that_writes_nothing_changes_nothing(tmp_path: Path) -> None:
+    files = Recording()
+    with atomic_output(tmp_path / "out", files):
+        pass
+    assert (files.calls, list(tmp_path.iterdir())) == ([], [])

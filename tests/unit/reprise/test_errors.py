@@ -1,0 +1,31 @@
+"""The text of an error: one paragraph of sentences."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from reprise.errors import CheckpointError, TrainerError
+from reprise.loading.choose import Chooser, LoadSource
+from reprise.storage.files import Files
+
+
+@pytest.mark.parametrize("part", ["what", "expected", "found"])
+def test_an_error_inside_an_error_ends_its_sentence_once(part: str) -> None:
+    inner = TrainerError("A file is damaged", where="f", found="a hole", fix="It cannot be trusted.")
+    parts = {"what": "Nothing is left", part: str(inner)}
+    assert str(TrainerError(**parts, fix="Mend one.")).endswith(" It cannot be trusted. Mend one.")
+    assert str(TrainerError("Nothing is left", found="nothing", fix="\nMend one.")).endswith(
+        "found nothing.\nMend one."
+    )
+
+
+def test_what_was_skipped_is_listed_without_a_doubled_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    (tmp_path / "iter_0000001").mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        Chooser(LoadSource.named(tmp_path), Files(), lambda _: None).pick()
+    assert ".." not in str(caught.value)
+    assert "No valid checkpoint is left" in str(caught.value)

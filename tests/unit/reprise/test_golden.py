@@ -1,0 +1,134 @@
+"""Version 1 of the format stays readable, and the same state stays the same files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from reprise import load, load_state_dict, save_state_dict
+from reprise.commit.channel import StoreChannel, single_rank_channel
+from reprise.loading.choose import LoadSource
+from reprise.loading.reader import open_checkpoint, read_places
+from reprise.loading.restorer import Restorer
+from reprise.storage.files import Files
+from reprise.tensors.live import LiveTensor
+from tests.fakes import SHARDINGS, Sharding, all_ranks
+from tests.golden import make, make_state_dict
+
+GOLDEN = Path(make.__file__).parent / "format1" / "iter_0000007"
+STATE_DICT = GOLDEN.parents[1] / "format1_state_dict" / GOLDEN.name
+VALUES = make.values()
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(value) for name, value in VALUES.items()}
+
+
+def tensor_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
+
+
+def test_the_golden_checkpoint_holds_what_it_is_to_show() -> None:
+    found = open_checkpoint(GOLDEN, Files()).manifest
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 60_000
+    assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} < found.files.keys()
+    assert found.aliases == {"head.weight": "embed.weight"}
+    assert found.tensors["attn.weight"].view == (8, 3, 8)
+    assert found.tensors["exp_avg.attn.weight"].cuts == ((0, 8), (0, 3), (0, 4, 8))
+    assert found.tensors["exp_avg.attn.weight"].shares == {0: (32,), 1: (32,)}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=[sharding.name for sharding in SHARDINGS])
+def test_format_1_loads_bitwise_at_every_sharding(sharding: Sharding) -> None:
+    def call(channel: StoreChannel) -> list[LiveTensor]:
+        target = sharding.live(channel.rank, make.specs(), zeros())
+        restorer = Restorer(channel, nonce="n")
+        checkpoint = restorer.restore(LoadSource(GOLDEN), check=lambda _: None, live=lambda _: target).checkpoint
+        assert checkpoint.state == make.DOCUMENT
+        return target
+
+    for rank, parts in enumerate(all_ranks(sharding.world_size, call)):
+        for part, expected in zip(parts, sharding.live(rank, make.specs(), VALUES), strict=True):
+            assert bits(part.local) == bits(expected.local), part.spec.name
+
+
+def test_every_digest_of_format_1_verifies() -> None:
+    target = Sharding("one rank").live(0, make.specs(), zeros())
+    restorer = Restorer(single_rank_channel(), nonce="n")
+    report = restorer.restore(LoadSource(GOLDEN), check=lambda _: None, live=lambda _: target).report
+    assert report.filled_bytes == sum(spec.total_bytes for spec in make.specs())  # each block is checked as it is read
+    assert set(read_places(open_checkpoint(GOLDEN, Files()))) == set(VALUES)
+
+
+def test_safetensors_reads_format_1() -> None:
+    found: dict[str, torch.Tensor] = {}
+    for name in tensor_files(GOLDEN):
+        found |= load_file(GOLDEN / name)
+    assert {name: bits(value) for name, value in found.items()} == {n: bits(value) for n, value in VALUES.items()}
+
+
+@pytest.mark.parametrize("sharding", [make.SHARDING, SHARDINGS[0]], ids=lambda sharding: sharding.name)
+def test_the_same_state_is_written_to_the_same_bytes(tmp_path: Path, sharding: Sharding) -> None:
+    assert tensor_files(make.write(tmp_path, sharding)) == tensor_files(GOLDEN)
+
+
+class Net(nn.Module):
+    """The model whose state the golden checkpoint is; it knows nothing of how `attn.weight` was cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in make.PARAMETERS.items():
+            module = nn.Module()
+            module.weight = nn.Parameter(torch.zeros(shape))
+            self.add_module(name.removesuffix(".weight"), module)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.get_parameter("embed.weight")
+        for name, (shape, dtype) in make.BUFFERS.items():
+            owner, _, leaf = name.rpartition(".")
+            self.get_submodule(owner).register_buffer(leaf, torch.zeros(shape, dtype=dtype))
+
+
+def test_format_1_loads_into_any_model_and_its_optimizer() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert load(GOLDEN, model, optimizer) == {**make.USER, "iteration": make.ITERATION}
+    found = dict(model.state_dict())
+    assert bits(found.pop("head.weight")) == bits(VALUES["embed.weight"])
+    for name, parameter in model.named_parameters():
+        found |= {f"{key}.{name}": value for key, value in optimizer.state[parameter].items()}
+    assert {name: bits(value) for name, value in found.items()} == {n: bits(value) for n, value in VALUES.items()}
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.25, (0.5, 0.75), 0.125)
+
+
+def leaves(value: object) -> list[object]:
+    """Return a nested value as a list of its keys, values, and bits of tensors."""
+    if isinstance(value, torch.Tensor):
+        return [value.dtype, value.shape, bits(value)]
+    if isinstance(value, dict):
+        return [leaf for key, member in value.items() for leaf in (key, *leaves(member))]
+    if isinstance(value, list | tuple):
+        return [type(value), *(leaf for member in value for leaf in leaves(member))]
+    return [value]
+
+
+def test_the_golden_state_dict_loads_in_place() -> None:
+    found = make_state_dict.state_dict(scale=2)
+    assert load_state_dict(STATE_DICT, found) == {"iteration": make_state_dict.ITERATION}
+    assert leaves(found) == leaves(make_state_dict.state_dict())
+
+
+def test_the_golden_state_dict_is_written_as_it_was(tmp_path: Path) -> None:
+    path = save_state_dict(tmp_path, make_state_dict.state_dict(), iteration=make_state_dict.ITERATION)
+    assert len(tensor_files(path)) == 3
+    assert tensor_files(path) == tensor_files(STATE_DICT)
+    for name in ("trainer_state.json", "model.safetensors.index.json"):
+        assert (path / name).read_bytes() == (STATE_DICT / name).read_bytes()

@@ -1,0 +1,154 @@
+"""Programs that end with a save under way: it lands, or the program's status is 1."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from reprise import AsyncSaver, checkpointer, load_state_dict
+from reprise.storage.files import Files
+from tests import ROOT
+from tests.distributed.test_ranks_that_disagree import process_group
+from tests.fakes import JOIN_S, FailingFiles, StuckFiles
+from tests.harness import Ended, call_on_ranks, started
+
+STATE = {"a": torch.arange(5.0)}
+
+
+class AtTheEnd(Files):
+    """A disk that writes nothing before the program has come to its end."""
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+        threading.main_thread().join(JOIN_S)
+        super().write(descriptor, buffers, offset=offset)
+
+
+def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a function of this module as a program of its own."""
+    code = f"from tests.unit.reprise import test_program_end as t\nt.{program}({str(folder)!r})"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=JOIN_S,
+        check=False,
+    )
+
+
+def save_and_end(folder: str) -> None:
+    saver = AsyncSaver(folder, files=AtTheEnd())
+    saver.save_state_dict(1, STATE)
+
+
+def save_after_the_main_thread(folder: str) -> None:
+    saver = AsyncSaver(folder)
+
+    def save() -> None:
+        threading.main_thread().join(JOIN_S)
+        saver.save_state_dict(1, STATE)
+
+    threading.Thread(target=save).start()
+
+
+def fail_at_the_end(folder: str) -> None:
+    atexit.register(print, "goodbye")
+    for number in range(2):
+        files = FailingFiles("sync") if number else AtTheEnd()
+        AsyncSaver(f"{folder}/{number}", files=files).save_state_dict(1, STATE)
+
+
+def fail_with_a_hanging_disk(folder: str) -> None:
+    checkpointer._LINGER_S = 0.1
+    files = StuckFiles()
+    AsyncSaver(folder, files=files).save_state_dict(1, STATE)
+    assert files.reached.wait(JOIN_S)
+    raise ZeroDivisionError
+
+
+def committed(folder: Path) -> dict[str, torch.Tensor]:
+    again = {"a": torch.zeros(5)}
+    load_state_dict(folder / "iter_0000001", again)
+    return again
+
+
+@pytest.mark.parametrize("program", ["save_and_end", "save_after_the_main_thread"])
+def test_a_save_ends_before_its_program(tmp_path: Path, program: str) -> None:
+    ended = run(program, tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert torch.equal(committed(tmp_path)["a"], STATE["a"])
+
+
+def test_a_save_that_fails_fails_its_program(tmp_path: Path) -> None:
+    ended = run("fail_at_the_end", tmp_path)
+    assert ended.returncode == 1
+    assert "errno 5" in ended.stderr
+    assert ended.stdout == "goodbye\n"
+    assert torch.equal(committed(tmp_path / "0")["a"], STATE["a"])
+
+
+def test_a_crash_does_not_wait_for_a_hanging_disk(tmp_path: Path) -> None:
+    ended = run("fail_with_a_hanging_disk", tmp_path)
+    assert ended.returncode == 1
+    assert "ZeroDivisionError" in ended.stderr
+    assert "iteration 1 was not saved: its save did not end within" in ended.stderr
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def end_without_the_group(arguments: list[str]) -> None:
+    with process_group():
+        AsyncSaver(arguments[0], files=AtTheEnd()).save_state_dict(1, STATE)
+    assert not dist.is_initialized()
+
+
+def end_before_the_other(arguments: list[str]) -> None:
+    group = process_group()
+    rank = group.__enter__()
+    saver = AsyncSaver(arguments[0], files=StuckFiles() if rank else None, commit_timeout_s=2.0)
+    saver.save_state_dict(1, STATE)
+    dist.barrier()
+    if rank:
+        os._exit(0)  # without its report
+    dist.destroy_process_group()
+
+
+def call(function: object, folder: Path) -> Ended:
+    with started(function, [str(folder)], folder=folder / "ranks", ranks=2) as running:  # type: ignore[arg-type]
+        running.join(JOIN_S)
+    return running.ended()
+
+
+def test_two_ranks_save_after_their_process_group(tmp_path: Path) -> None:
+    ended = call_on_ranks(end_without_the_group, [str(tmp_path)], folder=tmp_path / "ranks", ranks=2)
+    assert ended.ok, ended.text
+    assert torch.equal(committed(tmp_path)["a"], STATE["a"])
+
+
+def test_a_rank_that_ends_alone_fails(tmp_path: Path) -> None:
+    ended = call(end_before_the_other, tmp_path)
+    assert ended.statuses == (1, 0), ended.text
+    assert "No message from rank 1" in ended.text
+    assert not list(tmp_path.glob("iter_*"))
+
+
+@pytest.mark.parametrize("status", [None, 0, 3])
+def test_an_exit_within_the_block_lets_the_save_land(tmp_path: Path, status: int | None) -> None:
+    def end() -> None:
+        with AsyncSaver(tmp_path) as saver:
+            saver.save_state_dict(1, STATE)
+            sys.exit(status)
+
+    with pytest.raises(SystemExit):
+        end()
+    assert torch.equal(committed(tmp_path)["a"], STATE["a"])

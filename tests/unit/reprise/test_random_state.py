@@ -1,0 +1,133 @@
+"""`rng=True` and `RandomState`: a loop goes on with the draws that it would have made."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from reprise import AsyncSaver, load, save
+from reprise.errors import CheckpointError, MismatchError
+from reprise.random_state import RandomState
+
+
+@pytest.fixture(autouse=True)
+def own_generators() -> Iterator[None]:
+    kept = RandomState().state_dict()
+    yield
+    RandomState().load_state_dict(kept)
+
+
+def draws() -> list[float]:
+    """Draw from every generator, from those of normal numbers an odd count, so that they keep one for later."""
+    numbers = [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn())]
+    return [*numbers, torch.rand(()).item(), *torch.randn(3).tolist()]
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_load_restores_every_generator(tmp_path: Path, in_background: bool) -> None:
+    model = nn.Linear(2, 2)
+    seed(1)
+    draws()
+    if in_background:
+        with AsyncSaver(tmp_path) as saver:
+            saver.save(1, model, rng=True)
+            expected = [draws(), draws()]
+    else:
+        save(tmp_path, model, iteration=1, rng=True)
+        expected = [draws(), draws()]
+    seed(2)
+    assert load(tmp_path, model, rng=True) == {"iteration": 1}
+    assert [draws(), draws()] == expected
+
+
+def test_a_load_without_rng_leaves_the_generators_alone(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path, model, iteration=1, rng=True)
+    seed(3)
+    expected = draws()
+    seed(3)
+    assert load(tmp_path, model) == {"iteration": 1}
+    assert draws() == expected
+
+
+def test_random_state_that_was_not_saved_is_missing(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path, model, iteration=1)
+    with pytest.raises(MismatchError, match="/per_rank/0/rng is missing"):
+        load(tmp_path, model, rng=True)
+
+
+def test_random_state_lies_in_tensors_with_digests(tmp_path: Path) -> None:
+    path = save(tmp_path, nn.Linear(2, 2), iteration=1, rng=True)
+    tensors = json.loads((path / "manifest.json").read_text())["tensors"]
+    names = {name for name in tensors if name.startswith("/per_rank/0/rng/")}
+    assert names >= {f"/per_rank/0/rng/{part}" for part in ("python/1", "numpy/state/key", "cpu")}
+
+
+def test_a_key_for_the_random_state_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="`per_rank` has a key that stands for the random state, found rng"):
+        save(tmp_path, nn.Linear(2, 2), iteration=1, rng=True, per_rank={"rng": 3})
+    with pytest.raises(CheckpointError, match=r"`state` has a key that stands for .*found per_rank"):
+        save(tmp_path, nn.Linear(2, 2), iteration=1, state={"per_rank": 3})
+
+
+class Device:
+    """The module of an accelerator with two devices."""
+
+    def __init__(self) -> None:
+        self.states = {f"cuda:{index}": torch.full((16,), index, dtype=torch.uint8) for index in range(2)}
+        self.is_used = True
+
+    def is_initialized(self) -> bool:
+        return self.is_used
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        return self.states[str(device)].clone()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.states[str(device)] = state
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    module = Device()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    accelerator = SimpleNamespace(
+        current_accelerator=lambda: torch.device("cuda"), device_count=lambda: len(module.states)
+    )
+    monkeypatch.setattr(torch, "accelerator", accelerator)
+    return module
+
+
+def test_devices_in_use_have_their_state_carried(device: Device) -> None:
+    state: dict[str, Any] = RandomState().state_dict()
+    device.states = {name: torch.zeros(16, dtype=torch.uint8) for name in device.states}
+    RandomState().load_state_dict(state)
+    assert [value[0].item() for value in device.states.values()] == [0, 1]
+    del device.states["cuda:1"]
+    seed(4)
+    expected = draws()
+    seed(4)
+    with pytest.raises(MismatchError, match="does not have, found cuda:1"):
+        RandomState().load_state_dict(state)
+    assert draws() == expected
+
+
+def test_a_device_that_is_not_in_use_is_left_alone(device: Device) -> None:
+    device.is_used = False
+    assert list(RandomState().state_dict()) == ["python", "numpy", "cpu"]

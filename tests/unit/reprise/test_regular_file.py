@@ -1,0 +1,124 @@
+"""What a user names as a file and is none: every command refuses it at once, in bounded time and memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from reprise.errors import DataError, TrainerError
+from reprise.regular_file import read_regular
+from trainer.commands import compare_loss, compare_speed
+from trainer.data.text import load_encoder
+from trainer.metrics.jsonl_file import last_recorded_iteration
+from trainer.metrics.run_log import RunLog
+
+RECORD = '{"iteration": 1, "loss": 2.0, "seconds": 1.0, "tokens_per_second": 5.0}\n'
+
+
+@contextmanager
+def bounded(seconds: float = 5.0, more_bytes: int = 1 << 30) -> Iterator[None]:
+    """Fail what blocks, and what takes memory without end."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"not done in {seconds} s")  # no OSError: the code under test handles these
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = signal.signal(signal.SIGALRM, late)
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + more_bytes, hard))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(params=["pipe", "device"])
+def odd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Return a file that has no end: a pipe that nobody writes to, or a link to a device."""
+    path = tmp_path / "odd"
+    if request.param == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    return path
+
+
+def test_a_regular_file_is_read_whole_also_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"0123456789")
+    (tmp_path / "link").symlink_to("file")
+    assert read_regular(tmp_path / "link") == read_regular(tmp_path / "file", limit_bytes=10) == b"0123456789"
+
+
+@pytest.mark.parametrize("size", [10, 1 << 34])
+def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, size: int) -> None:
+    try:
+        with (tmp_path / "file").open("wb") as file:
+            file.truncate(size)
+    except OSError as error:
+        pytest.skip(f"no sparse file of this size can be made here: {error}")
+    with bounded(), pytest.raises(OSError, match="larger than 9 B") as caught:
+        read_regular(tmp_path / "file", limit_bytes=9)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "file"))
+
+
+def test_a_tokenizer_that_is_no_regular_file_is_refused(odd: Path) -> None:
+    with bounded(), pytest.raises(DataError, match="not a regular file"):
+        load_encoder(odd)
+
+
+def test_metrics_that_are_no_regular_file_end_the_start(odd: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.parent.mkdir()
+    odd.rename(metrics)
+    with bounded(), pytest.raises(OSError, match="not a regular file"):
+        last_recorded_iteration(metrics)
+    log = RunLog(metrics.parent, train_iters=1, log_interval=1, tensorboard=False, mfu_scale=None)
+    with bounded(), pytest.raises(TrainerError, match=r"not a regular file.*metrics\.jsonl"):
+        log.open(0, "")
+
+
+def test_event_files_that_are_no_regular_files_cost_no_run(odd: Path, tmp_path: Path) -> None:
+    events = tmp_path / "run" / "tensorboard"
+    events.mkdir(parents=True)
+    odd.rename(events / "events.out.tfevents.1.host.1.0")
+    log = RunLog(tmp_path / "run", train_iters=1, log_interval=1, tensorboard=True, mfu_scale=None)
+    with bounded():
+        log.open(0, "")
+        log.close()
+
+
+@pytest.mark.parametrize("main", [compare_loss.main, compare_speed.main])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "train.log"])
+def test_a_comparison_refuses_what_is_no_regular_file(
+    odd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], main: object, name: str
+) -> None:
+    assert callable(main)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(RECORD.replace("1", str(number), 1) for number in range(1, 9)))
+    other = tmp_path / name
+    odd.rename(other)
+    with bounded():
+        assert main([str(run), str(other)]) == 2
+    assert f"({other}), expected a run folder with metrics.jsonl, or a file of a run, found not a regular file." in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_config_that_is_no_regular_file_tells_no_dtype(odd: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(RECORD)
+    odd.rename(run / "config.yaml")
+    with bounded():
+        assert compare_loss.main([str(run), str(run)]) == 0

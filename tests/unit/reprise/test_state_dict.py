@@ -1,0 +1,417 @@
+"""`save_state_dict` and `load_state_dict` on one rank: nested state, tied tensors, optimizers, refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from reprise import load, load_state_dict, save, save_state_dict
+from reprise.errors import CheckpointError, ConfigError, MismatchError, TrainerError
+
+State = dict[str, Any]
+
+
+class Net(nn.Module):
+    """A model with a tied weight, a buffer and a frozen parameter."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table = nn.Embedding(7, 4)
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.table(ids)) + self.frozen).square().mean()
+
+
+def groups(net: Net) -> list[dict[str, Any]]:
+    return [{"params": [net.table.weight]}, {"params": list(net.inner.parameters()), "weight_decay": 0.0}]
+
+
+def trained(seed: int = 0, *, steps: int = 2) -> tuple[Net, torch.optim.Optimizer]:
+    net = Net(seed)
+    optimizer = torch.optim.AdamW(groups(net), lr=0.01)
+    for _ in range(steps):
+        net(torch.arange(7)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer
+
+
+def nested(net: Net, optimizer: torch.optim.Optimizer, **more: Any) -> State:
+    return {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer), **more}
+
+
+def tensors_of(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return {name: leaf for key, member in pairs for name, leaf in tensors_of(member, (*path, key)).items()}
+
+
+def values_of(value: Any) -> Any:
+    """Return a nested value with the shapes in place of tensors."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    if isinstance(value, dict):
+        return {key: values_of(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(values_of, value))
+    return value
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    assert values_of(a) == values_of(b)
+    found, expected = tensors_of(a), tensors_of(b)
+    for path, tensor in found.items():
+        same = tensor.reshape(-1).view(torch.uint8).equal(expected[path].reshape(-1).view(torch.uint8))
+        assert tensor.dtype == expected[path].dtype, path
+        assert same, path
+
+
+def test_model_optimizer_ema_and_epoch_round_trip_bitwise(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    ema = {name: value + 1 for name, value in net.state_dict().items()}
+    more = {"ema": ema, "epoch": 3, "schedule": {"last_lr": [0.1, 0.2], "betas": (0.9, 0.999), "none": None}}
+    state = nested(net, optimizer, **more)
+    path = save_state_dict(tmp_path, state, iteration=5)
+    assert path == tmp_path / "iter_0000005"
+    net, optimizer = trained(1)
+    optimizer.param_groups[1]["lr"] = 9.0
+    ema = {name: torch.zeros_like(value) for name, value in ema.items()}
+    schedule = {"last_lr": [], "betas": (0, 0), "none": 4}
+    again = nested(net, optimizer, ema=ema, epoch=0, schedule=schedule)
+    loaded = load_state_dict(tmp_path, again)
+    assert (loaded, loaded.missing_keys, loaded.unexpected_keys) == ({"iteration": 5}, [], [])
+    assert_equal(again, state)
+    assert again["ema"] is ema
+    assert again["schedule"] is schedule
+    assert net.head.weight is net.table.weight
+    set_optimizer_state_dict(net, optimizer, again["optimizer"])
+    assert optimizer.param_groups[1]["lr"] == 0.01
+
+
+def test_lists_hold_tensors_and_values_in_any_depth(tmp_path: Path) -> None:
+    def state(fill: int) -> State:
+        return {
+            "history": [torch.full((3,), fill), {"a": torch.full((2, 2), float(fill)), "n": fill}, [fill, [fill]]],
+            "pair": (torch.full((), fill), torch.zeros(0)),
+            "odd/na~me": {"": torch.full((1,), fill), "/": fill, "a.b": {"c": fill}},
+            "model": {"deep": {"er": torch.full((1,), fill)}, "w.0": torch.full((1,), fill, dtype=torch.int8)},
+        }
+
+    path = save_state_dict(tmp_path, state(7), iteration=0)
+    again = state(1)
+    load_state_dict(path, again)
+    assert_equal(again, state(7))
+    names = {name for file in path.rglob("*.safetensors") for name in load_file(file)}
+    pointers = {"/history/0", "/history/1/a", "/pair/0", "/pair/1", "/odd~1na~0me/", "/model/deep/er"}
+    assert names == {*pointers, "w.0"}
+
+
+def test_tied_tensors_are_found_by_memory_and_stored_once(tmp_path: Path) -> None:
+    net, _ = trained()
+    state = {"model": net.state_dict(), "mirror": {"again": net.table.weight.detach(), "own": net.frozen.clone()}}
+    path = save_state_dict(tmp_path, state, iteration=1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["aliases"] == {"/mirror/again": "table.weight", "head.weight": "table.weight"}
+    assert set(load_file(path / "extra/extra-00001-of-00001.safetensors")) == {"/mirror/own"}
+    other, _ = trained(1)
+    untied = {name: value.clone() for name, value in other.state_dict().items()}
+    load_state_dict(path, {"model": untied})
+    assert_equal(untied, net.state_dict())
+    save_state_dict(tmp_path / "last", {"model": dict(reversed(net.state_dict().items()))}, iteration=1)
+    tied, _ = trained(1)
+    load_state_dict(tmp_path / "last", {"model": tied.state_dict()})  # which has the other name first
+    assert_equal(tied.state_dict(), net.state_dict())
+    stored = {name: value for name, value in net.state_dict().items() if name != "table.weight"}
+    save_state_dict(tmp_path / "one", {"model": stored}, iteration=1)  # and knows of one name only
+    tied, _ = trained(1)
+    load_state_dict(tmp_path / "one", {"model": tied.state_dict()})
+    assert_equal(tied.state_dict(), net.state_dict())
+
+
+def test_memory_that_overlaps_otherwise_is_refused(tmp_path: Path) -> None:
+    memory = torch.zeros(10)
+    with pytest.raises(CheckpointError, match=r"share memory.*/a and /b"):
+        save_state_dict(tmp_path, {"a": memory[:6], "b": memory[4:]}, iteration=1)
+    with pytest.raises(CheckpointError, match=r"share memory.*/a and /b"):
+        save_state_dict(tmp_path, {"a": memory, "b": memory.view(2, 5)}, iteration=1)
+    save_state_dict(tmp_path, {"a": memory[:5], "b": memory[5:]}, iteration=1)
+
+
+def test_a_checkpoint_of_save_loads_as_a_state_dict(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    save(tmp_path, net, optimizer, iteration=2, state={"epoch": 3, "note": {"a": 1}})
+    other, opt = trained(1)
+    opt.param_groups[0]["lr"] = 9.0
+    again = nested(other, opt, epoch=0, note={"a": 0})
+    load_state_dict(tmp_path, again)
+    assert_equal(again, nested(net, optimizer, epoch=3, note={"a": 1}))
+
+
+def test_a_state_dict_loads_as_model_and_optimizer(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    more = {"epoch": 3, "note": {"a": [1, None]}, "ema": {"w": torch.ones(2), "decay": 0.9}}
+    save_state_dict(tmp_path, nested(net, optimizer, **more), iteration=2)
+    other = Net(1)
+    opt = torch.optim.AdamW(groups(other), lr=9.0)
+    assert load(tmp_path, other, opt) == {"epoch": 3, "note": {"a": [1, None]}, "ema": {"decay": 0.9}, "iteration": 2}
+    assert_equal(nested(other, opt), nested(net, optimizer))
+
+
+def test_the_model_files_have_the_bytes_of_any_division(tmp_path: Path) -> None:
+    """Names alone determine the order: another order of the keys writes the same files."""
+    net, optimizer = trained()
+    first = nested(net, optimizer, extra={"b": torch.ones(2), "a10": torch.ones(3), "a9": torch.zeros(3)})
+    del first["model"]["head.weight"]  # of tied tensors the first keeps its name
+    second = {
+        key: dict(reversed(list(value.items()))) if key != "optimizer" else value
+        for key, value in reversed(list(first.items()))
+    }
+    a, b = (save_state_dict(tmp_path / name, s, iteration=1) for name, s in (("a", first), ("b", second)))
+    files = [{str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*.safetensors")} for path in (a, b)]
+    assert len(files[0]) == 3
+    assert files[0] == files[1]
+    assert list(load_file(a / "extra/extra-00001-of-00001.safetensors")) == ["/extra/a9", "/extra/a10", "/extra/b"]
+
+
+def numbered(net: Net, optimizer: torch.optim.Optimizer) -> State:
+    return {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_numbered_optimizer_is_mapped_in_both_directions(tmp_path: Path, is_named: bool) -> None:
+    """With `model=` or with the names that an optimizer of named parameters keeps."""
+
+    def optimizer_of(net: Net) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(net.named_parameters() if is_named else net.parameters(), lr=0.01)
+
+    net, _ = trained()
+    optimizer = optimizer_of(net)
+    net(torch.arange(7)).backward()
+    optimizer.step()
+    save_state_dict(tmp_path, numbered(net, optimizer), iteration=1, model=None if is_named else net)
+    fresh = Net(1)
+    again = optimizer_of(fresh)
+    state = numbered(fresh, again)
+    load_state_dict(tmp_path, state, model=fresh)
+    again.load_state_dict(state["optimizer"])
+    assert_equal(again.state_dict()["state"], optimizer.state_dict()["state"])
+    assert_equal(nested(fresh, again)["optimizer"]["state"], nested(net, optimizer)["optimizer"]["state"])
+    names = load_file(tmp_path / "iter_0000001/optimizer/optimizer-00001-of-00001.safetensors")
+    assert "exp_avg.inner.0.weight" in names
+
+
+def test_numbers_without_certain_names_are_refused(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    with pytest.raises(CheckpointError, match=r"numbers for the names.*/optimizer.*get_optimizer_state_dict.*model="):
+        save_state_dict(tmp_path, numbered(net, optimizer), iteration=1)
+    with pytest.raises(CheckpointError, match=r"cannot be told.*one parameter group.*2 groups.*named_parameters"):
+        save_state_dict(tmp_path, numbered(net, optimizer), iteration=1, model=net)
+    reverse = torch.optim.AdamW(list(reversed(list(net.parameters()))))
+    net(torch.arange(7)).backward()
+    reverse.step()
+    with pytest.raises(CheckpointError, match=r"another order than the model.*exp_avg of parameter 1"):
+        save_state_dict(tmp_path, numbered(net, reverse), iteration=1, model=net)
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def test_two_optimizers_keep_their_own_groups(tmp_path: Path) -> None:
+    (a, opt_a), (b, opt_b) = trained(0), trained(1)
+    opt_b.param_groups[0]["lr"] = 0.5
+    state = {
+        "net": {"a": a.state_dict(), "b": b.state_dict()},
+        "optimizers": [get_optimizer_state_dict(a, opt_a), get_optimizer_state_dict(b, opt_b)],
+    }
+    save_state_dict(tmp_path, state, iteration=1)
+    again = copy.deepcopy(state)
+    for tensor in tensors_of(again).values():
+        tensor.zero_()
+    again["optimizers"][1]["param_groups"][0]["lr"] = 9.0
+    load_state_dict(tmp_path, again)
+    assert_equal(again, state)
+
+
+def test_an_optimizer_alone_is_a_state_dict_too(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    save_state_dict(tmp_path, get_optimizer_state_dict(net, optimizer), iteration=1)
+    other, opt = trained(1)
+    again = get_optimizer_state_dict(other, opt)
+    again["param_groups"][0]["lr"] = 9.0
+    load_state_dict(tmp_path, again)
+    assert_equal(again, get_optimizer_state_dict(net, optimizer))
+
+
+def test_a_flattened_optimizer_is_taken_as_it_is(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {"optimizer": get_optimizer_state_dict(net, optimizer, options=flat)}
+    save_state_dict(tmp_path, state, iteration=1)
+    other, opt = trained(1)
+    again = {"optimizer": get_optimizer_state_dict(other, opt, options=flat)}
+    again["optimizer"]["param_groups.table.weight.lr"] = 9.0
+    load_state_dict(tmp_path, again)
+    assert_equal(again, state)
+
+
+class Odd:
+    """Something of a program's own."""
+
+    def state_dict(self) -> State:
+        return {}
+
+
+class Color(IntEnum):
+    """A number that a load could not make again."""
+
+    RED = 1
+
+
+def itself() -> State:
+    found: State = {}
+    found["in"] = found
+    return found
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: {1: torch.ones(1)}, r"a key that is not text \(the outermost keys\), found 1"),
+    (lambda: {"\ud800": torch.ones(1)}, r"A key cannot be stored as UTF-8"),
+    (lambda: {"milestones": {30: torch.ones(1)}}, r"a key that is not text \(/milestones\), found 30"),
+    (lambda: {"a": [torch.ones(1), object()]}, r"neither a tensor nor of a type.* \(/a/1\).*found an object of object"),
+    (lambda: {"a": {3: [0, Color.RED]}}, r"neither a tensor nor of a type.* \(/a/3/1\).*found an object of Color"),
+    (lambda: {"model": Odd()}, r"neither a tensor nor of a type.* \(/model\).*object of Odd.*Give its state_dict\(\)"),
+    (lambda: {"in": itself()}, r"nested too deeply \(/in/in/in/in/\.\.\.\)"),
+    (lambda: {"a": [itself()]}, r"nested too deeply \(/a\)"),
+    (lambda: {"model": {"rotary": torch.empty(2, dtype=torch.uint4)}}, r"dtype.*rotary.*uint4"),
+    (lambda: {"s": torch.eye(2).to_sparse()}, r"not plain memory \(/s\)"),
+    (lambda: {"n": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}, r"memory \(/n\).*a nested tensor"),
+    (lambda: {"e": torch.zeros(4).as_strided((3, 2), (1, 1))}, r"share memory \(/e\)"),
+    (lambda: {"m": torch.zeros(1, device="meta")}, r"no memory \(/m\)"),
+    (lambda: [torch.ones(1)], r"A state dict is a dict, found list"),
+    (
+        lambda: {"model": {"exp_avg.w": torch.ones(1)}, "optimizer": {"state": {"w": {"exp_avg": torch.ones(1)}}}},
+        r"one stored name \(exp_avg\.w\)",
+    ),
+    (
+        lambda: {"o": {"state": {"w": {}}, "param_groups": [{"params": ["v"]}]}},
+        r"a parameter that is in no group.*\(/o\)",
+    ),
+    (
+        lambda: {"o": {"state": {}, "param_groups": [{"params": ["v"], "f": len}]}},
+        r"neither a tensor nor of a type.* \(/o/param_groups/0/f\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_what_cannot_be_stored_is_refused_by_name(tmp_path: Path, make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        save_state_dict(tmp_path, make(), iteration=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_group_needs_a_process_group(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="init_process_group"):
+        save_state_dict(tmp_path, {"a": 1}, iteration=1, coordinator_rank=1)
+    with pytest.raises(ConfigError, match="URL"):
+        save_state_dict("s3://bucket", {"a": 1}, iteration=1)
+    with pytest.raises(CheckpointError, match="expected an int of 0 or more, found -1"):
+        save_state_dict(tmp_path, {"a": 1}, iteration=-1)
+
+
+def test_names_that_either_side_lacks_are_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = {"model": {"a": torch.ones(2), "b": torch.ones(3)}, "epoch": 3, "left": {"out": 1}}
+    path = save_state_dict(tmp_path, saved, iteration=1)
+    target: State = {"model": {"a": torch.zeros(2), "c": torch.full((2,), 5.0)}, "epoch": 0, "run": 7}
+    before = copy.deepcopy(target)
+    with pytest.raises(MismatchError) as caught:
+        load_state_dict(path, target)
+    for part in ("c is missing", "/run is missing", "b is unexpected"):
+        assert part in str(caught.value)
+    assert "left" not in str(caught.value)
+    assert_equal(target, before)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_state_dict(path, target, strict=False)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == (["c", "/run"], ["b"])
+    assert [record.message.partition(str(path))[2] for record in caplog.records] == [
+        ": 1 tensors that nothing given has: b",
+        ": 2 names, which keep their values: c, /run",
+    ]
+    assert_equal(target, {"model": {"a": torch.ones(2), "c": torch.full((2,), 5.0)}, "epoch": 3, "run": 7})
+    target["model"]["a"] = torch.zeros(3)
+    with pytest.raises(MismatchError, match=r"a has shape \[2\]"):
+        load_state_dict(path, target, strict=False)
+
+
+def test_groups_of_other_parameters_are_refused(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    path = save_state_dict(tmp_path, nested(net, optimizer), iteration=1)
+    one = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+    one.state.update(optimizer.state)
+    with pytest.raises(MismatchError, match=r"groups of different numbers \(/optimizer/param_groups/0\)"):
+        load_state_dict(path, nested(net, one))
+    load_state_dict(path, nested(net, one), strict=False)
+
+
+def test_a_value_in_a_tuple_cannot_be_filled(tmp_path: Path) -> None:
+    path = save_state_dict(tmp_path, {"pair": (torch.ones(1), 3)}, iteration=1)
+    with pytest.raises(CheckpointError, match=r"in a tuple.*/pair/1.*Give a list"):
+        load_state_dict(path, {"pair": (torch.ones(1), 3)})
+    load_state_dict(path, {"pair": [torch.ones(1), 0]})
+
+
+def test_a_state_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    for values in ({"epoch": 1}, {"": 1}, {"/a": 1, "/a/b": 2}, {"/a~2": 1}, [1]):
+        path = save_state_dict(tmp_path, {"w": torch.ones(1), "epoch": 1}, iteration=1)
+        state = json.loads((path / "trainer_state.json").read_text())
+        state["state_dict"]["values"] = values
+        _rewrite(path, json.dumps(state).encode())
+        with pytest.raises(TrainerError, match="malformed"):
+            load_state_dict(path, {"w": torch.ones(1)})
+
+
+def _rewrite(path: Path, data: bytes) -> None:
+    """Replace the state file of a checkpoint, with digests that fit."""
+    import xxhash
+
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["trainer_state.json"] = {"bytes": len(data), "xxh3_64": xxhash.xxh3_64_hexdigest(data)}
+    del manifest["xxh3_64"]
+    text = json.dumps(manifest, separators=(",", ":")).encode()[:-1]
+    (path / "trainer_state.json").write_bytes(data)
+    (path / "manifest.json").write_bytes(text + f',"xxh3_64":"{xxhash.xxh3_64_hexdigest(text)}"}}\n'.encode())
+
+
+def test_only_some_checkpoints_are_kept(tmp_path: Path) -> None:
+    for iteration in range(1, 4):
+        save_state_dict(tmp_path, {"a": iteration}, iteration=iteration, max_checkpoint_keep=2)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000003"]
+    state = {"a": 0}
+    load_state_dict(tmp_path, state)
+    assert state == {"a": 3}
+
+
+def test_file_bytes_divide_the_files(tmp_path: Path) -> None:
+    state = {"model": {f"w{number}": torch.zeros(100) for number in range(3)}}
+    path = save_state_dict(tmp_path, state, iteration=1, file_bytes=800)
+    assert len(list(path.glob("model-*.safetensors"))) == 2

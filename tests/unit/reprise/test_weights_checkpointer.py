@@ -1,0 +1,111 @@
+"""Saves of the weights alone: copies in another dtype, in a folder with its own lock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from reprise.commit.channel import single_rank_channel
+from reprise.errors import LockError
+from reprise.format.names import FORMAT, STATE
+from reprise.policy import SavePolicy
+from reprise.storage.files import Files
+from reprise.tensors.live import Contents
+from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
+from tests.fakes import FailingFiles, lone_contents
+
+VALUES = torch.linspace(-3.0, 5.0, 2000).reshape(50, 40)
+
+
+def started(root: Path, files: Files | None = None, nonce: str = "n") -> WeightsCheckpointer:
+    saving = SavePolicy(root, async_save=True)
+    policy = WeightsPolicy(2, frozenset({0, 5}), torch.bfloat16, 0, saving)
+    found = WeightsCheckpointer(policy, single_rank_channel(), nonce=nonce, files=files)
+    found.start()
+    return found
+
+
+def contents(values: torch.Tensor, iteration: int) -> Contents:
+    return lone_contents({"w": values}, {STATE: {"format": FORMAT, "iteration": iteration}})
+
+
+def saved(root: Path, iteration: int) -> torch.Tensor:
+    return load_file(root / "weights" / f"iter_{iteration:07d}" / "model.safetensors")["w"]
+
+
+def test_the_interval_and_the_steps_are_due(tmp_path: Path) -> None:
+    weights = started(tmp_path)
+    assert [iteration for iteration in range(8) if weights.is_due(iteration)] == [0, 2, 4, 5, 6]
+    weights.close()
+
+
+def test_later_changes_reach_neither_this_save_nor_the_next(tmp_path: Path) -> None:
+    weights, values = started(tmp_path), VALUES.clone()
+    given = contents(values, 2)
+    assert weights.save(2, given) is None
+    values.add_(1.0)  # with no optimizer that would wait
+    assert weights.save(4, given) is None
+    values.zero_()
+    weights.close()
+    assert weights.saver.results.last_error is None
+    assert torch.equal(saved(tmp_path, 2), VALUES.to(torch.bfloat16))
+    assert torch.equal(saved(tmp_path, 4), (VALUES + 1.0).to(torch.bfloat16))
+
+
+def test_a_failed_save_is_reported_and_the_next_one_lands(tmp_path: Path) -> None:
+    files = FailingFiles("rename")
+    weights = started(tmp_path, files)
+    weights.save(2, contents(VALUES, 2))
+    weights.saver.wait()
+    (report,) = weights.saver.reports()
+    assert report.error is not None
+    files.is_armed = False
+    weights.save(4, contents(VALUES, 4))
+    weights.close()
+    assert [path.name for path in sorted((tmp_path / "weights").glob("*iter_*"))] == ["iter_0000004"]
+
+
+def test_a_second_job_is_refused(tmp_path: Path) -> None:
+    weights = started(tmp_path)
+    with pytest.raises(LockError, match="weights"):
+        started(tmp_path, nonce="m")
+    weights.close()
+
+
+def test_what_is_there_is_not_saved_again(tmp_path: Path) -> None:
+    weights = started(tmp_path)
+    weights.save(2, contents(VALUES, 2))
+    weights.save(4, contents(VALUES, 4))
+    weights.close()
+    again = started(tmp_path, nonce="m")
+    again.rewind(2)
+    again.save(2, contents(VALUES, 2))
+    again.close()
+    names = sorted(path.name for path in (tmp_path / "weights").iterdir() if path.is_dir())
+    assert names == ["iter_0000002", "iter_0000004.superseded-1"]
+
+
+def test_restarts_again_and_again_keep_each_bit_once(tmp_path: Path) -> None:
+    for number, values in enumerate([VALUES, VALUES, VALUES + 1.0, VALUES, VALUES]):
+        weights = started(tmp_path, nonce=f"n{number}")
+        weights.rewind(-1)
+        weights.save(2, contents(values, 2))
+        weights.close()
+    assert torch.equal(saved(tmp_path, 2), VALUES.to(torch.bfloat16))
+    names = sorted(path.name for path in (tmp_path / "weights").iterdir() if path.is_dir())
+    assert names == ["iter_0000002", "iter_0000002.superseded-1", "iter_0000002.superseded-2"]
+
+
+def test_a_held_repeat_stays(tmp_path: Path) -> None:
+    for number in range(4):
+        weights = started(tmp_path, nonce=f"n{number}")
+        weights.rewind(-1)
+        weights.save(2, contents(VALUES, 2))
+        weights.close()
+        if number == 1:
+            (tmp_path / "weights/iter_0000002/hold").touch()
+    names = sorted(path.name for path in (tmp_path / "weights").iterdir() if path.is_dir())
+    assert names == ["iter_0000002", "iter_0000002.superseded-1", "iter_0000002.superseded-2"]

@@ -1,0 +1,65 @@
+"""Which run the local checkpoints of hosts belong to."""
+
+from __future__ import annotations
+
+import pytest
+
+from reprise.errors import MismatchError
+from reprise.format.lineage import FRESH, Branch, Lineage
+from trainer.start.identity import HostRecord, choose_lineage
+
+A = Lineage((Branch("a", FRESH),))
+REWOUND = Lineage((*A.branches, Branch("b", 4)))
+ASIDE = Lineage((*A.branches, Branch("c", 2)))
+OTHER = Lineage((Branch("x", FRESH),))
+UPGRADED = Lineage((Branch("a", 6),))
+NEW = Lineage()
+
+
+def choose(
+    *hosts: tuple[Lineage, tuple[Lineage, ...]], shared: Lineage = NEW, has_records: bool = False, adopts: bool = False
+) -> Lineage:
+    """Return the lineage that hosts with these folders of the run, and of local checkpoints, agree on."""
+    records = [HostRecord(f"host{number}", run, saved) for number, (run, saved) in enumerate(hosts)]
+    return choose_lineage(shared, records, where="/local", has_records=has_records, adopts=adopts)
+
+
+def test_the_longest_lineage_of_any_host_is_the_current_one() -> None:
+    assert choose((A, (A,)), (NEW, (REWOUND, A))) == REWOUND
+    assert choose((REWOUND, (REWOUND,)), (NEW, (A,))) == REWOUND
+    assert choose((A, ()), (NEW, ()), shared=REWOUND) == REWOUND
+
+
+def test_a_run_is_known_by_shared_checkpoints_or_another_host() -> None:
+    assert choose((NEW, ()), shared=A) == A
+    assert choose((NEW, (A,)), (A, (A,))) == A
+    assert choose((NEW, ()), (NEW, ())) == NEW
+
+
+@pytest.mark.parametrize(("run", "shared"), [(NEW, NEW), (A, NEW), (NEW, A)])
+def test_the_hosts_of_another_run_are_named(run: Lineage, shared: Lineage) -> None:
+    with pytest.raises(MismatchError, match="on host host1 those of run x") as error:
+        choose((run, ()), (NEW, (OTHER,)), shared=shared)
+    assert ("checkpoint.local.adopt=true" in str(error.value)) == (run is shared)
+
+
+def test_a_run_whose_folder_is_lost_is_adopted_if_asked() -> None:
+    assert choose((NEW, (A,)), (NEW, (REWOUND,)), adopts=True) == REWOUND
+    with pytest.raises(MismatchError, match="another run"):
+        choose((NEW, (A,)), (NEW, (OTHER,)), adopts=True)
+    with pytest.raises(MismatchError, match="another run"):
+        choose((A, (OTHER,)), adopts=True)
+
+
+def test_checkpoints_that_name_no_run_need_other_records_of_it() -> None:
+    assert choose((NEW, (NEW,)), has_records=True) == NEW
+    assert choose((NEW, (NEW,)), adopts=True) == NEW
+    assert choose((UPGRADED, (UPGRADED,)), (NEW, (NEW,))) == UPGRADED
+    for run in (NEW, A):
+        with pytest.raises(MismatchError, match="those of a run that they do not name"):
+            choose((run, (NEW,)))
+
+
+def test_two_branches_of_as_many_rewinds_are_refused() -> None:
+    with pytest.raises(MismatchError, match="another one of the same length on host host1"):
+        choose((REWOUND, (REWOUND,)), (NEW, (ASIDE,)))

@@ -1,0 +1,20 @@
+"""The keys of the configuration in advice of the checkpoint library, which knows only its own arguments."""
+
+from __future__ import annotations
+
+from reprise.loading.choose import LoadTerms
+from reprise.storage.folder import FolderTerms
+
+# How a run saves on hosts that share no folder.
+WAY_OUT = (
+    "Hosts that share no folder keep local checkpoints: checkpoint.local.dir=FOLDER, on a disk of each host's own, and "
+    "checkpoint.save=null."
+)
+
+_ANOTHER = "another folder with run.name or checkpoint.save"
+SAVE = FolderTerms(_ANOTHER, "checkpoint.max_checkpoint_keep", WAY_OUT)
+WEIGHTS = FolderTerms(_ANOTHER, "checkpoint.weights_keep", WAY_OUT)
+LOCAL = FolderTerms("another folder with checkpoint.local.dir", "checkpoint.local.keep")
+RUN = FolderTerms("another folder with run.name or run.dir")
+LOAD = LoadTerms("checkpoint.load", "checkpoint.ckpt_step", "start over with checkpoint.load=none")
+BASE = LoadTerms("checkpoint.base")

@@ -1,0 +1,1 @@
+"""The optimizers, and sums that are exact in any order."""

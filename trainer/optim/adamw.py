@@ -1,0 +1,277 @@
+"""AdamW with its state there from the start, and the gradient norm with the same bits on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw as torch_adamw
+
+from models.adapters import stored_name
+from models.config import ModelConfig
+from reprise.tensors.live import is_dtensor, local_of, parameter_names, with_memory
+from trainer.config.schema import OptimizerName, OptimizerSection
+from trainer.optim import exact_sum
+from trainer.optim.table import OPTIMIZERS, group_options, no_decay_names
+
+# Squares are summed in float32 within a chunk and in float64 between chunks: as exact as float64, eight times faster.
+_CHUNK = 1 << 16
+
+# The moments of a parameter in AdamW: all the state that has its shape.
+_MOMENTS = tuple(key for key, shape in OPTIMIZERS[OptimizerName.adamw].state((1,), False).items() if shape)
+
+
+def build_optimizer(
+    config: ModelConfig,
+    model: nn.Module,
+    section: OptimizerSection,
+    memory: Mapping[str, torch.Tensor] | None = None,
+    *,
+    is_invariant: bool = False,
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a stage of a model, with all that it keeps there from the start.
+
+    Args:
+        memory: zeros for the local part of what it keeps, by `<key>.<name>`, where that is to lie in memory that was
+            chosen for it.
+        is_invariant: whether a step has the same bits however the parameters are cut over ranks.
+    """
+    module, function = OPTIMIZERS[section.name].build
+    build = getattr(import_module(module), function)
+    optimizer: torch.optim.Optimizer = build(config, model, section, memory or {}, is_invariant)
+    return optimizer
+
+
+def apply_settings(
+    optimizer: torch.optim.Optimizer, config: ModelConfig, model: nn.Module, section: OptimizerSection
+) -> None:
+    """Give every parameter group the settings of `section`, except the learning rate."""
+    names, no_decay = stored_names(model), no_decay_names(config)
+    for group in optimizer.param_groups:
+        group.update(group_options(section, group.keys()))
+        # Which group decays is known by its names: the rate that the command gave it may be 0.
+        decays = all(names[parameter] not in no_decay for parameter in group["params"])
+        group["weight_decay"] = section.weight_decay if decays else 0.0
+
+
+def stored_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return every parameter with its name on disk, in model order."""
+    return {parameter: stored_name(name) for parameter, name in parameter_names(model).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """The numbers of AdamW; `no_decay` names the parameters without weight decay."""
+
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    no_decay: frozenset[str]
+
+    @classmethod
+    def of(cls, config: ModelConfig, section: OptimizerSection) -> AdamSettings:
+        """Return the numbers of a configuration."""
+        numbers = section.lr, section.weight_decay, section.adam_beta1, section.adam_beta2, section.adam_eps
+        return cls(*numbers, no_decay_names(config))
+
+
+def adamw(
+    config: ModelConfig,
+    model: nn.Module,
+    section: OptimizerSection,
+    memory: Mapping[str, torch.Tensor],
+    is_invariant: bool,
+) -> torch.optim.Optimizer:
+    """Return the AdamW of a stage of a model, see `build_optimizer`."""
+    return build_adamw(model, AdamSettings.of(config, section), memory, is_invariant=is_invariant)
+
+
+def build_adamw(
+    model: nn.Module,
+    settings: AdamSettings,
+    memory: Mapping[str, torch.Tensor] | None = None,
+    *,
+    without: Collection[str] = (),
+    is_invariant: bool = False,
+) -> torch.optim.AdamW:
+    """Return a fused AdamW over the trainable parameters, with zero moments and steps for every one of them.
+
+    Having the state from the start makes the layout of a checkpoint a function of the model alone; the values are
+    those that torch would make at the first step.
+
+    Args:
+        memory: zeros for the local part of moments, by `exp_avg.<name>` and `exp_avg_sq.<name>`, where they are to lie
+            in memory that was chosen for them.
+        without: the parameters that another optimizer changes.
+        is_invariant: see `build_optimizer`.
+    """
+    memory = memory or {}
+    names = {p: name for p, name in stored_names(model).items() if p.requires_grad and name not in without}
+    groups: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    for parameter, name in names.items():
+        # A fused step takes either plain tensors or DTensors.
+        groups.setdefault((name not in settings.no_decay, is_dtensor(parameter)), []).append((name, parameter))
+    groups = groups or {(True, False): []}  # of a stage that is frozen: torch refuses an optimizer without groups
+    kind = InvariantAdamW if is_invariant else EagerAdamW
+    optimizer = kind(
+        [
+            {"params": members, "weight_decay": settings.weight_decay if decays else 0.0}
+            for (decays, _), members in groups.items()
+        ],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        fused=True,
+    )
+    for parameter in names:
+        optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=local_of(parameter).device)}
+        for key in _MOMENTS:
+            optimizer.state[parameter][key] = zeros_for(parameter, memory.get(f"{key}.{names[parameter]}"))
+    return optimizer
+
+
+class EagerOptimizer(torch.optim.Optimizer):
+    """An optimizer that is not part of a compiled graph.
+
+    torch wraps methods of its optimizers for graphs, and the wrappers import torch._dynamo at their first call, 0.8 s
+    of a start. These are the methods without them.
+    """
+
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class EagerAdamW(EagerOptimizer, torch.optim.AdamW):
+    """torch's AdamW, which is not part of a compiled graph."""
+
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+
+
+class InvariantAdamW(EagerAdamW):
+    """A fused AdamW whose step has the same bits for an element wherever a shard begins and ends.
+
+    On a CPU torch's fused kernel updates vectors of elements, and the rest of a tensor one by one with other roundings
+    (ATen, `native/cpu/FusedAdamKernel.cpp`). Here the rest is updated as a vector of its own, filled up with zeros.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step all parameters that have a gradient."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            states = [self.state[parameter] for parameter in parameters]
+            columns = [[local_of(parameter).view(-1) for parameter in parameters]]
+            columns += [[gradient.reshape(-1) for gradient in _gradients(parameters, with_empty=True)]]
+            columns += [[local_of(state[key]).view(-1) for state in states] for key in _MOMENTS]
+            rests = [_Rest(column) for column in columns]
+            steps = [state["step"] for state in states]
+            self._update(
+                group,
+                *([*map(_vectors_of, column), *rest.vectors] for column, rest in zip(columns, rests, strict=True)),
+                steps=[*steps, *(step.clone() for step in steps)],
+            )
+            for rest in rests:
+                rest.write_back()
+
+    def _update(
+        self,
+        group: Mapping[str, Any],
+        weights: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        exp_avgs: list[torch.Tensor],
+        exp_avg_sqs: list[torch.Tensor],
+        *,
+        steps: list[torch.Tensor],
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        numbers = {key: group[key] for key in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+        torch_adamw(
+            weights, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, beta1=beta1, beta2=beta2, **numbers
+        )
+
+
+# The number of float32 elements in the widest vector, and in the fused kernel's unit of work.
+_VECTOR = 16
+
+
+def _vectors_of(flat: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor [n] that fill whole vectors."""
+    return flat[: flat.numel() // _VECTOR * _VECTOR]
+
+
+class _Rest:
+    """The elements after the last whole vector of each tensor, copied into a vector each."""
+
+    def __init__(self, flats: Sequence[torch.Tensor]) -> None:
+        self.vectors = flats[0].new_zeros(len(flats), _VECTOR).unbind()
+        self._originals = [flat[flat.numel() // _VECTOR * _VECTOR :] for flat in flats]
+        self._copies = [vector[: rest.numel()] for vector, rest in zip(self.vectors, self._originals, strict=True)]
+        torch._foreach_copy_(self._copies, self._originals)
+
+    def write_back(self) -> None:
+        """Copy the elements back."""
+        torch._foreach_copy_(self._originals, self._copies)
+
+
+def zeros_for(parameter: nn.Parameter, local: torch.Tensor | None) -> torch.Tensor:
+    """Return zeros that are placed as a parameter is, in the local memory that is given for them."""
+    like = parameter.detach()
+    return torch.zeros_like(like) if local is None else with_memory(like, local)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the rate of the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """Return the sum of squares of this rank's gradients, 0-d float64 on their device."""
+    rows, rest = list[torch.Tensor](), list[torch.Tensor]()
+    for gradient in _gradients(parameters):
+        whole = gradient.numel() // _CHUNK * _CHUNK
+        flat = gradient.reshape(-1) if whole else gradient
+        if whole:
+            rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, _CHUNK), dim=1))
+        if whole < gradient.numel():
+            rest.append(flat[whole:])
+    norms = [*rows, torch.stack(torch._foreach_norm(rest))] if rest else rows
+    return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+
+
+def exact_squared_norm(shares: Iterable[tuple[nn.Parameter, int, int]]) -> tuple[float, ...]:
+    """Return the sum of squares of this rank's rows of gradients as `exact_sum.parts`.
+
+    Args:
+        shares: parameters, each with the number of this rank among those that hold the same rows, and their count. They
+            divide the rows among them, since no division changes an exact sum.
+    """
+    rows = list[torch.Tensor]()
+    for parameter, index, count in shares:
+        for gradient in _gradients([parameter]):
+            share = -(-gradient.shape[0] // count)
+            own = gradient[index * share : (index + 1) * share]
+            rows += [exact_sum.row_squares(own)] if own.shape[0] else []
+    return exact_sum.parts(torch.cat(rows) if rows else torch.zeros(0))
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: float) -> None:
+    """Scale gradients so that their norm, given as it is, is at most `clip_grad`; 0 leaves them."""
+    if clip_grad > 0 and norm > clip_grad:
+        gradients = _gradients(parameters)
+        if gradients:
+            torch._foreach_mul_(gradients, torch.full((), clip_grad / norm, device=gradients[0].device))
+
+
+def _gradients(parameters: Iterable[nn.Parameter], *, with_empty: bool = False) -> list[torch.Tensor]:
+    gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [gradient for gradient in gradients if with_empty or gradient.numel()]

@@ -1,0 +1,112 @@
+"""Muon for the matrices of the blocks, AdamW for all other parameters, as one optimizer.
+
+Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
+Scalable for LLM Training"; `torch.optim.Muon`, whose bits a step on one rank has. That class takes neither a fused
+weight of three dimensions nor a shard: an update is orthogonal only as a whole matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import sqrt
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from models.config import ModelConfig
+from models.families import block_matrices
+from reprise.tensors.live import Grid, is_dtensor, local_of, parameter_names, placed_box, with_memory
+from trainer.config.schema import OptimizerSection
+from trainer.optim.adamw import AdamSettings, EagerOptimizer, build_adamw, zeros_for
+from trainer.optim.table import group_options
+
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al.: the steepest slope at zero
+_EPS = 1e-7
+
+
+def muon(
+    config: ModelConfig,
+    model: nn.Module,
+    section: OptimizerSection,
+    memory: Mapping[str, torch.Tensor],
+    is_invariant: bool,
+) -> torch.optim.Optimizer:
+    """Return the Muon of a stage of a model, with AdamW for its other parameters, see `optim.build_optimizer`."""
+    matrices = block_matrices(config)
+    settings = AdamSettings.of(config, section)
+    adamw = build_adamw(model, settings, memory, without=matrices, is_invariant=is_invariant)
+    names = {p: name for p, name in parameter_names(model).items() if p.requires_grad and name in matrices}
+    options = group_options(section, ("momentum", "ns_steps", "match_rms_adamw"))
+    group = {"params": list(names), "weight_decay": section.weight_decay, **options}
+    optimizer = Muon(group, adamw, lr=section.lr)
+    for parameter, name in names.items():
+        zeros = zeros_for(parameter, memory.get(f"momentum_buffer.{name}"))
+        optimizer.state[parameter] = {"momentum_buffer": zeros}
+    return optimizer
+
+
+class Muon(EagerOptimizer):
+    """Steps a group of matrices by their orthogonalized momentum, and the groups of `adamw` by that.
+
+    A parameter that is cut over ranks is gathered for its update, and every rank keeps its own part of it: all compute
+    the same whole matrix, in the same order, so a step has the same bits on each of them. A fused weight is one matrix,
+    as it is stored: GPT-2's query, key and value together, [n_embd, 3 n_embd].
+    """
+
+    def __init__(self, group: dict[str, Any], adamw: torch.optim.AdamW, *, lr: float) -> None:
+        super().__init__([group], {"lr": lr})
+        self._adamw = adamw
+        self.param_groups += adamw.param_groups  # the same objects: a rate set here is set there
+        self.state.update(adamw.state)
+        adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step all parameters that have a gradient. A collective call where parameters are cut over ranks."""
+        group = self.param_groups[0]
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                _step_matrix(parameter, self.state[parameter]["momentum_buffer"], group)
+        self._adamw.step()
+
+
+def _step_matrix(parameter: nn.Parameter, momentum_buffer: torch.Tensor, group: Mapping[str, Any]) -> None:
+    assert parameter.grad is not None
+    weight, gradient, momentum = local_of(parameter), local_of(parameter.grad), local_of(momentum_buffer)
+    momentum.lerp_(gradient, 1 - group["momentum"])
+    whole = _gathered(parameter, gradient.lerp(momentum, group["momentum"]))
+    matrix = whole.flatten(1)
+    update = _own_part(parameter, orthogonalized(matrix, group["ns_steps"]).view(whole.shape))
+    rows, columns = matrix.shape
+    scale = 0.2 * sqrt(max(rows, columns)) if group["match_rms_adamw"] else sqrt(max(1, rows / columns))
+    weight.mul_(1 - group["lr"] * group["weight_decay"])
+    weight.add_(update, alpha=-group["lr"] * scale)
+
+
+def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return a matrix with the same singular vectors and singular values near 1, in bfloat16."""
+    a, b, c = _NEWTON_SCHULZ
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16().T if is_tall else matrix.bfloat16()
+    x = x / x.norm().clamp(min=_EPS)  # so that no singular value is above 1
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.T if is_tall else x).contiguous()
+
+
+def _gathered(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor that is cut as a parameter is."""
+    whole = with_memory(parameter.detach(), local)
+    return cast(torch.Tensor, whole.full_tensor()) if is_dtensor(whole) else whole  # type: ignore[attr-defined]
+
+
+def _own_part(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole tensor."""
+    if not is_dtensor(parameter):
+        return whole
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+    box, _ = placed_box("", parameter, coordinate, Grid.flat(1))
+    return whole[tuple(slice(lo, hi) for lo, hi in zip(box.offset, box.end, strict=True))]

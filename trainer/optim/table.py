@@ -1,0 +1,126 @@
+"""The optimizers in one table: what each keeps of a parameter, and which keys of `optimizer` set it. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from models.adapters import saved_tensors
+from models.config import ModelConfig, StoredTensor
+from models.families import block_matrices, stored_tensors
+from trainer.config.schema import OptimizerName, OptimizerSection
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """All that distinguishes one optimizer from another, apart from its step.
+
+    Args:
+        name: as `trainer_state.json` has it.
+        build: the module and the function that builds it, see `optim.build_optimizer`.
+        state: the tensors it keeps of a parameter, by torch's key, given the parameter's shape and whether it is a
+            matrix of a block. A tensor has the parameter's shape or is a scalar; all are float32.
+        numbers: the sections of `trainer_state.json` that hold its settings: the names there, and the keys of
+            `optimizer`.
+        options: the settings as its parameter groups have them, without `lr` and `weight_decay`.
+    """
+
+    name: str
+    build: tuple[str, str]
+    state: Callable[[Shape, bool], dict[str, Shape]]
+    numbers: Mapping[str, Mapping[str, str]]
+    options: Callable[[OptimizerSection], dict[str, object]]
+
+
+def _adamw_state(shape: Shape, _: bool) -> dict[str, Shape]:
+    return {"exp_avg": shape, "exp_avg_sq": shape, "step": ()}
+
+
+def _adamw_options(section: OptimizerSection) -> dict[str, object]:
+    return {"betas": (section.adam_beta1, section.adam_beta2), "eps": section.adam_eps}
+
+
+def _muon_state(shape: Shape, is_block_matrix: bool) -> dict[str, Shape]:
+    return {"momentum_buffer": shape} if is_block_matrix else _adamw_state(shape, is_block_matrix)
+
+
+def _muon_options(section: OptimizerSection) -> dict[str, object]:
+    return {**_adamw_options(section), **{name: getattr(section, key) for name, key in _MUON.items()}}
+
+
+_MUON = {key: f"muon_{key}" for key in ("momentum", "ns_steps", "match_rms_adamw")}
+_ADAM = {"weight_decay": "weight_decay", "beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_eps"}
+OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
+    OptimizerName.adamw: OptimizerSpec(
+        "AdamW", ("trainer.optim.adamw", "adamw"), _adamw_state, {"adam": _ADAM}, _adamw_options
+    ),
+    OptimizerName.muon: OptimizerSpec(
+        "Muon", ("trainer.optim.muon", "muon"), _muon_state, {"adam": _ADAM, "muon": _MUON}, _muon_options
+    ),
+}
+# The sections of `trainer_state.json` that hold the settings of any optimizer.
+SECTIONS = tuple(dict.fromkeys(section for spec in OPTIMIZERS.values() for section in spec.numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of an optimizer as it lies on disk: the state `key` of `parameter`."""
+
+    key: str
+    parameter: str
+    stored: StoredTensor
+
+    @property
+    def name(self) -> str:
+        return f"{self.key}.{self.parameter}"
+
+
+def state_tensors(optimizer: OptimizerName, model: ModelConfig, frozen: Collection[str] = ()) -> Iterator[StateTensor]:
+    """Yield every tensor that an optimizer keeps, in the order of the files: by key, scalars last, in model order.
+
+    Args:
+        frozen: the parameters that no optimizer changes.
+    """
+    stored, matrices, state = saved_tensors(model), block_matrices(model), OPTIMIZERS[optimizer].state
+    kept = {name: state(tensor.shape, name in matrices) for name, tensor in stored.items() if name not in frozen}
+    scalars = {key: not shape for shapes in kept.values() for key, shape in shapes.items()}
+    for key in sorted(scalars, key=lambda key: (scalars[key], key)):
+        for name, shapes in kept.items():
+            if key in shapes:
+                yield StateTensor(key, name, StoredTensor.plain() if scalars[key] else stored[name])
+
+
+def no_decay_names(model: ModelConfig) -> frozenset[str]:
+    """Return the parameters without weight decay: biases and norms, all that is no matrix on disk."""
+    return frozenset(name for name, tensor in stored_tensors(model).items() if len(tensor.shape) < 2)
+
+
+def settings_record(section: OptimizerSection) -> dict[str, dict[str, object]]:
+    """Return the sections of `trainer_state.json` that hold the settings."""
+    numbers = OPTIMIZERS[section.name].numbers
+    return {name: {their: getattr(section, key) for their, key in keys.items()} for name, keys in numbers.items()}
+
+
+def optimizer_record(model: ModelConfig, section: OptimizerSection, frozen: Collection[str] = ()) -> dict[str, Any]:
+    """Return the optimizer's name and its groups: the parameters with weight decay, then those without.
+
+    Args:
+        frozen: the parameters that no optimizer changes; they are in no group.
+    """
+    no_decay, names = no_decay_names(model), [name for name in saved_tensors(model) if name not in frozen]
+    return {
+        "name": OPTIMIZERS[section.name].name,
+        "groups": [
+            {"weight_decay": section.weight_decay, "names": [name for name in names if name not in no_decay]},
+            {"weight_decay": 0.0, "names": [name for name in names if name in no_decay]},
+        ],
+    }
+
+
+def group_options(section: OptimizerSection, group: Collection[str]) -> dict[str, object]:
+    """Return the settings, less `lr` and `weight_decay`, of a parameter group that has the keys `group`."""
+    options = OPTIMIZERS[section.name].options(section)
+    return {key: value for key, value in options.items() if key in group}

@@ -1,0 +1,134 @@
+"""What the bits of a run depend on besides its configuration: the software, the processor and their settings."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+import xxhash
+
+from reprise.format.json_file import Json
+from trainer.config.schema import Config
+from trainer.launch.device import device_name
+from trainer.launch.process_group import Cluster
+from trainer.record.compatibility import flattened
+
+_log = logging.getLogger(__name__)
+
+# Variables by which the libraries take other kernels; torch's own is in `kernels`.
+_KERNEL_VARIABLES = (
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_DEBUG_CPU_TYPE",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_CPU_ISA_HINTS",
+    "DNNL_CPU_ISA_HINTS",
+    "OMP_DYNAMIC",
+    "OMP_THREAD_LIMIT",
+    "CUBLAS_WORKSPACE_CONFIG",
+)
+# Variables by which float32 products are made of numbers of fewer bits.
+_PRECISION_VARIABLES = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE")
+
+
+def environment_record(config: Config, device: torch.device, threads: int) -> Json:
+    """Return the software and hardware of this process on which bits depend, besides the configuration."""
+    return {
+        "device": device_name(device),
+        "threads": threads,
+        "torch": str(torch.__version__),
+        "optimizer_implementation": "fused",
+        "compile": config.train.compile,
+        "deterministic": config.train.deterministic,
+        "activation_checkpointing": config.train.activation_checkpointing,
+        **kernel_record(),
+    }
+
+
+def kernel_record() -> Json:
+    """Return the processor of this host, and the kernels and libraries that torch has for it."""
+    return {"processor": _processor(), "math": _math(os.environ)}
+
+
+def _processor() -> Json:
+    """Return the processor as torch sees it; nothing with a torch that does not tell."""
+    known: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    caches = [f"{name.removesuffix('_cache_size')} {size}" for name, size in known.items() if name.endswith("_size")]
+    return {
+        "name": str(known.get("cpu_name", "unknown")),
+        "instructions": " ".join(sorted(name for name, value in known.items() if value is True)),
+        "caches": ", ".join(sorted(caches)),
+    }
+
+
+def _math(variables: Mapping[str, str]) -> Json:
+    """Return the kernels and libraries of sums and products, and the settings by which they choose."""
+    libraries = torch.__config__.show()
+    return {
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "mkl": _version(r"Math Kernel Library Version (\S+)", libraries),
+        "onednn": _version(r"MKL-DNN (\S+)", libraries) if torch.backends.mkldnn.enabled else "off",
+        "settings": _settings(_KERNEL_VARIABLES, variables),
+        "float32_products": " ".join(
+            filter(None, [torch.get_float32_matmul_precision(), _settings(_PRECISION_VARIABLES, variables)])
+        ),
+    }
+
+
+def _version(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return "none" if match is None else match[1]
+
+
+def _settings(names: Sequence[str], variables: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={variables[name]}" for name in names if variables.get(name))
+
+
+def joint_environment(environment: Json, cluster: Cluster) -> Json:
+    """Return the environment of all ranks: a list with a value for each rank where they differ. A call of all ranks.
+
+    Rank 0 logs what differs.
+    """
+    data = json.dumps(environment, sort_keys=True).encode()
+    # 52 bits, which a float64 holds.
+    digests = cluster.gather([float(xxhash.xxh3_64_intdigest(data) >> 12)])
+    if all(row == digests[0] for row in digests):
+        return environment
+    rows = cluster.channel.gather("environment", data)
+    rows = json.loads(cluster.channel.broadcast("environment/ranks", b"[" + b",".join(rows) + b"]"))
+    if cluster.rank == 0:
+        for line in _lines([flattened(row) for row in rows]):
+            _log.warning(line)
+    return _joined(rows)
+
+
+def _joined(rows: Sequence[Json]) -> Json:
+    joined: dict[str, object] = {}
+    for name, value in rows[0].items():
+        values = [row[name] for row in rows]
+        if isinstance(value, Mapping):
+            joined[name] = _joined(values)
+        else:
+            joined[name] = value if all(other == value for other in values) else values
+    return joined
+
+
+def _lines(rows: Sequence[Json]) -> list[str]:
+    """Return the lines for the log: the members in which ranks differ from rank 0, and the consequence."""
+    lines = []
+    for name, value in rows[0].items():
+        others = [(rank, row[name]) for rank, row in enumerate(rows) if row[name] != value]
+        if others:
+            rank, other = others[0]
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            lines.append(f"environment.{name}: {value} on rank 0, {other} on rank {rank}{more}")
+    return [
+        *lines,
+        "the ranks compute in different environments: a resume has the same bits if every rank has its own again, and "
+        "parallel.invariant_ranks does not hold",
+    ]

@@ -1,0 +1,212 @@
+"""The rules for a run that differs from the record of the checkpoint that it loads. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from reprise.format.json_file import Json
+from trainer.config.schema import CheckpointSection
+from trainer.optim.table import SECTIONS
+from trainer.record.compatibility import Difference, Rule, Verdict, flattened
+from trainer.record.sample_counts import in_samples_of
+
+_ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
+_LOSSES = "checkpoint.keep_best and the best loss compare validation losses that are not measured alike"
+_MASKS = f"{_ROUNDING}, except that dropout draws other masks"
+_KERNELS = f"{_ROUNDING}: sums and products take the kernels of the processor"
+_OTHER_CURVE = "the loss curve will differ"
+_COARSER = "weights and moments stay bitwise, matrix products are rounded to another precision"
+_SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same bits"
+
+_LENGTH = "the position is that of the tokens consumed, and all counts are of samples of this length"
+_EXTENDS = "extends the run on the saved schedule"
+# Counts that follow other keys where they are not set, and what it does to set them to the saved ones.
+_KEPT_COUNTS = {"decay_iters": _EXTENDS, "decay_samples": _EXTENDS, "warmup_samples": "keeps the saved warm-up"}
+_PARTS = "only the weights of checkpoint.partial are loaded"
+_ROWS = "checkpoint.resize keeps the rows of its tables by number"
+_SIZES = ("vocab_size", "max_position_embeddings")
+
+RULES: tuple[Rule, ...] = (
+    Rule("model", Verdict.REFUSED),
+    Rule("model.activation", Verdict.REFUSED, hint="absent means gelu_tanh"),
+    Rule("model.lora.rank", Verdict.REFUSED, hint="checkpoint.base takes the weights beneath adapters"),
+    Rule("model.lora.dropout", Verdict.FLAG, "checkpoint.override_dropout", _OTHER_CURVE),
+    Rule("model.lora.target_modules", Verdict.REFUSED, hint="null means the family's default"),
+    Rule("base", Verdict.REFUSED, hint="adapters fit the base that they were trained on: set checkpoint.base to it"),
+    Rule("model.dropout", Verdict.FLAG, "checkpoint.override_dropout", _OTHER_CURVE),
+    Rule("model.initializer_range", Verdict.LOGGED, says="it affects only the start of a run"),
+    Rule("model.pad_vocab_multiple", Verdict.LOGGED, says=_ROUNDING),
+    Rule("topology", Verdict.FLAG, "checkpoint.reshard", _ROUNDING, hint="within rounding"),
+    Rule("topology.tp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),
+    Rule("topology.sp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),
+    Rule("topology.invariant_ranks", Verdict.LOGGED, says=f"{_ROUNDING}: gradients are added in another order"),
+    Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run continues with other batches"),
+    Rule("batch.seq_length", Verdict.FLAG, "checkpoint.override_batch_size", _LENGTH),
+    Rule(
+        "batch.micro_batch_size",
+        Verdict.FLAG,
+        "checkpoint.reshard",
+        says=_MASKS,
+        hint="within rounding, other dropout masks",
+        is_optional=True,
+    ),
+    Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
+    Rule(
+        "data.fingerprint",
+        Verdict.FLAG,
+        "checkpoint.override_data",
+        says="the run continues with other samples",
+        hint="data.position=start begins a new source at its first sample",
+    ),
+    Rule("data.weights", Verdict.FLAG, "checkpoint.override_data", "every source goes on at its consumed count"),
+    Rule("data.document_mask", Verdict.FLAG, "checkpoint.override_data", _OTHER_CURVE),
+    Rule("data.documents", Verdict.FLAG, "checkpoint.override_data", _OTHER_CURVE, is_optional=True),
+    Rule(
+        "data.micro_batch_size",
+        Verdict.FLAG,
+        "checkpoint.override_data",
+        says=_OTHER_CURVE,
+        hint="the loss is the mean over the targets of each micro batch",
+    ),
+    Rule("data.valid_fingerprint", Verdict.LOGGED, says=_LOSSES, is_optional=True),
+    Rule("evaluation", Verdict.LOGGED, says=_LOSSES, is_optional=True),
+    Rule(
+        "seed",
+        Verdict.FLAG,
+        "checkpoint.override_data",
+        says="the run continues with other samples and other dropout masks",
+        hint="it determines the order of the samples and the dropout masks",
+    ),
+    Rule("schedule", Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE),
+    *(
+        Rule(
+            f"schedule.{name}",
+            Verdict.FLAG,
+            "checkpoint.override_scheduler",
+            says=_OTHER_CURVE,
+            hint=f"schedule.lr_{name}={{saved}} {effect}",
+        )
+        for name, effect in _KEPT_COUNTS.items()
+    ),
+    Rule("clip_grad", Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE, is_optional=True),
+    *(Rule(name, Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE) for name in SECTIONS),
+    Rule(
+        "freeze",
+        Verdict.FLAG,
+        "checkpoint.override_freeze",
+        says="parameters that are trained from now on begin with zero moments, the moments of frozen ones are dropped",
+    ),
+    Rule("optimizer", Verdict.REFUSED),
+    Rule("optimizer.weight_decay", Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE),
+    Rule("precision", Verdict.FLAG, "checkpoint.override_dtype", _COARSER, is_optional=True),
+    Rule("environment", Verdict.LOGGED, says=_ROUNDING),
+    Rule(
+        "environment.threads",
+        Verdict.LOGGED,
+        says=f"{_ROUNDING}: sums of a matrix product on a CPU depend on the number of threads",
+        hint="train.threads={saved} keeps the bits of these sums",
+    ),
+    Rule("environment.processor", Verdict.LOGGED, says=_KERNELS, is_optional=True),
+    Rule("environment.math", Verdict.LOGGED, says=_KERNELS, is_optional=True),
+    Rule("environment.math.float32_products", Verdict.FLAG, "checkpoint.override_dtype", _COARSER, is_optional=True),
+)
+
+# With `parallel.invariant_ranks`, no bit of an iteration depends on these.
+_OF_NO_BIT = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp", "vpp", "zero_stage"))
+# No iteration depends on the fields of these rules.
+_OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerprint", "evaluation"})
+
+
+def flags_set(section: CheckpointSection) -> set[str]:
+    """Return the set flags that allow differences."""
+    flags = {rule.flag for rule in RULES if rule.flag}
+    return {flag for flag in flags if getattr(section, flag.removeprefix("checkpoint."))}
+
+
+def rules_for(section: CheckpointSection) -> Sequence[Rule]:
+    """Return the rules that apply; a fine-tuning run shares only the model, or parts of it, and a base of adapters."""
+    if section.finetune:
+        found = weight_rules()
+        if section.partial:
+            return [replace(rule, verdict=Verdict.LOGGED, says=_PARTS) for rule in found]
+        return [*found, *(Rule(f"model.{name}", Verdict.LOGGED, says=_ROWS) for name in _SIZES if section.resize)]
+    if section.use_checkpoint_scheduler:
+        return [rule for rule in RULES if not rule.field.startswith(("schedule", *SECTIONS))]
+    return RULES
+
+
+def weight_rules() -> list[Rule]:
+    """Return the rules of a run that takes weights alone: its curve is its own, and needs no flag."""
+    found = [rule for rule in RULES if rule.field.startswith(("model", "base"))]
+    return [replace(rule, verdict=Verdict.LOGGED) if rule.verdict is Verdict.FLAG else rule for rule in found]
+
+
+def compared(saved: Json, current: Json) -> tuple[Json, Json]:
+    """Return two states in the form in which they are compared.
+
+    The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
+    `adam`. A member of the optimizer that the saved state omits is removed from both. Other patterns of `freeze` that
+    leave the same parameters to train are no difference. An `invariant_ranks` that is absent is 0. Saved counts of
+    samples are converted to samples of the current length.
+    """
+    saved = in_samples_of(current.get("batch", {}).get("seq_length"), saved)
+    saved, current = _with_invariant_ranks(saved), _with_invariant_ranks(current)
+    theirs, ours = saved.get("optimizer", {}), current["optimizer"]
+    if not isinstance(theirs, Mapping):
+        return saved, current
+    old, new = ({"name": table["name"]} if "name" in theirs else {} for table in (theirs, ours))
+    if "groups" in theirs:
+        there, here = _decays(theirs["groups"]), _decays(ours["groups"])
+        if there is None or here is None:
+            return saved, current
+        both = there.keys() & here.keys()
+        if there.keys() == here.keys():
+            saved, current = ({k: v for k, v in state.items() if k != "freeze"} for state in (saved, current))
+        old["weight_decay"], new["weight_decay"] = ({name: known[name] for name in both} for known in (there, here))
+    return {**saved, "optimizer": old}, {**current, "optimizer": new}
+
+
+def _with_invariant_ranks(state: Json) -> Json:
+    topology = state.get("topology", {})
+    return {**state, "topology": {"invariant_ranks": 0, **topology}} if isinstance(topology, Mapping) else state
+
+
+def with_same_bits(found: Sequence[Difference], saved: Json, current: Json) -> list[Difference]:
+    """Return the differences, with "same bits" as the effect of another topology where the loss curve keeps its bits.
+
+    It does if `invariant_ranks` is on and all else that an iteration depends on is known and equal: on both sides and
+    on all ranks. Tests prove it on CPUs, so a run on another device does not get this message.
+
+    Args:
+        found: the differences between the states that `compared` returns.
+        saved: the state of the checkpoint.
+        current: the run's own state.
+    """
+    others = [d for d in found if d.field not in _OF_NO_BIT and d.rule.field not in _OUTSIDE_ITERATIONS]
+    is_on = current["topology"].get("invariant_ranks", 0) > 0 and current["environment"]["device"] == "cpu"
+    if others or not is_on or not _is_known(saved, current):
+        return list(found)
+    rules = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in found if d.field in _OF_NO_BIT}
+    return [replace(d, rule=rules.get(d.field, d.rule)) for d in found]
+
+
+def _is_known(saved: Json, current: Json) -> bool:
+    """Return whether a state says all that bits depend on, and all ranks of the run have the same environment."""
+    optional = tuple(rule.field for rule in RULES if rule.is_optional and rule.field not in _OUTSIDE_ITERATIONS)
+    unsaid = flattened(current).keys() - flattened(saved).keys()
+    ranks_differ = any(isinstance(value, list) for value in flattened(current["environment"]).values())
+    return not any(field.startswith(optional) for field in unsaid) and not ranks_differ
+
+
+def _decays(groups: object) -> dict[str, bool] | None:
+    """Return whether each parameter has weight decay, as the first group does. None if the groups are malformed."""
+    if not isinstance(groups, list):
+        return None
+    found = dict[str, bool]()
+    for number, group in enumerate(groups):
+        names = group.get("names") if isinstance(group, Mapping) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return None
+        found |= dict.fromkeys(names, number == 0)
+    return found

@@ -1,0 +1,231 @@
+"""The contents of `trainer_state.json`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from enum import Enum
+from fractions import Fraction
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+from models.adapters import adapter_problems, is_adapted
+from models.config import ADDED, Activation, Family, LoraConfig, ModelConfig, RopeScaling
+from models.families import problems
+from reprise.errors import CheckpointError
+from reprise.format.json_file import Json
+from reprise.format.names import FORMAT
+from reprise.json_value import finite_number, integer
+from trainer.config.derived import batch_schedule_of
+from trainer.config.frozen import frozen_names
+from trainer.config.schema import Config, OptimizerSection
+from trainer.data.documents import DocumentMarks
+from trainer.optim.table import OPTIMIZERS, optimizer_record, settings_record
+from trainer.parallel.topology import Topology
+from trainer.record.data_origin import data_record
+from trainer.schedules.lr import COUNTS, DecayStyle, Schedule
+from trainer.schedules.progress import Progress
+
+
+def model_record(config: ModelConfig) -> Json:
+    """Return every field of a model as JSON; one that came after the first format is absent where it has its default.
+
+    So an activation that is absent is the tanh form of GELU, and a model without `lora` has no adapters.
+    """
+    table = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(config).items()}
+    for field in fields(config):
+        if field.metadata.get(ADDED) and getattr(config, field.name) == field.default:
+            del table[field.name]
+    if not is_adapted(config):
+        del table["lora"]
+    return table
+
+
+def describe(
+    config: Config,
+    *,
+    schedule: Schedule,
+    topology: Topology,
+    fingerprint: str,
+    environment: Json,
+    valid_fingerprint: str | None = None,
+    weights: Mapping[str, Fraction] | None = None,
+    marks: DocumentMarks | None = None,
+    documents: str | None = None,
+) -> Json:
+    """Return the part of the record that is constant during a run.
+
+    Args:
+        fingerprint: of the training data.
+        valid_fingerprint: of the validation data; None where nothing is evaluated.
+        weights: the share of each source of training data by its fingerprint.
+        marks: the documents of `data.document_mask`; None without it.
+        documents: the fingerprint of the documents' borders; None where no sample depends on them.
+    """
+    train = config.train
+    frozen, sizes = frozen_names(config.model, train.freeze), batch_schedule_of(train)
+    return {
+        "model": model_record(config.model),
+        "topology": {
+            "world_size": topology.world_size,
+            "tp": topology.tp,
+            "pp": topology.pp,
+            "vpp": topology.vpp,
+            "sp": topology.sp,
+            "dp": topology.dp,
+            "zero_stage": config.parallel.zero_stage,
+            **({"invariant_ranks": config.parallel.invariant_ranks} if config.parallel.invariant_ranks else {}),
+        },
+        "batch": {
+            "global_batch_size": train.global_batch_size,
+            "seq_length": train.seq_length,
+            "micro_batch_size": train.micro_batch_size,
+            **({"batch_schedule": str(sizes)} if len(sizes.sizes) > 1 else {}),
+        },
+        "data": {
+            "fingerprint": fingerprint,
+            **data_record(config.data, weights or {}, marks, documents, micro_batch_size=train.micro_batch_size),
+            **({"valid_fingerprint": valid_fingerprint} if valid_fingerprint else {}),
+        },
+        "evaluation": {
+            "eval_interval": train.eval_interval,
+            **({"eval_iters": train.eval_iters} if train.eval_interval else {}),
+        },
+        "clip_grad": train.clip_grad,
+        "seed": train.seed,
+        "schedule": schedule.record(),
+        **settings_record(config.optimizer),
+        "optimizer": optimizer_record(config.model, config.optimizer, frozen),
+        **({"freeze": list(train.freeze)} if train.freeze else {}),
+        "precision": {"dtype": train.dtype.value},
+        "environment": environment,
+    }
+
+
+def state_record(progress: Progress, lr: float, description: Json) -> Json:
+    """Return the whole `trainer_state.json`."""
+    return {"format": FORMAT, **progress.record(), "lr": lr, **description}
+
+
+def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
+    """Return the progress in a state file; if `seq_length` differs, the position is converted through tokens.
+
+    Raises:
+        CheckpointError: if it is missing or impossible.
+    """
+    try:
+        saved = Progress.from_record(state)
+        saved_length = integer(state["batch"]["seq_length"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError("A state file has no progress", where=where, found=repr(error)) from error
+    if saved_length == seq_length:
+        return saved
+    return replace(saved, consumed_samples=saved.consumed_tokens // seq_length, valid_loss=None)
+
+
+def saved_model(state: Json, *, where: object) -> ModelConfig:
+    """Return the model in a state file.
+
+    Raises:
+        CheckpointError: if it is missing or cannot be built.
+    """
+    try:
+        values: dict[str, Any] = dict(_table(state["model"]))
+        scaling = values.pop("rope_scaling")
+        values["family"] = _family(values["family"])
+        values["activation"] = Activation(values.get("activation", Activation.gelu_tanh.value))
+        lora: dict[str, Any] = dict(_table(values.pop("lora", {})))
+        scaling = None if scaling is None else RopeScaling(**scaling)
+        model = ModelConfig(**values, rope_scaling=scaling, lora=LoraConfig(**lora))
+        _same_kinds(model)
+        found = problems(model) or adapter_problems(model)
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError("A state file has no model", where=where, found=repr(error)) from error
+    if found:
+        raise CheckpointError("A state file has a model that cannot be built", where=where, found="; ".join(found))
+    return model
+
+
+def _family(name: object) -> Family:
+    known = [family.value for family in Family]
+    if name not in known:
+        raise ValueError(f"model.family is {name!r}, known are {', '.join(known)}")
+    return Family(name)
+
+
+def _same_kinds(model: ModelConfig) -> None:
+    """Refuse members whose type differs from the schema's; an integer is accepted for a float."""
+    for table in (model, model.rope_scaling, model.lora):
+        for field in () if table is None else fields(table):
+            value = getattr(table, field.name)
+            kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+            if not any(_is_kind(value, kind) for kind in kinds):
+                raise TypeError(f"{field.name} is {value!r}")
+
+
+def _is_kind(value: object, kind: Any) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is_kind(member, get_args(kind)[0]) for member in value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def saved_frozen(state: Json, model: ModelConfig, *, where: object) -> frozenset[str]:
+    """Return the stored names of the parameters that were frozen when a state file was written.
+
+    Raises:
+        CheckpointError: if its patterns are malformed.
+    """
+    patterns = state.get("freeze", [])
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise CheckpointError("A state file has no valid patterns of frozen parameters", where=where, found=patterns)
+    return frozen_names(model, patterns)
+
+
+def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:
+    """Return the learning-rate schedule in a state file, and `section` with the optimizer settings in it.
+
+    Raises:
+        CheckpointError: if any of them is missing or not a valid number.
+    """
+    try:
+        values = _table(state["schedule"])
+        unit = "samples" if "decay_samples" in values else "iters"
+        if values.keys() != {"style", "lr", "min_lr", *(f"{name}_{unit}" for name in COUNTS)}:
+            raise ValueError(f"a schedule of {sorted(values)}")
+        counts = {name: integer(values[f"{name}_{unit}"]) for name in COUNTS}
+        style = DecayStyle(values["style"]).value
+        schedule = Schedule(
+            style=style,
+            lr=finite_number(values["lr"], least=0),
+            min_lr=finite_number(values["min_lr"], least=0),
+            **counts,
+            is_in_samples=unit == "samples",
+        )
+        return schedule, replace(section, **_saved_settings(state, section))
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError("A state file has no schedule", where=where, found=repr(error)) from error
+
+
+def _saved_settings(state: Json, section: OptimizerSection) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, keys in OPTIMIZERS[section.name].numbers.items():
+        table = _table(state[name])
+        for theirs, key in keys.items():
+            match getattr(section, key):
+                case bool() if not isinstance(table[theirs], bool):
+                    raise TypeError(f"{table[theirs]!r} is not true or false")
+                case bool():
+                    found[key] = table[theirs]
+                case int():
+                    found[key] = integer(table[theirs])
+                case _:
+                    found[key] = finite_number(table[theirs], least=0)
+    return found
+
+
+def _table(value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{value!r} is no object")
+    return value

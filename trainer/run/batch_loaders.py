@@ -1,0 +1,57 @@
+"""Builds the loaders of a rank's micro batches from the open data of a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from trainer.config.derived import batch_schedule_of, micro_batches_of
+from trainer.config.schema import Config
+from trainer.data.batches import BlendedSamples, Samples
+from trainer.data.blend import Blend
+from trainer.data.loader import BatchLoader
+from trainer.data.section import SampleCut
+from trainer.data.token_file import TokenFile
+from trainer.launch.process_group import Cluster
+from trainer.parallel.topology import Topology
+from trainer.run.run_data import RunData
+
+_log = logging.getLogger(__name__)
+
+
+def build_loaders(
+    config: Config, cluster: Cluster, topology: Topology, data: RunData
+) -> tuple[BatchLoader, BatchLoader | None]:
+    """Return the loaders of this rank's training data and, where the run evaluates, its validation data.
+
+    Raises:
+        DataError: if a source has not one sample.
+    """
+    train = config.train
+    dp_rank = topology.coordinate(cluster.rank).dp
+    per_document = config.data.samples is SampleCut.per_document
+
+    def samples(files: Sequence[TokenFile]) -> Samples:
+        return Samples(files, seq_length=train.seq_length, marks=data.marks, per_document=per_document)
+
+    def loader(found: Samples | BlendedSamples, size: int) -> BatchLoader:
+        numbers = micro_batches_of(config, topology, dp_rank, size)
+        return BatchLoader(found, size, train.micro_batch_size, numbers, cluster.device)
+
+    sources = [samples(source.files) for source in data.train]
+    blended = sources[0] if len(sources) == 1 else BlendedSamples(sources, _build_blend(data, cluster))
+    valid = loader(samples(data.valid), train.global_batch_size) if train.eval_interval else None
+    return loader(blended, max(batch_schedule_of(train).sizes)), valid
+
+
+def _build_blend(data: RunData, cluster: Cluster) -> Blend:
+    """Return the blend of the sources, and log the share of each."""
+    blend = Blend([source.weight for source in data.train])
+    if cluster.rank:
+        return blend
+    if not blend.is_exact:
+        _log.warning(f"data.train: weights are rounded to parts of {blend.period}, see docs/data.md")
+    for source, share in zip(data.train, blend.shares, strict=True):
+        more = f" and {len(source.files) - 1} more files" if len(source.files) > 1 else ""
+        _log.info(f"source {source.fingerprint}: {float(share):.6f} of the samples, {source.files[0].path}{more}")
+    return blend

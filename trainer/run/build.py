@@ -1,0 +1,381 @@
+"""Builds a run from its configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from models import families
+from models.network import Model
+from reprise.checkpointer import Checkpointer
+from reprise.errors import TrainerError
+from reprise.format.json_file import Json
+from reprise.loading.choose import LoadSource
+from reprise.loading.restorer import Restorer
+from reprise.policy import Retention, SavePolicy
+from reprise.storage.files import Files
+from reprise.storage.folder import WEIGHTS, CheckpointFolder, FolderTerms, iteration_of
+from reprise.tensors.live import Grid
+from trainer.config import saved, terms
+from trainer.config.derived import batch_schedule_of, length_of, save_folder, topology_of
+from trainer.config.frozen import frozen_names
+from trainer.config.schema import CheckpointSection, Config
+from trainer.data.loader import BatchLoader
+from trainer.data.text import open_encoder, prompt_tokens
+from trainer.data.tokenizer_files import tokenizer_files
+from trainer.generate.during_training import Sampler
+from trainer.launch.control import ControlRules, RunControl
+from trainer.launch.device import device_name
+from trainer.launch.process_group import Cluster, thread_count
+from trainer.launch.signals import SignalHandler
+from trainer.launch.start_times import Phase, StartTimes
+from trainer.metrics.profile import Profiler
+from trainer.metrics.run_log import RunLog, peak_flops
+from trainer.metrics.slow_ranks import OwnTime
+from trainer.parallel.context import ParallelContext
+from trainer.parallel.mesh import build_mesh
+from trainer.record import run_record
+from trainer.record.environment import environment_record, joint_environment
+from trainer.record.versions import commit, versions
+from trainer.run.batch_loaders import build_loaders
+from trainer.run.parallelize import build_context, build_grid, build_models
+from trainer.run.run_data import look_alone, open_data
+from trainer.run.state import TrainerState, build_part
+from trainer.schedules.batch_size import BatchSchedule
+from trainer.schedules.lr import Schedule, resolve
+
+if TYPE_CHECKING:
+    from reprise.local_checkpointer import LocalCheckpointer
+    from reprise.weights_checkpointer import WeightsCheckpointer
+
+
+@dataclass(slots=True)
+class Run:
+    """A run after it is built: its state, data, outputs, and control.
+
+    `log` is None on ranks other than 0, `local` where there are no local checkpoints, `weights` where weights alone are
+    neither saved nor there from before. `tokenizer` holds the tokenizer
+    files of a checkpoint by name, on rank 0; it is empty if the run has no tokenizer or saves nothing.
+    `saved_config` is the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
+    """
+
+    config: Config
+    cluster: Cluster
+    state: TrainerState
+    schedule: Schedule
+    context: ParallelContext
+    batch_schedule: BatchSchedule
+    train_data: BatchLoader
+    valid_data: BatchLoader | None
+    sampler: Sampler | None
+    checkpointer: Checkpointer
+    local: LocalCheckpointer | None
+    weights: WeightsCheckpointer | None
+    restorer: Restorer
+    log: RunLog | None
+    control: RunControl
+    description: Json
+    tokenizer: Mapping[str, bytes]
+    saved_config: Json
+    own_time: OwnTime
+    profiler: Profiler
+    start_times: StartTimes = field(default_factory=StartTimes)
+
+    @property
+    def train_iters(self) -> int:
+        """Return the last iteration of the run, given the samples that were consumed so far."""
+        train, progress = self.config.train, self.state.progress
+        if train.train_samples is None:
+            return train.train_iters
+        return progress.iteration + self.batch_schedule.iterations(progress.consumed_samples, train.train_samples)
+
+    @property
+    def savers(self) -> list[Checkpointer]:
+        """Return what saves the state of the run: local checkpoints first, which take less time."""
+        return [*([] if self.local is None else [self.local.saver]), self.checkpointer]
+
+    @property
+    def all_savers(self) -> list[Checkpointer]:
+        """Return `savers`, and behind them that of the weights alone."""
+        return [*self.savers, *([] if self.weights is None else [self.weights.saver])]
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether the run saves into a folder that all hosts share."""
+        return self.config.checkpoint.save is not None
+
+    def is_local(self, saver: Checkpointer) -> bool:
+        """Return whether a saver makes local checkpoints."""
+        return self.local is not None and saver is self.local.saver
+
+    @property
+    def main_saver(self) -> Checkpointer:
+        """Return what makes the checkpoints that outlive the run: the shared ones, where there are any."""
+        return self.checkpointer if self.is_shared or self.local is None else self.local.saver
+
+
+def build(
+    config: Config, cluster: Cluster, signals: SignalHandler | None = None, times: StartTimes | None = None
+) -> Run:
+    """Build a run. Collective.
+
+    Args:
+        signals: the signal handler; None for none.
+        times: of this start, to which `data` is added and which the caller ends with `build`; None begins now.
+
+    Raises:
+        TrainerError: if the data does not match the model, or another job writes to the run's folder.
+    """
+    topology = topology_of(config, cluster.world_size)
+    mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
+    times = times or StartTimes()
+    times.end(Phase.build)
+    data = open_data(config, cluster)
+    times.end(Phase.data)
+    train, valid = build_loaders(config, cluster, topology, data)
+    schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
+    stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
+    state = _build_state(config, stages, build_grid(topology, mesh))
+    environment = joint_environment(environment_record(config, cluster.device, cluster.threads), cluster)
+    description = run_record.describe(
+        config,
+        schedule=schedule,
+        topology=topology,
+        fingerprint=data.fingerprint,
+        environment=environment,
+        valid_fingerprint=data.valid_fingerprint,
+        weights=data.weights,
+        marks=data.marks,
+        documents=data.documents,
+    )
+    local = _build_local_checkpointer(config, cluster)
+    folders = None if local is None else local.folders
+    return Run(
+        config=config,
+        cluster=cluster,
+        state=state,
+        schedule=schedule,
+        context=build_context(config, state, topology=topology, mesh=mesh, cluster=cluster),
+        batch_schedule=batch_schedule_of(config.train),
+        train_data=train,
+        valid_data=valid,
+        sampler=_build_sampler(config, cluster) if config.train.sample_interval else None,
+        checkpointer=_build_checkpointer(config, cluster),
+        local=local,
+        weights=_build_weights_checkpointer(config, cluster),
+        restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=folders),
+        log=_build_log(config, cluster) if cluster.rank == 0 else None,
+        control=_build_control(config, cluster, signals),
+        description=description,
+        tokenizer=_read_tokenizer(config, cluster),
+        saved_config=run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None),
+        own_time=OwnTime(cluster.device),
+        profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank, device=cluster.device),
+        start_times=times,
+    )
+
+
+def describe_alone(config: Config) -> tuple[Schedule, Json]:
+    """Return the schedule and the record of a run of one process on a CPU, without building it.
+
+    Raises:
+        TrainerError: if the data does not match the model.
+    """
+    data = look_alone(config)
+    schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
+    environment = environment_record(config, torch.device("cpu"), thread_count(config.train.threads))
+    topology = topology_of(config, 1)
+    return schedule, run_record.describe(
+        config,
+        schedule=schedule,
+        topology=topology,
+        fingerprint=data.fingerprint,
+        environment=environment,
+        valid_fingerprint=data.valid_fingerprint,
+        weights=data.weights,
+        marks=data.marks,
+        documents=data.documents,
+    )
+
+
+def _build_state(config: Config, stages: Sequence[Model], grid: Grid) -> TrainerState:
+    frozen = frozen_names(config.model, config.train.freeze)
+    parts = [
+        build_part(
+            config.model,
+            stage,
+            config.optimizer,
+            grid=grid,
+            file_bytes=config.checkpoint.file_bytes,
+            frozen=frozen,
+            is_invariant=config.parallel.invariant_ranks > 0,
+        )
+        for stage in stages
+    ]
+    return TrainerState(config.model, parts, grid, optimizer=config.optimizer.name, frozen=frozen)
+
+
+def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
+    """Open the tokenizer on rank 0, and broadcast the tokens of the prompt."""
+    train = config.train
+    problem: TrainerError | None = None
+    decode: Callable[[Sequence[int]], str] = str
+    prompt = b""
+    if cluster.rank == 0:
+        try:
+            encoder = open_encoder(config.data.tokenizer)
+            decode = encoder.decode
+            prompt = json.dumps(prompt_tokens(encoder, train.sample_prompt, config.model.vocab_size)).encode()
+        except TrainerError as error:
+            problem = error
+    cluster.channel.agree("sampler", problem)
+    return Sampler(
+        prompt=json.loads(cluster.channel.broadcast("sampler/prompt", prompt)),
+        max_new_tokens=train.sample_tokens,
+        seq_length=train.seq_length,
+        rows=train.micro_batch_size if train.compile else 1,
+        seed=train.seed,
+        decode=decode,
+    )
+
+
+def _read_tokenizer(config: Config, cluster: Cluster) -> dict[str, bytes]:
+    """Read the tokenizer that is saved with every checkpoint, once, on rank 0."""
+    problem: TrainerError | None = None
+    found: dict[str, bytes] = {}
+    if cluster.rank == 0 and save_folder(config.checkpoint) is not None:
+        try:
+            found = tokenizer_of(config)
+        except TrainerError as error:
+            problem = error
+    cluster.channel.agree("tokenizer", problem)
+    return found
+
+
+def tokenizer_of(config: Config) -> dict[str, bytes]:
+    """Return the files of the tokenizer of a run by name; empty if it has none.
+
+    Raises:
+        DataError: if it cannot be read.
+    """
+    model = config.model
+    return tokenizer_files(
+        config.data, bos=model.bos_token_id, eos=model.eos_token_id, positions=model.max_position_embeddings
+    )
+
+
+def run_config(config: Config, *, with_commit: bool) -> Json:
+    """Return the `run_config.json` of a run's checkpoints.
+
+    Args:
+        with_commit: ask git for the commit, which takes a process of its own.
+    """
+    found = {"format": saved.FORMAT, "config": saved.saved_config(config), "versions": versions()}
+    return {**found, "commit": commit() if with_commit else None}
+
+
+def _build_checkpointer(config: Config, cluster: Cluster) -> Checkpointer:
+    policy = _save_policy(config.checkpoint, terms.SAVE)
+    return Checkpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
+
+
+def _build_local_checkpointer(config: Config, cluster: Cluster) -> LocalCheckpointer | None:
+    section, local = config.checkpoint, config.checkpoint.local
+    if local.dir is None:
+        return None
+    from reprise.local_checkpointer import LocalCheckpointer, LocalPolicy
+
+    saving = _save_policy(section, terms.LOCAL)
+    shared, named = None if section.save is None else Path(section.save), saving.retention.named
+    if named and shared is not None:  # what the shared folder has needs no memory of the hosts
+        named -= frozenset(CheckpointFolder(shared, Files()).committed())
+        saving = replace(saving, retention=Retention(named=named))
+    policy = LocalPolicy(Path(local.dir), local.save_interval, local.keep, local.copies, saving)
+    return LocalCheckpointer(
+        policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks, shared=shared
+    )
+
+
+def _build_weights_checkpointer(config: Config, cluster: Cluster) -> WeightsCheckpointer | None:
+    """Return the saver of the weights alone, also where an earlier start left some to sweep and rewind. Collective."""
+    section = config.checkpoint
+    if section.save is None:
+        return None
+    is_there = cluster.rank == 0 and os.path.isdir(Path(section.save) / WEIGHTS)  # False where it cannot be read
+    is_there = bool(cluster.channel.broadcast("weights/there", b"+" if is_there else b""))
+    if not (section.save_weights_interval or section.save_steps or is_there):
+        return None
+    from reprise.weights_checkpointer import WeightsCheckpointer, WeightsPolicy
+
+    policy = WeightsPolicy(
+        section.save_weights_interval,
+        frozenset(section.save_steps),
+        getattr(torch, section.weights_dtype.value),
+        section.weights_keep,
+        _save_policy(section, terms.WEIGHTS),
+    )
+    return WeightsCheckpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=cluster.local_ranks)
+
+
+def named_iteration(section: CheckpointSection) -> int | None:
+    """Return the iteration of the run's own folder that its command goes on from by name, or None.
+
+    The same command, given again, needs it again.
+    """
+    folder = save_folder(section)
+    if folder is None or section.load == "none" or section.finetune:
+        return None
+    if section.load == "auto":
+        return section.ckpt_step
+    path, own = LoadSource.named(Path(section.load)).path.resolve(), folder.resolve()
+    return section.ckpt_step if path == own else iteration_of(path) if path.parent == own else None
+
+
+def _save_policy(section: CheckpointSection, folder_terms: FolderTerms) -> SavePolicy:
+    named = named_iteration(section)
+    return SavePolicy(
+        folder=None if section.save is None else Path(section.save),
+        save_interval=section.save_interval,
+        retention=Retention(
+            section.max_checkpoint_keep,
+            section.save_retain_interval,
+            section.keep_best,
+            named=frozenset(() if named is None else (named,)),
+        ),
+        terms=folder_terms,
+        file_bytes=section.file_bytes,
+        commit_timeout_s=section.commit_timeout_s,
+        async_save=section.async_save,
+        staging_bytes=section.staging_bytes,
+        stall_timeout_s=section.stall_timeout_s,
+        check_replicas=section.check_replicas,
+    )
+
+
+def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | None) -> RunControl:
+    section = config.checkpoint
+    rules = ControlRules(
+        exit_duration_in_mins=config.train.exit_duration_in_mins,
+        save_interval_mins=section.save_interval_mins,
+        exit_on_save_failure=section.exit_on_save_failure,
+    )
+    return RunControl(rules, signals, rank=cluster.rank, folder=save_folder(section))
+
+
+def _build_log(config: Config, cluster: Cluster) -> RunLog:
+    device = cluster.device
+    peak = peak_flops(device_name(device))
+    flops = families.flops_per_token(config.model, config.train.seq_length)
+    return RunLog(
+        Path(config.run.dir),
+        train_iters=length_of(config.train).iters,
+        log_interval=config.logging.log_interval,
+        tensorboard=config.logging.tensorboard,
+        mfu_scale=None if peak is None else flops / (peak * cluster.world_size),
+    )

@@ -1,0 +1,297 @@
+"""The parameters, memory and checkpoint bytes of every rank of a launch, computed on one machine.
+
+The stages are built on the `meta` device under torch's fake process group, without memory or communication.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg as fake
+
+from models import families
+from models.adapters import is_adapted, saved_tensors
+from models.config import Stage
+from models.families import aliases, parameter_count
+from models.network import Model
+from reprise.format.box import Box, Image, image, intersect, whole
+from reprise.format.layout import Layout, TensorSpec, build_layout
+from reprise.saving.plan import Holding, pieces_of
+from reprise.tensors.live import Grid, placed_box
+from trainer.compare.text_table import format_table
+from trainer.config.derived import batch_schedule_of, lanes_of, reduces_lanes_over_ranks, rounded_itemsize, topology_of
+from trainer.config.frozen import frozen_names
+from trainer.config.schema import Config
+from trainer.optim.adamw import stored_names
+from trainer.optim.table import StateTensor, state_tensors
+from trainer.parallel.mesh import build_mesh, stage_grid
+from trainer.parallel.pipeline import stages_of
+from trainer.parallel.topology import Topology
+from trainer.run.parallelize import build_stage, compute_dtype, gathered_dtypes
+from trainer.run.state import checkpoint_specs
+
+_GIB = 1 << 30
+_WRITTEN = "written (least to most over dp)"
+
+Boxes: TypeAlias = Mapping[str, tuple[Box, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The memory of one coordinate, in elements and bytes.
+
+    Args:
+        state_bytes: parameters and moments at rest, float32.
+        working_bytes: gathered parameters and gradients at the peak of an iteration.
+        activation_bytes: an estimate of the activations kept for the backward passes in flight.
+        written_bytes: its share of a checkpoint.
+    """
+
+    parameters: int
+    state_bytes: int
+    working_bytes: int
+    activation_bytes: int
+    written_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.state_bytes + self.working_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """The stages of one pipeline rank, built on `meta` for the first rank of `grid`."""
+
+    pp: int
+    parts: Sequence[Model]
+    grid: Grid
+
+
+def report(config: Config, world_size: int) -> str:
+    """Return a table with a row per pipeline and tensor-parallel coordinate; its figures are maxima over dp.
+
+    Shards are those of `torch.chunk`, so the first data-parallel coordinate holds the most and the last the least.
+    """
+    topology = topology_of(config, world_size)
+    frozen = frozen_names(config.model, config.train.freeze)
+    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name, frozen)))
+    rows = list(_rows(config, topology, layout))
+    header = ("pp", "tp", "layers", "parameters", "state", "working", "activations", "memory", _WRITTEN)
+    lines = [_headline(config, topology, layout), ""]
+    lines += format_table([header, *(_cells(*row) for row in rows)], align=">><>>>>><")
+    most = max(load.written_bytes for *_, loads in rows for load in loads)
+    lines += ["", f"most written by one rank / mean: {most * world_size / layout.total_bytes:.3f}"]
+    if topology.pp > 1 and config.parallel.zero_stage >= 2 and topology.dp > 1:
+        lines.append(
+            f"zero_stage={config.parallel.zero_stage} with a pipeline: torch's schedules keep a stage's parameters and "
+            "gradients unsharded during an iteration, as stage 1 does; the state between iterations is sharded."
+        )
+    if itemsize := rounded_itemsize(config.checkpoint):
+        rounded = itemsize * max(load.parameters for *_, loads in rows for load in loads)
+        lines.append(f"saves of the weights alone: at most {rounded / _GIB:.2f} GiB more on the host of a rank")
+    return "\n".join(lines)
+
+
+def working_bytes_of(config: Config, topology: Topology) -> int:
+    """Return the gathered parameters and gradients of the first data-parallel rank, of the stages with the most."""
+    return max(_working_bytes_of_first_rank(config, simulated, topology) for simulated in simulate(config, topology))
+
+
+def _working_bytes_of_first_rank(config: Config, simulated: Simulated, topology: Topology) -> int:
+    held = [boxes_at(part, simulated.grid, dp=0, tp=0) for part in simulated.parts]
+    return _working_bytes(config, simulated.parts, topology, held=held)
+
+
+def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
+    """Yield the stages of every pipeline rank.
+
+    This process must not be in a process group; the fake one exists while the generator runs.
+    """
+    inner = replace(topology, pp=1)
+    dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=inner.world_size)
+    try:
+        mesh = build_mesh(inner, "cpu") if inner.world_size > 1 else None
+        for pp in range(topology.pp):
+            stages = stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=pp)
+            meta = torch.device("meta")
+            parts = [build_stage(config, meta, stage=stage, topology=inner, mesh=mesh) for stage in stages]
+            yield Simulated(pp, parts, stage_grid(topology, pp))
+    finally:
+        dist.destroy_process_group()
+
+
+def _rows(config: Config, topology: Topology, layout: Layout) -> Iterator[tuple[Simulated, int, list[RankMemory]]]:
+    dps = sorted({0, min(1, topology.dp - 1), topology.dp - 1})
+    for simulated in simulate(config, topology):
+        for tp in range(topology.tp):
+            yield simulated, tp, [_load(config, simulated, topology, layout=layout, dp=dp, tp=tp) for dp in dps]
+
+
+def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: Layout, dp: int, tp: int) -> RankMemory:
+    held = [boxes_at(part, simulated.grid, dp=dp, tp=tp) for part in simulated.parts]
+    parameters = sum(box.numel for boxes in held for box, _ in boxes.values())
+    pieces = pieces_of(holdings_of(config, held, layout, simulated.grid), int(simulated.grid.ranks[dp, tp]))
+    written = sum(piece.hi - piece.lo for piece in pieces)
+    working = _working_bytes(config, simulated.parts, topology, held=held)
+    activations = _activation_bytes(config, simulated.parts, topology)
+    moments = Counter(tensor.parameter for tensor in _state_tensors(config) if tensor.stored.shape)
+    state = sum(4 * box.numel * (1 + moments[name]) for boxes in held for name, (box, _) in boxes.items())
+    return RankMemory(parameters, state, working, activations, written)
+
+
+def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
+    """Return the box of each parameter of a part at a coordinate, and the ranks with the same box."""
+    coordinate = {"dp": dp, "tp": tp}
+    return {name: placed_box(name, p, coordinate, grid) for p, name in stored_names(part).items()}
+
+
+def holdings_of(config: Config, held: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
+    """Return the holdings that a coordinate would save, in the order of a save, given its boxes of each part."""
+    copies = families.aliases(config.model)  # held by the first and the last stage, written by the first
+    everybody, scalar = grid.holders({}), image(whole(()), (), 4)
+    kept = list(_state_tensors(config))
+    found = []
+    for boxes in held:
+        mine = {name: placed for name, placed in boxes.items() if name in layout.places and name not in copies}
+        images = {name: _stored_image(box, layout.places[name].spec) for name, (box, _) in mine.items()}
+        found += [Holding(name, images[name], layout.places[name].offset, mine[name][1]) for name in mine]
+        for tensor in kept:
+            if tensor.parameter in mine:
+                is_scalar = not tensor.stored.shape
+                part = scalar if is_scalar else images[tensor.parameter]
+                replicas = everybody if is_scalar else mine[tensor.parameter][1]
+                found.append(Holding(tensor.name, part, layout.places[tensor.name].offset, replicas))
+    return found
+
+
+def _stored_image(box: Box, spec: TensorSpec) -> Image:
+    return spec.image(intersect(box, whole(spec.view)))
+
+
+def _state_tensors(config: Config) -> Iterator[StateTensor]:
+    return state_tensors(config.optimizer.name, config.model, frozen_names(config.model, config.train.freeze))
+
+
+def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, held: Sequence[Boxes]) -> int:
+    """Return gathered parameters in the compute dtype and gradients in float32, at their peak.
+
+    ZeRO stage 3 without a pipeline gathers one block at a time, two with the prefetched one, and keeps gradients
+    sharded. Otherwise the parameters of a pipeline stage are unsharded. Its gradients are too, except with ZeRO stage 2
+    without a pipeline. Frozen parameters have no gradients.
+
+    Args:
+        held: the boxes of each part.
+    """
+    parameters = sum(box.numel for boxes in held for box, _ in boxes.values())
+    trained = sum(boxes[name][0].numel for part, boxes in zip(parts, held, strict=True) for name, _ in _trained(part))
+    stage, itemsize = config.parallel.zero_stage, compute_dtype(config).itemsize
+    lanes = _lane_bytes(config, parts, topology, trained=trained)
+    if topology.dp == 1 or stage == 0:
+        return trained * 4 + parameters * (itemsize if itemsize < 4 else 0) + lanes
+    block_bytes, rest_bytes = (dtype.itemsize for dtype in gathered_dtypes(config, topology))
+    blocks = [
+        sum(p.numel() for p in block.parameters()) // topology.tp for part in parts for block in part.blocks.values()
+    ]
+    whole_parameters = sum(p.numel() for part in parts for p in part.parameters()) // topology.tp
+    gathered = sum(blocks) * block_bytes + (whole_parameters - sum(blocks)) * rest_bytes
+    if stage == 3 and topology.pp == 1:
+        gathered = 2 * max(blocks) * block_bytes
+    gradients = trained if stage >= 2 and topology.pp == 1 else _unsharded_gradients(parts, topology)
+    return gathered + gradients * 4 + lanes
+
+
+def _lane_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, trained: int) -> int:
+    """Return the memory that `parallel.invariant_ranks` adds: sums of lanes that wait for the next one.
+
+    Of 2^n lanes of a rank at most n sums wait, beside the gradients of the current lane. They are sharded where every
+    lane is reduced over ranks. Elsewhere a lane of one micro batch is added parameter by parameter as its gradients
+    come, so one sum is in their place. A tied table has a second gradient in longer lanes, that of the output layer;
+    where the other end is on another rank, the sums of all lanes wait for the end of the iteration.
+
+    Args:
+        trained: the elements of the trained parameters that this rank holds.
+    """
+    lanes = lanes_of(config)
+    if lanes is None:
+        return 0
+    share, is_long = lanes.count // topology.dp, lanes.length > 1
+    waiting = share.bit_length() - 1
+    tied = config.model.padded_vocab_size * config.model.n_embd // topology.tp if _trains_tied_table(config) else 0
+    unsharded = _unsharded_gradients(parts, topology)
+    if reduces_lanes_over_ranks(config, topology):
+        return 4 * (waiting * trained + (unsharded + tied if is_long else 0))
+    further = waiting if is_long else max(0, waiting - 1)
+    if topology.pp > 1:
+        has_end = parts[0].stage.first or parts[-1].stage.last
+        return 4 * (further * unsharded + (tied * (share - 1 - further) if has_end else 0))
+    return 4 * (further * unsharded + (tied if is_long else 0))
+
+
+def _trains_tied_table(config: Config) -> bool:
+    tied = set(aliases(config.model).values())
+    return bool(tied - frozen_names(config.model, config.train.freeze))
+
+
+def _trained(part: Model) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, parameter) for parameter, name in stored_names(part).items() if parameter.requires_grad]
+
+
+def _unsharded_gradients(parts: Sequence[Model], topology: Topology) -> int:
+    """Return the trained parameters of a rank's stages before ZeRO shards them."""
+    return sum(p.numel() for part in parts for _, p in _trained(part)) // topology.tp
+
+
+def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology) -> int:
+    """Return an estimate of kept activations: 34 bytes per position and channel of a layer in two-byte formats.
+
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 1 without
+    its attention matrix, which fused kernels do not keep; equation 4 for sequence parallelism (10 of the 34 are not
+    sharded by tensor parallelism alone). With activation checkpointing only the 2 bytes of a block's input.
+    """
+    train = config.train
+    scale = compute_dtype(config).itemsize / 2
+    positions = train.micro_batch_size * train.seq_length * config.model.n_embd * scale
+    cut = topology.tp if topology.sp else 1
+    per_layer = 2 / cut if train.activation_checkpointing else 10 / cut + 24 / topology.tp
+    in_flight = min(topology.pp, max(batch_schedule_of(train).sizes) // (train.micro_batch_size * topology.dp))
+    layers = sum(len(part.stage.layers) for part in parts)
+    logits = train.micro_batch_size * train.seq_length * config.model.padded_vocab_size * 4 // topology.tp
+    return int(positions * per_layer * layers * in_flight) + (logits if parts[-1].stage.last else 0)
+
+
+def _headline(config: Config, topology: Topology, layout: Layout) -> str:
+    sizes = f"tp {topology.tp}, pp {topology.pp}, vpp {topology.vpp}, dp {topology.dp}"
+    return (
+        f"{parameter_count(config.model):,} parameters{_trained_share(config)} on {topology.world_size:,} ranks "
+        f"({sizes}, zero_stage {config.parallel.zero_stage}); a checkpoint has {layout.total_bytes:,} bytes"
+    )
+
+
+def _trained_share(config: Config) -> str:
+    """Return how many parameters are trained, in words; empty if all are."""
+    frozen = frozen_names(config.model, config.train.freeze)
+    trained = [tensor for name, tensor in saved_tensors(config.model).items() if name not in frozen]
+    count = sum(prod(tensor.shape) for tensor in trained)
+    if is_adapted(config.model):
+        return f", frozen beneath adapters of {count:,} parameters,"
+    return f", {count:,} of them trained," if frozen else ""
+
+
+def _cells(simulated: Simulated, tp: int, loads: Sequence[RankMemory]) -> list[str]:
+    layers = " ".join(_span(part.stage) for part in simulated.parts)
+    most = max(loads, key=lambda load: load.total_bytes)
+    written = sorted(load.written_bytes for load in loads)
+    sizes = (most.state_bytes, most.working_bytes, most.activation_bytes, most.total_bytes)
+    memory = [f"{size / _GIB:.2f} GiB" for size in sizes]
+    span = f"{written[0]:,} to {written[-1]:,}"
+    return [str(simulated.pp), str(tp), layers, f"{most.parameters:,}", *memory, span]
+
+
+def _span(stage: Stage) -> str:
+    return f"{stage.layers[0]}-{stage.layers[-1]}" if len(stage.layers) else "none"

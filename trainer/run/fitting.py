@@ -1,0 +1,177 @@
+"""Fits stored weights to a model for which they were not saved: of another dtype, with other tables, or parts of them.
+
+Only a run that begins from weights alone does so: with the optimizer's state, each tensor has the form it was saved in.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from models import families
+from models.config import ModelConfig
+from reprise.errors import MismatchError
+from reprise.format.box import Box
+from reprise.format.layout import Place, TensorSpec
+from reprise.tensors.live import LiveTensor
+from trainer.config.schema import CheckpointSection, NewRows
+from trainer.run.random import fill_initial_values
+
+# Fields of a model that decide on the rows of its tables and on nothing else.
+TABLE_SIZES = ("vocab_size", "max_position_embeddings")
+# The memory for rows that are read for their mean.
+_ROWS_BYTES = 64 << 20
+
+# Dtypes that need no line.
+_KEPT = {"torch.float32"}
+
+Read = Callable[[LiveTensor], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How stored weights may differ from the tensors that they fill.
+
+    Args:
+        casts: whether numbers of another floating-point dtype become float32.
+        rows: for each table that may have another number of rows, that number as stored, by name.
+        new_rows: the values of rows that are not stored.
+        patterns: shell patterns for the names of the tensors to load; empty for all.
+    """
+
+    casts: bool = False
+    rows: Mapping[str, int] = field(default_factory=dict)
+    new_rows: NewRows = NewRows.initial
+    patterns: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(section: CheckpointSection, saved: ModelConfig, model: ModelConfig) -> Fit:
+        """Return the fit that a configuration allows between the saved model and its own.
+
+        Args:
+            section: as it applies to the load: of a run that goes on from its own checkpoint, without `finetune`.
+        """
+        with_weights_alone = section.finetune or section.no_load_optim
+        rows = _stored_rows(saved, model) if section.finetune and section.resize else {}
+        patterns = tuple(section.partial) if section.finetune else ()
+        return Fit(with_weights_alone, rows, section.new_rows, patterns)
+
+    def selects(self, name: str) -> bool:
+        """Return whether a tensor is to be loaded."""
+        return not self.patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def stored(self, spec: TensorSpec, place: Place | None) -> TensorSpec:
+        """Return the form in which a tensor of the model must be stored."""
+        if place is not None and self.casts and place.spec.dtype.is_floating_point:
+            spec = replace(spec, dtype=place.spec.dtype)
+        if spec.name in self.rows:
+            shape = (self.rows[spec.name], *spec.shape[1:])
+            spec = replace(spec, shape=shape, view=shape)
+        return spec
+
+    def left(self, names: Sequence[str]) -> list[str]:
+        """Return the tensors of a model that keep their initial values.
+
+        Raises:
+            MismatchError: for a pattern that fits none of them.
+        """
+        unused = [p for p in self.patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
+        if unused:
+            raise MismatchError(
+                "A pattern in checkpoint.partial fits no tensor of the model",
+                found=", ".join(unused),
+                fix="Correct it, or leave it out; `reprise checkpoint show` lists the names.",
+            )
+        return [name for name in names if not self.selects(name)]
+
+
+class Fitting:
+    """The fit of one rank's live tensors to the places in which their weights are stored.
+
+    Args:
+        live: the tensors to fill; those that keep values of their own have them before `finish`.
+        places: the place of each selected tensor by name, as stored.
+    """
+
+    def __init__(self, fit: Fit, live: Sequence[LiveTensor], places: Mapping[str, Place]) -> None:
+        self._fit, self._places = fit, places
+        wanted = [tensor for tensor in live if fit.selects(tensor.spec.name)]
+        self._pairs = [(tensor, self._request(tensor)) for tensor in wanted]
+        self.left_count = len(live) - len(wanted)
+
+    @property
+    def requests(self) -> list[LiveTensor]:
+        """Return the tensors to fill from the files, in the form that is stored."""
+        return [request for _, request in self._pairs]
+
+    def notes(self, names: Sequence[str], *, where: object) -> list[str]:
+        """Return log lines that name every tensor of `names` that is not loaded, or not all of it."""
+        lines, fit = [], self._fit
+        if left := fit.left(names):
+            lines.append(f"not loaded from {where}, {len(left)} tensors keep initial values: {', '.join(left)}")
+        for name in (name for name in fit.rows if fit.selects(name)):
+            lines.append(f"{name}: {fit.rows[name]} rows of {where} are kept by number, new rows: {fit.new_rows.value}")
+        cast = sorted({str(p.spec.dtype) for n, p in self._places.items() if fit.selects(n) and fit.casts} - _KEPT)
+        if cast:
+            lines.append(f"cast to float32 from {', '.join(cast)}: {where}")
+        return lines
+
+    def finish(self, read: Read) -> None:
+        """Move what has been filled into the live tensors, and fill new rows.
+
+        Args:
+            read: fills a tensor, in the form that is stored, from the files.
+        """
+        with torch.no_grad():
+            for tensor, request in self._pairs:
+                if request.local.dtype is not tensor.local.dtype:
+                    is_whole = request.box.shape == tensor.box.shape
+                    target = tensor.local if is_whole else tensor.local.narrow(0, 0, request.box.shape[0])
+                    target.copy_(request.local)
+                if self._fit.new_rows is NewRows.mean:
+                    self._fill_mean(tensor, request, read)
+
+    def _request(self, tensor: LiveTensor) -> LiveTensor:
+        stored = self._fit.stored(tensor.spec, self._places.get(tensor.spec.name))
+        box, local = tensor.box, tensor.local
+        if stored.shape != tensor.spec.shape:
+            count = max(0, min(box.end[0], stored.shape[0]) - box.offset[0])
+            box = Box(box.offset if count else (0, *box.offset[1:]), (count, *box.shape[1:]))
+            local = local.narrow(0, 0, count)
+        if stored.dtype is not local.dtype:
+            local = torch.empty(box.shape, dtype=stored.dtype, device=local.device)
+        return replace(tensor, spec=stored, box=box, local=local)
+
+    def _fill_mean(self, tensor: LiveTensor, request: LiveTensor, read: Read) -> None:
+        """Fill the rows beyond the stored ones with the mean of all stored rows, the same bits on every rank."""
+        new = tensor.local.narrow(0, request.box.shape[0], tensor.box.shape[0] - request.box.shape[0])
+        if tensor.spec.name not in self._fit.rows or not new.numel():
+            return
+        rows, *rest = request.spec.shape
+        total, step = torch.zeros(rest, dtype=torch.float64), max(1, _ROWS_BYTES // (4 * max(1, rest[0])))
+        for lo in range(0, rows, step):
+            box = Box((lo, *(0 for _ in rest)), (min(step, rows - lo), *rest))
+            block = torch.empty(box.shape, dtype=request.spec.dtype)
+            read(replace(request, box=box, local=block))
+            for row in block.double():
+                total += row
+        columns = tuple(
+            slice(at, at + size) for at, size in zip(tensor.box.offset[1:], tensor.box.shape[1:], strict=True)
+        )
+        new.copy_((total / rows).to(tensor.local.dtype)[columns])
+
+
+def fill_unstored(fit: Fit, live: Sequence[LiveTensor], model: ModelConfig, seed: int) -> None:
+    """Fill the tensors that a fit leaves, and those that get new rows, with the initial values of a fresh run."""
+    keeping = [tensor for tensor in live if not fit.selects(tensor.spec.name) or tensor.spec.name in fit.rows]
+    fill_initial_values(keeping, families.initial_values(model), seed)
+
+
+def _stored_rows(saved: ModelConfig, model: ModelConfig) -> dict[str, int]:
+    """Return the stored number of rows of every table whose number differs, by name."""
+    same = replace(model, **{name: getattr(saved, name) for name in TABLE_SIZES})
+    there, here = families.stored_tensors(same), families.stored_tensors(model)
+    return {name: there[name].shape[0] for name in here if there[name].shape != here[name].shape}

@@ -1,0 +1,135 @@
+"""A lower bound of the memory of a run, in closed form, to refuse a model that cannot fit before it is built."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+from models.adapters import is_adapted, saved_tensors
+from models.families import parameter_count
+from reprise.errors import ConfigError, OutOfMemoryError, TrainerError
+from trainer.config.derived import batch_schedule_of, rounded_itemsize, topology_of
+from trainer.config.frozen import frozen_names
+from trainer.config.schema import Config
+from trainer.optim.table import state_tensors
+from trainer.parallel.topology import ACCELERATORS
+
+_GIB = 1 << 30
+_FLOAT_BYTES = 4  # of weights, gradients and moments
+_TOKEN_BYTES = 8
+_GPU_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))  # of CUDA and ROCm
+
+
+def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int:
+    """Return a lower bound of the bytes that one rank of `world_size` holds, on average, at the end of an iteration.
+
+    Weights, the gradients and moments of those that are trained, and the tokens of an iteration are counted.
+    Activations are not.
+
+    Args:
+        is_host: count the memory into which saves of the weights alone are rounded too: on the host with any device.
+    """
+    topology = topology_of(config, world_size)
+    copies = topology.dp if config.parallel.zero_stage == 0 else 1
+    padded = replace(config.model, vocab_size=config.model.padded_vocab_size)
+    frozen = frozen_names(padded, config.train.freeze)
+    kept = [tensor for tensor in state_tensors(config.optimizer.name, padded, frozen) if tensor.stored.shape]
+    moments = sum(prod(tensor.stored.shape) for tensor in kept)
+    gradients = sum(prod(tensor.shape) for name, tensor in saved_tensors(padded).items() if name not in frozen)
+    weights = parameter_count(padded) + (gradients if is_adapted(padded) else 0)
+    state = _FLOAT_BYTES * (weights + gradients + moments) * copies // world_size
+    itemsize = rounded_itemsize(config.checkpoint) if is_host else 0
+    rounded = (
+        itemsize * sum(prod(tensor.shape) for tensor in saved_tensors(config.model).values()) * copies // world_size
+    )
+    train = config.train
+    return (
+        state + rounded + _TOKEN_BYTES * (max(batch_schedule_of(train).sizes) // topology.dp) * (train.seq_length + 1)
+    )
+
+
+def host_bytes(meminfo: str, cgroup_limit: str = "max") -> int | None:
+    """Return the memory and swap of a host in bytes; None where the kernel does not report them.
+
+    Args:
+        meminfo: the text of `/proc/meminfo`.
+        cgroup_limit: the text of the control group's `memory.max`.
+    """
+    sizes = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+): +(\d+) kB$", meminfo, re.MULTILINE)}
+    memory = sizes.get("MemTotal")
+    if memory is None:
+        return None
+    if cgroup_limit.strip().isdigit():
+        memory = min(memory, int(cgroup_limit))
+    return memory + sizes.get("SwapTotal", 0)
+
+
+def require_host_memory(config: Config, world_size: int, local_world_size: int) -> None:
+    """Refuse a run on CPUs whose state cannot fit into this host's memory and swap.
+
+    Raises:
+        ConfigError: naming both sizes.
+    """
+    device = config.train.device
+    if device in ACCELERATORS or (device == "auto" and any(node.exists() for node in _GPU_NODES)):
+        return
+    available = host_bytes(_text(Path("/proc/meminfo")), _text(Path("/sys/fs/cgroup/memory.max")))
+    if available is not None:
+        require_memory(config, world_size, ranks=local_world_size, available_bytes=available, where="this host")
+
+
+def require_memory(
+    config: Config, world_size: int, *, ranks: int, available_bytes: int, where: str, is_host: bool = True
+) -> None:
+    """Refuse a run whose state cannot fit where `ranks` of its ranks share `available_bytes`.
+
+    Args:
+        is_host: whether that is memory of a host, and not of a device.
+
+    Raises:
+        ConfigError: naming both sizes.
+    """
+    samples = max(batch_schedule_of(config.train).sizes)
+    needed = ranks * least_bytes(config, world_size, is_host=is_host)
+    light = ", the weights rounded for light saves," if is_host and rounded_itemsize(config.checkpoint) else ","
+    if needed > available_bytes:
+        raise ConfigError(
+            f"The run does not fit into the memory of {where}",
+            where=f"{ranks} of {world_size} ranks",
+            expected=f"at most {available_bytes / _GIB:.1f} GiB",
+            found=f"at least {needed / _GIB:.1f} GiB for {parameter_count(config.model):,} parameters, their gradients "
+            f"and moments{light} and {samples:,} samples of {config.train.seq_length:,} tokens",
+            fix="Choose a smaller model or batch, or more hosts; train.dry_run=true shows the memory of every rank.",
+        )
+
+
+def out_of_memory(error: BaseException, config: Config, *, where: str) -> OutOfMemoryError | None:
+    """Return the error to raise where `error` is a failed allocation on a host or a device; None for any other.
+
+    Args:
+        where: the rank and its device.
+    """
+    text = str(error)
+    is_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in text
+    if isinstance(error, TrainerError) or not (is_host or type(error).__name__ == "OutOfMemoryError"):  # torch's
+        return None
+    train = config.train
+    less = [f"train.micro_batch_size={train.micro_batch_size}", f"train.seq_length={train.seq_length}"]
+    recompute = "" if train.activation_checkpointing else ", set train.activation_checkpointing=true"
+    reason = text[max(0, text.find("DefaultCPUAllocator")) :].partition("\n")[0]
+    return OutOfMemoryError(
+        f"The {'host' if is_host else 'device'} has no memory left for this run",
+        where=where,
+        found=reason or type(error).__name__,
+        fix=f"Lower {' or '.join(less)}{recompute}, or use more ranks. train.dry_run=true shows the memory of every "
+        "rank. Committed checkpoints are untouched.",
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,262 @@
+"""Builds this rank's pipeline stages and applies tensor, data and pipeline parallelism to them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import DeviceMesh
+
+from models import families
+from models.adapters import is_adapted
+from models.build import build_model
+from models.config import Stage
+from models.layers import token_loss
+from models.network import Model
+from reprise.errors import CheckpointError
+from reprise.format.box import cut
+from reprise.tensors.live import Grid, local_of, with_memory
+from reprise.tensors.memory import memory_of
+from trainer.config.derived import lanes_of, reduces_lanes_over_ranks
+from trainer.config.frozen import frozen_names
+from trainer.config.schema import Config, Dtype
+from trainer.data.documents import window_form
+from trainer.launch.process_group import Cluster
+from trainer.optim.adamw import stored_names
+from trainer.parallel import data, pipeline
+from trainer.parallel.context import ParallelContext
+from trainer.parallel.invariant import LocalLanes, ShardedLanes
+from trainer.parallel.mesh import stage_grid
+from trainer.parallel.pipeline import tied_parameters
+from trainer.parallel.reduction import GradientReduction, MeanReduction
+from trainer.parallel.topology import Topology
+from trainer.run.state import TrainerState
+
+
+def build_models(config: Config, device: torch.device, *, topology: Topology, mesh: DeviceMesh | None) -> list[Model]:
+    """Build this rank's stages with zero-filled parameters.
+
+    Each stage is built on `meta` and sharded before memory is allocated, so only local shards take memory.
+    """
+    rank = mesh.get_local_rank("pp") if mesh is not None else 0
+    if topology.pp == 1:
+        stages = [Stage.whole(config.model.n_layer)]
+    else:
+        stages = pipeline.stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=rank)
+    return [build_stage(config, device, stage=stage, topology=topology, mesh=mesh) for stage in stages]
+
+
+def build_stage(
+    config: Config, device: torch.device, *, stage: Stage, topology: Topology, mesh: DeviceMesh | None
+) -> Model:
+    """Build one stage on `meta`, shard it over the mesh, and allocate zeros on `device`.
+
+    Tied embeddings are tied again after every operation that separates them.
+    """
+    dtype = compute_dtype(config)
+    with torch.device("meta"):
+        model = build_model(config.model, stage=stage, compute_dtype=dtype)
+    model.activation_checkpointing = config.train.activation_checkpointing
+    if mesh is not None and topology.tp > 1:
+        from trainer.parallel import tensor
+
+        tensor.shard(model, mesh["tp"], sequence_parallel=topology.sp)
+        model.tie_weights()
+    _freeze(model, frozen_names(config.model, config.train.freeze))
+    if is_adapted(config.model):
+        from trainer.parallel.adapters import add_adapters
+
+        add_adapters(model, mesh["tp"] if mesh is not None and topology.tp > 1 else None)
+    blocks = list(model.blocks.values())
+    if config.train.compile:
+        for block in blocks:
+            block.compile()
+    if mesh is not None and topology.dp > 1:
+        block_dtype, rest_dtype = gathered_dtypes(config, topology)
+        zero_stage = config.parallel.zero_stage
+        data.shard(model, blocks, mesh["dp"], zero_stage=zero_stage, compute_dtype=block_dtype, rest_dtype=rest_dtype)
+    # Like `to_empty`, whose `empty_like` of a meta tensor imports sympy: 0.3 s of a start.
+    model._apply(lambda like: with_memory(like, _empty(local_of(like), device)))  # type: ignore[no-untyped-call]
+    model.tie_weights()
+    for parameter in model.parameters():
+        local_of(parameter).zero_()
+    return model
+
+
+def _freeze(model: Model, names: Collection[str]) -> None:
+    """Let no gradient be computed for the parameters with these stored names. Before FSDP2, which groups by it."""
+    stored = families.aliases(model.config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(stored.get(name, name) not in names)
+
+
+def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+
+
+def gathered_dtypes(config: Config, topology: Topology) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes in which FSDP2 gathers the parameters of the blocks, and all other parameters.
+
+    With `invariant_ranks`, gradients must be rounded where one rank rounds them. A weight that a micro batch uses once
+    has one rounding in either case. The gradient of a table adds rows, and tensor parallelism adds the gradients of
+    norms over ranks; one rank does both in float32. A compiled block of one rank has the cast of its weights inside,
+    where the compiler may leave out the rounding.
+    """
+    dtype = compute_dtype(config)
+    if config.parallel.invariant_ranks == 0:
+        return dtype, dtype
+    casts_at_use = topology.tp > 1 or config.train.compile
+    return torch.float32 if casts_at_use else dtype, torch.float32
+
+
+def build_grid(topology: Topology, mesh: DeviceMesh | None) -> Grid:
+    """Return the grid of the ranks that hold the same stages as this rank."""
+    if mesh is None:
+        return Grid.flat(1)
+    return stage_grid(topology, mesh.get_local_rank("pp"))
+
+
+def build_context(
+    config: Config, state: TrainerState, *, topology: Topology, mesh: DeviceMesh | None, cluster: Cluster
+) -> ParallelContext:
+    """Return the parallel context of a run. A collective call."""
+    place = topology.coordinate(cluster.rank)
+    loss = _loss(config, mesh if topology.tp > 1 else None)
+    has_tied_ends = topology.pp > 1 and config.model.tie_word_embeddings
+    embedding_group = pipeline.embedding_group(mesh) if mesh is not None and has_tied_ends else None
+    dp_mesh = mesh["dp"] if mesh is not None and topology.dp > 1 else None
+    return ParallelContext(
+        reduction=_build_reduction(config, state, topology, dp_mesh, embedding_group),
+        lanes=lanes_of(config),
+        is_tensor_parallel=topology.tp > 1,
+        loss=loss,
+        gather_logits=_gather_logits(config, mesh if topology.tp > 1 else None),
+        pipeline=None if mesh is None or topology.pp == 1 else _build_pipeline(config, state, topology, mesh, loss),
+        embedding_group=embedding_group,
+        reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
+        grad_norm_shares=_grad_norm_shares(state, cluster.rank),
+        form=window_form(config.data),
+        waits_in_passes=topology.tp * topology.pp > 1 or (dp_mesh is not None and config.parallel.zero_stage > 0),
+    )
+
+
+def _build_reduction(
+    config: Config,
+    state: TrainerState,
+    topology: Topology,
+    dp_mesh: DeviceMesh | None,
+    embedding_group: dist.ProcessGroup | None,
+) -> GradientReduction:
+    models, zero_stage = [part.model for part in state.parts], config.parallel.zero_stage
+    lanes = lanes_of(config)
+    if lanes is None:
+        is_tensor_parallel = topology.tp > 1
+        parameters = list(state.parameters())
+        return MeanReduction(models, parameters, zero_stage, dp_mesh, is_tensor_parallel, embedding_group)
+    if reduces_lanes_over_ranks(config, topology):
+        return ShardedLanes(models[0], list(state.parameters()), lanes)
+    return LocalLanes(models, lanes, zero_stage=zero_stage, data=dp_mesh, embedding_group=embedding_group)
+
+
+def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    if mesh is None:
+        return token_loss
+    from trainer.parallel import tensor
+
+    return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
+
+
+def _gather_logits(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    if mesh is None:
+        return lambda logits: logits
+    from trainer.parallel import tensor
+
+    return functools.partial(tensor.gather_logits, mesh=mesh["tp"], rows=config.model.padded_vocab_size)
+
+
+def _build_pipeline(
+    config: Config,
+    state: TrainerState,
+    topology: Topology,
+    mesh: DeviceMesh,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> pipeline.Pipeline:
+    lo, hi = cut(0, config.model.padded_vocab_size, index=mesh.get_local_rank("tp"), count=topology.tp)
+    train = config.train
+    shape = pipeline.BatchShape(
+        micro_batches=train.global_batch_size // (train.micro_batch_size * topology.dp),
+        micro_batch_size=train.micro_batch_size,
+        seq_length=train.seq_length,
+        sequence=train.seq_length // (topology.tp if topology.sp else 1),
+        width=config.model.n_embd,
+        rows=hi - lo,
+        dtype=compute_dtype(config),
+    )
+    parts = [part.model for part in state.parts]
+    device = next(parts[0].parameters()).device
+    return pipeline.Pipeline(
+        parts,
+        mesh["pp"],
+        shape,
+        device=device,
+        loss=loss,
+        takes_mean=lanes_of(config) is None,
+        form=window_form(config.data),
+    )
+
+
+def _grad_norm_shares(state: TrainerState, rank: int) -> list[tuple[torch.nn.Parameter, int, int]]:
+    """Return this rank's parameters with its number among the holders of the same box, and their count.
+
+    The last stage's copy of a tied parameter does not count.
+    """
+    replicas = {
+        tensor.spec.name: tensor.replicas for tensor in state.shards(with_optimizer=False) if not tensor.is_copy
+    }
+    return [
+        (parameter, replicas[name].index(rank), len(replicas[name]))
+        for part in state.parts
+        for parameter, name in stored_names(part.model).items()
+        if name in replicas and parameter.requires_grad
+    ]
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of activations and matrix products."""
+    return torch.bfloat16 if config.train.dtype is Dtype.bfloat16 else torch.float32
+
+
+def check_tied_copies(state: TrainerState, embedding_group: dist.ProcessGroup | None) -> None:
+    """Compare the digests of both copies of a tied embedding, weights and optimizer state.
+
+    A collective call of `embedding_group`.
+
+    Args:
+        embedding_group: the group of the first and last stage; None skips the check.
+
+    Raises:
+        CheckpointError: on both stages, if the copies differ: a checkpoint would hold only the first.
+    """
+    if embedding_group is None:
+        return
+    digest = xxhash.xxh3_64()
+    for part in state.parts:
+        for parameter in tied_parameters(part.model):
+            digest.update(memory_of(local_of(parameter)))
+            for _, kept in sorted(part.optimizer.state.get(parameter, {}).items()):
+                digest.update(memory_of(local_of(kept)))
+    own = digest.intdigest() >> 1
+    device = next(state.parts[0].model.parameters()).device
+    low, high = torch.tensor(own, device=device), torch.tensor(own, device=device)
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=embedding_group)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=embedding_group)
+    if int(low) != int(high):
+        raise CheckpointError(
+            "The two copies of a tied parameter differ",
+            where=f"{' and '.join(sum(families.aliases(state.config).items(), ()))}, rank {dist.get_rank()}",
+            expected="the same bits on the first and the last pipeline stage",
+            fix="Nothing was saved; resume from the last checkpoint.",
+        )

@@ -1,0 +1,63 @@
+"""Randomness as a function of its purpose: a resume needs no state of a generator."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+import xxhash
+
+from models.config import Initial, InitialKind
+from reprise.tensors.live import LiveTensor
+
+# Rows of a tensor that are drawn together; a rank draws only the blocks that overlap its box.
+ROWS_PER_BLOCK = 64
+
+
+def dropout_key(seed: int, iteration: int, *, micro_batch: int) -> int:
+    """Return the key from which every dropout site of one forward pass derives its seed; 63 bits, so it fits int64.
+
+    Args:
+        micro_batch: its number in the iteration, over all ranks, so that masks do not depend on the number of ranks.
+    """
+    # The third word was once a rank; it stays, so that runs of one rank keep their masks.
+    return xxhash.xxh3_64_intdigest(struct.pack("<4q", seed, iteration, 0, micro_batch)) >> 1
+
+
+def fill_initial_values(live: Iterable[LiveTensor], initial: Mapping[str, Initial], seed: int) -> None:
+    """Fill live tensors with their initial values: equal bits on every topology, drawn only where needed."""
+    for tensor in live:
+        rule = initial[tensor.spec.name]
+        if tensor.box.numel == 0:
+            continue
+        match rule.kind:
+            case InitialKind.zeros:
+                tensor.local.zero_()
+            case InitialKind.ones:
+                tensor.local.fill_(1.0)
+            case InitialKind.normal | InitialKind.uniform:
+                _fill_random(tensor, rule, seed)
+
+
+def _fill_random(tensor: LiveTensor, rule: Initial, seed: int) -> None:
+    from numpy.random import Generator, Philox  # a resume draws no initial values
+
+    rows, rest = tensor.spec.view[0], tensor.spec.view[1:]
+    inner = tuple(slice(at, at + size) for at, size in zip(tensor.box.offset[1:], tensor.box.shape[1:], strict=True))
+    lo, hi = tensor.box.offset[0], tensor.box.end[0]
+    prefix = struct.pack("<q", seed) + tensor.spec.name.encode()
+    for block in range(lo // ROWS_PER_BLOCK, -(-hi // ROWS_PER_BLOCK)):
+        start = block * ROWS_PER_BLOCK
+        count = min(ROWS_PER_BLOCK, rows - start)
+        # A counter-based generator with a key of 128 bits: torch's on the CPU keeps 32 bits of a seed, too few for the
+        # blocks of a large model to differ from each other.
+        generator = Generator(Philox(key=xxhash.xxh3_128_intdigest(prefix + struct.pack("<q", block))))
+        if rule.kind is InitialKind.normal:
+            values = torch.from_numpy(generator.standard_normal((count, *rest), dtype=np.float32)).mul_(rule.std)
+        else:
+            drawn = torch.from_numpy(generator.random((count, *rest), dtype=np.float32))
+            values = drawn.mul_(2).sub_(1).mul_(rule.bound)
+        first, last = max(lo, start), min(hi, start + count)
+        tensor.local[first - lo : last - lo].copy_(values[(slice(first - start, last - start), *inner)])

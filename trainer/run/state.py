@@ -1,0 +1,202 @@
+"""The state of a run (model, optimizer and progress) and the enumeration of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from models.adapters import PREFIX, adapter_tensors, is_adapted, saved_tensors, stored_name
+from models.config import ModelConfig
+from models.families import aliases, stored_tensors
+from models.network import Model
+from reprise.errors import CheckpointError
+from reprise.format.json_file import Document
+from reprise.format.layout import TensorKind, TensorSpec, build_layout
+from reprise.tensors.file_aligned import zeros_like_files
+from reprise.tensors.live import (
+    Contents,
+    Grid,
+    LiveTensor,
+    Marks,
+    Stored,
+    is_dtensor,
+    live_tensors,
+    local_of,
+    memory_marks,
+)
+from trainer.config.schema import OptimizerName, OptimizerSection
+from trainer.optim.adamw import build_optimizer, stored_names
+from trainer.optim.table import state_tensors
+from trainer.schedules.progress import Progress
+
+# The bytes of which every address that torch allocates on a CPU is a multiple (c10, `core/alignment.h`).
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """One stage of the model and its optimizer; a rank has one part, or one per virtual stage."""
+
+    model: Model
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Enumerated:
+    """The tensors of a state, valid while `marks` equals the state's `memory_marks`."""
+
+    marks: tuple[Marks, ...]
+    specs: tuple[TensorSpec, ...]
+    live: tuple[LiveTensor, ...]
+
+
+@dataclass(slots=True)
+class TrainerState:
+    """All state that training changes.
+
+    Args:
+        grid: the ranks that hold the same stages as this rank.
+        frozen: the stored names of the parameters that stay unchanged.
+    """
+
+    config: ModelConfig
+    parts: Sequence[ModelPart]
+    grid: Grid
+    progress: Progress = field(default_factory=Progress)
+    optimizer: OptimizerName = OptimizerName.adamw
+    frozen: frozenset[str] = frozenset()
+    _enumerated: dict[bool, _Enumerated] = field(default_factory=dict, repr=False)
+
+    def shards(self, *, with_optimizer: bool = True) -> Iterator[LiveTensor]:
+        """Yield this rank's part of every tensor of a checkpoint, under its name on disk.
+
+        Saving reads the parts, loading fills them. The base beneath adapters is not among them.
+
+        Raises:
+            CheckpointError: for a trainable parameter without optimizer state.
+        """
+        is_base = {TensorKind.MODEL} if is_adapted(self.config) else set()
+        for part in self.parts:
+            for tensor in self._live(part, part.optimizer if with_optimizer else None):
+                if tensor.spec.kind not in is_base:
+                    yield tensor
+            _refuse_unknown(part)
+
+    def base_shards(self) -> Iterator[LiveTensor]:
+        """Yield this rank's part of every tensor beneath adapters, which no checkpoint of the run holds."""
+        for part in self.parts if is_adapted(self.config) else ():
+            for tensor in self._live(part, None):
+                if tensor.spec.kind is TensorKind.MODEL:
+                    yield tensor
+
+    def _live(self, part: ModelPart, optimizer: torch.optim.Optimizer | None) -> Iterator[LiveTensor]:
+        names, stored = aliases(self.config), _stored_forms(self.config)
+        stored |= {alias: stored[name] for alias, name in names.items()}
+        for tensor in live_tensors(part.model, optimizer, grid=self.grid, stored=stored):
+            yield _under_stored_name(_as_adapter(tensor), names)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield this rank's trainable parameters."""
+        for part in self.parts:
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+
+    def contents(self, documents: Mapping[str, Document], *, with_optimizer: bool) -> Contents:
+        """Return the contents of a checkpoint. `specs` and `live` are the same objects until a tensor moves."""
+        optimizers = tuple(part.optimizer for part in self.parts)
+        marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
+        known = self._enumerated.get(with_optimizer)
+        if known is None or known.marks != marks:
+            specs = tuple(checkpoint_specs(self.config, self.optimizer if with_optimizer else None, self.frozen))
+            known = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)))
+            self._enumerated[with_optimizer] = known
+        constant = tuple(p for part in self.parts for p in part.model.parameters() if not p.requires_grad)
+        names = {} if is_adapted(self.config) else aliases(self.config)
+        return Contents(known.specs, known.live, names, documents, optimizers, constant)
+
+
+def build_part(
+    config: ModelConfig,
+    model: Model,
+    section: OptimizerSection,
+    *,
+    grid: Grid,
+    file_bytes: int,
+    frozen: Collection[str] = (),
+    is_invariant: bool = False,
+) -> ModelPart:
+    """Return a stage and its optimizer, in memory laid out so that saving needs no copy. Values are kept.
+
+    Args:
+        grid: the ranks that hold the stage.
+        file_bytes: the size at which a file of a checkpoint is full.
+        frozen: the stored names of the parameters that stay unchanged.
+        is_invariant: see `optim.build_optimizer`.
+    """
+    layout = build_layout(tuple(checkpoint_specs(config, section.name, frozen)), file_bytes=file_bytes)
+    parameters = {name: parameter for parameter, name in stored_names(model).items()}
+    shards = map(_as_adapter, live_tensors(model, None, grid=grid, stored=_stored_forms(config)))
+    live = [tensor for tensor in shards if tensor.spec.name in parameters]
+    pairs = [(tensor, local_of(parameters[tensor.spec.name])) for tensor in live]
+    plain = [(tensor, local) for tensor, local in pairs if not is_dtensor(parameters[tensor.spec.name])]
+    # Sums in products depend on the alignment: it is that of torch's allocator, as of what FSDP2 gathers.
+    for name, memory in zeros_like_files(plain, ("",), layout, alignment=_ALIGNMENT).items():
+        parameters[name].data = memory.copy_(parameters[name].data)
+    keys = dict.fromkeys(tensor.key for tensor in state_tensors(section.name, config, frozen) if tensor.stored.shape)
+    zeros = zeros_like_files(pairs, [f"{key}." for key in keys], layout)
+    return ModelPart(model, build_optimizer(config, model, section, zeros, is_invariant=is_invariant))
+
+
+def _stored_forms(config: ModelConfig) -> dict[str, Stored]:
+    """Return how the parameters of the network lie on disk, by their names in the network."""
+    tensors = {**stored_tensors(config), **adapter_tensors(config)}
+    return {name.removeprefix(PREFIX): Stored(tensor.shape, tensor.view) for name, tensor in tensors.items()}
+
+
+def _as_adapter(tensor: LiveTensor) -> LiveTensor:
+    """Return the tensor itself or, for an adapter's, the same under its name on disk."""
+    spec = tensor.spec
+    key, _, parameter = spec.name.partition(".") if spec.kind is TensorKind.OPTIMIZER else ("", "", spec.name)
+    name = stored_name(parameter)
+    if name == parameter:
+        return tensor
+    if spec.kind is TensorKind.OPTIMIZER:
+        return replace(tensor, spec=replace(spec, name=f"{key}.{name}"))
+    return replace(tensor, spec=replace(spec, name=name, kind=TensorKind.ADAPTER))
+
+
+def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:
+    """Return the tensor itself or, for the last stage's copy of a tied one, a copy under the stored name."""
+    for alias, name in names.items():
+        prefix, found, rest = tensor.spec.name.partition(alias)
+        if found and not rest:
+            return replace(tensor, spec=replace(tensor.spec, name=prefix + name), is_copy=True)
+    return tensor
+
+
+def _refuse_unknown(part: ModelPart) -> None:
+    known = set(part.optimizer.state)
+    unknown = [name for name, p in part.model.named_parameters() if p.requires_grad and p not in known]
+    if unknown:
+        raise CheckpointError(
+            "The optimizer has no state for a parameter", where=unknown[0], found=f"{len(unknown)} such"
+        )
+
+
+def checkpoint_specs(
+    config: ModelConfig, optimizer: OptimizerName | None, frozen: Collection[str] = ()
+) -> Iterator[TensorSpec]:
+    """Yield every tensor of a checkpoint in order, computed from the sizes of the model alone.
+
+    Args:
+        optimizer: the one whose state is saved; None for weights alone.
+        frozen: the stored names of the parameters that it does not change.
+    """
+    kind = TensorKind.ADAPTER if is_adapted(config) else TensorKind.MODEL
+    for name, tensor in saved_tensors(config).items():
+        yield TensorSpec(kind, name, tensor.shape, torch.float32, tensor.view)
+    for kept in () if optimizer is None else state_tensors(optimizer, config, frozen):
+        yield TensorSpec(TensorKind.OPTIMIZER, kept.name, kept.stored.shape, torch.float32, kept.stored.view)

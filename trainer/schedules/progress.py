@@ -1,0 +1,72 @@
+"""The progress of a run in integers: all that a resume needs besides the tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from reprise.json_value import finite_number, integer
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Finished iterations, the samples and tokens they consumed, and the validation loss.
+
+    Args:
+        best_loss: the lowest validation loss so far; None before the first evaluation.
+        valid_loss: the validation loss of this iteration; None if it was not evaluated.
+        owes_evaluation: whether the evaluation after this iteration was interrupted; the resumed run does it first.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    best_loss: float | None = None
+    valid_loss: float | None = None
+    owes_evaluation: bool = False
+
+    def after_iteration(self, samples: int, tokens: int) -> Progress:
+        """Return the progress after one more iteration with these numbers of samples and tokens."""
+        return Progress(
+            self.iteration + 1, self.consumed_samples + samples, self.consumed_tokens + tokens, self.best_loss
+        )
+
+    def without_evaluation(self) -> Progress:
+        """Return the progress with an interrupted evaluation."""
+        return replace(self, owes_evaluation=True)
+
+    def after_evaluation(self, loss: float) -> Progress:
+        """Return the progress after an evaluation; a loss that is not finite never becomes the best."""
+        best = self.best_loss
+        if math.isfinite(loss) and (best is None or loss < best):
+            best = loss
+        valid_loss = loss if math.isfinite(loss) else None
+        return replace(self, best_loss=best, valid_loss=valid_loss, owes_evaluation=False)
+
+    def record(self) -> dict[str, object]:
+        """Return the progress as members of `trainer_state.json`."""
+        return {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.consumed_tokens,
+            "best_loss": self.best_loss,
+            "valid_loss": self.valid_loss,
+            "owes_evaluation": self.owes_evaluation,
+        }
+
+    @staticmethod
+    def from_record(record: Mapping[str, object]) -> Progress:
+        """Return the progress that a `trainer_state.json` holds."""
+        return Progress(
+            integer(record["iteration"]),
+            integer(record["consumed_samples"]),
+            integer(record["consumed_tokens"]),
+            _loss(record["best_loss"]),
+            _loss(record.get("valid_loss")),
+            record.get("owes_evaluation") is True,
+        )
+
+
+def _loss(value: object) -> float | None:
+    return None if value is None else finite_number(value)

@@ -1,0 +1,1 @@
+"""What a run starts from, and the state that is filled from it."""

@@ -1,0 +1,276 @@
+"""Which run a start belongs to: finds the lineage of a run before it loads, and records it before it trains.
+
+The folder of a run has its lineage in `run.json`, and so has every folder of local checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from reprise.atomic import atomic_output
+from reprise.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
+from reprise.format import json_file
+from reprise.format import lineage as lineage_format
+from reprise.format.json_file import Json
+from reprise.format.lineage import FRESH, MEMBER, Branch, Lineage, Parent, newest, saved_lineage
+from reprise.loading.reader import Checkpoint, open_checkpoint
+from reprise.regular_file import read_regular
+from reprise.storage.files import Files, cannot_write
+from reprise.storage.folder import CheckpointFolder
+from reprise.storage.patience import failed_read, is_damage
+from trainer.config.derived import save_folder
+from trainer.config.terms import LOCAL, RUN
+from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
+from trainer.run.build import Run
+
+_log = logging.getLogger(__name__)
+
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True, slots=True)
+class HostRecord:
+    """What one host knows of the run.
+
+    Args:
+        run: the lineage in its folder of the run.
+        saved: the lineages in its folder of local checkpoints; empty if that holds no checkpoints.
+    """
+
+    name: str
+    run: Lineage
+    saved: tuple[Lineage, ...]
+
+
+def find_lineage(run: Run) -> Lineage:
+    """Return the lineage of the run, on every rank; it has no branches if the run is new, or of an earlier version.
+
+    The folder of the run decides, then the shared checkpoints, then what the other hosts have. Only with local
+    checkpoints does anything but the first matter before the load. A call of all ranks.
+
+    Raises:
+        TrainerError: on every rank, if the local checkpoints of a host are those of another run.
+    """
+    channel, data = run.cluster.channel, b""
+    leads = run.local is not None and run.local.folders.leads
+    with channel.agreed("lineage/read"):
+        if leads or channel.rank == 0:
+            data = json.dumps(_look(run)).encode()
+    if run.local is None:
+        return Lineage() if channel.rank else _parsed(json.loads(data)["run"])
+    tables, chosen = channel.gather("lineage/hosts", data), b""
+    with channel.agreed("lineage/chosen"):
+        if tables:
+            names, leaders = run.local.folders.hosts.names, run.local.folders.hosts.leaders
+            hosts = [_host_record(name, json.loads(tables[rank])) for name, rank in zip(names, leaders, strict=True)]
+            chosen = json.dumps(_record(_choose(run, hosts))).encode()
+    return _parsed(json.loads(channel.broadcast("lineage", chosen)))
+
+
+def _look(run: Run) -> Json:
+    """Return what this rank reads: the folder of the run and, on the leader of a host, that of local checkpoints."""
+    found: Json = {"run": _record(_read(Path(run.config.run.dir) / RUN_FILE)), "saved": []}
+    if run.local is not None and run.local.folders.leads:
+        folder = run.local.folders.folder
+        if folder.root.is_dir() and (folder.committed() or folder.partials() or folder.superseded()):
+            recorded = [_read(folder.root / RUN_FILE), _newest_saved(folder)]
+            found["saved"] = [_record(lineage) for lineage in recorded if lineage.branches] or [None]
+    return found
+
+
+def _host_record(name: str, found: Json) -> HostRecord:
+    return HostRecord(name, _parsed(found["run"]), tuple(map(_parsed, found["saved"])))
+
+
+def _choose(run: Run, hosts: Sequence[HostRecord]) -> Lineage:
+    section, metrics = run.config.checkpoint, Path(run.config.run.dir) / "metrics.jsonl"
+    shared = None if section.save is None else CheckpointFolder(Path(section.save), Files())
+    is_known = last_recorded_iteration(metrics) is not None or (shared is not None and bool(shared.committed()))
+    assert section.local.dir is not None
+    return choose_lineage(
+        Lineage() if shared is None else _newest_saved(shared),
+        hosts,
+        where=section.local.dir,
+        has_records=is_known,
+        adopts=section.local.adopt,
+    )
+
+
+def choose_lineage(
+    shared: Lineage, hosts: Sequence[HostRecord], *, where: object, has_records: bool, adopts: bool
+) -> Lineage:
+    """Return the lineage of a run with local checkpoints. Pure.
+
+    Args:
+        shared: that of the newest shared checkpoint.
+        hosts: in order; the first is that of rank 0.
+        where: the folder of local checkpoints.
+        has_records: whether the run has checkpoints or metrics outside of the hosts.
+        adopts: whether local checkpoints are the run's own where nothing else is known of it.
+
+    Raises:
+        MismatchError: naming the hosts whose local checkpoints are those of another run, or of another branch of as
+            many rewinds.
+    """
+    known = [hosts[0].run, shared, *(host.run for host in hosts[1:])]
+    run = next((lineage.run for lineage in known if lineage.run is not None), None)
+    saved = [lineage for host in hosts for lineage in host.saved]
+    runs = {lineage.run for lineage in saved if lineage.run is not None}
+    is_adopted = run is None and adopts and len(runs) < 2
+    if is_adopted:
+        run = next(iter(runs), None)
+    recorded = [lineage for lineage in (*known, *saved) if lineage.branches and lineage.run == run]
+    current = newest(recorded)
+    has_unnamed = is_adopted or (current.branches[0].began_at > FRESH if current.branches else has_records)
+    strange = {
+        host.name: lineage.run
+        for host in hosts
+        for lineage in host.saved
+        if (lineage.run != run if lineage.branches else not has_unnamed)
+    }
+    if strange:
+        raise _another_run(strange, run, where)
+    for host in hosts:
+        for lineage in (host.run, *host.saved):
+            if lineage in recorded and len(lineage.branches) == len(current.branches) and lineage != current:
+                raise _two_branches(host.name, where)
+    return current
+
+
+def note_lineage(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at: int, *, is_own: bool) -> None:
+    """Record the lineage of a run that goes on from `began_at`, before it leaves newer checkpoints behind.
+
+    A new run gets an id, and a start that goes back begins a branch. A call of all ranks.
+
+    Args:
+        lineage: as it was found before the load.
+        loaded: the checkpoint that the run goes on from, if any.
+        is_own: whether that is one of the run's own.
+
+    Raises:
+        TrainerError: on every rank, if it cannot be recorded.
+    """
+    channel, data = run.cluster.channel, b""
+    if save_folder(run.config.checkpoint) is None:
+        return
+    with channel.agreed("lineage/noted"):
+        if channel.rank == 0:
+            lineage = _next(run, lineage, loaded, began_at, is_own=is_own)
+            _write(Path(run.config.run.dir), lineage)
+            data = json.dumps(lineage.record()).encode()
+    record: Json = json.loads(channel.broadcast("lineage/next", data))
+    run.description = {**run.description, MEMBER: record}
+    with channel.agreed("lineage/hosts noted"):
+        if run.local is not None and run.local.folders.leads:
+            lineage = Lineage.from_record(record)
+            _write(run.local.folders.folder.root, lineage, LOCAL.another)
+            if not run.is_shared:  # each host may have a folder of the run, and be the first at the next start
+                _write(Path(run.config.run.dir), lineage)
+
+
+def _next(run: Run, lineage: Lineage, loaded: Checkpoint | None, began_at: int, *, is_own: bool) -> Lineage:
+    saved = Lineage() if loaded is None else saved_lineage(loaded.state, where=loaded.path)
+    if is_own and saved.extends(lineage):
+        lineage = saved
+    branch = Branch(secrets.token_hex(8), began_at)
+    if not lineage.branches:
+        parent = None if loaded is None or is_own else Parent(saved.run, loaded.iteration)
+        return Lineage((branch if is_own else Branch(branch.id, FRESH),), parent)
+    return lineage.after_start(branch, newest_known=_newest_known(run))
+
+
+def _newest_known(run: Run) -> int:
+    """Return the newest iteration that the run is known to have saved, though perhaps not all of it is left."""
+    section = run.config.checkpoint
+    known = [FRESH]
+    if section.save is not None:
+        folder = CheckpointFolder(Path(section.save), Files())
+        known += [*folder.committed(), *folder.non_folders()]
+    if run.local is not None:
+        recorded = last_saved_iteration(Path(run.config.run.dir) / "metrics.jsonl")
+        known += [*run.local.folders.iterations, *([] if recorded is None else [recorded])]
+    return max(known)
+
+
+def _read(path: Path) -> Lineage:
+    """Return the lineage in a `run.json`; one without branches if there is none, or if it is damaged, which is logged.
+
+    Raises:
+        UnreadableError: if it cannot be read at the moment.
+    """
+    try:
+        return lineage_format.from_bytes(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path)
+    except OSError as error:
+        if not is_damage(error):
+            raise failed_read("The record of a run cannot be read", error, where=path) from error
+    except MismatchError:
+        raise
+    except CheckpointError as error:
+        _log.error("%s It is made anew from the checkpoints", error)
+    return Lineage()
+
+
+def _newest_saved(folder: CheckpointFolder) -> Lineage:
+    """Return the lineage in the newest checkpoint of a folder that can be opened."""
+    for iteration in reversed(folder.committed()):
+        path = folder.iteration(iteration)
+        try:
+            return saved_lineage(open_checkpoint(path, folder.files, may_lack=True).state, where=path)
+        except UnreadableError:
+            raise
+        except TrainerError as error:  # the load says more
+            _log.debug("%s tells no lineage: %s", path, error)
+    return Lineage()
+
+
+def _write(folder: Path, lineage: Lineage, another: str = RUN.another) -> None:
+    """Write a `run.json` durably, unless it is there already. Hosts that share the folder may do so at once."""
+    path, data = folder / RUN_FILE, lineage_format.to_bytes(lineage)
+    try:
+        if path.is_file() and path.read_bytes() == data:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_output(path, Files(), replaces=True) as partial:
+            Files().write_whole(partial, data)
+    except OSError as error:
+        raise cannot_write(path, error, what="The record of a run", another=another) from error
+
+
+def _record(lineage: Lineage) -> Json | None:
+    return lineage.record() if lineage.branches else None
+
+
+def _parsed(record: Json | None) -> Lineage:
+    return Lineage() if record is None else Lineage.from_record(record)
+
+
+def _another_run(strange: dict[str, str | None], run: str | None, where: object) -> MismatchError:
+    hosts = ", ".join(
+        f"on host {name} those of {f'run {other}' if other else 'a run that they do not name'}"
+        for name, other in strange.items()
+    )
+    fix = "Nothing was changed there. Set checkpoint.local.dir to another folder, or remove this one from these hosts."
+    if run is None:
+        fix += " If they are of this run, whose folder is lost, checkpoint.local.adopt=true goes on from them."
+    return MismatchError(
+        "A folder of local checkpoints belongs to another run",
+        where=where,
+        expected=f"those of run {run}" if run else "none, because this run is new",
+        found=hosts,
+        fix=fix,
+    )
+
+
+def _two_branches(name: str, where: object) -> MismatchError:
+    return MismatchError(
+        "The hosts have gone on along two branches of the run",
+        where=where,
+        expected="one lineage in run.json, or one that is the longer",
+        found=f"another one of the same length on host {name}",
+        fix="Move the local checkpoints and the run.json of the hosts on the branch to give up out of the way.",
+    )

@@ -1,0 +1,57 @@
+"""The validation loss over the first windows of the validation data, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from reprise.tensors.live import free_gathered_parameters
+from trainer.launch.process_group import Cluster
+from trainer.optim import exact_sum
+from trainer.parallel.context import ParallelContext
+from trainer.run.state import TrainerState
+
+
+@torch.no_grad()
+def evaluate(
+    state: TrainerState,
+    batches: Iterable[Sequence[torch.Tensor]],
+    *,
+    context: ParallelContext,
+    cluster: Cluster,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Return the mean loss over global batches, the same bits on every rank. Collective.
+
+    Args:
+        batches: per global batch this rank's micro batches, int64 windows [micro_batch_size, seq_length + 1] on the
+            device, shaped as in training.
+        should_stop: called after every batch; if it returns True on any rank, all ranks stop and return None.
+    """
+    losses: list[float] = []
+    is_stopped = False
+    with context.loss_context():
+        for micro_batches in batches:
+            losses += [float(loss) for loss in _losses(state, micro_batches, context)]
+            is_stopped = any(row[0] for row in cluster.gather([float(should_stop())]))
+            if is_stopped:
+                break
+    for part in state.parts:
+        free_gathered_parameters(part.model)
+    if is_stopped:
+        return None
+    if context.lanes is None:
+        rows = cluster.gather([sum(losses), float(len(losses)), float(context.reports_loss)])
+        return sum(row[0] * row[2] for row in rows) / sum(row[1] * row[2] for row in rows)
+    own = losses if context.reports_loss else []
+    rows = cluster.gather([float(len(own)), *exact_sum.parts(torch.tensor(own, dtype=torch.float64))])
+    return exact_sum.total(part for row in rows for part in row[1:]) / sum(row[0] for row in rows)
+
+
+def _losses(state: TrainerState, micro_batches: Sequence[torch.Tensor], context: ParallelContext) -> list[torch.Tensor]:
+    if context.pipeline is not None:
+        return context.pipeline.evaluate(torch.cat(list(micro_batches)))
+    model = state.parts[0].model
+    batches = (context.form.split(windows) for windows in micro_batches)
+    return [context.loss(model(inputs.tokens, **inputs.keywords()), inputs.targets) for inputs in batches]

@@ -1,0 +1,317 @@
+"""The training loop: while iterations remain, step, record, evaluate, save; then stop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from models import families
+from models.adapters import is_adapted, model_documents
+from reprise.checkpointer import Checkpointer
+from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerError
+from reprise.format.json_file import Document
+from reprise.format.names import INTERIM, STATE
+from reprise.policy import SaveReport
+from trainer.config.derived import save_folder
+from trainer.config.saved import RUN_CONFIG
+from trainer.config.schema import OnNonfinite
+from trainer.generate.during_training import Sampler, sample
+from trainer.launch.control import ControlFlags, should_exit
+from trainer.metrics.run_log import IterationRecord, Slowdown
+from trainer.record import run_record
+from trainer.run.build import Run
+from trainer.run.parallelize import check_tied_copies
+from trainer.run.random import dropout_key
+from trainer.training.evaluate import evaluate
+from trainer.training.step import StepResult, train_step
+
+_log = logging.getLogger(__name__)
+
+
+def train(run: Run) -> None:
+    """Train a restored run to its last iteration, and save it. Collective.
+
+    Saves run in the background. A failed save is logged, and training continues.
+
+    Raises:
+        TrainerError: if the last save failed, so that the final state is not on disk.
+    """
+    state, settings = run.state, run.config.train
+    last = run.train_iters
+    if state.progress.iteration >= last:
+        _log_on_rank_0(run, f"iteration {state.progress.iteration} of {last} is reached, there is nothing to train")
+    slowdown = Slowdown()
+    run.control.begin()
+    is_late = state.progress.owes_evaluation
+    if is_late:
+        _evaluate_late(run)
+    if run.log is not None and _goes_on(run):
+        run.log.started(run.start_times)
+        if settings.compile:
+            _log.info("compiling the transformer blocks: the first iteration may take minutes")
+    if _goes_on(run) and (is_late or run.local is not None):
+        _save_due(run, slowdown)  # what the interruption has kept from one of the folders
+    elif _goes_on(run):
+        _save_weights(run, slowdown)
+    is_stopped = state.progress.owes_evaluation
+    while _goes_on(run):
+        flags = _train_and_record(run, slowdown)
+        iteration = state.progress.iteration
+        if settings.check_replicas_interval and iteration % settings.check_replicas_interval == 0:
+            _check_replicas(run)
+        if settings.eval_interval and iteration % settings.eval_interval == 0:
+            _evaluate(run)
+        if run.sampler is not None and iteration % settings.sample_interval == 0:
+            _sample(run, run.sampler)
+        if flags.exit_on_save_failure:
+            raise _too_many_failed_saves(run)
+        is_stopped = flags.stop or state.progress.owes_evaluation
+        if is_stopped:
+            _log_on_rank_0(run, f"stopping after iteration {iteration}: {run.control.reason()}")
+            break
+        if should_exit(iteration, settings.exit_interval):
+            break
+        if iteration < last:
+            _save_due(run, slowdown, is_asked=flags.save)
+    run.profiler.close()
+    _save_at_end(run, slowdown, is_stopped=is_stopped)
+
+
+def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
+    """Save the last state, and wait for it.
+
+    Args:
+        is_stopped: whether a signal or a time limit ends the run, which leaves no time to wait for copies.
+
+    Raises:
+        TrainerError: if it is in no checkpoint of those that outlive the run.
+    """
+    is_at_end = run.state.progress.iteration >= run.train_iters
+    flushes = is_at_end or run.config.checkpoint.local.flush_on_exit or run.local is None
+    savers = run.savers if flushes else run.savers[:1]
+    if run.local is not None and not is_stopped:
+        run.local.await_copies()
+    _save(run, savers, slowdown, is_interrupted=not is_at_end)
+    _save_weights(run, slowdown)
+    for saver in run.all_savers:
+        saver.wait()
+        _record_saves(run, saver, saver.reports(), slowdown)
+    error = (run.main_saver if flushes else savers[0]).results.last_error
+    if error is None and run.weights is not None:
+        error = run.weights.saver.results.last_error
+    if error is not None:
+        raise error
+    folder = save_folder(run.config.checkpoint)
+    if is_stopped and folder is not None:
+        iteration = run.state.progress.iteration
+        _log_on_rank_0(run, f"the run is saved at iteration {iteration} in {folder}; the same command resumes it")
+
+
+def _goes_on(run: Run) -> bool:
+    progress = run.state.progress
+    return progress.iteration < run.train_iters and not progress.owes_evaluation
+
+
+def _train_and_record(run: Run, slowdown: Slowdown) -> ControlFlags:
+    """Train one iteration, record it and the finished saves, and return the control flags of all ranks."""
+    saving_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
+    is_saving = any(saver.is_saving for saver in run.all_savers)
+    samples = run.state.progress.consumed_samples
+    start = time.perf_counter()
+    with run.profiler.around(run.state.progress.iteration + 1), run.profiler.watching_memory():
+        result = iterate(run)
+    held_back_s = sum(saver.results.take_blocked_s() for saver in run.all_savers)
+    seconds = time.perf_counter() - start - held_back_s
+    samples = run.state.progress.consumed_samples - samples
+    slowdown.add(seconds, samples, is_saving=is_saving)
+    _record(run, result, samples=samples, seconds=seconds, blocked_s=saving_s + held_back_s)
+    for saver in run.all_savers:
+        _record_saves(run, saver, saver.reports(), slowdown)
+    return ControlFlags.of(result.flags)
+
+
+def iterate(run: Run) -> StepResult:
+    """Train one iteration on its batch and count it. A call of all ranks."""
+    state, settings = run.state, run.config.train
+    progress = state.progress
+    iteration, size = progress.iteration + 1, run.batch_schedule.at(progress.consumed_samples)
+    with run.own_time.loading():
+        micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed, size)
+    numbers = run.train_data.numbers_of(size)
+    keys = [dropout_key(settings.seed, iteration, micro_batch=number) for number in numbers]
+    lr = run.schedule.at(iteration, progress.consumed_samples + size)
+    result = train_step(
+        state,
+        micro_batches,
+        keys=keys,
+        lr=lr,
+        clip_grad=settings.clip_grad,
+        context=run.context,
+        cluster=run.cluster,
+        flags=lambda: run.control.now(failed_saves=run.main_saver.results.failed_saves).flags(),
+        skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip,
+        own_time=run.own_time,
+    )
+    state.progress = progress.after_iteration(size, size * settings.seq_length)
+    following = run.batch_schedule.at(state.progress.consumed_samples)
+    if following != size:
+        _log_on_rank_0(run, f"the global batch size is {following} after iteration {iteration}, it was {size}")
+    return result
+
+
+def _record(run: Run, result: StepResult, *, samples: int, seconds: float, blocked_s: float) -> None:
+    progress = run.state.progress
+    if result.skipped is not None and run.cluster.rank == 0:
+        skipped = result.skipped
+        _log.warning(f"iteration without a step, the parameters are unchanged: {skipped.where}, {skipped.found}")
+    if run.log is not None:
+        run.log.iteration(
+            IterationRecord(
+                iteration=progress.iteration,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=_lr(run),
+                consumed_samples=progress.consumed_samples,
+                tokens=samples * run.config.train.seq_length,
+                seconds=seconds,
+                checkpoint_seconds=blocked_s,
+                global_batch_size=samples if len(run.batch_schedule.sizes) > 1 else None,
+                is_skipped=result.skipped is not None,
+            ),
+            result.rank_times,
+        )
+
+
+def _evaluate(run: Run) -> None:
+    """Evaluate and record the loss; after a signal, stop and leave the evaluation to the resumed run."""
+    if run.valid_data is None:  # the saved run evaluated, this one does not
+        run.state.progress = replace(run.state.progress, owes_evaluation=False)
+        return
+    batches = run.valid_data.eval_batches(run.config.train.eval_iters)
+    stop = run.control.is_signalled
+    loss = evaluate(run.state, batches, context=run.context, cluster=run.cluster, should_stop=stop)
+    if loss is None:
+        run.state.progress = run.state.progress.without_evaluation()
+        _log_on_rank_0(
+            run, f"the evaluation of iteration {run.state.progress.iteration} is interrupted; the resumed run does it"
+        )
+        return
+    run.state.progress = run.state.progress.after_evaluation(loss)
+    if run.log is not None:
+        run.log.evaluation(run.state.progress.iteration, loss, run.state.progress.best_loss)
+
+
+def _evaluate_late(run: Run) -> None:
+    """Do the evaluation that was interrupted; checkpoints of the iteration are then saved again, with its loss."""
+    _evaluate(run)
+    progress = run.state.progress
+    if not progress.owes_evaluation:
+        for saver in run.all_savers:
+            saver.outdated(progress.iteration)
+
+
+def _sample(run: Run, sampler: Sampler) -> None:
+    """Log a text of the model; after a signal, stop and omit it."""
+    stop = run.control.is_signalled
+    tokens = sample(sampler, run.state, context=run.context, cluster=run.cluster, should_stop=stop)
+    if run.log is not None and tokens is not None:
+        run.log.sample(run.state.progress.iteration, sampler.decode([*sampler.prompt, *tokens]))
+
+
+def _check_replicas(run: Run) -> None:
+    """Raise ReplicaError if ranks that hold the same tensor hold different bits of it."""
+    check_tied_copies(run.state, run.context.embedding_group)
+    shards = (*run.state.shards(), *run.state.base_shards())
+    run.restorer.check_replicas([tensor for tensor in shards if not tensor.is_copy])
+
+
+def _save_due(run: Run, slowdown: Slowdown, *, is_asked: bool = False) -> None:
+    """Save the current state where it is due, or everywhere if it is asked for, and the weights where they are due."""
+    iteration = run.state.progress.iteration
+    due = [saver for saver in run.savers if is_asked or saver.is_due(iteration)]
+    if due:
+        _save(run, due, slowdown)
+    _save_weights(run, slowdown)
+
+
+def _save(run: Run, savers: Sequence[Checkpointer], slowdown: Slowdown, *, is_interrupted: bool = False) -> None:
+    """Save the current state by `savers`, in the background unless `checkpoint.async_save=false`.
+
+    Args:
+        is_interrupted: whether the run ends before its last iteration; a checkpoint that is not due is then interim.
+    """
+    if run.main_saver in savers:
+        run.control.saving()
+    check_tied_copies(run.state, run.context.embedding_group)
+    progress = run.state.progress
+    if run.log is not None and run.main_saver in savers:
+        run.log.sync()
+    for saver in savers:
+        documents = _documents(run, is_interim=is_interrupted and not saver.is_due(progress.iteration))
+        contents = run.state.contents(
+            documents, with_optimizer=run.is_local(saver) or not run.config.checkpoint.no_save_optim
+        )
+        report = saver.save(progress.iteration, contents)
+        if report is not None:
+            _record_saves(run, saver, [report], slowdown)
+
+
+def _save_weights(run: Run, slowdown: Slowdown) -> None:
+    """Save the weights alone if they are due, by the same engine, with the dtype that they have in `config.json`."""
+    if run.weights is None or not run.weights.is_due(run.state.progress.iteration):
+        return
+    check_tied_copies(run.state, run.context.embedding_group)
+    documents = _documents(run)
+    if not is_adapted(run.config.model):  # PEFT's configuration of adapters has no dtype
+        config = {**families.hf_config(run.config.model), "dtype": run.config.checkpoint.weights_dtype.value}
+        documents = {**documents, "config.json": config}
+    contents = run.state.contents(documents, with_optimizer=False)
+    report = run.weights.save(run.state.progress.iteration, contents)
+    if report is not None:
+        _record_saves(run, run.weights.saver, [report], slowdown)
+
+
+def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
+    """Return the files of a checkpoint of the current state that hold no tensors."""
+    record = run_record.state_record(run.state.progress, _lr(run), run.description)
+    return {
+        **model_documents(run.config.model),
+        STATE: {**record, INTERIM: True} if is_interim else record,
+        RUN_CONFIG: run.saved_config,
+        **run.tokenizer,
+    }
+
+
+def _lr(run: Run) -> float:
+    """Return the learning rate of the last iteration."""
+    return run.schedule.at(run.state.progress.iteration, run.state.progress.consumed_samples)
+
+
+def _record_saves(run: Run, saver: Checkpointer, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:
+    is_weights = run.weights is not None and saver is run.weights.saver
+    event = "local_save" if run.is_local(saver) else "weights_save" if is_weights else "save"
+    for report in reports:
+        # Another job holds this folder, or the state is damaged: further training is useless.
+        if isinstance(report.error, LockError | ReplicaError):
+            raise report.error
+        slowdown_s = slowdown.take()
+        if report.error is None and run.log is not None:
+            run.log.save(report, slowdown_s=slowdown_s, event=event)
+
+
+def _too_many_failed_saves(run: Run) -> TrainerError:
+    count = run.main_saver.results.failed_saves
+    return CheckpointError(
+        "Saving failed too often in a row",
+        where=save_folder(run.config.checkpoint),
+        expected=f"fewer than checkpoint.exit_on_save_failure={run.config.checkpoint.exit_on_save_failure}",
+        found=f"{count} failed saves, the last: {str(run.main_saver.results.last_error).rstrip('.')}",
+        fix="Repair the file system and resume from the newest checkpoint.",
+    )
+
+
+def _log_on_rank_0(run: Run, text: str) -> None:
+    if run.cluster.rank == 0:
+        _log.info(text)
