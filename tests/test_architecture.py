@@ -21,7 +21,7 @@ import pytest
 from trainer.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
-MAX_MODULE_LINES = 400
+MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_TEST_NAME = 60
 MAX_WHAT_PER_1000 = 3
@@ -689,7 +689,7 @@ BROKEN = [
     (foreign_imports, "trainer.run.build", _DOC + "from omegaconf import OmegaConf\n", "only trainer.config.compose"),
     (foreign_imports, "trainer.training.loop", _DOC + "from torch.distributed.tensor import DTensor\n", "only reprise"),
     (foreign_imports, "trainer.training.loop", _DOC + "from . import build\n", "relative import"),
-    (sizes, "trainer.training.loop", _DOC + "x = 1\n" * MAX_MODULE_LINES, "401 lines"),
+    (sizes, "trainer.training.loop", _DOC + "x = 1\n" * MAX_MODULE_LINES, "601 lines"),
     (sizes, "trainer.training.loop", "def f() -> None:\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
     (annotations, "trainer.training.loop", "def f(x) -> None: ...\n", "x has no type"),
     (annotations, "trainer.training.loop", "def f(*rest: int, **more) -> None: ...\n", "more has no type"),

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
@@ -38,7 +40,8 @@ class StoreChannel:
         spare: connections to the store that no channel uses, shared by its channels; None where none is kept.
 
     Every method may be called from any thread, but a channel serves one thread at a time: `clone` for another. All
-    ranks make the same calls of `gather`, `broadcast` and `agree` in the same order on a channel, or on clones of it.
+    ranks make the same calls of `gather`, `broadcast`, `agree` and the methods that use them in the same order on a
+    channel, or on clones of it.
 
     `gather` takes its messages, and deletes those that rank 0 has broadcast before it: a rank that takes part in it is
     past them. A message sent by `put` stays until `take` or `delete`: see `protocol.delete_messages` for saves.
@@ -282,6 +285,47 @@ class StoreChannel:
                 self.agree(key, as_problem(error))
             raise
         self.agree(key, None)
+
+    def from_first(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return on every rank what rank 0 makes, with a single message.
+
+        Args:
+            key: of the message, new on this channel.
+            make: called on rank 0 alone; its result is passed as JSON, so that all ranks get equal types.
+
+        Raises:
+            TrainerError: on every rank, if `make` raises; of the classes of `agree`.
+        """
+        if not self.coordinates:
+            message = json.loads(self.broadcast(key, None))
+            if "problem" in message:
+                kind, text = unpack(message["problem"])
+                error = kind(f"Rank {self.coordinator}: {text}")
+                error.is_known_to_all = True
+                raise error
+            return message["value"]
+        try:
+            message = json.dumps({"value": make()})
+        except BaseException as error:
+            with contextlib.suppress(LaunchError):
+                self.broadcast(key, json.dumps({"problem": pack(as_problem(error))}).encode())
+            if isinstance(error, TrainerError):
+                error.is_known_to_all = True
+            raise
+        return json.loads(self.broadcast(key, message.encode()))["value"]
+
+    def require_same(self, key: str, digest: str, describe: Callable[[str], TrainerError]) -> None:
+        """Let every rank go on only if all have the digest of rank 0.
+
+        Args:
+            key: of the messages, new on this channel.
+            describe: returns the error of this rank, given the digest of rank 0; called if they differ.
+
+        Raises:
+            TrainerError: on every rank, as `agree`: that of a rank with another digest.
+        """
+        expected = self.broadcast(f"{key}/first", digest.encode()).decode()
+        self.agree(key, None if digest == expected else describe(expected))
 
     def fail(self, text: str) -> str | None:
         """Report to every rank that this one fails, so that none waits for its messages; the first report counts.

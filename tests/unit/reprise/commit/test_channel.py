@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from reprise.commit.channel import StoreChannel, single_rank_channel
-from reprise.errors import CheckpointError, LaunchError, LockError, MismatchError, TrainerError
+from reprise.errors import CheckpointError, LaunchError, LockError, MismatchError, TrainerError, UnreadableError
 from tests.fakes import all_ranks, run_ranks, tcp_store
 
 
@@ -85,6 +85,62 @@ def test_agree_alone_raises_the_problem_itself() -> None:
     with pytest.raises(CheckpointError) as caught:
         single_rank_channel().agree("k", problem)
     assert caught.value is problem
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rank_gets_what_the_first_makes(world_size: int) -> None:
+    calls: list[int] = []
+
+    def call(channel: StoreChannel) -> object:
+        def make() -> object:
+            calls.append(channel.rank)
+            return {"path": "a\ud800", "pair": (1, None)}
+
+        return channel.from_first("k", make)
+
+    assert all_ranks(world_size, call, store=tcp_store) == [{"path": "a\ud800", "pair": [1, None]}] * world_size
+    assert calls == [0]
+
+
+@pytest.mark.parametrize("kind", [MismatchError, LockError, UnreadableError, CheckpointError])
+def test_every_rank_raises_what_the_first_raises(kind: type[TrainerError]) -> None:
+    def call(channel: StoreChannel) -> None:
+        def fail() -> None:
+            raise kind("The disk is gone")
+
+        channel.from_first("k", fail)
+
+    outcomes = run_ranks(3, call, store=tcp_store)
+    assert [type(outcome) for outcome in outcomes] == [kind] * 3
+    assert [str(outcome) for outcome in outcomes] == ["The disk is gone.", *["Rank 0: The disk is gone."] * 2]
+    assert all(isinstance(outcome, TrainerError) and outcome.is_known_to_all for outcome in outcomes)
+
+
+def test_a_defect_of_the_first_ends_every_rank() -> None:
+    def call(channel: StoreChannel) -> None:
+        channel.from_first("k", lambda: [] if channel.rank else 1 // 0)
+
+    outcomes = run_ranks(2, call, store=tcp_store)
+    assert isinstance(outcomes[0], ZeroDivisionError)
+    assert isinstance(outcomes[1], CheckpointError)
+    assert "ZeroDivisionError" in str(outcomes[1])
+
+
+@pytest.mark.parametrize("culprit", [None, 1, 2])
+def test_ranks_with_another_digest_are_described(culprit: int | None) -> None:
+    def call(channel: StoreChannel) -> str:
+        digest = "b" if channel.rank == culprit else "a"
+        channel.require_same("k", digest, lambda expected: MismatchError("Others", expected=expected, found=digest))
+        return digest
+
+    outcomes = run_ranks(3, call, store=tcp_store)
+    if culprit is None:
+        assert outcomes == ["a"] * 3
+        return
+    assert [type(outcome) for outcome in outcomes] == [MismatchError] * 3
+    text = "Others, expected a, found b"
+    assert [text in str(outcome) for outcome in outcomes] == [True] * 3, outcomes
+    assert [str(outcome).startswith(f"Rank {culprit}: ") for outcome in outcomes] == [r != culprit for r in range(3)]
 
 
 def test_read_of_a_missing_message_names_the_sender_in_time() -> None:
