@@ -17,19 +17,19 @@ from trainer.data.token_file import TokenFile
 
 
 class Samples:
-    """Windows of ``seq_length + 1`` tokens that start every ``seq_length`` tokens within each file, or each document.
+    """Windows of ``seq_length + 1`` tokens, one every ``seq_length`` tokens within each file, or each document.
 
     The last token of a window is the first of the next, so every token except the first is a target once. Windows
-    never cross files. Tokens at the end of a file that do not fill a window are not used. With `per_document` windows
+    never cross files. An incomplete window at the end of a file is not used. With `per_document` windows
     begin with the documents of a file and never cross their ends: the last window of a document is padded, and its
     padding, which `trainer.data.documents` marks, is no target.
 
     Args:
         marks: marks the begins of documents in the windows; None leaves them as they are.
-        per_document: cut documents, which the files must have an index of. It takes 24 bytes for each.
+        per_document: cut documents, from the index of each file. Memory is 24 bytes a document.
 
     Raises:
-        DataError: not one window fits any file, or an index cannot be read.
+        DataError: no window fits any file, or an index cannot be read.
         ValueError: ``seq_length`` is not positive.
     """
 
@@ -50,9 +50,9 @@ class Samples:
         self._seq_length = seq_length
         # Samples lie within extents of tokens, which are files or documents. The extents of file i are
         # firsts[i] to firsts[i + 1] - 1, the samples of extent j are bounds[j] to bounds[j + 1] - 1.
-        self._firsts = np.cumsum([0, *(found.size - 1 for found in borders)])
-        self._begins = np.concatenate([np.empty(0, np.int64), *(found[:-1] for found in borders)])
-        self._ends = np.concatenate([np.empty(0, np.int64), *(found[1:] for found in borders)])
+        self._firsts = np.cumsum([0, *(positions.size - 1 for positions in borders)])
+        self._begins = np.concatenate([np.empty(0, np.int64), *(positions[:-1] for positions in borders)])
+        self._ends = np.concatenate([np.empty(0, np.int64), *(positions[1:] for positions in borders)])
         targets = np.maximum(self._ends - self._begins - 1, 0)
         self._bounds = np.append(0, np.cumsum((targets + seq_length - 1 if per_document else targets) // seq_length))
         if not self.count:
@@ -74,7 +74,7 @@ class Samples:
 
     @property
     def sources(self) -> tuple[Samples, ...]:
-        """Return these samples as the one source of a run."""
+        """Return these samples as the only source of a run."""
         return (self,)
 
     @property
@@ -92,7 +92,7 @@ class Samples:
         return self.windows(sample_ids_at(positions, epoch_sizes=np.full(positions.shape, self.count), seed=seed))
 
     def starting_at(self, position: int, consumed: Sequence[int]) -> BlendedSamples:
-        """Return these samples as a blend of one source, see `BlendedSamples.starting_at`."""
+        """Return these samples as a blend of a single source, see `BlendedSamples.starting_at`."""
         return BlendedSamples([self], Blend([Fraction(1)])).starting_at(position, consumed)
 
     def windows(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -174,7 +174,7 @@ class BlendedSamples:
 
 
 def micro_batch_positions(consumed: int, *, number: int, micro_batch_size: int) -> range:
-    """Return the global positions of one micro batch of an iteration.
+    """Return the global positions of a micro batch of an iteration.
 
     Micro batches follow each other, so all of them are each position of the global batch once.
 

@@ -4,7 +4,7 @@ A blend repeats a period of D positions, in which source i has exactly its a_i p
 deadline schedule: copy j of source i may not be taken before its share is above j - 1, and must be taken before its
 share exceeds j. Such a schedule exists for any weights (Tijdeman 1980, "The chairman assignment problem"; Steiner and
 Yeomans 1993, "Level schedules for mixed-model, just-in-time processes"), so at every position the count of every source
-differs from its exact share by less than 1. Memory is that of one period, at most `MOST_PERIOD` positions.
+differs from its exact share by less than 1. Memory holds a single period, at most `MOST_PERIOD` positions.
 
 Invariant: the values never change between versions, or every run in flight would see samples twice.
 """
@@ -34,7 +34,7 @@ class Blend:
         weights: positive, of any sum; their order is part of the order of the blend.
 
     Raises:
-        ValueError: there are no weights or too many, or one is not positive.
+        ValueError: there are no weights or too many, or a weight is not positive.
     """
 
     __slots__ = ("_places", "_ranks", "_sources", "is_exact")
@@ -68,16 +68,16 @@ class Blend:
     def counts(self, position: int) -> list[int]:
         """Return how many of the first `position` positions have each source."""
         rounds, offset = divmod(position, self.period)
-        rest = np.bincount(self._sources[:offset], minlength=len(self._places)).tolist()
-        return [rounds * places + more for places, more in zip(self._places, rest, strict=True)]
+        remainder = np.bincount(self._sources[:offset], minlength=len(self._places)).tolist()
+        return [rounds * places + more for places, more in zip(self._places, remainder, strict=True)]
 
 
 def places_of(weights: Sequence[Fraction]) -> tuple[list[int], bool]:
     """Return the places of every source in a period, and whether they have exactly the weights.
 
     If the weights need a period above `MOST_PERIOD`, they are rounded to multiples of 1 / `MOST_PERIOD`: down, then up
-    by one for those with the largest remainders, and never to 0. Each share is then less than 1 / `MOST_PERIOD` from
-    its weight where no weight is below that.
+    by 1 for the largest remainders, and never to 0. If no weight is below 1 / `MOST_PERIOD`, each share differs from
+    its weight by less.
     """
     total = sum(weights, Fraction())
     shares = [weight / total for weight in weights]
@@ -98,7 +98,7 @@ def places_of(weights: Sequence[Fraction]) -> tuple[list[int], bool]:
 
 
 def _schedule(places: Sequence[int]) -> tuple[Ints, Ints]:
-    """Return the source of every position of a period, and its number among the positions of that source."""
+    """Return the source of every position of a period, and its number among the positions of its source."""
     period, count = sum(places), len(places)
     releases, jobs = [], []
     for source, share in enumerate(places):
@@ -110,13 +110,13 @@ def _schedule(places: Sequence[int]) -> tuple[Ints, Ints]:
     waiting = np.concatenate(jobs)[by_release].tolist()
     released = np.searchsorted(release[by_release], np.arange(period), side="right").tolist()
     ready: list[int] = []
-    found, at = [], 0
+    job_order, at = [], 0
     for until in released:
         for job in waiting[at:until]:
             heapq.heappush(ready, job)
         at = until
-        found.append(heapq.heappop(ready))
-    deadlines, sources = np.divmod(np.asarray(found, np.int64), count)
+        job_order.append(heapq.heappop(ready))
+    deadlines, sources = np.divmod(np.asarray(job_order, np.int64), count)
     assert (deadlines > np.arange(period)).all(), "no source is late"
     ranks = np.empty(period, np.int64)
     ranks[np.argsort(sources, kind="stable")] = np.concatenate([np.arange(share) for share in places])

@@ -29,7 +29,7 @@ _SEAM = re.compile(rb"[A-Za-z0-9](?=[ \t\r\n])")
 
 
 class TextForm(Enum):
-    """The form of a file: one text, or a JSON object with a text on every line."""
+    """The form of a file: a text, or a JSON object with a text on every line."""
 
     text = "text"
     jsonl = "jsonl"
@@ -48,7 +48,7 @@ class TextBlock:
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """The rule that finds documents in blocks.
+    """The rule to find documents in blocks.
 
     Args:
         key: key of the text in a JSON object.
@@ -67,7 +67,7 @@ def read_blocks(
 
     Args:
         key: the column of a Parquet file.
-        takes_bytes: accept a text that is not text.
+        takes_bytes: accept a file of any bytes.
 
     Raises:
         DataError: the file cannot be read, is no text, or became shorter meanwhile; a line is too long.
@@ -105,25 +105,27 @@ def texts(block: TextBlock, rule: SplitRule) -> list[bytes]:
     if rule.form is TextForm.text:
         return [block.data]
     lines = enumerate(block.data.split(b"\n"), start=block.line)
-    found = (_text_of(line, rule.key, where=f"{block.path}, line {number}") for number, line in lines if line.strip())
+    candidates = (
+        _text_of(line, rule.key, where=f"{block.path}, line {number}") for number, line in lines if line.strip()
+    )
     lo, hi = rule.share
-    return [text for text in found if lo <= xxhash.xxh3_64_intdigest(text) < hi]
+    return [text for text in candidates if lo <= xxhash.xxh3_64_intdigest(text) < hi]
 
 
 def _cut(waiting: bytearray, form: TextForm, *, searched: int) -> int:
-    """Return how many of the bytes to put into a block that is not the last of its file; 0 to read more."""
+    """Return the number of bytes for a block before the last of its file; 0 to read more."""
     if form is TextForm.jsonl:
         return waiting.rfind(b"\n", searched) + 1
     last = None
-    for found in _SEAM.finditer(waiting, max(0, len(waiting) - (64 << 10))):
-        last = found
+    for seam in _SEAM.finditer(waiting, max(0, len(waiting) - (64 << 10))):
+        last = seam
     if last is not None:
         return last.end()
     return start_of_character(waiting, len(waiting))
 
 
 def start_of_character(text: bytes | bytearray, at: int) -> int:
-    """Return `at`, or the start of the character that `at` splits; bytes that are not UTF-8 stay as they are."""
+    """Return `at`, or the start of the character split by `at`; in bytes other than UTF-8, `at`."""
     # RFC 3629: bytes 10xxxxxx continue a character, at most three of them; the first tells how many follow it.
     for back in range(1, min(4, at) + 1):
         byte = text[at - back]
@@ -135,12 +137,12 @@ def start_of_character(text: bytes | bytearray, at: int) -> int:
 
 def _text_of(line: bytes, key: str, *, where: str) -> bytes:
     try:
-        found = json.loads(line)
-        problem = "no JSON object" if not isinstance(found, dict) else None
+        parsed = json.loads(line)
+        problem = "no JSON object" if not isinstance(parsed, dict) else None
     except (ValueError, RecursionError) as error:
-        found, problem = {}, f"no JSON: {error}"
-    if problem is None and not isinstance(text := found.get(key), str):
-        problem = f"{type(text).__name__} under {key!r}" if key in found else f"only the keys {sorted(found)}"
+        parsed, problem = {}, f"no JSON: {error}"
+    if problem is None and not isinstance(text := parsed.get(key), str):
+        problem = f"{type(text).__name__} under {key!r}" if key in parsed else f"only the keys {sorted(parsed)}"
     if problem is None:
         try:
             return str(text).encode()

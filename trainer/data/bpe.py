@@ -18,7 +18,7 @@ LEAST_TOKENS = 257
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     """Return a ``tokenizer.json`` with at most `vocab_size` tokens, 0 being the end of text.
 
-    It depends on the texts alone. Texts are held one at a time; only their distinct words stay in memory.
+    The result depends on the texts alone. Memory holds a single text and the distinct words of all.
 
     Raises:
         DataError: the `tokenizers` package is missing, or the vocabulary does not hold all bytes.

@@ -1,4 +1,4 @@
-"""The tokenizer of bytes as a ``tokenizer.json``, so that other programs produce the same tokens.
+"""The tokenizer of bytes as a ``tokenizer.json``, for other programs to produce the same tokens.
 
 Source: the vocabulary of GPT-2, `bytes_to_unicode` of its encoder.py, for the characters of bytes.
 """
@@ -43,7 +43,7 @@ def bytes_tokenizer() -> bytes:
 
 
 def _characters() -> list[str]:
-    """Return the character for each byte: itself if it is printable, otherwise one from U+0100 on."""
+    """Return the character for each byte: a printable byte itself, any other a character from U+0100 on."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in seen else next(others)) for byte in range(256)]
+    substitutes = iter(range(0x100, 0x200))
+    return [chr(byte if byte in seen else next(substitutes)) for byte in range(256)]

@@ -59,10 +59,10 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
 
     The files are a pure function of the texts, their relative names, the encoder and ``valid_fraction``. The cache is
     keyed by names, sizes and times of change, so a hit does not read the texts. Any number of processes may call this
-    at the same time; each then does the work, and one result stays.
+    at the same time; each then does the work, and a single result stays.
 
     Args:
-        section: a section in which `trainer.data.section.problems` finds none.
+        section: a section without `trainer.data.section.problems`.
         cache: the cache folder; made if needed.
 
     Raises:

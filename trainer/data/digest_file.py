@@ -1,9 +1,9 @@
-"""Caches the digest of a token file in a small file, so that the next start need not read the tokens again.
+"""Caches the digest of a token file in a small file, to spare the next start from reading the tokens.
 
-The digest file lies beside the token file, or in the cache of prepared data if that folder is not writable. It is valid
+The digest file lies beside the token file, or in the cache of prepared data if the folder is not writable. It is valid
 only for a file of the same size and times of change, to the nanosecond. The time of the last change of status
-(``st_ctime``) cannot be set back, so a file that was overwritten or replaced, even by one of the same size and
-modification time, is read again. A malformed digest file is ignored and rewritten.
+(``st_ctime``) cannot be set back, so an overwritten or replaced file is read again, even if its size and
+modification time are the same. A malformed digest file is ignored and rewritten.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MOST_BYTES = 256
 
 
 def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> TokenDigest:
-    """Return the digest of a file, from the cache if it is valid, otherwise from its tokens, and cache that.
+    """Return the digest of a file, from the cache if it is valid, otherwise from its tokens, and cache it.
 
     Args:
-        cache: folder for digests that cannot lie beside their file.
+        cache: folder for the digests of files in read-only folders.
         read_again: ignore the cache.
 
     Raises:
@@ -44,10 +44,10 @@ def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> Toke
     places = (beside(file.path), in_cache(file.path, before, cache))
     if not read_again:
         for place in places:
-            kept = _read(place, before)
-            if kept is not None and (kept.token_bytes, kept.dtype) == (file.nbytes, file.dtype.name):
-                return kept
-    found, after = scan(file), file.status()
+            cached = _read(place, before)
+            if cached is not None and (cached.token_bytes, cached.dtype) == (file.nbytes, file.dtype.name):
+                return cached
+    digest, after = scan(file), file.status()
     if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         raise DataError(
             "A token file was written to while it was read",
@@ -59,20 +59,20 @@ def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> Toke
     for place in places:
         # On a file system without a right to write the next place is tried; without any, the next start reads again.
         with contextlib.suppress(OSError):
-            _write(place, _line(found, before), changed_ns=after.st_ctime_ns)
+            _write(place, _line(digest, before), changed_ns=after.st_ctime_ns)
             break
-    return found
+    return digest
 
 
 def beside(path: Path) -> Path:
-    """Return the digest file's path beside the token file: hidden, so that no glob finds it."""
+    """Return the digest file's path beside the token file: hidden from globs."""
     return path.with_name(f".{path.name}{SUFFIX}")
 
 
 def in_cache(path: Path, status: os.stat_result, cache: Path) -> Path:
     """Return the digest file's path in the cache folder.
 
-    Size and times are part of the name: hosts that share the cache may have different files under one path.
+    Size and times are part of the name: hosts with a common cache may have different files under the same path.
     """
     key = f"{os.path.abspath(path)}\n{_identity(status)}".encode(errors="surrogateescape")
     return cache / "digests" / f"{xxhash.xxh3_64_hexdigest(key)}{SUFFIX}"
@@ -82,8 +82,8 @@ def _identity(status: os.stat_result) -> str:
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
-def _line(found: TokenDigest, status: os.stat_result) -> bytes:
-    tokens = f"{found.token_bytes} {found.dtype} {found.digest} {found.largest}"
+def _line(digest: TokenDigest, status: os.stat_result) -> bytes:
+    tokens = f"{digest.token_bytes} {digest.dtype} {digest.digest} {digest.largest}"
     text = f"reprise-digest 1 {_identity(status)} {tokens}".encode("ascii")
     return text + b" " + xxhash.xxh3_64_hexdigest(text).encode("ascii") + b"\n"
 

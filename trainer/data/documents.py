@@ -1,6 +1,6 @@
-"""Documents within windows: where they begin and end, as bits of the tokens, so that a window stays one tensor.
+"""Documents within windows: where they begin and end, as bits of the tokens, so a window stays a single tensor.
 
-A token that begins a document has `BEGINS` added, and one behind the end of the document of its window is `PADDED`.
+The first token of a document has `BEGINS` added, and a token behind the end of its window's document is `PADDED`.
 Both are above every token. Micro batches have these bits wherever they are split or sent, and `WindowForm.split` takes
 them off for a model.
 """
@@ -43,7 +43,7 @@ class ModelInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WindowForm:
-    """The bits that the windows of a run may have.
+    """The bits of the windows of a run.
 
     Args:
         masks_documents: attention and positions stay within documents.
@@ -72,7 +72,7 @@ def window_form(section: DataSection) -> WindowForm:
 
 @dataclass(frozen=True, slots=True)
 class DocumentMarks:
-    """Where documents begin: behind every token `end_of_text`, or where the index of the file has it, if that is None.
+    """Where documents begin: behind every token `end_of_text`; if it is None, where the index of the file says.
 
     A token of another file, or of no file, begins a document too: the first token of every window does.
     """
@@ -80,7 +80,7 @@ class DocumentMarks:
     end_of_text: int | None
 
     def mark(self, window: npt.NDArray[np.int64], file: TokenFile, start: int) -> None:
-        """Mark the begins of documents in a window [t + 1] that was read from `start` of a file, in place.
+        """Mark the begins of documents in a window [t + 1], read from `start` of a file, in place.
 
         Raises:
             DataError: the index of the file cannot be read.

@@ -29,7 +29,7 @@ _AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The tokens of one block, including end-of-text tokens, and the number of documents that ended in it."""
+    """The tokens of a block, including end-of-text tokens, and the number of documents with their end in the block."""
 
     tokens: TokenArray
     documents: int
@@ -41,10 +41,10 @@ Encode = Callable[[Iterable[TextBlock], SplitRule], Iterator[Encoded]]
 
 @contextmanager
 def encoding(tokenizer: Path | None, *, workers: int) -> Iterator[Encode]:
-    """Yield a function that encodes blocks, in order, on that many processes; 1 means this process.
+    """Yield a function to encode blocks, in order, on `workers` processes; 1 means this process.
 
-    The processes end with this one, even if it is killed. An error of the function names the first text, in block
-    order, that cannot be encoded.
+    The processes end with this process, even if it is killed. An error of the function names the first text, in block
+    order, with a failure.
     """
     if workers == 1:
         encoder = open_encoder(tokenizer)
@@ -63,23 +63,23 @@ def encoding(tokenizer: Path | None, *, workers: int) -> Iterator[Encode]:
 
 
 def encode_block(block: TextBlock, rule: SplitRule, encoder: Encoder) -> Encoded:
-    """Encode the texts of a block, each text that ends in it followed by the end-of-text token.
+    """Encode the texts of a block; the end of a text is followed by the end-of-text token.
 
     Raises:
         DataError: naming the file and the line, or the byte.
     """
-    found: list[TokenArray] = [np.empty(0, np.uint16)]
+    chunks: list[TokenArray] = [np.empty(0, np.uint16)]
     documents = 0
     for text in texts(block, rule):
-        found.append(encoder.encode(Document(block.path, text, block.offset)))
+        chunks.append(encoder.encode(Document(block.path, text, block.offset)))
         if rule.form is TextForm.jsonl or block.ends_text:
-            found.append(np.array([encoder.end_of_text], np.uint32))
+            chunks.append(np.array([encoder.end_of_text], np.uint32))
             documents += 1
-    return Encoded(np.concatenate(found).astype(dtype_of(encoder)), documents, len(block.data))
+    return Encoded(np.concatenate(chunks).astype(dtype_of(encoder)), documents, len(block.data))
 
 
 def dtype_of(encoder: Encoder) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the smaller of the two token file dtypes that holds the encoder's tokens."""
+    """Return the smallest dtype of a token file for the encoder's tokens."""
     return np.dtype(np.uint16 if encoder.vocab_size <= 2**16 else np.uint32)
 
 
@@ -104,10 +104,10 @@ def in_order(starts: Iterable[Callable[[], Future[Encoded | str]]], *, most: int
 
 
 def _result(future: Future[Encoded | str]) -> Encoded:
-    found = future.result()
-    if isinstance(found, str):
-        raise DataError(found.rstrip("."))
-    return found
+    encoded = future.result()
+    if isinstance(encoded, str):
+        raise DataError(encoded.rstrip("."))
+    return encoded
 
 
 def _begin() -> None:

@@ -1,4 +1,4 @@
-"""The identity of tokens in 16 hex digits: the digest of one file, and the fingerprint of a data set.
+"""The identity of tokens in 16 hex digits: the digest of a file, and the fingerprint of a data set.
 
 Invariant: the values never change between versions, or no run in flight would find its data again.
 """
@@ -50,23 +50,23 @@ def scan(file: TokenFile) -> TokenDigest:
 def fingerprint(digests: Sequence[TokenDigest]) -> str:
     """Return 16 hex digits for the content of files in this order, independent of their paths.
 
-    xxh3_64 over one line ``<bytes> <dtype> <content digest>`` a file.
+    xxh3_64 over a line ``<bytes> <dtype> <content digest>`` a file.
     """
-    found = xxhash.xxh3_64()
+    hasher = xxhash.xxh3_64()
     for digest in digests:
-        found.update(f"{digest.token_bytes} {digest.dtype} {digest.digest}\n".encode("ascii"))
-    return found.hexdigest()
+        hasher.update(f"{digest.token_bytes} {digest.dtype} {digest.digest}\n".encode("ascii"))
+    return hasher.hexdigest()
 
 
 def fingerprint_of_sources(fingerprints: Sequence[str]) -> str:
-    """Return the fingerprint of one source, or 16 hex digits for several in this order: xxh3_64 over one line each."""
+    """Return the fingerprint of a source, or 16 hex digits for several in this order: xxh3_64 over a line each."""
     if len(fingerprints) == 1:
         return fingerprints[0]
-    return xxhash.xxh3_64_hexdigest("".join(f"{found}\n" for found in fingerprints).encode("ascii"))
+    return xxhash.xxh3_64_hexdigest("".join(f"{value}\n" for value in fingerprints).encode("ascii"))
 
 
 def check_tokens(file: TokenFile, vocab_size: int) -> None:
-    """Read all tokens of a file and refuse one that a model of ``vocab_size`` rows cannot embed.
+    """Read all tokens of a file and refuse any above the ``vocab_size`` rows of a model's embedding.
 
     Raises:
         DataError: a token is not below ``vocab_size``; names file, position and token.

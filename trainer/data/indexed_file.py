@@ -54,7 +54,7 @@ class IndexedDocuments:
 
     @property
     def count(self) -> int:
-        """Return the number of documents; without borders every sequence is one."""
+        """Return the number of documents; without borders every sequence is a document."""
         return self._borders - 1 if self._borders > 1 else self._sequences
 
     def begins(self, start: int, stop: int) -> list[int]:
@@ -63,21 +63,21 @@ class IndexedDocuments:
         Raises:
             DataError: the index cannot be read, or is damaged there.
         """
-        found: list[int] = []
+        positions: list[int] = []
         for number in range(bisect.bisect_left(range(self.count), start, key=self._begin), self.count):
             begin = self._begin(number)
             if begin >= stop:
                 break
-            if begin < (found[-1] if found else start):
+            if begin < (positions[-1] if positions else start):
                 raise _damaged(self.path, "documents in ascending order", f"document {number} at token {begin}")
-            if not found or begin > found[-1]:  # an empty document begins where the next one does
-                found.append(begin)
-        return found
+            if not positions or begin > positions[-1]:  # an empty document begins where the next one does
+                positions.append(begin)
+        return positions
 
     def borders(self) -> npt.NDArray[np.int64]:
-        """Return the positions at which documents begin, and the end of the last one; ascending, shape [count + 1].
+        """Return the first positions of documents, and the end of the last; ascending, shape [count + 1].
 
-        Reads the whole index, 8 to 16 bytes for each document.
+        Reads the complete index, 8 to 16 bytes a document.
 
         Raises:
             DataError: the index cannot be read, or is damaged.
@@ -93,17 +93,17 @@ class IndexedDocuments:
         return offsets // self.dtype.itemsize
 
     def _array(self, at: int, count: int) -> npt.NDArray[np.int64]:
-        found = np.empty(count, dtype="<i8")
-        rest = found.view(np.uint8).data
-        while rest.nbytes:
+        values = np.empty(count, dtype="<i8")
+        unread = values.view(np.uint8).data
+        while unread.nbytes:
             try:
-                read_bytes = os.preadv(self._descriptor, [rest], at)
+                read_bytes = os.preadv(self._descriptor, [unread], at)
             except OSError as error:
                 raise unreadable(self.path, error) from error
             if not read_bytes:
-                raise _damaged(self.path, f"{8 * count} bytes", f"{rest.nbytes} fewer")
-            rest, at = rest[read_bytes:], at + read_bytes
-        return found
+                raise _damaged(self.path, f"{8 * count} bytes", f"{unread.nbytes} fewer")
+            unread, at = unread[read_bytes:], at + read_bytes
+        return values
 
     def _begin(self, document: int) -> int:
         """Return the position of the first token of a document."""
@@ -128,7 +128,7 @@ class IndexedDocuments:
 
 
 def find_indexed(pattern: str) -> list[Path]:
-    """Return the `.bin` files that a prefix, as Megatron's `--data-path` has it, a path or a glob names, sorted.
+    """Return the `.bin` files of a path, a glob, or a prefix as in Megatron's `--data-path`, sorted.
 
     Raises:
         DataError: there is none, or something else matches.
@@ -136,16 +136,16 @@ def find_indexed(pattern: str) -> list[Path]:
     of_prefix = Path(f"{Path(pattern).expanduser()}.bin")
     if of_prefix.is_file():
         return [of_prefix]
-    found = find_files(pattern)
-    odd = [path for path in found if path.suffix != ".bin"]
-    if odd:
+    matches = find_files(pattern)
+    unpaired = [path for path in matches if path.suffix != ".bin"]
+    if unpaired:
         raise DataError(
             "a file of Megatron's data has another name",
-            where=odd[0],
+            where=unpaired[0],
             expected="PREFIX.bin, beside PREFIX.idx",
             fix="Name the prefix, the file PREFIX.bin, or a glob such as 'folder/*.bin'.",
         )
-    return found
+    return matches
 
 
 def open_indexed_file(path: Path) -> TokenFile:
@@ -174,9 +174,9 @@ def open_indexed_file(path: Path) -> TokenFile:
 
 
 def write_indexed_file(path: Path, chunks: Iterable[TokenArray], *, dtype: np.dtype[Any], end_of_text: int) -> None:
-    """Write the chunks, one after the other, as `path`, a `.bin` file, and its index, each atomically.
+    """Write the chunks in order as `path`, a `.bin` file, and its index, each atomically.
 
-    A sequence ends after each end-of-text token and at the end of the file. Each is one document.
+    A sequence ends after each end-of-text token and at the end of the file. Each is a document.
 
     Raises:
         DataError: a token does not fit, or the file system fails.
@@ -228,12 +228,12 @@ def _write_tokens(
     return [*lengths, waiting] if waiting else lengths
 
 
-def _damaged(place: Path, expected: str, found: str) -> DataError:
+def _damaged(place: Path, expected: str, actual: str) -> DataError:
     return DataError(
         "An index of Megatron's data is damaged",
         where=place,
         expected=expected,
-        found=found,
+        found=actual,
         fix="Copy it again, or write both files again.",
     )
 
@@ -268,8 +268,10 @@ def _read_index(place: Path) -> IndexedDocuments:
     end = last_offset + last_length * dtype.itemsize
     index = IndexedDocuments(place, descriptor, dtype, sequences=sequences, borders=borders, end=end)
     if first_offset != 0 or last_length < 0 or last_offset < 0 or last_border not in (0, sequences):
-        found = f"byte {first_offset}, the last of {last_length} tokens at byte {last_offset}, border {last_border}"
-        raise _damaged(place, f"{sequences} sequences that begin at byte 0", found)
+        description = (
+            f"byte {first_offset}, the last of {last_length} tokens at byte {last_offset}, border {last_border}"
+        )
+        raise _damaged(place, f"{sequences} sequences that begin at byte 0", description)
     return index
 
 

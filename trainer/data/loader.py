@@ -13,7 +13,7 @@ from trainer.data.batches import BlendedSamples, Samples, micro_batch_positions
 
 @dataclass(frozen=True, slots=True)
 class BatchLoader:
-    """Windows of token files for one data-parallel coordinate.
+    """Windows of token files for a data-parallel coordinate.
 
     Args:
         global_batch_size, micro_batch_size: in samples; iterations of training may be smaller.
@@ -38,7 +38,7 @@ class BatchLoader:
         return [number for number in self.numbers if number < size // self.micro_batch_size]
 
     def train_batch(self, consumed_samples: int, seed: int, size: int | None = None) -> list[torch.Tensor]:
-        """Return the micro batches of the iteration that begins at `consumed_samples`, int64 [b, seq_length + 1].
+        """Return the micro batches of the iteration after `consumed_samples`, int64 [b, seq_length + 1].
 
         Args:
             size: samples of the iteration, over all coordinates; by default as many as there can be.
@@ -60,7 +60,7 @@ class BatchLoader:
         for batch in range(global_batches):
             positions = self._positions(batch * self.global_batch_size, self.numbers)
             ids = (np.asarray(p, dtype=np.int64) % samples.count for p in positions)
-            yield [torch.from_numpy(samples.windows(found)).to(self.device) for found in ids]
+            yield [torch.from_numpy(samples.windows(batch_ids)).to(self.device) for batch_ids in ids]
 
     def _positions(self, consumed_samples: int, numbers: Sequence[int]) -> Iterator[range]:
         for number in numbers:

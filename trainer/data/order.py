@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of seed and global position, so a resume needs one integer.
+"""The order of samples: a pure function of seed and global position, so a resume needs a single integer.
 
 Invariant: the values never change between versions, or every run in flight would see samples twice.
 """
@@ -26,7 +26,7 @@ _BLOCK = 2**15
 
 
 def permute(index: npt.NDArray[np.int64], *, count: int, key: int) -> npt.NDArray[np.int64]:
-    """Map each index through the permutation of range(count) that belongs to ``key``, without building it.
+    """Map each index through the permutation of range(count) for ``key``, without building it.
 
     The permutation is the generalized Feistel network of Black and Rogaway 2002, "Ciphers with arbitrary finite
     domains", on ``a * b >= count`` with ``a = ceil(sqrt(count))``; results of ``count`` or above go through it again
@@ -76,13 +76,15 @@ def sample_ids(first: int, count: int, *, epoch_size: int, seed: int) -> npt.NDA
     if epoch_size < 1:
         raise ValueError(f"expected a positive epoch size, found {epoch_size}")
     out = np.empty(count, dtype=np.int64)
-    done = 0
-    while done < count:
-        epoch, offset = divmod(first + done, epoch_size)
-        length = min(count - done, epoch_size - offset)
+    filled = 0
+    while filled < count:
+        epoch, offset = divmod(first + filled, epoch_size)
+        length = min(count - filled, epoch_size - offset)
         index = np.arange(offset, offset + length, dtype=np.int64)
-        out[done : done + length] = permute(index, count=epoch_size, key=int(_epoch_keys(seed, np.array([epoch]))[0]))
-        done += length
+        out[filled : filled + length] = permute(
+            index, count=epoch_size, key=int(_epoch_keys(seed, np.array([epoch]))[0])
+        )
+        filled += length
     return out
 
 
@@ -163,7 +165,7 @@ def _round_keys(keys: _Words | np.uint64) -> _Words:
 def _epoch_keys(seed: int, epochs: npt.NDArray[np.int64]) -> _Words:
     """Return for each epoch [...] its output of splitmix64 seeded with a scrambled ``seed``.
 
-    Without the scrambling, seeds that differ by a multiple of the increment would share epochs.
+    Without the scrambling, seeds would share epochs if they differ by a multiple of the increment.
     """
     start = _mix(np.array(seed & _MASK_64, dtype=np.uint64).reshape(1))[0]
     return _mix((epochs.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + start)

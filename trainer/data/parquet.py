@@ -56,7 +56,7 @@ def column_texts(file: BinaryIO, path: Path, key: str) -> Iterator[str]:
 
 
 def missing_package(package: str, extra: str, path: Path) -> DataError:
-    """Return the error of a file whose form needs a package that is not installed."""
+    """Return the error of a file whose form needs a missing package."""
     return DataError(
         "A package that reads a file is not installed",
         where=path,

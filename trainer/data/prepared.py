@@ -76,7 +76,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of the split as written; `documents` is None if the input was tokens without document boundaries."""
+    """A side of the split as written; `documents` is None if the input was tokens without document boundaries."""
 
     name: str
     files: tuple[Path, ...]
@@ -90,11 +90,11 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A complete folder, with the values that a run needs to read it.
+    """A complete folder, with the values a run needs to read it.
 
     Args:
         tokenizer: a ``tokenizer.json``; None for bytes, and for tokens of unknown origin.
-        has_text: whether tokens can be shown as text, by that tokenizer or as bytes.
+        has_text: whether tokens can be shown as text, by `tokenizer` or as bytes.
     """
 
     folder: Path
@@ -108,7 +108,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The input of one side of the split."""
+    """The input of a side of the split."""
 
     name: str
     spans: tuple[Span, ...]
@@ -118,37 +118,37 @@ class _Part:
 def write_prepared(
     folder: Path,
     inputs: Sequence[Path],
-    wanted: PrepareOptions,
+    options: PrepareOptions,
     *,
     workers: int,
     replace: bool = False,
     progress: Progress = lambda _title, _total: lambda _count: None,
 ) -> Prepared:
-    """Write the token files of the inputs, in their order, as a folder that appears by one rename.
+    """Write the token files of the inputs, in their order, as a folder, which appears by one rename.
 
     Its bytes depend on the inputs and the options, never on `workers`.
 
     Args:
-        replace: replace a folder that holds nothing except the output of an earlier call.
+        replace: replace a folder with nothing except the output of an earlier call.
 
     Raises:
         DataError: an input cannot be read or encoded, or the folder cannot be made.
     """
-    _check(wanted)
+    _check(options)
     folder = Path(os.path.realpath(folder))
-    with prepared_folder(folder, [*inputs, *filter(None, [wanted.tokenizer])], replace=replace) as new:
-        parts = _split(inputs, wanted)
-        tokenizer = wanted.tokenizer
-        if wanted.train_vocab_size:
+    with prepared_folder(folder, [*inputs, *filter(None, [options.tokenizer])], replace=replace) as new:
+        parts = _split(inputs, options)
+        tokenizer = options.tokenizer
+        if options.train_vocab_size:
             tokenizer = new / TOKENIZER
-            _train(parts[0], wanted, tokenizer, progress)
+            _train(parts[0], options, tokenizer, progress)
         encoder = open_encoder(tokenizer)
         with encoding(tokenizer, workers=workers) as encode:
-            write = _writer(wanted.kind, dtype_of(encoder), encoder.end_of_text)
-            sides = [_write_side(new, part, wanted, encode, write, progress) for part in parts]
+            write = _writer(options.kind, dtype_of(encoder), encoder.end_of_text)
+            sides = [_write_side(new, part, options, encode, write, progress) for part in parts]
     placed = tuple(side.moved_to(folder) for side in sides)
-    tokenizer = folder / TOKENIZER if wanted.train_vocab_size else wanted.tokenizer and wanted.tokenizer.absolute()
-    return Prepared(folder, placed, tokenizer, encoder.vocab_size, encoder.end_of_text, kind=wanted.kind)
+    tokenizer = folder / TOKENIZER if options.train_vocab_size else options.tokenizer and options.tokenizer.absolute()
+    return Prepared(folder, placed, tokenizer, encoder.vocab_size, encoder.end_of_text, kind=options.kind)
 
 
 @contextmanager
@@ -157,10 +157,10 @@ def prepared_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Ite
 
     Args:
         read: the input files; none may lie in `folder`.
-        replace: replace a folder that holds nothing except the output of an earlier call.
+        replace: replace a folder with nothing except the output of an earlier call.
 
     Raises:
-        DataError: the folder cannot be made, or an existing one must not be replaced.
+        DataError: the folder cannot be made, or an existing folder must not be replaced.
     """
     try:
         _refuse_to_overwrite(folder, replace=replace)
@@ -178,12 +178,12 @@ def prepared_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Ite
         ) from error
 
 
-def _check(wanted: PrepareOptions) -> None:
-    if not 0 <= wanted.valid_fraction < 1:
+def _check(options: PrepareOptions) -> None:
+    if not 0 <= options.valid_fraction < 1:
         raise DataError(
-            "No such share can be held out", expected="0, or above 0 and below 1", found=wanted.valid_fraction
+            "No such share can be held out", expected="0, or above 0 and below 1", found=options.valid_fraction
         )
-    check_file_tokens(wanted.file_tokens)
+    check_file_tokens(options.file_tokens)
 
 
 def check_file_tokens(file_tokens: int) -> None:
@@ -224,22 +224,22 @@ def _refuse_to_replace_inputs(folder: Path, paths: Iterable[Path]) -> None:
             )
 
 
-def _split(inputs: Sequence[Path], wanted: PrepareOptions) -> list[_Part]:
+def _split(inputs: Sequence[Path], options: PrepareOptions) -> list[_Part]:
     """Return the input of each side, training documents first.
 
-    JSON lines are split by the hash of their text, so equal texts are on one side; several texts are split by the hash
-    of their names, without the suffix of a compression; of a single text the end is held out.
+    JSON lines are split by the hash of their text, so equal texts are on the same side; several texts are split by the
+    hash of their names, without the suffix of a compression; of a single text the end is held out.
     """
     spans = tuple(text_span(path) for path in inputs)
-    limit = int(wanted.valid_fraction * HASHES)
-    everything = SplitRule(wanted.form, wanted.key)
+    limit = int(options.valid_fraction * HASHES)
+    everything = SplitRule(options.form, options.key)
     if not limit:
         return [_Part("train", spans, everything)]
-    if wanted.form is TextForm.jsonl:
+    if options.form is TextForm.jsonl:
         shares = {"train": (limit, HASHES), "valid": (0, limit)}
-        return [_Part(name, spans, SplitRule(wanted.form, wanted.key, share)) for name, share in shares.items()]
+        return [_Part(name, spans, SplitRule(options.form, options.key, share)) for name, share in shares.items()]
     if len(spans) == 1:
-        cut = _cut(inputs[0], wanted)
+        cut = _cut(inputs[0], options)
         train, valid = [Span(inputs[0], 0, cut)], [Span(inputs[0], cut, spans[0].hi)]
     else:
         hashed = {span: xxhash.xxh3_64_intdigest(os.fsencode(plain_name(span.path.name))) for span in spans}
@@ -248,44 +248,44 @@ def _split(inputs: Sequence[Path], wanted: PrepareOptions) -> list[_Part]:
     return [_Part("train", tuple(train), everything), _Part("valid", tuple(valid), everything)]
 
 
-def _cut(path: Path, wanted: PrepareOptions) -> int:
+def _cut(path: Path, options: PrepareOptions) -> int:
     """Return the start of the held-out end of a single text, between two characters."""
-    size = text_bytes(path, takes_bytes=wanted.takes_bytes)
-    at = size - round(size * wanted.valid_fraction)
-    with open_text(Span(path, max(0, at - 4), at), takes_bytes=wanted.takes_bytes, checks_utf8=False) as reader:
+    size = text_bytes(path, takes_bytes=options.takes_bytes)
+    at = size - round(size * options.valid_fraction)
+    with open_text(Span(path, max(0, at - 4), at), takes_bytes=options.takes_bytes, checks_utf8=False) as reader:
         before = reader.read(4)
     return at - len(before) + start_of_character(before, len(before))
 
 
-def _train(part: _Part, wanted: PrepareOptions, path: Path, progress: Progress) -> None:
-    """Train a tokenizer on the documents of one side and write it."""
+def _train(part: _Part, options: PrepareOptions, path: Path, progress: Progress) -> None:
+    """Train a tokenizer on the documents of a side and write it."""
     count = progress("tokenizer", _total(part))
 
-    def found() -> Iterator[str]:
-        for block in _blocks(part, wanted):
+    def training_texts() -> Iterator[str]:
+        for block in _blocks(part, options):
             yield from (as_characters(Document(block.path, text, block.offset)) for text in texts(block, part.rule))
             count(len(block.data))
 
-    FileCalls().write_whole(path, train_bpe(found(), wanted.train_vocab_size))
+    FileCalls().write_whole(path, train_bpe(training_texts(), options.train_vocab_size))
 
 
 def _writer(kind: DataKind, dtype: np.dtype[Any], end_of_text: int) -> WriteFile:
-    """Return the function that writes one file of tokens in a format."""
+    """Return the writer of a token file in a format."""
     if kind is DataKind.megatron:
         return partial(write_indexed_file, dtype=dtype, end_of_text=end_of_text)
     return partial(write_token_file, dtype=dtype)
 
 
 def _write_side(
-    folder: Path, part: _Part, wanted: PrepareOptions, encode: Encode, write: WriteFile, progress: Progress
+    folder: Path, part: _Part, options: PrepareOptions, encode: Encode, write: WriteFile, progress: Progress
 ) -> Side:
-    blocks = encode(_blocks(part, wanted), part.rule)
+    blocks = encode(_blocks(part, options), part.rule)
     count = progress(part.name, _total(part))
-    side = write_side(folder, part.name, blocks, write=write, file_tokens=wanted.file_tokens, count=count)
+    side = write_side(folder, part.name, blocks, write=write, file_tokens=options.file_tokens, count=count)
     if not side.documents:
         raise DataError(
             f"No document is on the side {part.name}",
-            found=f"{len(part.spans)} files, --valid-fraction {wanted.valid_fraction}",
+            found=f"{len(part.spans)} files, --valid-fraction {options.valid_fraction}",
             fix="Give more documents, or another --valid-fraction.",
         )
     return side
@@ -300,10 +300,10 @@ def write_side(
     file_tokens: int,
     count: Callable[[int], object],
 ) -> Side:
-    """Write one side of a split as token files of at most `file_tokens` tokens, named by side and number.
+    """Write a side of a split as token files of at most `file_tokens` tokens, named by side and number.
 
     Args:
-        write: writes one file of tokens.
+        write: writes a file of tokens.
         count: called with the number of input bytes consumed since the last call.
 
     Raises:
@@ -318,7 +318,7 @@ def write_side(
 
 
 class _Stream:
-    """Encoded blocks as one stream of tokens."""
+    """Encoded blocks as a stream of tokens."""
 
     def __init__(self, blocks: Iterable[Encoded], count: Callable[[int], object]) -> None:
         self._blocks, self._count = iter(blocks), count
@@ -326,7 +326,7 @@ class _Stream:
         self.documents = self.tokens = 0
 
     def has_more(self) -> bool:
-        """Return whether a token is left, reading on until there is one."""
+        """Return whether a token is left, reading on to the next."""
         while not self._rest.size:
             block = next(self._blocks, None)
             if block is None:
@@ -339,16 +339,16 @@ class _Stream:
     def take(self, most: int) -> Iterator[TokenArray]:
         """Yield the next tokens, at most `most`."""
         while most and self.has_more():
-            found, self._rest = self._rest[:most], self._rest[most:]
-            most -= found.size
-            self.tokens += found.size
-            yield found
+            chunk, self._rest = self._rest[:most], self._rest[most:]
+            most -= chunk.size
+            self.tokens += chunk.size
+            yield chunk
 
 
-def _blocks(part: _Part, wanted: PrepareOptions) -> Iterator[TextBlock]:
+def _blocks(part: _Part, options: PrepareOptions) -> Iterator[TextBlock]:
     for span in part.spans:
         yield from read_blocks(
-            span, wanted.form, key=wanted.key, takes_bytes=wanted.takes_bytes, block_bytes=wanted.block_bytes
+            span, options.form, key=options.key, takes_bytes=options.takes_bytes, block_bytes=options.block_bytes
         )
 
 

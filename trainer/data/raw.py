@@ -32,7 +32,7 @@ class RawTokens:
 
     Args:
         dtype: one of RAW_DTYPES.
-        tokenizer: the ``tokenizer.json`` that made the tokens, or ``bytes``. Without one, the largest token is taken
+        tokenizer: the ``tokenizer.json`` of the tokens, or ``bytes``. Without a tokenizer, the largest token is taken
             for the end of text, and the vocabulary ends with it.
         file_tokens: maximum number of tokens per file.
     """
@@ -50,15 +50,14 @@ def write_raw(
     force: bool = False,
     progress: Progress = lambda _title, _total: lambda _count: None,
 ) -> Prepared:
-    """Write the tokens of headerless little-endian arrays as a folder of token files that appears by one rename.
+    """Write the tokens of headerless little-endian arrays as a folder of token files, which appears by one rename.
 
     Args:
         inputs: the arrays of each side, "train" and perhaps "valid", in their order.
-        force: replace a folder that holds nothing except the output of an earlier call.
+        force: replace a folder with nothing except the output of an earlier call.
 
     Raises:
-        DataError: an input is not such an array or holds a token that its tokenizer lacks, or the folder cannot be
-            made.
+        DataError: an input is no such array or its tokenizer lacks a token, or the folder cannot be made.
     """
     check_file_tokens(raw.file_tokens)
     folder, form = Path(os.path.realpath(folder)), np.dtype(raw.dtype).newbyteorder("<")
@@ -88,7 +87,7 @@ def write_raw(
 
 
 class _Arrays:
-    """Headerless arrays, one after the other; `largest` is the largest token read so far."""
+    """Headerless arrays in order; `largest` is the largest token read so far."""
 
     def __init__(self, paths: Sequence[Path], dtype: np.dtype[Any]) -> None:
         self._paths, self._dtype = paths, dtype
@@ -107,7 +106,7 @@ class _Arrays:
 
 
 def _checked_size(path: Path, token_bytes: int) -> int:
-    """Return the size of an array after checking that it does not begin with a known header."""
+    """Return the size of an array; refuse an array with the header of a known format."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size == 0 or status.st_size % token_bytes:
         raise _odd_size(path, token_bytes, f"{status.st_size} bytes")
@@ -130,11 +129,11 @@ def _checked_size(path: Path, token_bytes: int) -> int:
     return status.st_size
 
 
-def _odd_size(path: Path, token_bytes: int, found: str) -> DataError:
+def _odd_size(path: Path, token_bytes: int, actual: str) -> DataError:
     return DataError(
         "A file is no array of tokens",
         where=path,
         expected=f"a file of {token_bytes} bytes a token, at least one",
-        found=found,
+        found=actual,
         fix="It was cut off, or its tokens are of another size: see --raw.",
     )

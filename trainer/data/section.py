@@ -32,7 +32,7 @@ class SampleCut(Enum):
 
 
 class DataPosition(Enum):
-    """Where a source begins that takes the place of another one in the middle of a run."""
+    """Where a source begins after it replaces another in the middle of a run."""
 
     run = "run"
     start = "start"
@@ -97,7 +97,7 @@ class DataSection:
 
 @dataclass(frozen=True, slots=True)
 class WeightedSection:
-    """A section with the path of one source of training data, and the weight of that source."""
+    """A section with the path of a source of training data, and the weight of the source."""
 
     section: DataSection
     weight: Fraction
@@ -118,20 +118,20 @@ def sources_of(section: DataSection) -> list[WeightedSection]:
     """Return a section for each source of the training data; the first has all validation data of token files.
 
     Args:
-        section: a section in which `problems` finds none.
+        section: a section without `problems`.
     """
     if not isinstance(section.train, list):
         return [WeightedSection(section, Fraction(1))]
-    found = []
+    sections = []
     for number, entry in enumerate(section.train):
         path, weight = str(entry["path"]), weight_of(entry["weight"])
         assert weight is not None, "problems finds this"
         if section.kind in TOKEN_KINDS:
-            own = replace(section, train=path, valid=None if number else section.valid)
+            source = replace(section, train=path, valid=None if number else section.valid)
         else:
-            own = replace(section, path=path, train=None)
-        found.append(WeightedSection(own, weight))
-    return found
+            source = replace(section, path=path, train=None)
+        sections.append(WeightedSection(source, weight))
+    return sections
 
 
 def valid_paths(section: DataSection) -> list[str]:
@@ -140,7 +140,7 @@ def valid_paths(section: DataSection) -> list[str]:
 
 
 def weight_of(value: object) -> Fraction | None:
-    """Return a weight exactly as it is written in decimal digits or as a fraction; None if it is no positive number."""
+    """Return a weight exactly as written in decimal digits or as a fraction; None if it is no positive number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     if isinstance(value, float) and not math.isfinite(value):
@@ -149,15 +149,15 @@ def weight_of(value: object) -> Fraction | None:
     if len(text) > _MOST_DIGITS or re.search(r"[eE][+-]?\d{4}", text):
         return None  # a fraction of that many digits takes minutes
     try:
-        found = Fraction(str(value))  # the shortest digits of a float, not its binary value
+        weight = Fraction(str(value))  # the shortest digits of a float, not its binary value
     except (ValueError, ZeroDivisionError):
         return None
-    return found if found > 0 else None
+    return weight if weight > 0 else None
 
 
 def problems(section: DataSection) -> list[str]:
     """Return the problems of the section on its own, each as `key=value: reason`; reads no files."""
-    found = []
+    messages = []
     allowed, needed = _KEYS_OF_KIND[section.kind], _NEEDED_KEY.get(section.kind)
     is_blend = needed is not None and isinstance(section.train, list)
     if is_blend:
@@ -165,26 +165,28 @@ def problems(section: DataSection) -> list[str]:
     for key in ("path", "tokenizer", "train", "valid"):
         value = getattr(section, key)
         if key == needed and not value:
-            found.append(f"data.{key}={value or 'null'}: data.kind={section.kind.value} needs a file or a glob")
+            messages.append(f"data.{key}={value or 'null'}: data.kind={section.kind.value} needs a file or a glob")
         elif key not in allowed and value is not None:
             users = ", ".join(kind.value for kind, keys in _KEYS_OF_KIND.items() if key in keys)
             reason = f"data.kind={section.kind.value} does not use it, only {users} does"
-            found.append(f"data.{key}={value}: {'data.train names the sources' if is_blend else reason}")
+            messages.append(f"data.{key}={value}: {'data.train names the sources' if is_blend else reason}")
         elif key == "train" and is_blend:
-            found += _blend_problems(value)
+            messages += _blend_problems(value)
         elif key in ("train", "valid") and value is not None:
-            found += _path_problems(key, value)
+            messages += _path_problems(key, value)
     if section.samples is SampleCut.per_document and section.kind is not DataKind.megatron:
-        found.append("data.samples=per_document: needs data.kind=megatron, whose index has the documents")
+        messages.append("data.samples=per_document: needs data.kind=megatron, whose index has the documents")
     if section.end_of_text is not None and (section.end_of_text < 0 or not section.document_mask):
-        found.append(f"data.end_of_text={section.end_of_text}: must be a token, and serves data.document_mask only")
+        messages.append(f"data.end_of_text={section.end_of_text}: must be a token, and serves data.document_mask only")
     elif section.document_mask and _NEEDED_KEY.get(section.kind) == "train" and not _knows_documents(section):
-        found.append("data.document_mask: needs data.end_of_text, or data.tokenizer, whose end of text ends documents")
+        messages.append(
+            "data.document_mask: needs data.end_of_text, or data.tokenizer, whose end of text ends documents"
+        )
     if not 0 < section.valid_fraction < 1:
-        found.append(f"data.valid_fraction={section.valid_fraction}: must be above 0 and below 1")
+        messages.append(f"data.valid_fraction={section.valid_fraction}: must be above 0 and below 1")
     if section.vocab_size is not None and section.vocab_size < 1:
-        found.append(f"data.vocab_size={section.vocab_size}: must be at least 1 or null")
-    return found
+        messages.append(f"data.vocab_size={section.vocab_size}: must be at least 1 or null")
+    return messages
 
 
 def _knows_documents(section: DataSection) -> bool:
@@ -195,22 +197,22 @@ def _blend_problems(entries: list[object]) -> list[str]:
     """Return the problems of a list of sources."""
     if not 1 <= len(entries) <= MOST_SOURCES:
         return [f"data.train={'[]' if not entries else 'a list'}: must have 1 to {MOST_SOURCES} sources"]
-    found, seen = [], dict[str, int]()
+    messages, seen = [], dict[str, int]()
     for number, entry in enumerate(entries):
         name = f"data.train[{number}]"
         if not isinstance(entry, dict) or entry.keys() != {"path", "weight"}:
-            found.append(f"{name}={entry}: must be {{path: PATH, weight: NUMBER}}")
+            messages.append(f"{name}={entry}: must be {{path: PATH, weight: NUMBER}}")
             continue
         path = entry["path"]
-        found += _path_problems(f"train[{number}].path", [path])
+        messages += _path_problems(f"train[{number}].path", [path])
         if weight_of(entry["weight"]) is None:
-            found.append(f"{name}.weight={entry['weight']}: must be a number above 0, or a fraction such as 1/3")
+            messages.append(f"{name}.weight={entry['weight']}: must be a number above 0, or a fraction such as 1/3")
         first = seen.setdefault(str(path), number)
         if first != number:
-            found.append(
+            messages.append(
                 f"{name}.path={path}: is that of data.train[{first}] too; name it once, with the sum of weights"
             )
-    return found
+    return messages
 
 
 def _path_problems(key: str, value: object) -> list[str]:
@@ -221,10 +223,10 @@ def _path_problems(key: str, value: object) -> list[str]:
         return [f"data.{key}={value}: must be a path, or a list"]
     if not value:
         return [f"data.{key}=[]: must have a path, or be null"]
-    found = []
+    messages = []
     for path in value:
         if not isinstance(path, str) or not path.strip():
-            found.append(f"data.{key}={path}: must be a path")
+            messages.append(f"data.{key}={path}: must be a path")
         elif is_url(path):
-            found.append(f"data.{key}={path}: is a URL; only paths of mounted file systems can be read and written")
-    return found
+            messages.append(f"data.{key}={path}: is a URL; only paths of mounted file systems can be read and written")
+    return messages

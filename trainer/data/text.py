@@ -45,9 +45,9 @@ class TextSource:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text that ends with an end-of-text token, or a part of it; ``path`` is the file it came from.
+    """A text ended by an end-of-text token, or a part of such a text.
 
-    ``offset`` is its start in the file.
+    ``path`` is its file, ``offset`` its start in the file.
     """
 
     path: Path
@@ -73,7 +73,7 @@ BYTES = "bytes"
 
 
 def open_encoder(tokenizer: str | Path | None) -> Encoder:
-    """Return the encoder of a ``tokenizer.json``, or that of bytes for "bytes" or None.
+    """Return the encoder of a ``tokenizer.json``, or the encoder of bytes for "bytes" or None.
 
     Raises:
         DataError: the file is not a usable tokenizer.
@@ -158,7 +158,7 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def prompt_tokens(encoder: Encoder, prompt: str, vocab_size: int) -> list[int]:
-    """Return the tokens of a prompt; those of an empty one are the end-of-text token.
+    """Return the tokens of a prompt; for an empty prompt the end-of-text token.
 
     Raises:
         DataError: the prompt is not Unicode, or a token is not below ``vocab_size``.
@@ -205,7 +205,7 @@ def text_sources(pattern: str) -> list[TextSource]:
     """Return the files matching ``pattern``, sorted by name relative to the folders before its first wildcard.
 
     Raises:
-        DataError: there is none, or one cannot be read.
+        DataError: no file matches, or a file cannot be read.
     """
     paths = find_files(pattern)
     fixed = Path(pattern).expanduser()
@@ -250,12 +250,12 @@ def split_documents(
     """Split into train and valid documents, read from disk lazily.
 
     Several files are split by file: a file is valid if the hash of its name, without the suffix of a compression, falls
-    into the fraction, so that it never changes sides because others are added or removed; the file nearest to the limit
+    into the fraction, so it stays on its side when others are added or removed; the file nearest to the limit
     moves if a side would be empty. The last ``valid_fraction`` of a single file is valid, cut between two UTF-8
     characters, or between two rows of a Parquet file, each of which is a document.
 
     Args:
-        takes_bytes: accept files that are not text.
+        takes_bytes: accept files of any bytes.
 
     Raises:
         DataError: while reading, a file cannot be read, is no text, or was changed after it was found.
@@ -282,7 +282,7 @@ def split_documents(
 
 
 def token_chunks(documents: Iterable[Document], encoder: Encoder) -> Iterator[TokenArray]:
-    """Encode documents one at a time, each followed by the end-of-text token.
+    """Encode documents lazily, each followed by the end-of-text token.
 
     Raises:
         DataError: a document cannot be read or encoded.
@@ -294,15 +294,15 @@ def token_chunks(documents: Iterable[Document], encoder: Encoder) -> Iterator[To
 
 
 def _sources(root: Path, paths: Iterable[Path]) -> list[TextSource]:
-    found = []
+    sources = []
     for path in paths:
         try:
             status = path.stat()
         except OSError as error:
             raise unreadable(path, error) from error
         name = path.relative_to(root).as_posix()
-        found.append(TextSource(path=path, name=name, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns))
-    return sorted(found, key=lambda source: source.name)
+        sources.append(TextSource(path=path, name=name, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns))
+    return sorted(sources, key=lambda source: source.name)
 
 
 def _documents(sources: Iterable[TextSource], *, takes_bytes: bool) -> Iterator[Document]:

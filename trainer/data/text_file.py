@@ -1,6 +1,6 @@
 """Tells the form of a text file by its first bytes, and reads its text in pieces: plain, gzip, Zstandard or Parquet.
 
-Parquet gives a line of JSON for each row. All else that is not text is refused, unless its bytes are asked for.
+Parquet gives a line of JSON for each row. Anything else is refused, unless its bytes are asked for.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def open_text(
 
     Args:
         key: the column of a Parquet file.
-        takes_bytes: accept a text that is not text. Compressed files are decompressed even so.
-        checks_utf8: check that all that is read is UTF-8, beside the first bytes; lines of JSON are checked when they
+        takes_bytes: accept any bytes. Compressed files are decompressed even so.
+        checks_utf8: check every byte read for UTF-8, beside the first bytes; lines of JSON are checked when they
             are parsed.
 
     Raises:
@@ -184,7 +184,7 @@ class TextReader:
         return data
 
     def read_all(self) -> bytes:
-        """Return all that is left.
+        """Return the remaining bytes.
 
         Raises:
             DataError: see `read`; or the text is compressed and larger than `MOST_TEXT_BYTES`.
@@ -214,7 +214,7 @@ class TextReader:
 
 
 def text_bytes(path: Path, *, takes_bytes: bool = False) -> int:
-    """Return the size of the text in a file; a compressed one is read for it.
+    """Return the size of the text in a file; a compressed file is read for it.
 
     Raises:
         DataError: see `open_text`.
@@ -230,7 +230,7 @@ def text_bytes(path: Path, *, takes_bytes: bool = False) -> int:
 
 
 def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> DataError:
-    """Return the error of a text that is not UTF-8.
+    """Return the error of a text with bytes other than UTF-8.
 
     Args:
         offset: of the decoded bytes in the text of the file.
@@ -245,7 +245,7 @@ def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> DataError:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """Return the error of a file that cannot be read."""
+    """Return the error of an unreadable file."""
     return DataError(
         "a file cannot be read", where=path, expected="a readable file", found=error.strerror or str(error)
     )
@@ -259,7 +259,7 @@ def _form(file: BinaryIO) -> FileForm:
 
 
 def _check_head(head: bytes, form: FileForm, path: Path) -> None:
-    """Refuse a text that begins as a file of another form."""
+    """Refuse a text with the first bytes of another form of file."""
     inner = next((inner.value for inner, magic in _FORMS.items() if magic.match(head)), None)
     advice = f"Decompress it once: what is in it is {inner} again."
     name = inner if form is not FileForm.plain else None

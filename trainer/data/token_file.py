@@ -49,23 +49,23 @@ MAGICS = tuple((form.magic, form.version) for form in _FORMATS)
 
 
 class Documents(Protocol):
-    """The documents of one token file, in order and without gaps."""
+    """The documents of a token file, in order and without gaps."""
 
     def begins(self, start: int, stop: int) -> Sequence[int]:
         """Return the positions in range(start, stop) at which a document begins, in ascending order."""
 
     def borders(self) -> npt.NDArray[np.int64]:
-        """Return the positions at which documents begin, and the end of the last one, int64 and ascending."""
+        """Return the first positions of documents, and the end of the last, int64 and ascending."""
 
 
 class TokenFile:
-    """One open token file of `count` tokens, uint16 or uint32.
+    """An open token file of `count` tokens, uint16 or uint32.
 
-    The descriptor stays open, so if the file is replaced under the same name, the old one is still read.
+    The descriptor stays open, so if the file is replaced under the same name, the old tokens are still read.
 
     Args:
         first_byte: where the tokens begin.
-        documents: where documents begin, if a file beside it has that.
+        documents: where documents begin, from a file beside it.
     """
 
     def __init__(
@@ -102,15 +102,15 @@ class TokenFile:
         if not 0 <= start <= stop <= self.count:
             raise IndexError(f"expected tokens in range({self.count}), found {start} to {stop}")
         tokens = np.empty(stop - start, dtype=self.dtype)
-        rest, at = tokens.view(np.uint8).data, self._first_byte + start * self.dtype.itemsize
-        while rest.nbytes:
+        unread, at = tokens.view(np.uint8).data, self._first_byte + start * self.dtype.itemsize
+        while unread.nbytes:
             try:
-                read_bytes = os.preadv(self._descriptor, [rest], at)
+                read_bytes = os.preadv(self._descriptor, [unread], at)
             except OSError as error:
                 raise unreadable(self.path, error) from error
             if not read_bytes:
                 raise self._cut()
-            rest, at = rest[read_bytes:], at + read_bytes
+            unread, at = unread[read_bytes:], at + read_bytes
         return tokens
 
     def _cut(self) -> DataError:
@@ -152,23 +152,23 @@ def open_token_files(
     """Open all files of a data set, raising this process's soft limit of open files if necessary.
 
     Args:
-        open_file: opens one of them.
+        open_file: opens a file of the set.
 
     Raises:
         DataError: as `open_file`, or the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = len(os.listdir("/proc/self/fd")) + 2 * len(paths) + _OTHER_DESCRIPTORS
-    if resource.RLIM_INFINITY not in (soft, hard) and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+    needed_descriptors = len(os.listdir("/proc/self/fd")) + 2 * len(paths) + _OTHER_DESCRIPTORS
+    if resource.RLIM_INFINITY not in (soft, hard) and soft < needed_descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed_descriptors, hard), hard))
     return [open_file(path) for path in paths]
 
 
 def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: npt.DTypeLike) -> None:
-    """Write the chunks, one after the other, as one token file, atomically.
+    """Write the chunks in order as a token file, atomically.
 
-    Processes that race to write the same content do no harm. ``chunks`` are 1-D arrays of any integer dtype and are
-    held one at a time.
+    Processes may race to write the same content. ``chunks`` are 1-D arrays of any integer dtype; memory holds a single
+    chunk.
 
     Raises:
         DataError: a token does not fit ``dtype``, there are more than 2**31 - 1 tokens, or the file system fails.
@@ -204,22 +204,22 @@ def _check_header(path: Path, header: bytes, size_bytes: int) -> tuple[_Format, 
     magic, version, count = (int(value) for value in np.frombuffer(header, dtype="<i4", count=3))
     form = next((form for form in _FORMATS if (form.magic, form.version) == (magic, version)), None)
     if form is None:
-        known = " or ".join(f"magic {form.magic} version {form.version} ({form.dtype.name})" for form in _FORMATS)
+        formats = " or ".join(f"magic {form.magic} version {form.version} ({form.dtype.name})" for form in _FORMATS)
         raise DataError(
             "a token file has an unknown header",
             where=path,
-            expected=known,
+            expected=formats,
             found=f"magic {magic} version {version}",
             fix="Write it again with this header of 256 int32 values; of arrays without one `prepare_data --raw` does.",
         )
     body_bytes = size_bytes - HEADER_BYTES
     if body_bytes != count * form.dtype.itemsize:
-        whole, rest = divmod(body_bytes, form.dtype.itemsize)
+        tokens, trailing_bytes = divmod(body_bytes, form.dtype.itemsize)
         raise DataError(
             "the size of a token file differs from its header",
             where=path,
             expected=f"{count} tokens of {form.dtype.itemsize} bytes",
-            found=f"{whole} tokens" + (f" and {rest} odd bytes" if rest else ""),
+            found=f"{tokens} tokens" + (f" and {trailing_bytes} odd bytes" if trailing_bytes else ""),
             fix="It was cut off or appended to: write or copy it again.",
         )
     return form, count
@@ -260,7 +260,7 @@ def _write_tokens(path: Path, file: BinaryIO, chunks: Iterable[TokenArray], form
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """Return the error for a file of tokens, or its index, that cannot be opened or read."""
+    """Return the error of an unreadable file of tokens, or of its index."""
     fix = "Check data.train and data.valid, or write the file again."
     if error.errno == errno.EMFILE:
         fix = "Raise the limit of open files (ulimit -Hn), or make fewer, larger files."

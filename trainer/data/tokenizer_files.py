@@ -1,4 +1,4 @@
-"""The tokenizer of a run as the files that transformers expects beside a model.
+"""The tokenizer of a run as files for transformers beside a model.
 
 Needs no `tokenizers` package. A tokenizer is copied byte for byte, unless it adds tokens to every text by itself: a run
 trains without those, so the copy does not add them.
@@ -62,7 +62,7 @@ def tokenizer_files(section: DataSection, *, bos: int, eos: int, positions: int)
 
 
 def _as_trained(raw: bytes, where: str) -> tuple[bytes, dict[int, str]]:
-    """Return a ``tokenizer.json`` that adds no tokens by itself, and its special tokens by id."""
+    """Return a ``tokenizer.json`` without tokens added by itself, and its special tokens by id."""
     try:
         table = json.loads(raw)
         if _adds_tokens(table.get("post_processor")):
@@ -85,17 +85,17 @@ def _adds_tokens(processor: Any) -> bool:
 
 
 def _special_tokens(table: Any) -> dict[int, str]:
-    """Return the special tokens of a tokenizer, and those that end a text, by id.
+    """Return the special tokens of a tokenizer, and its tokens at the end of a text, by id.
 
     Only these may be declared to transformers as the end of text: any other token would become a special one, and texts
     would be tokenized differently.
     """
     added = [entry for entry in table.get("added_tokens") or [] if entry["special"]]
-    found = {_id(entry["id"]): str(entry["content"]) for entry in added}
+    special = {_id(entry["id"]): str(entry["content"]) for entry in added}
     vocabulary = table["model"]["vocab"]
     if isinstance(vocabulary, Mapping):
-        found |= {_id(vocabulary[name]): name for name in END_OF_TEXT_NAMES if name in vocabulary}
-    return found
+        special |= {_id(vocabulary[name]): name for name in END_OF_TEXT_NAMES if name in vocabulary}
+    return special
 
 
 def _id(value: Any) -> int:
