@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from string import Template
 
 import pytest
 
@@ -26,7 +27,7 @@ from trainer.config.checks import validate
 from trainer.config.compose import compose
 
 _VARIANT = re.compile(r"## (\w+), (\w+)")
-_ROW = re.compile(r"\| `(\w+)` \| `?(\w+)`? \| ([\w* ]*) \| (\S+).*? \| (\S+).*? \| (\S+).*? \| `(.*)` \|")
+_ROW = re.compile(r"\| `(\w+)` \| `?(\w+)`? \| ([\w* ]*) \| (\S+).*? \| (\S+).*? \| (\S+).*? \|")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def results(text: str) -> Results:
         if heading := _VARIANT.fullmatch(line):
             variant = ModelVariant(heading[1], heading[2])
         elif row := _ROW.fullmatch(line):
-            source, target, load, *numbers = row.groups()[:6]
+            source, target, load, *numbers = row.groups()
             losses = tuple(map(float, numbers))
             if target == "straight":
                 found.straight[variant, source] = losses
@@ -67,13 +68,18 @@ def test_loads_are_bitwise_and_equal_topologies_equal_bits(results: Results) -> 
 
 
 def test_every_command_of_the_page_is_one_that_composes(text: str) -> None:
-    named = set(re.findall(r"`((?:reprise|torchrun) .*?)`", text))
+    starts = dict(re.findall(r"^\| `(\w+)` \| `((?:reprise|torchrun) .*?)` \|$", text, re.M))
+    straight, resume = (Template(block) for block in re.findall(r"^```\n(.*?)\n```$", text, re.M))
     commands = dict[str, tuple[NamedTopology, list[str]]]()
     for variant in VARIANTS:
-        runs = [(source, straight_keys(variant, source)) for source in TOPOLOGIES]
-        runs += [(target, resume_keys(variant, source, target)) for source, target in pairs(variant)]
-        commands |= {topology.command(keys): (topology, keys) for topology, keys in runs}
-    assert named == set(commands)
+        names = {"family": variant.family, "dtype": variant.dtype}
+        for source in TOPOLOGIES:
+            command = f"{starts[source.name]} {straight.substitute(names, source=source.name)}"
+            commands[command] = (source, straight_keys(variant, source))
+        for source, target in pairs(variant):
+            command = f"{starts[target.name]} {resume.substitute(names, source=source.name, target=target.name)}"
+            commands[command] = (target, resume_keys(variant, source, target))
+    assert all(topology.command(keys) == command for command, (topology, keys) in commands.items())
     # The folders differ, the rest is that of a topology or of a variant.
     for topology, keys in _distinct(commands):
         validate(compose(keys), topology.ranks)
@@ -99,4 +105,4 @@ def test_a_difference_is_shown_beside_the_loss(results: Results) -> None:
     changed = Results(dict(results.straight), dict(results.resumed))
     changed.straight[variant, source] = (2.0, 1.5, 1.0)
     changed.resumed[variant, source, target] = Resumed(is_bitwise=False, losses=(2.0, 1.25, 1.0))
-    assert f"| `{source}` | `{target}` | **other bytes** | 2.0 | 1.25 (-2.5e-01) | 1.0 | `" in page(changed)
+    assert f"| `{source}` | `{target}` | **other bytes** | 2.0 | 1.25 (-2.5e-01) | 1.0 |\n" in page(changed)
